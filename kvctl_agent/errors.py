@@ -1,0 +1,67 @@
+"""Every exception kvctl_agent raises on purpose, drawn once.
+
+```
+KvctlError
+├── ConfigError            a configuration key, its value or its source is wrong
+├── LayoutError            two layouts cannot exchange KV (the arithmetic is in the message)
+├── MemoryLayoutError      a pool, slab or buffer has a shape we do not serve
+├── ProtocolError
+│   ├── LocalProtocolError   our own caller broke the order of calls
+│   └── RemoteProtocolError  a peer sent what it must not; carries nothing we act on
+├── TransportError         an engine failed
+│   ├── TransportUnavailable the engine or a system library it needs is not installed
+│   └── PeerDisconnected     the engine says that the peer is gone
+├── AdminError             the admin socket cannot be served or refused a request
+└── DeadlineExceeded       a wait ran out; the message names what was waited for
+```
+"""
+
+from __future__ import annotations
+
+
+class KvctlError(Exception):
+    """Root of all errors raised on purpose; its text says what, to what, and what to do next."""
+
+
+class ConfigError(KvctlError):
+    """A configuration key, value or source is wrong."""
+
+
+class LayoutError(KvctlError, ValueError):
+    """Two layouts cannot exchange KV; the message carries the arithmetic."""
+
+
+class MemoryLayoutError(KvctlError, ValueError):
+    """A pool, slab or buffer has a shape, dtype or alignment that is not served."""
+
+
+class ProtocolError(KvctlError):
+    """The agent-to-agent protocol was broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """Our own caller broke the order of calls (for example pages after finish)."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """A peer sent something malformed, oversized, unknown or out of place."""
+
+
+class TransportError(KvctlError):
+    """A transfer engine failed."""
+
+
+class TransportUnavailable(TransportError):
+    """The engine, or a system library it needs, is not installed; says which and how to get it."""
+
+
+class PeerDisconnected(TransportError):
+    """The engine reports that the peer is gone."""
+
+
+class AdminError(KvctlError):
+    """The admin socket cannot be served, or a request to it was refused."""
+
+
+class DeadlineExceeded(KvctlError, TimeoutError):
+    """A wait ran out; the message names what was waited for."""
