@@ -1,0 +1,70 @@
+"""Every admin command, once: the server registers exactly these and the CLI checks itself against them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+
+class Level(IntEnum):
+    """What a client may do; each level includes the ones below it."""
+
+    READ = 1
+    OPERATE = 2
+    ADMIN = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """One argument of an admin command."""
+
+    name: str
+    type: Literal["int", "str", "room", "bool", "str-list"]
+    help: str
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One admin command."""
+
+    name: str
+    help: str
+    level: Level = Level.READ
+    args: tuple[Arg, ...] = ()
+
+
+_LIMIT = Arg("limit", "int", "at most this many rows (default 1000)")
+_STATE = Arg("state", "str", "only rooms in this state")
+
+COMMANDS: tuple[Command, ...] = (
+    Command("hello", "who answers, which protocol range, what this client may do"),
+    Command("commands", "every command with its arguments, level and help"),
+    Command("config", "every configuration value with its origin"),
+    Command("status", "rank, transport, rooms by state, rates, ring use, health"),
+    Command("rooms", "active rooms", args=(_STATE, _LIMIT)),
+    Command(
+        "room",
+        "one room with its timeline, active or finished lately",
+        args=(Arg("room", "room", "room number", required=True),),
+    ),
+    Command("slow", "slowest finished rooms", args=(_LIMIT,)),
+    Command("history", "latest finished rooms", args=(_LIMIT,)),
+    Command("staging", "ring, watermark, live allocations, gated parts, staging buffers"),
+    Command("layers", "stage times per layer group", args=(Arg("room", "room", "only this room"),)),
+    Command("peers", "connection, clock, watermark and errors per peer"),
+    Command(
+        "events",
+        "the flight recorder",
+        args=(Arg("since", "int", "first sequence number wanted"), _LIMIT),
+    ),
+    Command("metrics", "counters, gauges and histograms with help and unit"),
+    Command("stacks", "Python stacks of all threads"),
+)
+
+COMMANDS_BY_NAME: dict[str, Command] = {command.name: command for command in COMMANDS}

@@ -1,0 +1,175 @@
+"""Every configuration key of the agent, once: type, unit, default, help, and whether it can change while running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One configuration key.
+
+    `default` None means automatic; `minimum` and `maximum` are inclusive; `sglang` is the name people who come from
+    SGLang know it by.
+    """
+
+    name: str
+    type: type
+    default: Value
+    help: str
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    runtime: bool = False
+    sglang: str = ""
+
+    @property
+    def environment(self) -> str:
+        return f"KVCTL_{self.name.upper()}"
+
+
+KEYS: tuple[Key, ...] = (
+    Key(
+        "transport",
+        str,
+        "nixl",
+        "Engine that moves the bytes.",
+        choices=("nixl", "loopback"),
+        sglang="--disaggregation-transfer-backend",
+    ),
+    Key(
+        "transport_params",
+        str,
+        "",
+        "Engine parameters, as name=value pairs joined by commas.",
+        sglang="SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS",
+    ),
+    Key(
+        "path",
+        str,
+        "auto",
+        "How parts move: fixed, or chosen per part by the calibrated cost model.",
+        choices=("auto", "bulk", "slice", "staged"),
+    ),
+    Key(
+        "staging",
+        str,
+        "auto",
+        "Staged path: never, always, or where the cost model finds it faster.",
+        choices=("off", "on", "auto"),
+        sglang="SGLANG_DISAGG_STAGING_BUFFER",
+    ),
+    Key(
+        "staging_buffer_mb",
+        int,
+        64,
+        "Staging buffer of each transfer worker.",
+        unit="MiB",
+        minimum=1,
+        maximum=1 << 20,
+        sglang="SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB",
+    ),
+    Key(
+        "staging_ring_mb",
+        int,
+        4096,
+        "Decode rank's ring that staged parts land in.",
+        unit="MiB",
+        minimum=1,
+        maximum=1 << 20,
+        sglang="SGLANG_DISAGG_STAGING_POOL_SIZE_MB",
+    ),
+    Key(
+        "workers",
+        int,
+        None,
+        "Transfer workers per prefill rank; automatic: 1 on up to 4 cores, else 4.",
+        minimum=1,
+        maximum=64,
+        sglang="SGLANG_DISAGGREGATION_QUEUE_SIZE",
+    ),
+    Key(
+        "chunk_tokens",
+        int,
+        8192,
+        "Tokens per chunk of the fixed chunk grid.",
+        unit="tokens",
+        minimum=1,
+        maximum=1 << 24,
+        sglang="chunked_prefill_size",
+    ),
+    Key(
+        "bootstrap_timeout_s",
+        float,
+        300.0,
+        "Longest time a room may stay in Bootstrapping.",
+        unit="s",
+        minimum=0.1,
+        maximum=86400,
+        runtime=True,
+        sglang="SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
+    ),
+    Key(
+        "waiting_timeout_s",
+        float,
+        300.0,
+        "Longest time a room may wait for input or for its bytes.",
+        unit="s",
+        minimum=0.1,
+        maximum=86400,
+        runtime=True,
+        sglang="SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
+    ),
+    Key(
+        "heartbeat_s",
+        float,
+        1.0,
+        "Time between heartbeats to each peer.",
+        unit="s",
+        minimum=0.05,
+        maximum=60,
+        sglang="SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL",
+    ),
+    Key(
+        "suspect_s",
+        float,
+        3.0,
+        "Silence after which a peer gets no new grants.",
+        unit="s",
+        minimum=0.1,
+        maximum=600,
+    ),
+    Key(
+        "lost_s",
+        float,
+        15.0,
+        "Silence after which a peer is lost and its rooms fail.",
+        unit="s",
+        minimum=0.2,
+        maximum=3600,
+    ),
+    Key(
+        "resend_s",
+        float,
+        1.0,
+        "Time before an unanswered control message is sent again.",
+        unit="s",
+        minimum=0.02,
+        maximum=60,
+    ),
+    Key(
+        "history_rooms",
+        int,
+        256,
+        "Finished rooms kept for `history` and `slow`, each.",
+        minimum=0,
+        maximum=65536,
+    ),
+    Key("timeline_events", int, 512, "Timeline events kept per room.", minimum=0, maximum=65536),
+    Key("recorder_events", int, 4096, "Entries kept by the flight recorder.", minimum=16, maximum=1 << 20),
+)
+
+KEYS_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}

@@ -1,0 +1,322 @@
+"""Shapes of what the admin socket answers; built by the agent, read by the operator's tool.
+
+Rules: times are integer nanoseconds (`_ns`; wall clock for `*_at_ns`, durations otherwise), sizes integer bytes
+(`_bytes`), counts end in `_total` when they only grow. Room ids and nonces are decimal strings, because 64-bit
+integers break in jq and JavaScript. A value that is not known is None, never 0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypedDict
+
+Role = Literal["prefill", "decode"]
+
+
+class Hello(TypedDict):
+    """Answer to `hello`."""
+
+    name: str
+    role: Role
+    pid: int
+    version: str
+    protocol: list[int]  # [lowest, highest] admin protocol served
+    incarnation: str
+    level: str  # what this client may do: read, operate, admin
+    capabilities: list[str]
+    uptime_ns: int
+    now_ns: int  # the agent's wall clock when it answered: the client's clock-offset estimate
+
+
+class CommandArg(TypedDict):
+    name: str
+    type: str
+    help: str
+    required: bool
+
+
+class CommandInfo(TypedDict):
+    """One row of `commands`."""
+
+    name: str
+    level: str
+    help: str
+    args: list[CommandArg]
+
+
+class ConfigRow(TypedDict):
+    """One configuration value with its origin."""
+
+    key: str
+    value: str | int | float | bool | None
+    default: str | int | float | bool | None
+    origin: str  # "default", "file <path>", "environment KVCTL_X", "argument"
+    unit: str
+    runtime: bool
+    help: str
+
+
+class Failure(TypedDict):
+    """First cause of a failed room."""
+
+    rank: str  # agent name
+    code: str
+    at_ns: int
+    text: str
+
+
+class RateWindow(TypedDict):
+    """Bytes over the wall-clock union of transfer spans of the last seconds."""
+
+    window_ns: int
+    bytes: int
+    gb_per_s: float | None
+    rooms_per_s: float | None
+
+
+class LatencySummary(TypedDict):
+    p50_ns: int | None
+    p90_ns: int | None
+    p99_ns: int | None
+    count: int
+
+
+class RingUse(TypedDict):
+    size_bytes: int
+    used_bytes: int
+    high_water_bytes: int
+    live: int
+
+
+class Status(TypedDict):
+    """Answer to `status`."""
+
+    name: str
+    role: Role
+    rank: dict[str, int]  # dp, pp, cp, tp, unique
+    sizes: dict[str, int]  # dp, pp, cp, tp of the instance
+    pid: int
+    incarnation: str
+    version: str
+    uptime_ns: int
+    transport: dict[str, str | list[str]]  # engine, backend, lanes
+    device: str
+    rooms: dict[str, int]  # active rooms by state label
+    rooms_finished_total: dict[str, int]  # "Success", "Failed"
+    bytes_total: int  # KV bytes sent (prefill) or landed (decode)
+    rate: RateWindow
+    latency: LatencySummary  # decode: open to success; prefill: first ready to sent
+    ring: RingUse | None  # decode only
+    peers: dict[str, int]  # peers by state
+    pool: dict[str, int]  # pages, page_size, bytes, layers, heads
+    health: list[str]  # codes raised; empty when fine
+    waiting_for: str | None  # e.g. "6 of 8 prefill ranks registered, missing tp=2,3"
+
+
+class Coverage(TypedDict):
+    """Cells of the room's ledger; on a prefill rank landed and scattered are None."""
+
+    planned: int
+    sent: int | None
+    landed: int | None
+    scattered: int | None
+
+
+class RoomRow(TypedDict):
+    """One row of `rooms`, `history` and `slow`."""
+
+    room: str
+    nonce: str
+    agent: str
+    role: Role
+    state: str
+    state_age_ns: int
+    age_ns: int  # to now, or to the end when finished
+    opened_at_ns: int
+    finished_at_ns: int | None
+    peers: list[str]
+    coverage: Coverage
+    tokens: int | None
+    pages: int | None
+    bytes: int
+    parts: int
+    paths: dict[str, int]  # parts by path
+    parked: int  # gated parts
+    latency_ns: int | None
+    failure: Failure | None
+
+
+class TimelineEvent(TypedDict):
+    """One moment of a room: `part` is None for what concerns the room as a whole."""
+
+    at_ns: int
+    agent: str
+    stage: str  # a STAGES name, or open, accept, request, grant, done, fail, abort, drained ...
+    writer: int | None
+    chunk: int | None
+    layers: list[int] | None  # [lo, hi)
+    peer: str | None
+    detail: str
+
+
+class RoomDetail(RoomRow):
+    """Answer to `room`."""
+
+    timeline: list[TimelineEvent]
+    timeline_dropped: int
+
+
+class RingAllocation(TypedDict):
+    serial: int
+    room: str
+    nonce: str
+    writer: str
+    chunk: int
+    layers: list[int]
+    offset: int
+    end: int
+    round: int
+    age_ns: int
+    state: str  # granted, landed, scattering, revoking, quarantined
+
+
+class GatedPart(TypedDict):
+    room: str
+    peer: str
+    chunk: int
+    layers: list[int]
+    bytes: int
+    waiting_for: str  # "grant" or "watermark round 3 tail 1048576"
+    age_ns: int
+
+
+class Watermark(TypedDict):
+    round: int
+    tail: int
+    age_ns: int
+
+
+class RingView(TypedDict):
+    size_bytes: int
+    head_bytes: int
+    round: int
+    used_bytes: int
+    high_water_bytes: int
+    watermark: Watermark
+    allocations: list[RingAllocation]
+    granted_total: int
+    refused_total: int
+    revoked_total: int
+
+
+class StagingBuffers(TypedDict):
+    size_bytes: int
+    piece_bytes: int
+    pieces: int
+    pieces_used: int
+    pieces_high_water: int
+
+
+class Staging(TypedDict):
+    """Answer to `staging`: `ring` on a decode rank, `buffers` and `gated` on a prefill rank."""
+
+    agent: str
+    role: Role
+    enabled: bool
+    ring: RingView | None
+    buffers: StagingBuffers | None
+    gated: list[GatedPart]
+    fallbacks_total: int
+
+
+class LayerStage(TypedDict):
+    p50_ns: int | None
+    p90_ns: int | None
+    p99_ns: int | None
+    count: int
+
+
+class LayerRow(TypedDict):
+    """Stage times of one layer group, aggregated or of one room (then with its moments)."""
+
+    agent: str
+    layers: list[int]  # [lo, hi)
+    path: str
+    parts: int
+    bytes: int
+    stages: dict[str, LayerStage]  # duration of each stage, by STAGES name
+    moments: NotRequired[list[dict[str, int | None]]]  # per part, room only: stage -> wall clock ns
+    exposed_ns: int | None  # transfer time after the forward was done
+    overlapped_ns: int | None  # transfer time hidden behind compute
+
+
+class PeerRow(TypedDict):
+    """One row of `peers`."""
+
+    agent: str
+    peer: str
+    role: Role
+    state: str  # connecting, ready, suspect, lost, refused
+    incarnation: str | None
+    endpoint: str
+    last_heard_ns: int | None
+    rtt_ns: int | None
+    clock_offset_ns: int | None
+    clock_error_ns: int | None
+    control_queue: int
+    watermark_sent: list[int] | None  # decode: [round, tail, sequence] last sent to this peer
+    watermark_seen: list[int] | None  # prefill: same, last heard from this peer
+    lane: str
+    rooms: int
+    errors_total: int
+    last_error: str | None
+    differences: list[str]  # incompatible factors, "page_size 64 ≠ 32"
+
+
+class EventRow(TypedDict):
+    """One entry of the flight recorder."""
+
+    sequence: int
+    at_ns: int
+    agent: str
+    kind: str
+    severity: str  # debug, info, warning, error
+    room: str | None
+    peer: str | None
+    text: str
+
+
+class Events(TypedDict):
+    """Answer to `events`."""
+
+    events: list[EventRow]
+    next: int  # give as `since` next time
+    dropped: int  # entries after `since` that the bounded ring had already lost
+
+
+class MetricSample(TypedDict):
+    labels: dict[str, str]
+    value: float | int | None
+    buckets: NotRequired[
+        list[list[float]]
+    ]  # histogram: [upper bound, cumulative count]; last bound +inf as None
+    sum: NotRequired[float]
+    count: NotRequired[int]
+
+
+class MetricFamily(TypedDict):
+    """One row of `metrics`."""
+
+    name: str
+    kind: str  # counter, gauge, histogram
+    unit: str
+    help: str
+    samples: list[MetricSample]
+
+
+class ThreadStack(TypedDict):
+    """One row of `stacks`."""
+
+    name: str
+    ident: int
+    daemon: bool
+    frames: list[str]

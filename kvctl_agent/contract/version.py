@@ -1,0 +1,5 @@
+"""The one version of both packages."""
+
+from __future__ import annotations
+
+VERSION = "0.1.0"
