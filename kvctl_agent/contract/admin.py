@@ -58,9 +58,7 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
         ValueError: the name is empty or would leave the directory, or the path exceeds 107 bytes.
     """
     if not name or name in {".", ".."} or "/" in name or "\0" in name:
-        raise ValueError(
-            f"agent name {name!r} cannot be a file name: it must be non-empty and without '/' or NUL"
-        )
+        raise ValueError(f"agent name {name!r} cannot be a file name: it must be non-empty and without '/' or NUL")
     path = (directory or socket_dir()) / f"{name}{SOCKET_SUFFIX}"
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH_BYTES:

@@ -54,9 +54,7 @@ METRICS: tuple[Metric, ...] = (
         (),
         _SECONDS,
     ),
-    Metric(
-        "kvctl_parts_total", "counter", "", "Parts sent (prefill) or landed (decode), by path.", ("path",)
-    ),
+    Metric("kvctl_parts_total", "counter", "", "Parts sent (prefill) or landed (decode), by path.", ("path",)),
     Metric(
         "kvctl_part_bytes_total",
         "counter",
@@ -73,9 +71,7 @@ METRICS: tuple[Metric, ...] = (
         "Submissions to the engine, pieces of staged parts included, by path.",
         ("path",),
     ),
-    Metric(
-        "kvctl_stage_seconds", "histogram", "seconds", "Time a part spent in a stage.", ("stage",), _SECONDS
-    ),
+    Metric("kvctl_stage_seconds", "histogram", "seconds", "Time a part spent in a stage.", ("stage",), _SECONDS),
     Metric(
         "kvctl_fallbacks_total",
         "counter",
