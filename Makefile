@@ -1,0 +1,81 @@
+# The ways to use a checkout. Everything runs from .venv, which `make setup` makes from nothing.
+#
+# torch is installed first and alone: a build for the CPU is enough, and once 2.13.0 is there no other package's
+# requirement brings in another one with gigabytes of CUDA libraries.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup bench test check clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+STAMP := $(VENV)/.setup-done
+TORCH := torch==2.13.0
+# Mooncake loads these; NIXL runs without them.
+LIBRARIES := libibverbs1 libnuma1 libcurl4
+PYTEST_ARGS ?=
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv with CPU torch, NIXL and the tools; again only when pyproject.toml or constraints.txt change
+
+bench: $(STAMP)  ## move KV from 4 TP prefill ranks to 4 DP decode ranks over NIXL, verify every byte, print the table
+	@echo "bench: kvctl bench --prefill-tp 4 --decode-dp 4"
+	@$(BIN)/kvctl bench --prefill-tp 4 --decode-dp 4
+
+test: check  ## check, then all tests (PYTEST_ARGS="-k ring" picks some)
+	@echo "test: pytest"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP)  ## format, lint, types, and who may import whom
+	@echo "check: ruff format"
+	@$(BIN)/ruff format --check --quiet . || { echo "run: $(BIN)/ruff format ." >&2; exit 1; }
+	@echo "check: ruff"
+	@$(BIN)/ruff check --quiet .
+	@echo "check: mypy --strict"
+	@$(BIN)/mypy --strict --no-error-summary
+	@echo "check: import-linter"
+	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log >&2; exit 1; }
+
+clean:  ## remove .venv and every cache
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# The stamp is written last, so a setup that was cut short starts over. A .venv whose Python or pip does not run, or
+# that was made elsewhere and moved here, is made anew; any other is brought up to date.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "setup: $(PYTHON) must be Python 3.11 or newer; name another: make PYTHON=python3.12" >&2; exit 1; }
+	@if ! grep -qF '$(CURDIR)/$(VENV)' $(BIN)/activate 2>/dev/null || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "setup: making $(VENV)"; \
+		$(PYTHON) -m venv --clear $(VENV) || { echo "setup: $(PYTHON) -m venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }; \
+	fi
+	@echo "setup: installing $(TORCH)"
+	@$(PIP) install $(TORCH)
+	@echo "setup: installing kvctl with its agent, NIXL and the development tools"
+	@$(PIP) install -c constraints.txt -e '.[agent,nixl,dev]'
+	@missing=(); \
+	for package in $(LIBRARIES); do \
+		dpkg-query -W -f '$${Status}' "$$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$$package"); \
+	done; \
+	if (( $${#missing[@]} )) && command -v apt-get >/dev/null; then \
+		sudo=(); (( EUID == 0 )) || sudo=(sudo -n); \
+		if "$${sudo[@]}" true 2>/dev/null; then \
+			echo "setup: installing $${missing[*]}"; \
+			log=$(VENV)/apt.log; install=("$${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq); \
+			if { "$${install[@]}" update && "$${install[@]}" install -y --no-install-recommends "$${missing[@]}"; } >$$log 2>&1 </dev/null; then \
+				missing=(); \
+			else \
+				tail -n 3 $$log >&2; \
+			fi; \
+		fi; \
+	fi; \
+	if (( $${#missing[@]} )); then \
+		echo "setup: not installed: $${missing[*]}. NIXL does not need them, Mooncake does: apt-get install $${missing[*]}"; \
+	fi
+	@touch $@
