@@ -77,6 +77,7 @@ class Slab:
         self._map.madvise(mmap.MADV_DONTNEED)
         with contextlib.suppress(BufferError):  # a view is still held; the mapping goes with it
             self._map.close()
+        del self._map
 
     def __enter__(self) -> Slab:
         return self
