@@ -3,6 +3,7 @@
 ```
 KvctlError
 ├── ConfigError            a configuration key, its value or its source is wrong
+│   └── UnknownModel         no geometry preset has that name
 ├── LayoutError            two layouts cannot exchange KV (the arithmetic is in the message)
 ├── MemoryLayoutError      a pool, slab or buffer has a shape we do not serve
 ├── ProtocolError
@@ -25,6 +26,10 @@ class KvctlError(Exception):
 
 class ConfigError(KvctlError):
     """A configuration key, value or source is wrong."""
+
+
+class UnknownModel(ConfigError, ValueError):
+    """No geometry preset has that name; the message suggests the nearest ones."""
 
 
 class LayoutError(KvctlError, ValueError):

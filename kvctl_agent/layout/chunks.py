@@ -1,0 +1,141 @@
+"""Pages, prefix and the fixed chunk grid, so that both sides name the same cells however the prompt was sent.
+
+A cell is numbered by its place on a grid that starts at page 0 of the prompt, never by arrival: a prefix hit or another
+split of the sends changes which cells exist, not what a number means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvctl_agent.errors import LayoutError, LocalProtocolError
+from kvctl_agent.layout.sizes import check_size
+
+
+class Chunk(NamedTuple):
+    """One cell of the grid: `count` pages from page `first` of the prompt (0 is its first page, cached or not)."""
+
+    # The fields hide tuple.index and tuple.count, which nobody needs on three numbers.
+    index: int  # type: ignore[assignment]
+    first: int
+    count: int  # type: ignore[assignment]
+
+
+def page_count(tokens: int, page_size: int) -> int:
+    """Pages that hold `tokens` tokens; the last may be partly filled.
+
+    Raises:
+        LayoutError: a negative token count or a page size below 1.
+    """
+    check_size("tokens", tokens, minimum=0)
+    check_size("page_size", page_size)
+    return -(-tokens // page_size)
+
+
+def prefix_pages(prefix_tokens: int, page_size: int) -> int:
+    """Whole pages of a prefix that the decode side already has.
+
+    Raises:
+        LayoutError: the prefix ends inside a page; this room fails, no other does.
+    """
+    check_size("prefix_tokens", prefix_tokens, minimum=0)
+    check_size("page_size", page_size)
+    pages, over = divmod(prefix_tokens, page_size)
+    if over:
+        raise LayoutError(
+            f"a prefix of {prefix_tokens} tokens is not page-aligned: {prefix_tokens} % {page_size} = {over}; "
+            f"round it down to {pages * page_size}"
+        )
+    return pages
+
+
+def chunk_pages(chunk_tokens: int, page_size: int) -> int:
+    """Pages per grid cell: as many whole pages as fit `chunk_tokens`, at least one.
+
+    Raises:
+        LayoutError: a size below 1.
+    """
+    check_size("chunk_tokens", chunk_tokens)
+    check_size("page_size", page_size)
+    return max(1, chunk_tokens // page_size)
+
+
+def grid(total_pages: int, prefix_pages: int, chunk_pages: int) -> tuple[Chunk, ...]:
+    """The cells of a room, in order.
+
+    A cell wholly inside the prefix is absent and its number is not reused; the cell that holds the end of the prefix
+    starts there. Nothing left to send gives no cells.
+
+    Raises:
+        LayoutError: the prefix is longer than the prompt, or a size is out of range.
+    """
+    check_size("total_pages", total_pages, minimum=0)
+    check_size("prefix_pages", prefix_pages, minimum=0)
+    check_size("chunk_pages", chunk_pages)
+    _check_prefix(prefix_pages, total_pages)
+    return tuple(_cells(prefix_pages, total_pages, chunk_pages))
+
+
+class ChunkCutter:
+    """The writer's side of the grid: turns sends of any length into whole cells.
+
+    Sends cover the prompt from page 0, the decode side's cached prefix included; its pages are skipped here. A send
+    that crosses a grid line is cut there. The tail of a send that is not the last is held back to the last full line
+    and rides with the next one, so that no cell is ever sent in two pieces.
+    """
+
+    def __init__(self, prefix_pages: int, chunk_pages: int) -> None:
+        check_size("prefix_pages", prefix_pages, minimum=0)
+        check_size("chunk_pages", chunk_pages)
+        self._prefix = prefix_pages
+        self._chunk_pages = chunk_pages
+        self._fed = 0
+        self._cut = prefix_pages
+        self._closed = False
+
+    @property
+    def fed(self) -> int:
+        """Pages of the prompt fed so far, from page 0."""
+        return self._fed
+
+    def feed(self, num_pages: int, last: bool) -> list[Chunk]:
+        """Take the prompt's next pages and return the cells that are now complete, in order.
+
+        Args:
+            num_pages: How many pages follow those already fed; 0 is fine, also for the last send.
+            last: Nothing follows: release what is held back.
+
+        Raises:
+            LocalProtocolError: pages after the last send.
+            LayoutError: the last send ends before the prefix does, or a negative count.
+        """
+        if self._closed:
+            raise LocalProtocolError(f"{num_pages} pages sent after the last ones: a finished room takes no more")
+        check_size("num_pages", num_pages, minimum=0)
+        self._fed += num_pages
+        end = self._fed
+        if last:
+            self._closed = True
+            _check_prefix(self._prefix, end)
+        else:
+            end -= end % self._chunk_pages
+        cells = list(_cells(self._cut, end, self._chunk_pages))
+        self._cut = max(self._cut, end)
+        return cells
+
+
+def _cells(first: int, end: int, chunk_pages: int) -> Iterator[Chunk]:
+    while first < end:
+        index = first // chunk_pages
+        stop = min((index + 1) * chunk_pages, end)
+        yield Chunk(index, first, stop - first)
+        first = stop
+
+
+def _check_prefix(prefix_pages: int, total_pages: int) -> None:
+    if prefix_pages > total_pages:
+        raise LayoutError(
+            f"a cached prefix of {prefix_pages} pages is longer than the prompt of {total_pages}: "
+            f"the two sides disagree on the prompt"
+        )
