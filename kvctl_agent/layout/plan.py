@@ -120,7 +120,7 @@ class PlanInputs:
             return cls._read(wire)
         except LayoutError as error:
             version = wire.get("plan_version")
-            if type(version) is int and version != PLAN_VERSION:
+            if type(version) is int and PLAN_VERSION != version > 0:
                 factor = Factor("plan_version", PLAN_VERSION, version)
                 raise LayoutError(f"{factor}: run the same release on both sides") from error
             raise

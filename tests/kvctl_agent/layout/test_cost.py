@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.cost import room_cost
+from kvctl_agent.layout.plan import PlanInputs
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.side import Side
+
+SHAPE = ModelShape(num_layers=32, num_kv_heads=8, k_dim=128, v_dim=128, dtype_bytes=2)
+
+
+def inputs_of(prefill: Side, decode: Side, page_size: int = 64, chunk_pages: int = 512) -> PlanInputs:
+    return PlanInputs(shape=SHAPE, page_size=page_size, chunk_pages=chunk_pages, prefill=prefill, decode=decode)
+
+
+def test_the_reference_room_costs_what_the_measured_peer_spends() -> None:
+    # 1,024 tokens, TP4 to attention TP 1: 128 MiB, 262,144 slice descriptors, 4 staged writes.
+    cost = room_cost(inputs_of(Side(tp=4), Side(dp=4)), total_pages=16)
+    assert cost.payload_bytes == cost.staging_bytes == 128 * 2**20
+    assert cost.slice_descriptors == 262_144
+    assert cost.bulk_descriptors is None
+    assert (cost.writers, cost.readers, cost.cells, cost.parts) == (4, 1, 1, 4)
+    assert cost.largest_part_bytes == 32 * 2**20
+
+
+def test_equal_heads_on_both_sides_can_move_as_whole_pages() -> None:
+    assert room_cost(inputs_of(Side(tp=4), Side(tp=4)), total_pages=16).bulk_descriptors == 4_096
+
+
+def test_a_prefix_and_the_grid_are_counted() -> None:
+    cost = room_cost(inputs_of(Side(tp=2), Side(), page_size=16, chunk_pages=4), total_pages=10, prefix_pages=5)
+    assert (cost.cells, cost.parts) == (2, 4)
+    assert cost.payload_bytes == 5 * 16 * SHAPE.token_bytes
+    assert cost.largest_part_bytes == 3 * 16 * SHAPE.token_bytes // 2
+
+
+def test_replicated_decode_ranks_each_cost_a_copy() -> None:
+    one = room_cost(inputs_of(Side(), Side(tp=8)), total_pages=4)
+    two = room_cost(inputs_of(Side(), Side(tp=16)), total_pages=4)
+    assert two.payload_bytes == 2 * one.payload_bytes
+
+
+def test_alignment_shows_in_staging_only() -> None:
+    odd = ModelShape(num_layers=1, num_kv_heads=2, k_dim=3, v_dim=2, dtype_bytes=1)
+    inputs = PlanInputs(shape=odd, page_size=1, chunk_pages=1, prefill=Side(tp=2), decode=Side())
+    cost = room_cost(inputs, total_pages=3)
+    assert cost.payload_bytes == 3 * 2 * 5
+    assert cost.staging_bytes == 6 * 256
+
+
+def test_a_room_with_nothing_to_send_costs_nothing() -> None:
+    cost = room_cost(inputs_of(Side(tp=4), Side()), total_pages=4, prefix_pages=4)
+    assert (cost.writers, cost.readers, cost.parts, cost.payload_bytes, cost.largest_part_bytes) == (0, 0, 0, 0, 0)
+
+
+def test_a_decode_rank_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(LayoutError, match="dp=1 is outside"):
+        room_cost(inputs_of(Side(), Side()), total_pages=1, decode_dp=1)

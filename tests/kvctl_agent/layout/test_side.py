@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.side import MAX_RANKS, Coord, Side
+
+
+def test_sizes_default_to_one_rank() -> None:
+    assert Side().size == 1
+    assert Side().coord(0) == Coord(dp=0, pp=0, cp=0, tp=0)
+
+
+def test_ranks_are_numbered_pp_dp_cp_tp_with_tp_fastest() -> None:
+    side = Side(dp=2, pp=3, cp=2, tp=4)
+    in_order = [
+        Coord(dp=dp, pp=pp, cp=cp, tp=tp) for pp in range(3) for dp in range(2) for cp in range(2) for tp in range(4)
+    ]
+    assert side.size == 48
+    assert [side.coord(rank) for rank in range(48)] == in_order
+    assert [side.unique_rank(coord) for coord in in_order] == list(range(48))
+
+
+@pytest.mark.parametrize(
+    ("side", "rank", "label"),
+    [
+        (Side(tp=4), 2, "tp=2"),
+        (Side(dp=2, tp=2), 2, "dp=1,tp=0"),
+        (Side(dp=4), 3, "dp=3"),
+        (Side(dp=2, pp=2, cp=2, tp=2), 13, "dp=1,pp=1,cp=0,tp=1"),
+        (Side(), 0, "tp=0"),
+    ],
+)
+def test_a_label_names_only_the_axes_that_tell_ranks_apart(side: Side, rank: int, label: str) -> None:
+    assert side.label(side.coord(rank)) == label
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.0, "2", True, None, 2**31])
+@pytest.mark.parametrize("axis", ["dp", "pp", "cp", "tp"])
+def test_a_size_that_is_no_positive_whole_number_is_refused_by_name(axis: str, size: object) -> None:
+    with pytest.raises(LayoutError, match=rf"^{axis} is .* it must be a whole number from 1"):
+        Side(**{axis: size})  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_a_peer_may_make_us_plan_for_are_refused() -> None:
+    assert Side(dp=256, tp=256).size == MAX_RANKS
+    with pytest.raises(LayoutError, match=r"dp=257 \* pp=1 \* cp=1 \* tp=256 = 65792 ranks"):
+        Side(dp=257, tp=256)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_outside_the_instance_is_refused(rank: int) -> None:
+    with pytest.raises(LayoutError, match=f"rank {rank} is not one of the 4 ranks"):
+        Side(tp=4).coord(rank)
+
+
+def test_a_place_outside_the_instance_is_refused() -> None:
+    with pytest.raises(LayoutError, match="dp=2 is outside an instance with dp size 2"):
+        Side(dp=2).unique_rank(Coord(dp=2, pp=0, cp=0, tp=0))
+    with pytest.raises(LayoutError, match="tp=-1 is outside"):
+        Side(tp=2).unique_rank(Coord(dp=0, pp=0, cp=0, tp=-1))
