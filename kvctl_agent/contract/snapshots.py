@@ -296,7 +296,7 @@ class Events(TypedDict):
 class MetricSample(TypedDict):
     labels: dict[str, str]
     value: float | int | None
-    buckets: NotRequired[list[list[float]]]  # histogram: [upper bound, cumulative count]; last bound +inf as None
+    buckets: NotRequired[list[list[float | None]]]  # histogram: [upper bound, cumulative count]; last bound +inf as None
     sum: NotRequired[float]
     count: NotRequired[int]
 
