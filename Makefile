@@ -12,7 +12,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 STAMP := $(VENV)/.setup-done
 TORCH := torch==2.13.0
 # Mooncake loads these; NIXL runs without them.

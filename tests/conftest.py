@@ -1,0 +1,132 @@
+"""What every test gets: a private socket directory, and the duty to leave nothing behind.
+
+Threads, child processes, file descriptors (so also engine agents, ZMQ sockets and contexts, shared memory) and
+admin socket files that a test made must be gone when it ends; what is left fails the test that made it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import active_children, resource_tracker
+from pathlib import Path
+
+import hypothesis
+import pytest
+import zmq
+
+# Nothing in a test may reach for a model hub, whatever the machine allows.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+# Threads end, and children are reaped, a moment after the call that stops them returns.
+LEAK_GRACE_S = 1.0
+ZMQ_TERM_S = 2.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds at one moment."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    descriptors: frozenset[tuple[int, str]]
+
+    @classmethod
+    def now(cls) -> Held:
+        return cls(frozenset(threading.enumerate()), frozenset(_children()), frozenset(_descriptors()))
+
+    def gained(self, later: Held) -> list[str]:
+        """One line for each thing in `later` that is not in this one."""
+        lines = [f"thread {thread.name}" for thread in later.threads - self.threads]
+        lines += [f"child process {pid}: {_command(pid)}" for pid in later.children - self.children]
+        lines += [f"file descriptor {fd}: {target}" for fd, target in later.descriptors - self.descriptors]
+        return sorted(lines)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves a thread, a child process or a file descriptor behind."""
+    before = Held.now()
+    yield
+    left = before.gained(Held.now())
+    deadline = time.monotonic() + LEAK_GRACE_S
+    while left and time.monotonic() < deadline:
+        gc.collect()
+        active_children()  # reaps those that have ended
+        time.sleep(0.01)
+        left = before.gained(Held.now())
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def socket_dir(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A private directory for admin sockets, short enough for sun_path, in force as KVCTL_SOCKET_DIR."""
+    directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
+    monkeypatch.setenv("KVCTL_SOCKET_DIR", str(directory))
+    yield directory
+    left = sorted(path.name for path in directory.iterdir() if stat.S_ISSOCK(path.lstat().st_mode))
+    shutil.rmtree(directory)
+    if left:
+        pytest.fail(f"the test left admin sockets behind: {', '.join(left)}", pytrace=False)
+
+
+@pytest.fixture
+def zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """A ZMQ context of the test's own, whose end fails the test if a socket of it is still open."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    terminator = threading.Thread(target=context.term, name="zmq-term", daemon=True)
+    terminator.start()
+    terminator.join(ZMQ_TERM_S)
+    if terminator.is_alive():
+        for socket in list(context._sockets):
+            socket.close(linger=0)
+        terminator.join(ZMQ_TERM_S)
+        pytest.fail(f"a ZMQ socket was still open or unsent {ZMQ_TERM_S} s after the test ended", pytrace=False)
+
+
+def _children() -> set[int]:
+    """Direct children of every thread, ended but unreaped ones included."""
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids.update(map(int, (task / "children").read_text().split()))
+        except FileNotFoundError:  # the thread ended meanwhile
+            continue
+    return pids - {_tracker()._pid}
+
+
+def _descriptors() -> set[tuple[int, str]]:
+    found: set[tuple[int, str]] = set()
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - Path objects would double the cost for each test
+        try:
+            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))  # noqa: PTH115
+        except FileNotFoundError:  # the directory's own descriptor
+            continue
+    return {(fd, target) for fd, target in found if fd != _tracker()._fd}
+
+
+def _tracker() -> resource_tracker.ResourceTracker:
+    """multiprocessing's own helper: started by the first spawn of the session, ends with it."""
+    return resource_tracker._resource_tracker
+
+
+def _command(pid: int) -> str:
+    try:
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip() or "ended"
+        )
+    except FileNotFoundError:
+        return "ended"
