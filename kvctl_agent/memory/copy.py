@@ -86,7 +86,8 @@ def scatter(span: Span, rows: RowIndex, src: Bytes) -> int:
         block.view(row)[pages] = staged.view(row)
     else:
         row = np.dtype((np.void, rows.heads * row_bytes))
-        _page_slices(block, rows, row_bytes, row)[pages] = staged.view(row).reshape(count, rows.pool.page_size, 1)
+        slices = _page_slices(block, rows, row_bytes, row)[:, :, 0]
+        slices[pages] = staged.view(row).reshape(count, rows.pool.page_size)
     return nbytes
 
 
@@ -112,6 +113,9 @@ def _check(span: Span, rows: RowIndex) -> tuple[int, int]:
 
 def _staged(array: Bytes, nbytes: int, name: str) -> Bytes:
     """The first `nbytes` of staging, or MemoryLayoutError when there are fewer."""
-    if array.ndim != 1 or array.itemsize != 1 or array.nbytes < nbytes:
-        raise MemoryLayoutError(f"{name}: {array.dtype} {array.shape}, but the span needs {nbytes} flat bytes")
+    if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous or array.nbytes < nbytes:
+        raise MemoryLayoutError(
+            f"{name}: {array.dtype} {array.shape}, strides {array.strides}; "
+            f"the span needs {nbytes} contiguous uint8 in one dimension"
+        )
     return array[:nbytes]

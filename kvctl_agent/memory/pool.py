@@ -237,7 +237,7 @@ class _Seen(NamedTuple):
 
 def _inspect(tensor: Any, name: str, page_size: int) -> _Seen:
     """Check one layer's K or V alone; comparisons between layers are the caller's."""
-    shape = tuple(int(size) for size in tensor.shape)
+    shape = _shape(tensor, name)
     if len(shape) == 3 and _is_hnd(tensor, shape):
         raise MemoryLayoutError(
             f"{name}: the memory of shape {shape} is HND (heads outermost), which is not served; "
@@ -257,17 +257,15 @@ def _inspect(tensor: Any, name: str, page_size: int) -> _Seen:
 
 def _inspect_memory(tensor: Any, name: str) -> _Seen:
     """Address and size of CPU memory that we may write to; raises MemoryLayoutError otherwise."""
-    shape = tuple(int(size) for size in tensor.shape)
+    shape = _shape(tensor, name)
     if isinstance(tensor, np.ndarray):
         contiguous, addr, itemsize = tensor.flags.c_contiguous, tensor.ctypes.data, tensor.itemsize
         if not tensor.flags.writeable:
             raise MemoryLayoutError(f"{name}: the array is read-only; a pool must be writable")
-    elif hasattr(tensor, "data_ptr"):
+    else:
         if tensor.device.type != "cpu":
             raise MemoryLayoutError(f"{name}: on device {tensor.device}; only CPU pools are served")
         contiguous, addr, itemsize = tensor.is_contiguous(), tensor.data_ptr(), tensor.element_size()
-    else:
-        raise MemoryLayoutError(f"{name}: {type(tensor).__name__} is neither a torch tensor nor a numpy array")
     if min(shape, default=0) == 0:
         raise MemoryLayoutError(f"{name}: shape {shape} holds nothing")
     if not contiguous:
@@ -275,14 +273,19 @@ def _inspect_memory(tensor: Any, name: str) -> _Seen:
     return _Seen(shape, str(tensor.dtype), itemsize, addr, itemsize * int(np.prod(shape)))
 
 
+def _shape(tensor: Any, name: str) -> tuple[int, ...]:
+    """The shape of a torch tensor, known by its `data_ptr`, or of a numpy array; all else is refused."""
+    if not isinstance(tensor, np.ndarray) and not hasattr(tensor, "data_ptr"):
+        raise MemoryLayoutError(f"{name}: {type(tensor).__name__} is neither a torch tensor nor a numpy array")
+    return tuple(int(size) for size in tensor.shape)
+
+
 def _is_hnd(tensor: Any, shape: tuple[int, ...]) -> bool:
     """True for a [tokens, heads, dim] view of [heads, tokens, dim] memory."""
     if isinstance(tensor, np.ndarray):
         strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
-    elif hasattr(tensor, "stride"):
-        strides = tuple(tensor.stride())
     else:
-        return False
+        strides = tuple(tensor.stride())
     tokens, heads, dim = shape
     return heads > 1 and tokens > 1 and strides == (dim, tokens * dim, 1)
 
