@@ -31,7 +31,7 @@ MODELS: dict[str, ModelPreset] = {
         ModelPreset("llama-3.1-405b", 126, 8, 128),
         ModelPreset("llama-3.2-1b", 16, 8, 64),
         ModelPreset("llama-3.2-3b", 28, 8, 128),
-        ModelPreset("mistral-7b", 32, 8, 128),
+        ModelPreset("mistral-7b", 32, 8, 128),  # v0.2 and later; v0.1 had a sliding window
         ModelPreset("mixtral-8x7b", 32, 8, 128),
         ModelPreset("mixtral-8x22b", 56, 8, 128),
         ModelPreset("qwen2.5-7b", 28, 4, 128),
