@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # Threads end, and children are reaped, a moment after the call that stops them returns.
 LEAK_GRACE_S = 1.0
-ZMQ_TERM_S = 2.0
+ZMQ_TERM_S = 1.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""What a person who installs, reads or packages this repository may rely on."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl_agent.contract.version import VERSION
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+MODULES = sorted(
+    path
+    for folder in ("kvctl", "kvctl_agent", "examples", "benchmarks", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+)
+PACKAGED = [path for path in MODULES if path.relative_to(ROOT).parts[0] in {"kvctl", "kvctl_agent"}]
+MAX_MODULE_BYTES = 25_000
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level names of the modules a fresh interpreter has loaded after `statement`."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=30)
+    return set(json.loads(run.stdout))
+
+
+class TestImports:
+    def test_the_agent_package_alone_is_light(self) -> None:
+        heavy = {"torch", "numpy", "zmq", "msgspec", "nixl", "orjson"}
+        assert not heavy & loaded_after("import kvctl_agent")
+
+    def test_the_contract_is_standard_library_only(self) -> None:
+        contract = [path.stem for path in (ROOT / "kvctl_agent/contract").glob("*.py") if path.stem != "__init__"]
+        loaded = loaded_after("\n".join(f"import kvctl_agent.contract.{name}" for name in contract))
+        bare = loaded_after("pass")
+        assert loaded - bare - set(sys.stdlib_module_names) == {"kvctl_agent"}
+
+    def test_the_command_line_loads_neither_torch_nor_textual(self) -> None:
+        assert not {"torch", "numpy", "msgspec", "textual"} & loaded_after("import kvctl.cli")
+
+
+class TestMetadata:
+    def test_the_version_has_one_value(self) -> None:
+        assert PROJECT["project"]["version"] == VERSION
+
+    def test_the_changelog_knows_the_version_or_has_unreleased_changes(self) -> None:
+        text = (ROOT / "CHANGELOG.md").read_text()
+        assert re.search(rf"^## \[(Unreleased|{re.escape(VERSION)})\]", text, re.MULTILINE)
+
+    def test_the_promised_extras_exist(self) -> None:
+        promised = {"agent", "nixl", "mooncake", "mooncake-cuda13", "mooncake-cpu", "gpu", "dev", "all-cpu"}
+        assert set(EXTRAS) == promised
+
+    def test_the_operators_side_needs_no_heavy_package(self) -> None:
+        assert not {"torch", "numpy", "msgspec", "nixl"} & names(PROJECT["project"]["dependencies"])
+
+    def test_both_packages_ship_their_type_marker(self) -> None:
+        data = PROJECT["tool"]["setuptools"]["package-data"]
+        for package in ("kvctl", "kvctl_agent"):
+            assert "py.typed" in data[package]
+            assert (ROOT / package / "py.typed").is_file()
+
+    def test_every_package_folder_is_a_package(self) -> None:
+        folders = {path.parent for path in PACKAGED}
+        assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+    def test_the_license_is_the_apache_license(self) -> None:
+        text = (ROOT / "LICENSE").read_text()
+        assert "Apache License" in text
+        assert "END OF TERMS AND CONDITIONS" in text
+
+    def test_the_constraints_pin_everything_that_make_setup_asks_for(self) -> None:
+        lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+        assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line) for line in lines), "names and versions only"
+        wanted = names(PROJECT["project"]["dependencies"])
+        for extra in ("agent", "nixl", "dev"):
+            wanted |= names(EXTRAS[extra])
+        assert wanted - {"kvctl"} <= names(lines)
+
+    def test_make_and_the_constraints_agree_on_torch(self) -> None:
+        makefile = (ROOT / "Makefile").read_text()
+        constraints = (ROOT / "constraints.txt").read_text()
+        assert re.search(r"^TORCH := (\S+)$", makefile, re.MULTILINE).group(1) in constraints.splitlines()  # type: ignore[union-attr]
+
+
+class TestRepository:
+    def test_the_readme_leads_with_its_two_commands(self) -> None:
+        text = (ROOT / "README.md").read_text()
+        assert "make bench" in text
+        assert "make test" in text
+
+    def test_ci_runs_the_readmes_test_command(self) -> None:
+        assert "make test" in (ROOT / ".ci/run").read_text()
+
+    def test_make_help_names_every_public_target(self) -> None:
+        help_text = subprocess.run(
+            ["make", "--no-print-directory"], cwd=ROOT, check=True, capture_output=True, text=True
+        )
+        assert {"setup", "bench", "test", "check"} <= set(re.findall(r"^make (\S+)", help_text.stdout, re.MULTILINE))
+
+    @pytest.mark.parametrize("path", PACKAGED, ids=lambda path: str(path.relative_to(ROOT)))
+    def test_every_module_says_why_it_exists(self, path: Path) -> None:
+        assert ast.get_docstring(ast.parse(path.read_text()))
+
+    def test_no_module_outgrows_a_reader(self) -> None:
+        sizes = {str(path.relative_to(ROOT)): path.stat().st_size for path in MODULES}
+        assert {name: size for name, size in sizes.items() if size > MAX_MODULE_BYTES} == {}
+
+    def test_no_tracked_file_names_an_authors_folder(self) -> None:
+        authors = re.compile(rb"/(work|root|home/\w+|opt/(wheels|pypi))/")
+        files = [path for path in tracked_files() if path != Path(__file__)]
+        assert [str(path.relative_to(ROOT)) for path in files if authors.search(path.read_bytes())] == []
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Normalized distribution names of requirement lines."""
+    return {re.split(r"[\[=<>~!;\s]", line, maxsplit=1)[0].lower().replace("_", "-") for line in requirements}
