@@ -173,3 +173,23 @@ KEYS: tuple[Key, ...] = (
 )
 
 KEYS_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}
+
+# Environment variables of the operator's tool. They share the prefix with the keys, so the loader must know them to
+# call every other KVCTL_ name a mistake.
+TOOL_VARIABLES: tuple[str, ...] = (
+    "KVCTL_COLOR",
+    "KVCTL_COLUMNS",
+    "KVCTL_CONFIG",
+    "KVCTL_CONTEXT",
+    "KVCTL_ENDPOINT",
+    "KVCTL_FILTER",
+    "KVCTL_FROM",
+    "KVCTL_OUTPUT",
+    "KVCTL_QUIET",
+    "KVCTL_SELECTOR",
+    "KVCTL_SOCKET_DIR",
+    "KVCTL_SORT_BY",
+    "KVCTL_TIMEOUT",
+    "KVCTL_VERBOSE",
+    "KVCTL_WATCH",
+)

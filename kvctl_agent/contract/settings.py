@@ -1,0 +1,245 @@
+"""Loads the configuration: every value with where it came from, every mistake with where it was made.
+
+Sources, weakest first: defaults, file, environment, arguments. A key nobody declared is an error in each of them,
+because a misspelt setting that is silently ignored costs its owner a day.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, TOOL_VARIABLES, Key, Value
+from kvctl_agent.contract.snapshots import ConfigRow
+from kvctl_agent.errors import ConfigError
+
+PREFIX = "KVCTL_"
+AUTOMATIC = "auto"  # how file and environment say None, for keys whose default is automatic
+
+_TRUE = ("1", "true", "on", "yes")
+_FALSE = ("0", "false", "off", "no")
+
+
+class Setting(NamedTuple):
+    """A value and where it came from: "default", "file <path>", "environment KVCTL_X" or "argument"."""
+
+    value: Value
+    origin: str
+
+
+class Settings(Mapping[str, Any]):
+    """Every key with its value; immutable.
+
+    Items are typed Any: `workers: int | None = settings["workers"]` states the key's declared type, which the
+    loader has checked.
+    """
+
+    def __init__(self, entries: Mapping[str, Setting]) -> None:
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._entry(name).value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def origin(self, name: str) -> str:
+        """Where the value of key `name` came from."""
+        return self._entry(name).origin
+
+    def rows(self) -> list[ConfigRow]:
+        """Answer to the admin command `config`, in the order of declaration."""
+        return [
+            {
+                "key": key.name,
+                "value": self._entries[key.name].value,
+                "default": key.default,
+                "origin": self._entries[key.name].origin,
+                "unit": key.unit,
+                "runtime": key.runtime,
+                "help": key.help,
+            }
+            for key in KEYS
+        ]
+
+    def _entry(self, name: str) -> Setting:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise KeyError(f"no configuration key {name!r}{near(name, KEYS_BY_NAME)}") from None
+
+
+def load_settings(
+    arguments: Mapping[str, Value],
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """Settings from all sources.
+
+    Args:
+        arguments: values by key, of the key's own type; None asks for automatic where that is the default.
+        environ: environment to read; None is the process's own.
+        file: configuration file that must exist; None means `KVCTL_CONFIG` (which must exist, too) or
+            `$XDG_CONFIG_HOME/kvctl/agent.toml` (which need not).
+
+    Raises:
+        ConfigError: an unknown key, a wrong value, values that contradict each other, or an unreadable file.
+    """
+    environ = os.environ if environ is None else environ
+    entries = {key.name: Setting(key.default, "default") for key in KEYS}
+    entries.update(_from_file(environ, file))
+    entries.update(_from_environment(environ))
+    entries.update(_from_arguments(arguments))
+    _check_together(entries)
+    return Settings(entries)
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`, did you mean ...?` for the closest of `known` whatever their case, or "" when none is close."""
+    by_folded = {name.casefold(): name for name in known}
+    matches = difflib.get_close_matches(word.casefold(), by_folded, n=3, cutoff=0.6)
+    return f", did you mean {' or '.join(by_folded[match] for match in matches)}?" if matches else ""
+
+
+def _from_arguments(arguments: Mapping[str, Value]) -> dict[str, Setting]:
+    return {name: _setting(_key(name, "argument"), value, "argument") for name, value in arguments.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
+    by_variable = {key.environment: key for key in KEYS}
+    entries = {}
+    for variable in sorted(environ):
+        if not variable.startswith(PREFIX) or variable in TOOL_VARIABLES:
+            continue
+        key = by_variable.get(variable)
+        if key is None:
+            raise ConfigError(
+                f"unknown environment variable {variable}{near(variable, (*by_variable, *TOOL_VARIABLES))}"
+            )
+        origin = f"environment {variable}"
+        entries[key.name] = _setting(key, _parsed(key, environ[variable], origin), origin)
+    return entries
+
+
+def _from_file(environ: Mapping[str, str], file: Path | None) -> dict[str, Setting]:
+    path = file
+    if path is None and (named := environ.get("KVCTL_CONFIG")):
+        path = Path(named)
+    must_exist = path is not None
+    if path is None:
+        home = environ.get("XDG_CONFIG_HOME")
+        path = (Path(home) if home else Path.home() / ".config") / "kvctl" / "agent.toml"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if must_exist:
+            raise ConfigError(f"configuration file {path} does not exist") from None
+        return {}
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration file {path}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from None
+    origin = f"file {path}"
+    entries = {}
+    for name, value in table.items():
+        key = _key(name, origin)
+        automatic = value == AUTOMATIC and key.default is None
+        entries[name] = _setting(key, None if automatic else value, origin)
+    return entries
+
+
+def _key(name: str, origin: str) -> Key:
+    key = KEYS_BY_NAME.get(name)
+    if key is None:
+        raise ConfigError(f"unknown configuration key {name!r} ({origin}){near(str(name), KEYS_BY_NAME)}")
+    return key
+
+
+def _parsed(key: Key, text: str, origin: str) -> Value:
+    """The value that the text of an environment variable stands for; its range is checked elsewhere."""
+    if key.default is None and text == AUTOMATIC:
+        return None
+    if key.type is str:
+        return text
+    if key.type is bool:
+        if text.lower() in _TRUE + _FALSE:
+            return text.lower() in _TRUE
+    elif _is_plain_number(text):
+        try:
+            return int(text) if key.type is int else float(text)
+        except ValueError:
+            pass
+    raise _wrong(key, text, origin)
+
+
+def _is_plain_number(text: str) -> bool:
+    # int() and float() also take " 6_4 ", other scripts' digits, nan and inf: nobody who writes those means them.
+    return bool(text) and len(text) <= 32 and set(text) <= set("0123456789+-.eE")
+
+
+def _setting(key: Key, value: object, origin: str) -> Setting:
+    """Checks type, choices and range; an int is taken for a float key, nothing else is converted."""
+    if value is None and key.default is None:
+        return Setting(None, origin)
+    if key.type is float and type(value) is int and abs(value) <= 2**53:
+        value = float(value)
+    if type(value) is not key.type:
+        raise _wrong(key, value, origin)
+    assert isinstance(value, str | int | float)
+    if isinstance(value, str):
+        fine = not key.choices or value in key.choices
+    else:
+        fine = (
+            math.isfinite(value)
+            and (key.minimum is None or value >= key.minimum)
+            and (key.maximum is None or value <= key.maximum)
+        )
+    if not fine:
+        raise _wrong(key, value, origin)
+    return Setting(value, origin)
+
+
+def _wrong(key: Key, value: object, origin: str) -> ConfigError:
+    hint = near(value, key.choices) if isinstance(value, str) else ""
+    return ConfigError(f"{key.name} = {value!r} ({origin}) is not allowed: it takes {allowed(key)}{hint}")
+
+
+def allowed(key: Key) -> str:
+    """What a key takes, in words: "an int from 1 to 64, or auto"."""
+    if key.choices:
+        text = "one of " + ", ".join(key.choices)
+    elif key.type is bool:
+        text = "true or false"
+    elif key.type is str:
+        text = "text"
+    else:
+        text = "an int" if key.type is int else "a number"
+        if key.minimum is not None:
+            text += f" from {key.minimum:.12g}"
+        if key.maximum is not None:
+            text += f" to {key.maximum:.12g}"
+        if key.unit:
+            text += f" {key.unit}"
+    return f"{text}, or {AUTOMATIC}" if key.default is None else text
+
+
+def _check_together(entries: Mapping[str, Setting]) -> None:
+    """Checks what one key alone cannot tell: each of these must be shorter than the next."""
+    for shorter, longer in itertools.pairwise(("heartbeat_s", "suspect_s", "lost_s")):
+        low, high = entries[shorter], entries[longer]
+        assert isinstance(low.value, float)
+        assert isinstance(high.value, float)
+        if low.value >= high.value:
+            raise ConfigError(
+                f"{shorter} = {low.value:g} ({low.origin}) must be less than {longer} = {high.value:g} "
+                f"({high.origin}): raise {longer} or lower {shorter}"
+            )

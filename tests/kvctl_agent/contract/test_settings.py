@@ -1,0 +1,222 @@
+"""Configuration: weakest source first, every value with its origin, every mistake named where it was made."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, TOOL_VARIABLES, Value
+from kvctl_agent.contract.settings import Settings, allowed, load_settings
+from kvctl_agent.errors import ConfigError
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path) -> dict[str, str]:
+    """An environment in which no configuration file exists."""
+    return {"XDG_CONFIG_HOME": str(tmp_path / "none"), "HOME": str(tmp_path)}
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_without_sources_every_key_has_its_default(nowhere: dict[str, str]) -> None:
+    settings = load_settings({}, nowhere)
+    assert dict(settings) == {key.name: key.default for key in KEYS}
+    assert {settings.origin(name) for name in settings} == {"default"}
+
+
+def test_each_source_overrides_the_weaker_ones_and_is_the_origin(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.toml", 'path = "slice"\nworkers = 2\nstaging_ring_mb = 8\n')
+    environ = {"KVCTL_WORKERS": "3", "KVCTL_STAGING_RING_MB": "9"}
+    settings = load_settings({"staging_ring_mb": 10}, environ, file)
+    assert (settings["path"], settings.origin("path")) == ("slice", f"file {file}")
+    assert (settings["workers"], settings.origin("workers")) == (3, "environment KVCTL_WORKERS")
+    assert (settings["staging_ring_mb"], settings.origin("staging_ring_mb")) == (10, "argument")
+    assert (settings["transport"], settings.origin("transport")) == ("nixl", "default")
+
+
+def test_rows_are_the_answer_to_config(nowhere: dict[str, str]) -> None:
+    rows = load_settings({"workers": 4}, nowhere).rows()
+    assert [row["key"] for row in rows] == [key.name for key in KEYS]
+    (workers,) = (row for row in rows if row["key"] == "workers")
+    assert (workers["value"], workers["default"], workers["origin"]) == (4, None, "argument")
+    assert all(row["help"] for row in rows)
+
+
+class TestFile:
+    def test_the_user_file_is_read_when_there(self, tmp_path: Path) -> None:
+        file = write(tmp_path / "kvctl" / "agent.toml", "workers = 7")
+        settings = load_settings({}, {"XDG_CONFIG_HOME": str(tmp_path)})
+        assert (settings["workers"], settings.origin("workers")) == (7, f"file {file}")
+
+    def test_kvctl_config_names_another_file(self, tmp_path: Path) -> None:
+        file = write(tmp_path / "other.toml", "workers = 7")
+        write(tmp_path / "kvctl" / "agent.toml", "workers = 8")
+        environ = {"XDG_CONFIG_HOME": str(tmp_path), "KVCTL_CONFIG": str(file)}
+        assert load_settings({}, environ)["workers"] == 7
+
+    def test_a_file_that_was_asked_for_must_exist(self, tmp_path: Path) -> None:
+        missing = tmp_path / "missing.toml"
+        with pytest.raises(ConfigError, match=r"missing\.toml does not exist"):
+            load_settings({}, {"KVCTL_CONFIG": str(missing)})
+        with pytest.raises(ConfigError, match=r"missing\.toml does not exist"):
+            load_settings({}, {}, missing)
+
+    @pytest.mark.parametrize("text", ["workers = ", "workers", "[a", "workers = 1\nworkers = 2", 'x = "\\q"'])
+    def test_what_is_not_toml_says_where(self, tmp_path: Path, text: str) -> None:
+        file = write(tmp_path / "a.toml", text)
+        with pytest.raises(ConfigError, match=r"a\.toml is not valid TOML: .*\(at (line \d|end of document)"):
+            load_settings({}, {}, file)
+
+    def test_bytes_that_are_not_text(self, tmp_path: Path) -> None:
+        file = tmp_path / "a.toml"
+        file.write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ConfigError, match="not valid TOML"):
+            load_settings({}, {}, file)
+
+    def test_a_directory_in_its_place(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="cannot read"):
+            load_settings({}, {}, tmp_path)
+
+    @pytest.mark.parametrize(
+        "text", ['workers = "2"', "workers = 2.0", "workers = true", "workers = [2]", "workers = {a = 2}"]
+    )
+    def test_types_are_not_converted(self, tmp_path: Path, text: str) -> None:
+        file = write(tmp_path / "a.toml", text)
+        with pytest.raises(ConfigError, match=r"workers = .*a\.toml.*takes an int from 1 to 64, or auto"):
+            load_settings({}, {}, file)
+
+    def test_auto_takes_back_what_is_automatic_by_default(self, tmp_path: Path) -> None:
+        file = write(tmp_path / "a.toml", 'workers = "auto"')
+        settings = load_settings({}, {}, file)
+        assert settings["workers"] is None
+        assert settings.origin("workers").startswith("file")
+
+
+class TestUnknownNames:
+    def test_in_the_file(self, tmp_path: Path) -> None:
+        file = write(tmp_path / "a.toml", "stagin = 'on'")
+        with pytest.raises(ConfigError, match=r"'stagin' \(file .*a\.toml\), did you mean staging"):
+            load_settings({}, {}, file)
+
+    def test_in_the_arguments(self, nowhere: dict[str, str]) -> None:
+        with pytest.raises(ConfigError, match=r"'worker' \(argument\), did you mean workers"):
+            load_settings({"worker": 1}, nowhere)
+
+    def test_in_the_environment(self, nowhere: dict[str, str]) -> None:
+        with pytest.raises(ConfigError, match="KVCTL_WORKER, did you mean KVCTL_WORKERS"):
+            load_settings({}, {**nowhere, "KVCTL_WORKER": "1"})
+
+    def test_variables_of_the_tool_are_not_mistakes(self, nowhere: dict[str, str]) -> None:
+        environ = {variable: "x" for variable in TOOL_VARIABLES if variable != "KVCTL_CONFIG"}
+        assert load_settings({}, {**nowhere, **environ}) == load_settings({}, nowhere)
+
+    def test_no_variable_of_the_tool_is_a_keys_variable(self) -> None:
+        assert not {key.environment for key in KEYS} & set(TOOL_VARIABLES)
+
+    def test_nothing_close_suggests_nothing(self, nowhere: dict[str, str]) -> None:
+        with pytest.raises(ConfigError, match=r"'qqqq' \(argument\)$"):
+            load_settings({"qqqq": 1}, nowhere)
+
+    def test_reading_one_is_a_key_error_with_a_suggestion(self, nowhere: dict[str, str]) -> None:
+        with pytest.raises(KeyError, match="did you mean workers"):
+            load_settings({}, nowhere)["worker"]
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        ("variable", "text", "value"),
+        [
+            ("KVCTL_WORKERS", "64", 64),
+            ("KVCTL_WORKERS", "auto", None),
+            ("KVCTL_HEARTBEAT_S", "0.5", 0.5),
+            ("KVCTL_HEARTBEAT_S", "2", 2.0),
+            ("KVCTL_HEARTBEAT_S", "5e-1", 0.5),
+            ("KVCTL_PATH", "bulk", "bulk"),
+            ("KVCTL_TRANSPORT_PARAMS", "a=1,b=2", "a=1,b=2"),
+            ("KVCTL_TRANSPORT_PARAMS", "", ""),
+        ],
+    )
+    def test_text_that_is_taken(self, nowhere: dict[str, str], variable: str, text: str, value: Value) -> None:
+        settings = load_settings({}, {**nowhere, variable: text})
+        name = variable.removeprefix("KVCTL_").lower()
+        assert settings[name] == value
+        assert type(settings[name]) is type(value)
+
+    @pytest.mark.parametrize("text", ["64.0", "", " 2", "2 ", "0x2", "1_0", "٣", "1e1", "two", "0", "65", "9" * 99])
+    def test_text_that_is_no_worker_count(self, nowhere: dict[str, str], text: str) -> None:
+        with pytest.raises(ConfigError, match=r"environment KVCTL_WORKERS.*an int from 1 to 64"):
+            load_settings({}, {**nowhere, "KVCTL_WORKERS": text})
+
+    @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "1,5", "", "0.01", "61"])
+    def test_text_that_is_no_heartbeat(self, nowhere: dict[str, str], text: str) -> None:
+        with pytest.raises(ConfigError, match=r"environment KVCTL_HEARTBEAT_S.*a number from 0\.05 to 60 s"):
+            load_settings({}, {**nowhere, "KVCTL_HEARTBEAT_S": text})
+
+    def test_a_wrong_choice_names_the_right_ones_and_the_nearest(self, nowhere: dict[str, str]) -> None:
+        expected = r"path = 'stage' \(argument\) .* one of auto, bulk, slice, staged, did you mean staged"
+        with pytest.raises(ConfigError, match=expected):
+            load_settings({"path": "stage"}, nowhere)
+
+    @pytest.mark.parametrize("value", ["2", 2.0, True, 0, 65, [2]])
+    def test_arguments_are_not_converted(self, nowhere: dict[str, str], value: Value) -> None:
+        with pytest.raises(ConfigError, match=r"workers = .* \(argument\)"):
+            load_settings({"workers": value}, nowhere)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, True, 10**400, "1"])
+    def test_arguments_that_are_no_number(self, nowhere: dict[str, str], value: Value) -> None:
+        with pytest.raises(ConfigError, match=r"heartbeat_s = .* \(argument\)"):
+            load_settings({"heartbeat_s": value}, nowhere)
+
+    def test_an_int_is_a_number(self, nowhere: dict[str, str]) -> None:
+        assert type(load_settings({"heartbeat_s": 2}, nowhere)["heartbeat_s"]) is float
+
+    def test_none_is_automatic_only_where_that_is_the_default(self, nowhere: dict[str, str]) -> None:
+        assert load_settings({"workers": None}, {**nowhere, "KVCTL_WORKERS": "2"})["workers"] is None
+        with pytest.raises(ConfigError, match="transport = None"):
+            load_settings({"transport": None}, nowhere)
+
+
+class TestTogether:
+    @pytest.mark.parametrize(
+        ("arguments", "names"),
+        [
+            ({"heartbeat_s": 3.0}, "heartbeat_s = 3 .argument. must be less than suspect_s = 3 .default."),
+            ({"lost_s": 2.0}, "suspect_s = 3 .default. must be less than lost_s = 2 .argument."),
+        ],
+    )
+    def test_heartbeat_suspect_lost_grow(
+        self, nowhere: dict[str, str], arguments: dict[str, Value], names: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=names):
+            load_settings(arguments, nowhere)
+
+    def test_across_sources(self, nowhere: dict[str, str]) -> None:
+        with pytest.raises(ConfigError, match=r"environment KVCTL_HEARTBEAT_S.*must be less"):
+            load_settings({"suspect_s": 4.0}, {**nowhere, "KVCTL_HEARTBEAT_S": "5"})
+
+
+@given(st.dictionaries(st.sampled_from([key.environment for key in KEYS]), st.text(max_size=12)))
+def test_whatever_the_environment_holds_it_is_valid_settings_or_a_config_error(environ: dict[str, str]) -> None:
+    try:
+        settings = load_settings({}, {"XDG_CONFIG_HOME": "/nonexistent", **environ})
+    except ConfigError:
+        return
+    assert isinstance(settings, Settings)
+    for name, value in settings.items():
+        key = KEYS_BY_NAME[name]
+        assert value is None or type(value) is key.type
+        assert not key.choices or value in key.choices
+
+
+def test_what_is_allowed_reads_as_a_sentence() -> None:
+    assert allowed(KEYS_BY_NAME["workers"]) == "an int from 1 to 64, or auto"
+    assert allowed(KEYS_BY_NAME["staging_ring_mb"]) == "an int from 1 to 1048576 MiB"
+    assert allowed(KEYS_BY_NAME["transport"]) == "one of nixl, loopback"
