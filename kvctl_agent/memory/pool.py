@@ -16,6 +16,7 @@ import numpy as np
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import PoolAddresses
+from kvctl_agent.memory.head_slice import HeadSlice
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.slab import Bytes, Slab
 
@@ -58,6 +59,7 @@ class KVPool:
         """
         self._blocks = tuple(blocks)
         self._owner = owner
+        self._slices: dict[tuple[int, int], HeadSlice] = {}
         self.page_size = page_size
         self.heads = heads
         self.total_kv_heads = total_kv_heads
@@ -208,6 +210,19 @@ class KVPool:
             raise MemoryLayoutError(f"layer {layer} asked for, but the pool {state}")
         return self._blocks[layer][kv]
 
+    def head_slice(self, head: int, heads: int) -> HeadSlice:
+        """Views of local heads [head, head + heads) in every layer, made once and kept while the pool is open."""
+        found = self._slices.get((head, heads))
+        if found is None:
+            if not self._blocks:
+                raise MemoryLayoutError(f"heads [{head}, {head + heads}) asked for, but the pool is closed")
+            if head < 0 or heads <= 0 or head + heads > self.heads:
+                raise MemoryLayoutError(
+                    f"heads [{head}, {head + heads}) are outside the {self.heads} heads of this rank"
+                )
+            found = self._slices[head, heads] = HeadSlice(self._blocks, self._addresses, head, heads)
+        return found
+
     def regions(self) -> list[Region]:
         """What a transport registers: one region per slab, or per run of tensors that touch."""
         if isinstance(self._owner, Slab):
@@ -221,6 +236,7 @@ class KVPool:
         """Let go of the memory; a slab of ours goes back to the kernel now. Idempotent."""
         owner, self._owner = self._owner, None
         self._blocks, self.aux = (), None
+        self._slices.clear()
         if isinstance(owner, Slab):
             owner.close()
 

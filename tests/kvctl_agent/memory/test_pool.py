@@ -111,7 +111,7 @@ GOOD = layers(2, (8, 2, 4))
         pytest.param(
             [torch.zeros(8, 2, 4, device="meta")], [torch.zeros(8, 2, 4)], {}, "layer 0 k: on device meta", id="device"
         ),
-        pytest.param(GOOD, GOOD, {}, "layer 0 [kv] and layer 0 [kv] share memory", id="K is V"),
+        pytest.param(GOOD, GOOD, {}, "layer [01] k and layer [01] v share memory", id="K is V"),
         pytest.param(
             [torch.zeros(0, 2, 4)], [torch.zeros(0, 2, 4)], {}, "layer 0 k: .*holds nothing", id="empty"
         ),
