@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvctl_agent.errors import TransportError
+
 Addresses = npt.NDArray[np.uint64]
 """Absolute addresses in the process they belong to, shape [n]."""
 
@@ -34,7 +36,7 @@ Indices = npt.NDArray[np.int32]
 """Places in a prepared descriptor list, shape [n]."""
 
 MAX_TAG_BYTES = 4096
-"""Longest tag that every transport carries."""
+"""Longest tag that every transport carries; the shortest is one byte (an engine takes none for no tag)."""
 
 
 class Region(NamedTuple):
@@ -47,7 +49,7 @@ class Region(NamedTuple):
 class Arrival(NamedTuple):
     """A tag that landed, and whose it is.
 
-    `peer` is the key the sender was connected under here, or, where it was not, the agent name it gave itself.
+    `peer` is the key the sender was connected under here or, where it was not, the name it gave itself.
     """
 
     peer: str
@@ -68,7 +70,7 @@ class Write(Protocol):
 
     Attributes:
         bytes: payload of all descriptors together.
-        descriptors: descriptors as given, before the engine merges neighbours.
+        descriptors: number of descriptors as given, before the engine merges neighbours.
     """
 
     @property
@@ -93,9 +95,9 @@ class Write(Protocol):
         """Gives the write up without waiting for it; idempotent, never raises.
 
         Returns:
-            True when the engine has nothing of this write any more (complete or failed). False while it is still
-            in flight: that is a drain, not a cancel. The transport polls it on, and source and target memory
-            must stay untouched until a later `release()` returns True.
+            True when the engine has nothing of this write any more (complete or failed). False while it is
+            still in flight: that is a drain, not a cancel. The transport polls it on, and source and target
+            memory must stay untouched until a later `release()` returns True; `poll()` is not called again.
         """
         ...
 
@@ -143,7 +145,7 @@ class Transport(Protocol):
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
     ) -> Write:
-        """Posts descriptor i = (local_addrs[i], remote_addrs[i], sizes[i]) for all i at once, one tag at the end.
+        """Posts local_addrs[i] → remote_addrs[i], sizes[i] bytes, for all i at once; one tag at the end.
 
         Best for few and large descriptors: nothing is merged.
 
@@ -182,7 +184,7 @@ class Transport(Protocol):
     def arrivals(self) -> list[Arrival]:
         """Tags that landed since the last call, without waiting; their bytes are visible.
 
-        A tag is any bytes up to `MAX_TAG_BYTES`. Also drives released writes on.
+        A tag is 1 to `MAX_TAG_BYTES` bytes of any value. Also drives released writes on.
         """
         ...
 
@@ -193,3 +195,14 @@ class Transport(Protocol):
     def close(self) -> None:
         """Releases everything within a bounded time; idempotent. Other calls then raise TransportError."""
         ...
+
+
+def check_tag(tag: bytes) -> bytes:
+    """The tag itself, if every transport can carry it.
+
+    Raises:
+        TransportError: it is empty or too long.
+    """
+    if not 0 < len(tag) <= MAX_TAG_BYTES:
+        raise TransportError(f"a tag has 1 to {MAX_TAG_BYTES} bytes, this one {len(tag)}")
+    return tag
