@@ -52,6 +52,7 @@ class RoomRecord:
         "failure",
         "finished_at",
         "first_ready_at",
+        "key",
         "landed",
         "nonce",
         "opened_at",
@@ -72,6 +73,7 @@ class RoomRecord:
     def __init__(self, room: int, nonce: int, role: Role, opened_at: int, event_limit: int) -> None:
         self.room = room
         self.nonce = nonce
+        self.key = (room, nonce)  # its place in the book; a prefill rank learns the nonce later
         self.opened_at = opened_at
         self.finished_at: int | None = None
         self.state_now = RoomState.BOOTSTRAPPING
@@ -177,7 +179,7 @@ class RoomBook:
 
     def close(self, record: RoomRecord) -> None:
         """Moves a record from the active ones to the rings; finishes it now if nobody did. Idempotent."""
-        if self._active.get((record.room, record.nonce)) is not record:
+        if self._active.get(record.key) is not record:
             return
         record.finish(self._clock.now_ns())
         # First into the ring, then out of the active ones: a reader in between may see it twice, never miss it.
@@ -189,7 +191,7 @@ class RoomBook:
                 heapq.heappush(self._slowest, entry)
             else:
                 heapq.heappushpop(self._slowest, entry)
-        del self._active[record.room, record.nonce]
+        del self._active[record.key]
 
     def active(self) -> list[RoomRecord]:
         """Active records, oldest first."""

@@ -1,0 +1,66 @@
+"""Frames on the control channel: several messages to one peer travel in one frame.
+
+Layout: `MAGIC` (5 bytes, the last one the major version), the sender's incarnation (8 bytes, little-endian), then a
+MessagePack list of messages. A frame that is malformed, oversized or of another version raises
+`RemoteProtocolError`; the caller counts it and drops it. One bad message spoils only itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.protocol.messages import PROTOCOL_VERSION, AnyMessage, Message
+
+MAGIC = b"KVPM" + bytes([PROTOCOL_VERSION])
+HEADER_BYTES = len(MAGIC) + 8
+MAX_FRAME_BYTES = 16 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+_all = msgspec.msgpack.Decoder(list[AnyMessage])
+_each = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_one: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(incarnation: int, messages: Sequence[Message]) -> bytes:
+    """One frame with all `messages`."""
+    return MAGIC + incarnation.to_bytes(8, "little") + _encoder.encode(messages)
+
+
+def decode(frame: bytes) -> tuple[int, list[AnyMessage], int]:
+    """Read one frame.
+
+    Returns:
+        the sender's incarnation, the messages understood, and how many were not (unknown type or wrong fields).
+
+    Raises:
+        RemoteProtocolError: the frame as a whole is oversized, malformed or of another protocol version.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise RemoteProtocolError(f"control frame of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    if len(frame) < HEADER_BYTES or not frame.startswith(MAGIC[:-1]):
+        raise RemoteProtocolError(f"not a kvctl control frame: {len(frame)} bytes starting {frame[:8].hex()}")
+    if frame[len(MAGIC) - 1] != PROTOCOL_VERSION:
+        raise RemoteProtocolError(f"control protocol version {frame[len(MAGIC) - 1]} ≠ {PROTOCOL_VERSION}")
+    incarnation = int.from_bytes(frame[len(MAGIC) : HEADER_BYTES], "little")
+    body = memoryview(frame)[HEADER_BYTES:]
+    try:
+        return incarnation, _all.decode(body), 0
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return incarnation, *_salvage(body)
+
+
+def _salvage(body: memoryview) -> tuple[list[AnyMessage], int]:
+    try:
+        raws = _each.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"control frame is not a list of messages: {error}") from None
+    messages: list[AnyMessage] = []
+    for raw in raws:
+        try:
+            messages.append(_one.decode(raw))
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            continue
+    return messages, len(raws) - len(messages)

@@ -1,0 +1,228 @@
+"""What goes into the machines and what comes out; nothing else does.
+
+Events are facts (a message came, a write completed, the engine called us, time passed); actions are orders that
+`runtime/` carries out. Both are immutable, so they may cross threads and be recorded.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.plan import Share
+from kvctl_agent.protocol.messages import AnyMessage, Grant, Introduction, Message
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+
+Pages = npt.NDArray[np.int32]
+
+
+class Fence:
+    """Raised when a room fails: work that is queued but not begun is dropped, work that is in flight drains."""
+
+    __slots__ = ("raised",)
+
+    def __init__(self) -> None:
+        self.raised = False
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Base of all events."""
+
+
+class Received(Event, frozen=True):
+    """A control message from the peer called `peer`, in its life `incarnation`."""
+
+    peer: str
+    incarnation: int
+    message: AnyMessage
+
+
+class PeerConnected(Event, frozen=True):
+    """The transport can write to this peer."""
+
+    peer: str
+
+
+class PeerUnusable(Event, frozen=True):
+    """The transport refused this peer."""
+
+    peer: str
+    text: str
+
+
+class PeerDead(Event, frozen=True):
+    """Proof, not suspicion: that process has ended."""
+
+    peer: str
+    incarnation: int
+    text: str
+
+
+class RosterKnown(Event, frozen=True):
+    """Decode: the prefill instance is complete; these are its rank names, in the order of unique ranks."""
+
+    names: tuple[str, ...]
+
+
+class SendRoom(Event, frozen=True):
+    """Prefill engine: this room will be sent from here."""
+
+    room: int
+
+
+class Prefetch(Event, frozen=True):
+    """Prefill engine: its forward is about to start, ask for staging now."""
+
+    room: int
+
+
+class SendPages(Event, frozen=True):
+    """Prefill engine: the next pages of the prompt, in order from position 0, are computed."""
+
+    room: int
+    pages: Pages
+    last: bool
+    at_ns: int
+
+
+class Finish(Event, frozen=True):
+    """Prefill engine: nothing follows but the aux row."""
+
+    room: int
+    aux_index: int
+    at_ns: int
+
+
+class AbortRoom(Event, frozen=True):
+    """Either engine gives the room up."""
+
+    room: int
+    text: str
+
+
+class PartSent(Event, frozen=True):
+    """A transfer worker is done with a part: written, or dropped behind its fence."""
+
+    peer: str
+    room: int
+    nonce: int
+    kind: PartKind
+    key: PartKey
+    moments: dict[str, int] = {}  # stage → when it ended, monotonic ns
+    dropped: bool = False
+
+
+class PartFailed(Event, frozen=True):
+    """The engine failed a part. `in_flight`: bytes of it may still land."""
+
+    peer: str
+    room: int
+    nonce: int
+    kind: PartKind
+    key: PartKey
+    code: str
+    text: str
+    in_flight: bool
+
+
+class OpenRoom(Event, frozen=True):
+    """Decode engine: receive this room into these pages (positions prefix_pages..total_pages)."""
+
+    room: int
+    nonce: int
+    pages: Pages
+    prefix_pages: int
+    total_pages: int
+    aux_index: int
+
+
+class Arrived(Event, frozen=True):
+    """A tag arrived: that part's bytes are visible."""
+
+    tag: Tag
+    at_ns: int
+
+
+class Scattered(Event, frozen=True):
+    """A landed part is in its pages."""
+
+    serial: int
+    at_ns: int
+
+
+class Tick(Event, frozen=True):
+    """Time passed."""
+
+
+class Action(msgspec.Struct, frozen=True):
+    """Base of all actions."""
+
+
+class Send(Action, frozen=True):
+    peer: str
+    message: Message
+
+
+class ConnectPeer(Action, frozen=True):
+    """Make the peer writable; answered by PeerConnected or PeerUnusable."""
+
+    peer: str
+    incarnation: int
+    who: Introduction
+
+
+class DropPeer(Action, frozen=True):
+    """Forget the transport's side of a peer."""
+
+    peer: str
+
+
+class Transfer(Action, frozen=True):
+    """Move one part; answered by PartSent or PartFailed."""
+
+    peer: str
+    room: int
+    nonce: int
+    kind: PartKind
+    key: PartKey
+    path: str
+    share: Share | None  # None for aux
+    src_pages: Pages
+    dst_pages: Pages
+    src_aux: int
+    dst_aux: int
+    grant: Grant | None
+    tag: bytes
+    fence: Fence
+    ready_ns: int
+    opened_ns: int  # when the last gate opened and it went to the worker
+
+
+class Scatter(Action, frozen=True):
+    """Copy a landed part from the ring to its pages; answered by Scattered."""
+
+    serial: int
+    offset: int
+    key: PartKey
+    share: Share
+    pages: Pages
+    room: int
+    nonce: int
+    arrived_ns: int
+
+
+class StateChanged(Action, frozen=True):
+    """Tell the engine's handle."""
+
+    room: int
+    state: RoomState
+    failure: Failure | None = None
+
+
+class Released(Action, frozen=True):
+    """The room's pages may be reused: nothing of it is in flight any more."""
+
+    room: int

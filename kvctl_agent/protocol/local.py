@@ -1,0 +1,138 @@
+"""What one agent knows of itself, and whether a peer's introduction fits it.
+
+Both ends build the full `PlanInputs` from the two introductions and compare them field by field, so that a mismatch
+names the factor instead of showing up as garbage.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.plan import PLAN_VERSION, PlanInputs
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.side import Coord, Side
+from kvctl_agent.protocol.messages import Introduction, WireDict
+
+
+class Local(msgspec.Struct, frozen=True):
+    """Identity and geometry of this agent, fixed for its life."""
+
+    name: str
+    role: str
+    coord: Coord
+    side: Side
+    shape: ModelShape
+    page_size: int
+    chunk_pages: int
+    cp_mode: str
+    incarnation: int
+    transport: str
+    metadata: bytes
+    pool: WireDict
+    host: str  # equal for processes that can see each other's pids
+    pid: int
+    ring_base: int = 0
+    ring_bytes: int = 0
+
+    @property
+    def unique_rank(self) -> int:
+        return self.side.unique_rank(self.coord)
+
+    def introduction(self) -> Introduction:
+        shape = self.shape
+        return Introduction(
+            name=self.name,
+            role=self.role,
+            coord=list(self.coord),
+            sizes=[self.side.dp, self.side.pp, self.side.cp, self.side.tp],
+            unique_rank=self.unique_rank,
+            plan={
+                "plan_version": PLAN_VERSION,
+                "shape.num_layers": shape.num_layers,
+                "shape.num_kv_heads": shape.num_kv_heads,
+                "shape.k_dim": shape.k_dim,
+                "shape.v_dim": shape.v_dim,
+                "shape.dtype_bytes": shape.dtype_bytes,
+                "shape.kind": shape.kind,
+                "page_size": self.page_size,
+                "chunk_pages": self.chunk_pages,
+                "cp_mode": self.cp_mode,
+            },
+            pool=self.pool,
+            transport=self.transport,
+            metadata=self.metadata,
+            host=self.host,
+            pid=self.pid,
+            ring_base=self.ring_base,
+            ring_bytes=self.ring_bytes,
+        )
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Every period and deadline of the machines, in nanoseconds."""
+
+    heartbeat_ns: int
+    suspect_ns: int
+    lost_ns: int
+    resend_ns: int
+    bootstrap_ns: int
+    waiting_ns: int
+    revoke_ns: int = 5_000_000_000  # an unwritten grant this old, with others waiting behind it, is taken back
+
+    @property
+    def lease_ns(self) -> int:
+        """No post unless the peer was heard from within this time."""
+        return self.suspect_ns // 2
+
+
+class Pairing(NamedTuple):
+    """How a peer fits us: the plan inputs of the pair, or the factors in which it differs."""
+
+    inputs: PlanInputs | None
+    differences: tuple[str, ...]
+
+
+def pair(local: Local, theirs: Introduction) -> Pairing:
+    """Compare a peer's introduction with our own side.
+
+    Factors read "page_size 64 ≠ 32": ours first, then theirs.
+    """
+    if theirs.role == local.role or theirs.role not in ("prefill", "decode"):
+        return Pairing(None, (f"role {local.role} ≠ {theirs.role}: a prefill and a decode agent are needed",))
+    if len(theirs.sizes) != 4 or len(theirs.coord) != 4:
+        return Pairing(None, ("sizes and coordinates need the four axes dp, pp, cp, tp",))
+    if theirs.transport != local.transport:
+        return Pairing(None, (f"transport {local.transport} ≠ {theirs.transport}",))
+    mine = local.introduction()
+    differences = [
+        f"{name} {value} ≠ {theirs.plan.get(name, 'absent')}"
+        for name, value in mine.plan.items()
+        if theirs.plan.get(name) != value
+    ]
+    if differences:
+        return Pairing(None, tuple(differences))
+    try:
+        side = Side(*_checked(theirs.sizes))
+        if side.unique_rank(Coord(*theirs.coord)) != theirs.unique_rank:
+            return Pairing(None, (f"unique rank {theirs.unique_rank} does not fit coordinates {theirs.coord}",))
+        prefill, decode = (local.side, side) if local.role == "prefill" else (side, local.side)
+        inputs = PlanInputs(
+            shape=local.shape,
+            page_size=local.page_size,
+            chunk_pages=local.chunk_pages,
+            prefill=prefill,
+            decode=decode,
+            cp_mode=local.cp_mode,
+        )
+    except LayoutError as error:
+        return Pairing(None, (str(error),))
+    return Pairing(inputs, ())
+
+
+def _checked(sizes: list[int]) -> list[int]:
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise LayoutError(f"sizes {sizes} must be positive")
+    return sizes

@@ -1,0 +1,153 @@
+"""What both machines share: one entry for events, peers, and the small words for acting and noting.
+
+`handle` never raises for anything a peer sent; what it cannot use is counted and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.peer import Peer, PeerState
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.recorder import Severity
+
+
+class Machine:
+    """Base of the prefill and the decode machine; `on_<event>` and `on_<message>` methods are the table."""
+
+    def __init__(self, local: Local, timing: Timing, telemetry: Telemetry) -> None:
+        self.local = local
+        self.timing = timing
+        self.telemetry = telemetry
+        self.peers: dict[str, Peer] = {}
+        self.now_ns = 0
+        self._actions: list[ev.Action] = []
+        self._events: dict[type, Callable[[Any], None]] = {
+            event: getattr(self, f"on_{_snake(event.__name__)}")
+            for event in ev.Event.__subclasses__()
+            if hasattr(self, f"on_{_snake(event.__name__)}")
+        }
+        self._messages: dict[type, Callable[[Peer, Any], None]] = {
+            message: getattr(self, f"on_{_snake(message.__name__)}")
+            for message in msg.Message.__subclasses__()
+            if hasattr(self, f"on_{_snake(message.__name__)}")
+        }
+
+    def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
+        """Take one event at one moment; returns what is to be done, in order.
+
+        Raises:
+            LocalProtocolError: our own engine broke the order of calls; nothing has changed.
+        """
+        self.now_ns = now_ns
+        self._actions = []
+        self._events[type(event)](event)
+        return self._actions
+
+    # ---- what subclasses may override -------------------------------------------------------------------------
+
+    def on_hello(self, peer_name: str, incarnation: int, message: msg.Hello) -> None:
+        self.drop("unexpected")
+
+    def on_hello_ack(self, peer_name: str, incarnation: int, message: msg.HelloAck) -> None:
+        self.drop("unexpected")
+
+    def on_peer_lost(self, peer: Peer, text: str) -> None:
+        """Its rooms fail."""
+
+    def on_heard(self, peer: Peer) -> None:
+        """Something was heard from this peer: its lease is renewed."""
+
+    def on_time(self) -> None:
+        """Deadlines and resends."""
+
+    def watermark(self) -> list[int]:
+        """The watermark to put into heartbeats; empty on a rank that has no ring."""
+        return []
+
+    # ---- events every machine knows ---------------------------------------------------------------------------
+
+    def on_received(self, event: ev.Received) -> None:
+        message = event.message
+        if isinstance(message, msg.Hello):
+            self.on_hello(event.peer, event.incarnation, message)
+            return
+        if isinstance(message, msg.HelloAck):
+            self.on_hello_ack(event.peer, event.incarnation, message)
+            return
+        peer = self.peers.get(event.peer)
+        if peer is None or peer.incarnation != event.incarnation:
+            self.drop("incarnation")
+            return
+        if not peer.usable:
+            self.drop("peer-not-ready")
+            return
+        if peer.heard(self.now_ns):
+            self.note("peer-back", f"{peer.name} is heard again", peer=peer.name)
+        handler = self._messages.get(type(message))
+        if handler is None:
+            self.drop("unexpected")
+            return
+        handler(peer, message)
+        self.on_heard(peer)
+
+    def on_peer_dead(self, event: ev.PeerDead) -> None:
+        peer = self.peers.get(event.peer)
+        if peer is not None and peer.incarnation == event.incarnation and not peer.proven_dead:
+            self._lose(peer, proven=True, text=event.text)
+
+    def on_tick(self, event: ev.Tick) -> None:
+        for peer in list(self.peers.values()):
+            changed = peer.check(self.now_ns)
+            silent = (self.now_ns - peer.heard_ns) / 1e9
+            if changed is PeerState.SUSPECT:
+                self.note("peer-suspect", f"{peer.name} has been silent for {silent:.1f} s", "warning", peer=peer.name)
+            elif changed is PeerState.LOST:
+                self._lose(peer, proven=False, text=f"silent for {silent:.1f} s")
+            heartbeat = peer.due_heartbeat(self.now_ns, self.watermark())
+            if heartbeat is not None:
+                self.act(ev.Send(peer.name, heartbeat))
+        self.on_time()
+
+    def _lose(self, peer: Peer, *, proven: bool, text: str) -> None:
+        lost = f"peer {peer.name} (incarnation {peer.incarnation:016x}) lost: {text}"
+        peer.proven_dead |= proven
+        peer.state = PeerState.LOST
+        peer.fail(lost)
+        self.telemetry.metrics.add("kvctl_peer_lost_total", 1)
+        self.note("peer-lost", lost, "error", peer=peer.name)
+        self.on_peer_lost(peer, lost)
+        self.act(ev.DropPeer(peer.name))
+
+    # ---- small words ------------------------------------------------------------------------------------------
+
+    def act(self, action: ev.Action) -> None:
+        self._actions.append(action)
+
+    def note(
+        self, kind: str, text: str, severity: Severity = "info", *, room: int | None = None, peer: str | None = None
+    ) -> None:
+        """An entry in the flight recorder."""
+        self.telemetry.recorder.record(kind, text, severity, room, peer)
+
+    def drop(self, reason: str) -> None:
+        """A message changed nothing but this counter."""
+        self.telemetry.metrics.add("kvctl_control_dropped_total", 1, reason)
+
+    def failure(self, code: str, text: str) -> Failure:
+        """A first cause that was found here."""
+        return {
+            "rank": self.local.name,
+            "code": code,
+            "at_ns": self.telemetry.clock.wall_ns(self.now_ns),
+            "text": text,
+        }
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

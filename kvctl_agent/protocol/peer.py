@@ -1,0 +1,134 @@
+"""Who is alive: one machine per peer, fed by what is heard and by the clock.
+
+`connecting → ready ⇄ suspect → lost`, or `refused` when the layouts differ. Silence makes a peer suspect (no new
+grants) and later lost (its rooms fail); proof of death or a new incarnation makes it lost at once. A lost peer that
+says Hello again starts over.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from kvctl_agent.layout.plan import PlanInputs
+from kvctl_agent.protocol.gate import Gate
+from kvctl_agent.protocol.local import Timing
+from kvctl_agent.protocol.messages import Heartbeat, Introduction
+
+
+class PeerState(StrEnum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    SUSPECT = "suspect"
+    LOST = "lost"
+    REFUSED = "refused"
+
+
+class Peer:
+    """One peer in one incarnation at a time.
+
+    Attributes:
+        proven_dead: the process has ended, so nothing of it can be in flight.
+        gate: on a writer, the view of this reader's ring.
+    """
+
+    __slots__ = (
+        "_echo_ns",
+        "_echo_since_ns",
+        "_heartbeat_due_ns",
+        "differences",
+        "errors_total",
+        "gate",
+        "heard_ns",
+        "hello_due_ns",
+        "incarnation",
+        "inputs",
+        "last_error",
+        "name",
+        "proven_dead",
+        "rtt_ns",
+        "state",
+        "timing",
+        "watermark_sent",
+        "who",
+    )
+
+    def __init__(self, name: str, timing: Timing) -> None:
+        self.name = name
+        self.timing = timing
+        self.state = PeerState.CONNECTING
+        self.incarnation = 0
+        self.who: Introduction | None = None
+        self.inputs: PlanInputs | None = None
+        self.gate = Gate()
+        self.heard_ns = 0
+        self.hello_due_ns = 0
+        self.rtt_ns: int | None = None
+        self.differences: tuple[str, ...] = ()
+        self.proven_dead = False
+        self.errors_total = 0
+        self.last_error: str | None = None
+        self.watermark_sent: tuple[int, int, int] | None = None
+        self._heartbeat_due_ns = 0
+        self._echo_ns = 0
+        self._echo_since_ns = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether messages of rooms may be exchanged."""
+        return self.state in (PeerState.READY, PeerState.SUSPECT)
+
+    def may_post(self, now_ns: int) -> bool:
+        """The writer's lease: a post needs a peer that was heard from lately."""
+        return self.usable and now_ns - self.heard_ns <= self.timing.lease_ns
+
+    def meet(
+        self, incarnation: int, who: Introduction, inputs: PlanInputs | None, differences: tuple[str, ...]
+    ) -> None:
+        """Start over with this incarnation; ready follows when the transport has connected."""
+        self.incarnation = incarnation
+        self.who = who
+        self.inputs = inputs
+        self.differences = differences
+        self.gate = Gate()
+        self.proven_dead = False
+        self.watermark_sent = None
+        self.state = PeerState.CONNECTING if inputs is not None else PeerState.REFUSED
+
+    def heard(self, now_ns: int) -> bool:
+        """Anything came from this incarnation; True when that ended a suspicion."""
+        self.heard_ns = now_ns
+        if self.state is PeerState.SUSPECT:
+            self.state = PeerState.READY
+            return True
+        return False
+
+    def heartbeat(self, message: Heartbeat, now_ns: int) -> None:
+        self._echo_ns, self._echo_since_ns = message.sent_ns, now_ns
+        if message.echo_ns:
+            rtt = now_ns - message.echo_ns - message.held_ns
+            if rtt >= 0:
+                self.rtt_ns = rtt
+
+    def due_heartbeat(self, now_ns: int, watermark: list[int]) -> Heartbeat | None:
+        """The next heartbeat to send, when it is time."""
+        if not self.usable or now_ns < self._heartbeat_due_ns:
+            return None
+        self._heartbeat_due_ns = now_ns + self.timing.heartbeat_ns
+        held = now_ns - self._echo_since_ns if self._echo_ns else 0
+        return Heartbeat(sent_ns=now_ns, echo_ns=self._echo_ns, held_ns=held, watermark=watermark)
+
+    def check(self, now_ns: int) -> PeerState | None:
+        """Let time pass; the new state when silence changed it."""
+        silence = now_ns - self.heard_ns
+        if self.usable and silence >= self.timing.lost_ns:
+            self.state = PeerState.LOST
+            return self.state
+        if self.state is PeerState.READY and silence >= self.timing.suspect_ns:
+            self.state = PeerState.SUSPECT
+            return self.state
+        return None
+
+    def fail(self, text: str) -> None:
+        """Remember an error for the operator."""
+        self.errors_total += 1
+        self.last_error = text

@@ -1,0 +1,277 @@
+"""What may happen to a room on a prefill rank: asked for, parked, queued, sent, failed, buried.
+
+Rules it keeps (design: one room, end to end):
+
+- A ready part goes to a worker when its path needs no ring, or when it has a grant, the watermark has passed it and
+  the peer was heard from lately. Otherwise it is parked and holds nothing.
+- The aux part is queued only after all KV parts of its leg.
+- The first cause of a failure goes to every decode rank of the room; queued parts are dropped behind the fence;
+  "drained" is said only when nothing is in flight, nor ever will be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.plan import Share
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.peer import Peer
+from kvctl_agent.protocol.send_room import Leg, Part, PartState, SendRoom
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
+from kvctl_agent.telemetry.hub import Telemetry
+
+STAGED = "staged"
+
+# Which path a part takes: (peer's introduction, share, layers, the reader's pages) → path. The second one is asked
+# for parts that can never have a ring region.
+Choose = Callable[[msg.Introduction, Share, int, ev.Pages], str]
+
+
+class PrefillRooms(Machine):
+    """Rooms, legs and parts of one prefill rank; `PrefillMachine` adds who says what."""
+
+    def __init__(self, local: Local, timing: Timing, telemetry: Telemetry, choose: Choose, fallback: Choose) -> None:
+        super().__init__(local, timing, telemetry)
+        self._choose = choose
+        self._fallback = fallback
+        self.rooms: dict[int, SendRoom] = {}
+        self._legs: dict[RoomKey, Leg] = {}
+        self._parked: dict[str, dict[tuple[int, PartKey], tuple[Leg, Part]]] = {}
+        self._graves: Tombstones[bool] = Tombstones(timing.bootstrap_ns)
+        self._ended: dict[int, tuple[int, RoomState, Failure | None]] = {}  # rooms that ended before our engine came
+
+    @property
+    def idle(self) -> bool:
+        return not self.rooms
+
+    def parked(self) -> list[tuple[Leg, Part]]:
+        """Parts that are ready and may not go yet. Safe to read from another thread."""
+        return [entry for parked in list(self._parked.values()) for entry in list(parked.values())]
+
+    def _new_room(self, number: int) -> SendRoom:
+        record = self.telemetry.rooms.open(number, 0)
+        room = self.rooms[number] = SendRoom(number, record, self.now_ns)
+        return room
+
+    def _find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom | None, Leg | None]:
+        return self.rooms.get(number), self._legs.get(RoomKey(peer.name, number, nonce))
+
+    def _state(self, room: SendRoom, state: RoomState) -> None:
+        room.state = state
+        room.state_ns = self.now_ns
+        room.record.state(state, self.now_ns)
+        if room.claimed:
+            self.act(ev.StateChanged(room.room, state, room.failure))
+
+    def _request_all(self, room: SendRoom) -> None:
+        for leg in room.legs.values():
+            self._request(room, leg)
+
+    def _request(self, room: SendRoom, leg: Leg) -> None:
+        """Choose paths, and ask for staging for all staged parts of the leg that have not been asked for."""
+        if leg.share is None:
+            return
+        who = self.peers[leg.peer].who
+        assert who is not None
+        wanted: list[Part] = []
+        for part in leg.parts.values():
+            if not part.path:
+                part.path = self._choose(who, leg.share, part.key.hi - part.key.lo, leg.pages_at(part.chunk))
+            if part.path == STAGED and not part.requested and part.grant is None:
+                part.requested = True
+                wanted.append(part)
+        if wanted:
+            leg.resend_ns = self.now_ns + self.timing.resend_ns
+            room.record.event("request", self.now_ns, peer=leg.peer)
+            self._send_request(leg, wanted)
+
+    def _send_request(self, leg: Leg, parts: list[Part]) -> None:
+        specs = [msg.PartSpec(part.key.chunk, part.key.lo, part.key.hi, part.nbytes) for part in parts]
+        self.act(ev.Send(leg.peer, msg.StagingRequest(leg.room, leg.nonce, specs)))
+
+    def _feed(self, room: SendRoom, leg: Leg, count: int, last: bool, at_ns: int) -> None:
+        try:
+            cells = leg.cutter.feed(count, last)
+            if last and leg.cutter.fed != leg.total_pages:
+                raise LayoutError(f"this side computed {leg.cutter.fed} pages, {leg.peer} expects {leg.total_pages}")
+        except LayoutError as error:
+            self._fail(room, self.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
+            return
+        if room.state is RoomState.WAITING_FOR_INPUT:
+            self._state(room, RoomState.TRANSFERRING)
+        if leg.share is None:
+            return
+        for cell in cells:
+            part = leg.parts.get(PartKey(self.local.unique_rank, cell.index, leg.share.layer_lo, leg.share.layer_hi))
+            if part is None:
+                self._fail(room, self.failure("KV_PLAN_MISMATCH", f"room {room.room}: {leg.peer} expects no {cell}"))
+                return
+            part.src_pages = room.source(cell)
+            part.ready_ns = at_ns
+            part.state = PartState.READY
+            self._try(room, leg, part)
+
+    def _try(self, room: SendRoom, leg: Leg, part: Part) -> None:
+        """Hand a ready part to a worker, or park it."""
+        peer = self.peers[leg.peer]
+        grant = part.grant
+        if part.path == STAGED and (grant is None or not peer.gate.open(grant.round, grant.end)):
+            self._park(room, leg, part)
+            return
+        if not peer.may_post(self.now_ns):
+            self._park(room, leg, part)
+            return
+        self._unpark(leg, part)
+        part.state = PartState.QUEUED
+        leg.in_flight += 1
+        leg.to_queue -= 1
+        assert part.src_pages is not None
+        self.act(
+            ev.Transfer(
+                peer=leg.peer,
+                room=leg.room,
+                nonce=leg.nonce,
+                kind=PartKind.KV,
+                key=part.key,
+                path=part.path,
+                share=leg.share,
+                src_pages=part.src_pages,
+                dst_pages=leg.pages_at(part.chunk),
+                src_aux=-1,
+                dst_aux=-1,
+                grant=grant,
+                tag=self._tag(leg, part),
+                fence=leg.fence,
+                ready_ns=part.ready_ns,
+                opened_ns=self.now_ns,
+            )
+        )
+        self._queue_aux(room, leg)
+
+    def _queue_aux(self, room: SendRoom, leg: Leg) -> None:
+        if not (room.finished and leg.aux_state is PartState.PLANNED and leg.to_queue == 0):
+            return
+        leg.aux_state = PartState.QUEUED
+        leg.in_flight += 1
+        none = np.empty(0, np.int32)
+        self.act(
+            ev.Transfer(
+                peer=leg.peer,
+                room=leg.room,
+                nonce=leg.nonce,
+                kind=PartKind.AUX,
+                key=PartKey(self.local.unique_rank, 0, 0, 0),
+                path="bulk",
+                share=None,
+                src_pages=none,
+                dst_pages=none,
+                src_aux=room.aux_src,
+                dst_aux=leg.aux_index,
+                grant=None,
+                tag=self._aux_tag(leg),
+                fence=leg.fence,
+                ready_ns=room.forward_done_ns,
+                opened_ns=self.now_ns,
+            )
+        )
+
+    def _tag(self, leg: Leg, part: Part) -> bytes:
+        serial = part.grant.serial if part.grant and part.path == STAGED else 0
+        return Tag(PartKind.KV, self.peers[leg.peer].incarnation, leg.room, leg.nonce, serial, part.key).pack()
+
+    def _aux_tag(self, leg: Leg) -> bytes:
+        key = PartKey(self.local.unique_rank, 0, 0, 0)
+        return Tag(PartKind.AUX, self.peers[leg.peer].incarnation, leg.room, leg.nonce, 0, key).pack()
+
+    def _park(self, room: SendRoom, leg: Leg, part: Part) -> None:
+        parked = self._parked[leg.peer]
+        key = (leg.nonce, part.key)
+        if key not in parked:
+            parked[key] = (leg, part)
+            room.record.parked += 1
+
+    def _unpark(self, leg: Leg, part: Part) -> None:
+        parked = self._parked.get(leg.peer)
+        if parked and parked.pop((leg.nonce, part.key), None) and (room := self.rooms.get(leg.room)):
+            room.record.parked -= 1
+
+    def _retry_parked(self, peer: Peer) -> None:
+        for leg, part in list(self._parked[peer.name].values()):
+            if room := self.rooms.get(leg.room):
+                self._try(room, leg, part)
+
+    def _progress(self, room: SendRoom) -> None:
+        """See whether the room has come to an end of some kind."""
+        if room.failure is not None:
+            self._settle(room)
+            return
+        if room.sent and not room.released:
+            room.released = True
+            room.record.event("sent", self.now_ns)
+            if room.claimed:
+                self.act(ev.Released(room.room))
+        if room.done and (room.released or not room.claimed):
+            self._state(room, RoomState.SUCCESS)
+            self._bury(room)
+
+    def _fail(self, room: SendRoom, failure: Failure) -> None:
+        if room.failure is not None:
+            return
+        room.failure = failure
+        room.record.fail(failure)
+        self.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
+        self.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
+        for leg in room.legs.values():
+            leg.fence.raised = True
+            leg.resend_ns = self.now_ns + self.timing.resend_ns
+            for part in leg.parts.values():
+                self._unpark(leg, part)
+            if not leg.failed_acked:
+                self._say_failed(room, leg)
+        self._state(room, RoomState.FAILED)
+        self._settle(room)
+
+    def _say_failed(self, room: SendRoom, leg: Leg) -> None:
+        failure = room.failure
+        assert failure is not None
+        text = msg.RoomFailed(leg.room, leg.nonce, failure["rank"], failure["code"], failure["at_ns"], failure["text"])
+        self.act(ev.Send(leg.peer, text))
+
+    def _settle(self, room: SendRoom) -> None:
+        """A failed room: say drained to those who ask, release and forget it when nothing is in flight."""
+        for leg in room.legs.values():
+            if leg.abort_asked and leg.drained and not leg.drained_said:
+                leg.drained_said = True
+                self.act(ev.Send(leg.peer, msg.RoomDrained(leg.room, leg.nonce)))
+        if not room.drained:
+            return
+        if not room.released:
+            room.released = True
+            if room.claimed:
+                self.act(ev.Released(room.room))
+        if all(leg.failed_acked for leg in room.legs.values()):
+            self._bury(room)
+
+    def _bury(self, room: SendRoom) -> None:
+        if self.rooms.pop(room.room, None) is None:
+            return
+        for leg in room.legs.values():
+            key = RoomKey(leg.peer, leg.room, leg.nonce)
+            self._legs.pop(key, None)
+            self._graves.bury(key, room.state is RoomState.SUCCESS, self.now_ns)
+        if not room.claimed:
+            self._ended[room.room] = (self.now_ns, room.state, room.failure)
+        self.telemetry.finish(room.record, self.now_ns)
+
+
+def place(key: PartKey) -> tuple[int, int, tuple[int, int]]:
+    return key.writer, key.chunk, (key.lo, key.hi)

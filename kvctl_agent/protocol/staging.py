@@ -1,0 +1,120 @@
+"""The decode rank's book of grants: which part holds which ring region, and what has become of it.
+
+States of a region: granted → landed (its tag came; it is being scattered) → freed; or granted → revoking → freed;
+or quarantined, where a write may still be in flight and nobody can prove that it is not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+
+from kvctl_agent.protocol.messages import Grant
+from kvctl_agent.protocol.ring import Region, Ring, may_write
+from kvctl_agent.protocol.tag import PartKey
+from kvctl_agent.protocol.tombstones import RoomKey
+
+
+class RegionState(StrEnum):
+    GRANTED = "granted"
+    REVOKING = "revoking"
+    LANDED = "landed"
+    QUARANTINED = "quarantined"
+
+
+class Holding:
+    """One region and its owner."""
+
+    __slots__ = ("at_ns", "key", "nbytes", "region", "room", "state")
+
+    def __init__(self, region: Region, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> None:
+        self.region = region
+        self.room = room
+        self.key = key
+        self.nbytes = nbytes  # payload; the region is aligned up
+        self.state = RegionState.GRANTED
+        self.at_ns = now_ns
+
+    def grant(self) -> Grant:
+        region, key = self.region, self.key
+        return Grant(key.chunk, key.lo, key.hi, region.serial, region.offset, region.end, region.round)
+
+
+class StagingBook:
+    """Grants by serial and by part; at most one live grant for a part."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.ring = Ring(size_bytes)
+        self.quarantined_bytes = 0
+        self._by_serial: dict[int, Holding] = {}
+        self._by_part: dict[tuple[RoomKey, PartKey], Holding] = {}
+        self._by_room: dict[RoomKey, set[int]] = {}
+        self._gated: dict[str, deque[Region]] = {}  # per peer, grants that the watermark had not passed when given
+
+    def __len__(self) -> int:
+        return len(self._by_serial)
+
+    def find(self, serial: int) -> Holding | None:
+        return self._by_serial.get(serial)
+
+    def of_part(self, room: RoomKey, key: PartKey) -> Holding | None:
+        return self._by_part.get((room, key))
+
+    def of_room(self, room: RoomKey) -> list[Holding]:
+        return [self._by_serial[serial] for serial in self._by_room.get(room, ())]
+
+    def holdings(self) -> list[Holding]:
+        """All live grants, oldest first. Safe to read from another thread."""
+        return list(self._by_serial.copy().values())
+
+    def oldest(self) -> Holding | None:
+        return next(iter(self._by_serial.values()), None)
+
+    def grant(self, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> Holding:
+        """Give a region to a part that has none; the caller has asked `ring.fits`."""
+        holding = Holding(self.ring.allocate(nbytes), room, key, nbytes, now_ns)
+        region = holding.region
+        self._by_serial[region.serial] = holding
+        self._by_part[room, key] = holding
+        self._by_room.setdefault(room, set()).add(region.serial)
+        if not may_write(region.round, region.end, self.ring.watermark):
+            self._gated.setdefault(room.peer, deque()).append(region)
+        return holding
+
+    def free(self, serial: int) -> bool:
+        """Give a region back to the ring; True when the watermark moved."""
+        holding = self._by_serial.pop(serial, None)
+        if holding is None:
+            return False
+        if holding.state is RegionState.QUARANTINED:
+            self.quarantined_bytes -= holding.region.end - holding.region.offset
+        del self._by_part[holding.room, holding.key]
+        serials = self._by_room[holding.room]
+        serials.discard(serial)
+        if not serials:
+            del self._by_room[holding.room]
+        return self.ring.free(serial)
+
+    def quarantine(self, holding: Holding) -> None:
+        """A write to this region may be in flight for ever: keep it, count it, show it."""
+        if holding.state is not RegionState.QUARANTINED:
+            holding.state = RegionState.QUARANTINED
+            self.quarantined_bytes += holding.region.end - holding.region.offset
+
+    def opened(self) -> list[str]:
+        """Peers that hold a grant which the watermark has passed since they were last told."""
+        watermark = self.ring.watermark
+        told: list[str] = []
+        for peer, gated in self._gated.items():
+            before = len(gated)
+            while gated and (
+                gated[0].serial not in self._by_serial or may_write(gated[0].round, gated[0].end, watermark)
+            ):
+                gated.popleft()
+            if len(gated) != before:
+                told.append(peer)
+        return told
+
+    @property
+    def gates_somebody(self) -> bool:
+        return any(self._gated.values())

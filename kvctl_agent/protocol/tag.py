@@ -1,0 +1,65 @@
+"""The tag that a write carries to its reader: which part of which room has landed, and where.
+
+A fixed binary struct, so that it costs nothing to make and survives any transport that carries bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvctl_agent.errors import RemoteProtocolError
+
+_MAGIC = 0xC7
+_LAYOUT = struct.Struct("<BBQQQQIIHH")
+TAG_BYTES = _LAYOUT.size
+
+
+class PartKind(IntEnum):
+    KV = 0
+    AUX = 1
+
+
+class PartKey(NamedTuple):
+    """A part within a room: what one writer sends at once to one decode rank; layers are global, half open."""
+
+    writer: int
+    chunk: int
+    lo: int
+    hi: int
+
+    def __str__(self) -> str:
+        return f"writer {self.writer} chunk {self.chunk} layers {self.lo}-{self.hi}"
+
+
+class Tag(NamedTuple):
+    """`incarnation` is the reader's; `serial` is 0 for a part that went straight to its pages."""
+
+    kind: PartKind
+    incarnation: int
+    room: int
+    nonce: int
+    serial: int
+    key: PartKey
+
+    def pack(self) -> bytes:
+        return _LAYOUT.pack(_MAGIC, self.kind, self.incarnation, self.room, self.nonce, self.serial, *self.key)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Tag:
+        """Read a tag.
+
+        Raises:
+            RemoteProtocolError: wrong length, magic, kind or an empty layer range.
+        """
+        if len(data) != TAG_BYTES:
+            raise RemoteProtocolError(f"tag of {len(data)} bytes, expected {TAG_BYTES}")
+        magic, kind, incarnation, room, nonce, serial, writer, chunk, lo, hi = _LAYOUT.unpack(data)
+        if magic != _MAGIC:
+            raise RemoteProtocolError(f"tag starts with {magic:#x}, expected {_MAGIC:#x}")
+        if kind not in (PartKind.KV, PartKind.AUX):
+            raise RemoteProtocolError(f"tag of unknown kind {kind}")
+        if kind == PartKind.KV and lo >= hi:
+            raise RemoteProtocolError(f"tag with empty layer range {lo}-{hi}")
+        return cls(PartKind(kind), incarnation, room, nonce, serial, PartKey(writer, chunk, lo, hi))

@@ -1,0 +1,68 @@
+"""Everything one agent remembers about itself, under one name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.metrics import Metrics
+from kvctl_agent.telemetry.rates import Latencies, SpanRate
+from kvctl_agent.telemetry.recorder import FlightRecorder
+from kvctl_agent.telemetry.rooms import RoomBook, RoomRecord
+from kvctl_agent.telemetry.stages import StageTimes
+
+RATE_WINDOW_NS = 10_000_000_000
+
+
+class Telemetry:
+    """Built once per agent; written by its threads, read by the admin thread."""
+
+    def __init__(self, name: str, role: Role, *, history: int, timeline_events: int, recorder_events: int) -> None:
+        self.clock = Clock()
+        self.metrics = Metrics()
+        self.recorder = FlightRecorder(self.clock, name, recorder_events)
+        self.rooms = RoomBook(self.clock, name, role, history, timeline_events)
+        self.stages = StageTimes(name)
+        self.rate = SpanRate(RATE_WINDOW_NS)
+        self.latencies = Latencies()
+
+    def finish(self, record: RoomRecord, now_ns: int) -> None:
+        """A room has ended: count it, and move its record to the finished ones."""
+        record.finish(now_ns)
+        self.metrics.add("kvctl_rooms_finished_total", 1, record.state_now.label)
+        latency = record.latency_ns
+        if latency is not None:
+            self.latencies.add(latency)
+            self.metrics.observe("kvctl_room_seconds", latency / 1e9)
+            self.rate.room(now_ns)
+        self.rooms.close(record)
+
+    def part(
+        self,
+        record: RoomRecord,
+        key: tuple[int, int, tuple[int, int]],
+        peer: str,
+        path: str,
+        nbytes: int,
+        moments: Mapping[str, int],
+        forward_done_ns: int | None = None,
+    ) -> None:
+        """A part is through this rank: its stages, its bytes, its place on the room's timeline."""
+        record.part(path, nbytes)
+        last = 0
+        for stage, at in moments.items():
+            record.event(stage, at, *key, peer)
+            if last:
+                self.metrics.observe("kvctl_stage_seconds", (at - last) / 1e9, stage)
+            last = at
+        self.stages.add(key[2], path, nbytes, moments, forward_done_ns)
+        self.metrics.add("kvctl_parts_total", 1, path)
+        self.metrics.add("kvctl_part_bytes_total", nbytes, path)
+        first = min(moments.values())
+        self.rate.add(first, last, nbytes)
+
+    @staticmethod
+    def ended(record: RoomRecord) -> bool:
+        return record.state_now in (RoomState.SUCCESS, RoomState.FAILED)
