@@ -35,6 +35,7 @@ _LABELS = {
 STATE_LABELS: tuple[str, ...] = tuple(state.label for state in RoomState)
 
 # The life of one part, in order; timeline events, `kvctl layers` and the bench use these names.
-# ready: KV computed; gate: waits for the watermark; gather: copied into staging; post: handed to the engine;
+# ready: KV computed; gate: grant, watermark and lease allow it; queue: a worker took it; gather: copied into
+# staging; post: handed to the engine;
 # wire: the engine reports it complete; arrive: the decode rank heard of it; scatter: in its pages.
-STAGES: tuple[str, ...] = ("ready", "gate", "gather", "post", "wire", "arrive", "scatter")
+STAGES: tuple[str, ...] = ("ready", "gate", "queue", "gather", "post", "wire", "arrive", "scatter")

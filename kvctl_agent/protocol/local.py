@@ -36,6 +36,8 @@ class Local(msgspec.Struct, frozen=True):
     pid: int
     ring_base: int = 0
     ring_bytes: int = 0
+    scratch_base: int = 0
+    scratch_bytes: int = 0
 
     @property
     def unique_rank(self) -> int:
@@ -68,6 +70,8 @@ class Local(msgspec.Struct, frozen=True):
             pid=self.pid,
             ring_base=self.ring_base,
             ring_bytes=self.ring_bytes,
+            scratch_base=self.scratch_base,
+            scratch_bytes=self.scratch_bytes,
         )
 
 

@@ -34,6 +34,8 @@ class Introduction(msgspec.Struct, frozen=True):
     pid: int
     ring_base: int = 0
     ring_bytes: int = 0
+    scratch_base: int = 0  # where a writer may write anything, to measure the lane
+    scratch_bytes: int = 0
 
 
 class Hello(Message, frozen=True, tag="hello"):

@@ -1,0 +1,94 @@
+"""Which path a part takes: a fixed one, or the cheapest by a cost model that was calibrated on this machine.
+
+The model adds up what a part costs both ends, in µs:
+
+- bulk, slice: one write of n descriptors (`LaneCost.write_us`).
+- staged: gather + one contiguous write + scatter, plus the round trip for the grant and the hand-over to the scatter.
+
+On one host all of this competes for the same cores, so the sum and not the longest stage is what counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.layout.plan import Share
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.paths.base import BULK, SLICE, STAGED
+from kvctl_agent.transport.probe import LaneCost
+
+AUTO = "auto"
+# Request and grant over the control channel, and waking the scatter: measured between idle processes on one host.
+_STAGED_FIXED_US = 250.0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCost:
+    """Row copies on this machine: µs per MiB by row size, ascending; the rate of the nearest smaller row applies."""
+
+    row_bytes: tuple[int, ...]
+    us_per_mib: tuple[float, ...]
+
+    def us(self, nbytes: int, row_bytes: int) -> float:
+        place = max(0, bisect_right(self.row_bytes, row_bytes) - 1)
+        return nbytes / (1 << 20) * self.us_per_mib[place]
+
+
+class Chooser:
+    """The answer for one agent; `path` may be changed while running.
+
+    Args:
+        path: bulk, slice, staged or auto.
+        staging: off, on or auto; off removes staged from the choices, on prefers it.
+        lane: what writes cost; None until it was measured, and then staged is taken where it is allowed.
+        copy: what gather and scatter cost.
+    """
+
+    def __init__(self, shape: ModelShape, page_size: int, path: str, staging: str) -> None:
+        self._shape = shape
+        self._page_size = page_size
+        self.path = path
+        self.staging = staging
+        self.lane: LaneCost | None = None
+        self.copy: CopyCost | None = None
+
+    def choose(self, ring_bytes: int, share: Share, layers: int, dst_pages: npt.NDArray[np.int32]) -> str:
+        """The path of one part; the reader's page runs stand for both sides, since ours are not known yet."""
+        if self.path == BULK and not share.whole_rows:
+            return SLICE  # bulk cannot serve these heads at all
+        if self.path != AUTO:
+            return self.path
+        if not ring_bytes or self.staging == "off":
+            return self.without_ring(share)
+        if self.staging == "on" or self.lane is None or self.copy is None:
+            return STAGED
+        costs = self.costs(share, layers, dst_pages)
+        return min(costs, key=lambda path: costs[path])
+
+    def without_ring(self, share: Share) -> str:
+        """The path of a part that can have no ring region."""
+        return BULK if share.whole_rows else SLICE
+
+    def costs(self, share: Share, layers: int, dst_pages: npt.NDArray[np.int32]) -> dict[str, float]:
+        """Predicted µs of one part by path."""
+        assert self.lane is not None
+        assert self.copy is not None
+        pages = len(dst_pages)
+        tokens = pages * self._page_size
+        nbytes = share.payload_bytes(self._shape, tokens, layers)
+        row = share.heads * self._shape.k_head_bytes
+        source_row = row * self._page_size if share.heads == share.src_pool_heads else row
+        target_row = row * self._page_size if share.heads == share.dst_pool_heads else row
+        staged = self.lane.write_us(1, nbytes) + _STAGED_FIXED_US
+        staged += self.copy.us(nbytes, source_row) + self.copy.us(nbytes, target_row)
+        costs = {STAGED: staged}
+        if share.whole_rows:
+            runs = 1 + int(np.count_nonzero(np.diff(np.sort(dst_pages)) != 1)) if pages else 1
+            costs[BULK] = self.lane.write_us(2 * layers * runs, nbytes)
+        else:
+            costs[SLICE] = self.lane.write_us(2 * layers * tokens, nbytes)
+        return costs

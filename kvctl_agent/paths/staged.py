@@ -1,0 +1,123 @@
+"""`staged`: gather into staging, write contiguously into the reader's ring, where the reader scatters.
+
+A part is one contiguous region of the ring, so it costs one descriptor per piece however scattered its pages are.
+It is cut into pieces that stay in cache: while one is on the wire the next is gathered. The tag travels with the last
+piece, and only after all others are complete, because tags of different writes may overtake each other.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.plan import Share
+from kvctl_agent.memory.buffers import Buffer, StagingBuffers
+from kvctl_agent.memory.copy import gather_piece
+from kvctl_agent.memory.parts import PIECE_BYTES, PartLayout
+from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.paths.base import Flight, Lane
+from kvctl_agent.protocol.events import Transfer
+from kvctl_agent.protocol.messages import Grant
+from kvctl_agent.transport.base import Write
+
+# Pieces of one part on the wire at once: enough to keep a lane busy, few enough to stay in cache.
+_IN_FLIGHT = 4
+
+
+class StagedFlight(Flight):
+    """A part that moves piece by piece; when all buffers are in use it simply waits its turn."""
+
+    def __init__(self, lane: Lane, order: Transfer, buffers: StagingBuffers, share: Share, grant: Grant) -> None:
+        super().__init__(lane, order)
+        pool = lane.pool
+        layout = PartLayout(
+            first_layer=order.key.lo,
+            num_layers=order.key.hi - order.key.lo,
+            num_pages=len(order.src_pages),
+            page_size=pool.page_size,
+            heads=share.heads,
+            k_row_bytes=pool.k_dim * pool.dtype_bytes,
+            v_row_bytes=pool.v_dim * pool.dtype_bytes,
+        )
+        if layout.region_bytes > grant.end - grant.offset:
+            raise MemoryLayoutError(f"{order.key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")
+        self._buffers = buffers
+        self._rows = RowIndex(pool, order.src_pages, share.src_head, share.heads)
+        self._target = lane.ring_base + grant.offset
+        self._pieces = layout.pieces(min(PIECE_BYTES, buffers.buffer_bytes))
+        self._next = 0
+        self._wired: list[tuple[Write, Buffer]] = []
+        self._held: Buffer | None = None  # gathered, not yet posted: the last piece waits for all others
+
+    def advance(self) -> bool:
+        self._reap()
+        fence = self.order.fence
+        while self._next < len(self._pieces) and not fence.raised:
+            if self._held is None and (len(self._wired) >= _IN_FLIGHT or not self._gather()):
+                return False
+            self._reap()
+            last = self._next == len(self._pieces) - 1
+            if last and self._wired:
+                return False
+            self._post(self.order.tag if last else None)
+        if fence.raised:
+            self._drop_held()
+        self._reap()
+        return not self._wired
+
+    def give_up(self) -> bool:
+        self._drop_held()
+        # Buffers that the engine may still read stay out of use until it lets go.
+        for write, buffer in self._wired[:]:
+            if write.release():
+                self._buffers.release(buffer)
+                self._wired.remove((write, buffer))
+        return not self._wired
+
+    def _gather(self) -> bool:
+        buffer = self._buffers.acquire()
+        if buffer is None:
+            return False
+        since = time.monotonic_ns()
+        gather_piece(self._pieces[self._next], self._rows, buffer.array)
+        self.gather_ns += time.monotonic_ns() - since
+        self._held = buffer
+        return True
+
+    def _post(self, tag: bytes | None) -> None:
+        buffer, piece = self._held, self._pieces[self._next]
+        assert buffer is not None
+        here = np.array([buffer.addr], np.uint64)
+        there = np.array([self._target + piece.offset], np.uint64)
+        since = time.monotonic_ns()
+        write = self.lane.transport.write(self.lane.peer, here, there, np.array([piece.nbytes], np.uint64), tag)
+        self.count(write, since)
+        self._wired.append((write, buffer))
+        self._held = None
+        self._next += 1
+
+    def _reap(self) -> None:
+        """Give back the buffers of pieces that are complete."""
+        for write, buffer in self._wired[:]:
+            if write.poll():
+                self._wired.remove((write, buffer))
+                self._buffers.release(buffer)
+
+    def _drop_held(self) -> None:
+        if self._held is not None:
+            self._buffers.release(self._held)
+            self._held = None
+
+
+class StagedPath:
+    """Gathers into `buffers`, at least one piece each."""
+
+    def __init__(self, buffers: StagingBuffers) -> None:
+        self._buffers = buffers
+
+    def start(self, lane: Lane, order: Transfer) -> Flight:
+        if order.share is None or order.grant is None:
+            raise MemoryLayoutError(f"{order.key} has no staging grant")
+        return StagedFlight(lane, order, self._buffers, order.share, order.grant)
