@@ -29,6 +29,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -275,7 +276,6 @@ def succeed(transfer: Any, timeout_s: float) -> None:
 
 def worker(role: Callable[..., None], rank: int, options: Options, parent: Connection) -> None:
     """The body of every rank's process: errors go to the parent, and the process never outlives it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
 
     def until_told() -> None:
@@ -306,12 +306,18 @@ class Ranks:
         # one slow import instead of one for each rank.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])
+        # Ctrl-C reaches the whole process group; only this process answers, and ends the others.
+        answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        forkserver.ensure_running()
+        signal.signal(signal.SIGINT, answer)
         self._options = options
         self._ranks: dict[str, tuple[BaseProcess, Connection]] = {}
         for role, body, size in (("prefill", prefill_rank, PREFILL_TP), ("decode", decode_rank, options.decode_dp)):
             for rank in range(size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=worker, args=(body, rank, options, theirs), name=f"{role} {rank}")
+                process = context.Process(
+                    target=worker, args=(body, rank, options, theirs), name=f"{role} {rank}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._ranks[process.name] = (process, ours)
