@@ -1,0 +1,36 @@
+"""What README shows must run as it is written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_embedding_example_runs(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = block.replace("/tmp/kvctl-readme", str(tmp_path / "bootstrap"))
+    assert code != block
+    command = [sys.executable, "-W", "error", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == ""
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^\.venv/bin/kvctl (\w+)", README, re.MULTILINE))))
+def test_every_command_it_shows_exists(command: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "kvctl", command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\((?!https?:)([^)#]+)\)", README))
+def test_its_links_lead_somewhere(target: str) -> None:
+    assert (ROOT / target).exists()
