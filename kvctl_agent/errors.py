@@ -12,7 +12,8 @@ KvctlError
 ├── TransportError         an engine failed
 │   ├── TransportUnavailable the engine or a system library it needs is not installed
 │   └── PeerDisconnected     the engine says that the peer is gone
-├── AdminError             the admin socket cannot be served or refused a request
+├── AdminError             the admin socket cannot be served
+│   └── RequestRefused       one admin request is refused; carries the code the client sees
 └── DeadlineExceeded       a wait ran out; the message names what was waited for
 ```
 """
@@ -65,7 +66,19 @@ class PeerDisconnected(TransportError):
 
 
 class AdminError(KvctlError):
-    """The admin socket cannot be served, or a request to it was refused."""
+    """The admin socket cannot be served."""
+
+
+class RequestRefused(AdminError):
+    """One admin request is refused.
+
+    Attributes:
+        code: a `contract.admin.ErrorCode`.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class DeadlineExceeded(KvctlError, TimeoutError):

@@ -1,7 +1,13 @@
 """The admin socket's wire constants and where sockets live.
 
-Request (DEALER): frames `[MAGIC, request id, JSON {"cmd", "args"}]`; reply: `[MAGIC, request id,
-JSON {"ok": bool, "data" | "error": {"code", "message"}}]`.
+Request (DEALER): frames `[MAGIC, request id, JSON {"cmd", "args"}]`; reply: `[MAGIC, request id, JSON]` with one of
+
+- `{"ok": true, "data": ..., "generated_at_ns": wall clock, "sequence": int}`
+- `{"ok": false, "error": {"code", "message"}, "generated_at_ns": wall clock, "sequence": int}`
+
+`sequence` grows by one with every reply of one life of the agent, whoever asked: of two snapshots the higher one is
+the newer. The request id comes back as it was sent, or empty where the request had none that could be read. A
+client that does not read its replies loses them. A frame far above `MAX_REQUEST_BYTES` closes the connection.
 """
 
 from __future__ import annotations

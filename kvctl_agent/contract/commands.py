@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
+from kvctl_agent.contract.states import STATE_LABELS
+
 
 class Level(IntEnum):
     """What a client may do; each level includes the ones below it."""
@@ -21,12 +23,17 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """One argument of an admin command."""
+    """One argument of an admin command.
+
+    `int` is from 0 to 2**63 - 1; `room` is a decimal string of an unsigned 64-bit number, which handlers get as an
+    int; `choices` limits a `str`. JSON null means that the argument is not given.
+    """
 
     name: str
     type: Literal["int", "str", "room", "bool", "str-list"]
     help: str
     required: bool = False
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class Command:
 
 
 _LIMIT = Arg("limit", "int", "at most this many rows (default 1000)")
-_STATE = Arg("state", "str", "only rooms in this state")
+_STATE = Arg("state", "str", "only rooms in this state", choices=STATE_LABELS)
 
 COMMANDS: tuple[Command, ...] = (
     Command("hello", "who answers, which protocol range, what this client may do"),

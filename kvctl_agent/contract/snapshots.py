@@ -32,6 +32,7 @@ class CommandArg(TypedDict):
     type: str
     help: str
     required: bool
+    choices: list[str]  # empty: any value of the type
 
 
 class CommandInfo(TypedDict):
@@ -296,7 +297,7 @@ class Events(TypedDict):
 class MetricSample(TypedDict):
     labels: dict[str, str]
     value: float | int | None
-    buckets: NotRequired[list[list[float | None]]]  # histogram: [upper bound, cumulative count]; last bound +inf as None
+    buckets: NotRequired[list[list[float | None]]]  # histogram: [upper bound or None for +inf, cumulative count]
     sum: NotRequired[float]
     count: NotRequired[int]
 

@@ -94,9 +94,11 @@ class Metrics:
         self._gauges[key] = value
 
     def observe(self, name: str, value_seconds: float, *labels: str) -> None:
-        """Counts one observation of a histogram, in seconds >= 0."""
-        if not value_seconds >= 0:
-            raise ValueError(f"histogram {name} cannot take {value_seconds}: observations are seconds >= 0")
+        """Counts one observation of a histogram, in seconds; below zero counts as zero.
+
+        Two moments that different threads took may be a tick out of order: no reason to fail a transfer.
+        """
+        value_seconds = max(0.0, value_seconds)
         histograms = (self._local.shard or self._new_shard()).histograms
         key = (name, labels)
         histogram = histograms.get(key)

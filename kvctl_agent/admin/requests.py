@@ -1,0 +1,154 @@
+"""Reads and checks what a client sent, before any of our own code acts on it.
+
+Pure: bytes in, a checked request or a typed refusal out. Everything is checked against the declared commands, so a
+handler never meets a wrong type, an unknown argument or a room that is no 64-bit number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES, MAX_REQUEST_ID_BYTES, ErrorCode
+from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Arg, Command
+from kvctl_agent.contract.settings import near
+from kvctl_agent.errors import RequestRefused
+
+MAX_ROOM = 2**64 - 1
+MAX_INT = 2**63 - 1
+_SHOWN = 60  # characters of a client's own text that a refusal repeats
+
+
+class Request(NamedTuple):
+    """A checked request; `args` holds only declared arguments, rooms as int."""
+
+    command: Command
+    args: dict[str, Any]
+
+
+def request_id(frames: Sequence[bytes]) -> bytes:
+    """The id to answer under: the client's own if it can be told, else empty."""
+    if len(frames) >= 2 and len(frames[1]) <= MAX_REQUEST_ID_BYTES:
+        return frames[1]
+    return b""
+
+
+def parse_frames(frames: Sequence[bytes]) -> bytes:
+    """The body of a request's frames (without the client's identity).
+
+    Raises:
+        RequestRefused: not `[MAGIC, request id, body]`, or too large.
+    """
+    if not frames or frames[0] != MAGIC:
+        first = bytes(frames[0][:8]) if frames else b""
+        raise RequestRefused(
+            ErrorCode.PROTOCOL, f"this is kvctl's admin socket: the first frame must be {MAGIC!r}, not {first!r}"
+        )
+    if len(frames) != 3:
+        raise RequestRefused(
+            ErrorCode.BAD_REQUEST, f"a request has 3 frames (magic, request id, JSON), this one has {len(frames)}"
+        )
+    if len(frames[1]) > MAX_REQUEST_ID_BYTES:
+        raise RequestRefused(
+            ErrorCode.BAD_REQUEST,
+            f"the request id has {len(frames[1])} bytes, at most {MAX_REQUEST_ID_BYTES} are allowed",
+        )
+    if len(frames[2]) > MAX_REQUEST_BYTES:
+        raise RequestRefused(
+            ErrorCode.TOO_LARGE, f"the request has {len(frames[2])} bytes, at most {MAX_REQUEST_BYTES} are allowed"
+        )
+    return frames[2]
+
+
+def parse_body(body: bytes, commands: Mapping[str, Command] = COMMANDS_BY_NAME) -> Request:
+    """The command and its checked arguments.
+
+    Raises:
+        RequestRefused: not JSON, not `{"cmd", "args"}`, an unknown command, or a wrong argument.
+    """
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestRefused(ErrorCode.BAD_REQUEST, f"the request is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise RequestRefused(ErrorCode.BAD_REQUEST, 'the request must be an object {"cmd": ..., "args": {...}}')
+    for name in document:
+        if name not in {"cmd", "args"}:
+            raise RequestRefused(
+                ErrorCode.BAD_REQUEST, f"unknown field {_shown(name)} in the request: it takes cmd and args"
+            )
+    name = document.get("cmd")
+    if not isinstance(name, str):
+        raise RequestRefused(ErrorCode.BAD_REQUEST, "the request names no command: cmd must be a string")
+    command = commands.get(name)
+    if command is None:
+        raise RequestRefused(
+            ErrorCode.UNKNOWN_COMMAND, f"unknown command {_shown(name)}{near(name[:_SHOWN], commands)}"
+        )
+    given = document.get("args")
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"args of {command.name} must be an object")
+    return Request(command, _arguments(command, given))
+
+
+def _arguments(command: Command, given: Mapping[str, object]) -> dict[str, Any]:
+    declared = {arg.name: arg for arg in command.args}
+    for name in given:
+        if name not in declared:
+            takes = ", ".join(declared) or "no arguments"
+            raise RequestRefused(
+                ErrorCode.BAD_ARGUMENT,
+                f"{command.name} has no argument {_shown(name)} (it takes {takes}){near(name[:_SHOWN], declared)}",
+            )
+    checked = {}
+    for arg in command.args:
+        value = given.get(arg.name)
+        if value is not None:
+            checked[arg.name] = _value(command, arg, value)
+        elif arg.required:
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"{command.name} needs the argument {arg.name}: {arg.help}")
+    return checked
+
+
+def _value(command: Command, arg: Arg, value: object) -> Any:
+    match arg.type:
+        case "int":
+            # bool is an int to Python, not to the person who typed it.
+            if type(value) is int and 0 <= value <= MAX_INT:
+                return value
+            expected = f"an integer from 0 to {MAX_INT}"
+        case "bool":
+            if isinstance(value, bool):
+                return value
+            expected = "true or false"
+        case "room":
+            # The length first: turning a megabyte of digits into a number takes minutes.
+            if isinstance(value, str) and len(value) <= 20 and value.isascii() and value.isdigit():
+                room = int(value)
+                if room <= MAX_ROOM:
+                    return room
+            expected = f"a room number, as a decimal string from 0 to {MAX_ROOM}"
+        case "str-list":
+            if isinstance(value, list) and all(isinstance(item, str) for item in value):
+                return value
+            expected = "a list of strings"
+        case "str":
+            if isinstance(value, str):
+                if not arg.choices or value in arg.choices:
+                    return value
+                expected = f"one of {', '.join(arg.choices)}{near(value[:_SHOWN], arg.choices)}"
+            else:
+                expected = "a string"
+    raise RequestRefused(
+        ErrorCode.BAD_ARGUMENT, f"argument {arg.name} of {command.name} cannot be {_shown(value)}: expected {expected}"
+    )
+
+
+def _shown(value: object) -> str:
+    """A client's own value as a refusal repeats it: short, and safe to print on a terminal."""
+    text = ascii(value[: _SHOWN + 1] if isinstance(value, str | list) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

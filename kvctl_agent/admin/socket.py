@@ -1,0 +1,229 @@
+"""Claims an agent's name in the socket directory, safely against others, leftovers and rivals.
+
+libzmq would bind over the socket of a living agent without a word, and a socket's mode follows the umask, which
+belongs to the whole process. So: the directory is ours alone (0700) before anything is created in it; the holder of
+a name is the one with the lock on `<name>.lock`; and a name without a lock holder is asked once before its socket
+is taken over. Claims and releases take turns by a lock on the directory itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import zmq
+
+from kvctl_agent.contract.admin import LOCK_SUFFIX, MAGIC, SOCKET_SUFFIX, socket_dir, socket_path
+from kvctl_agent.errors import AdminError
+
+PING_TIMEOUT_MS = 1000
+TURN_TIMEOUT_S = 5.0
+_OURS = (SOCKET_SUFFIX, LOCK_SUFFIX)
+
+
+def prepare_directory(directory: Path) -> None:
+    """Makes `directory` exist, ours, and closed to everybody else.
+
+    Raises:
+        AdminError: it is a link or no directory, belongs to somebody else, or is open to others and holds foreign
+            files, so that closing it could break what they are for.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise AdminError(
+            f"cannot create the admin socket directory {directory}: {error.strerror}; "
+            "set KVCTL_SOCKET_DIR to a directory of your own"
+        ) from None
+    with _opened(directory) as descriptor:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise AdminError(
+                f"the admin socket directory {directory} belongs to uid {status.st_uid}, this agent runs as uid "
+                f"{os.geteuid()}: set KVCTL_SOCKET_DIR to a directory of your own"
+            )
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & 0o077 == 0:
+            return
+        with os.scandir(descriptor) as entries:
+            foreign = [entry.name for entry in entries if not entry.name.endswith(_OURS)]
+        if foreign:
+            raise AdminError(
+                f"the admin socket directory {directory} is open to others (mode {mode:04o}) and holds other things "
+                f"({foreign[0]}), so it is not made private: set KVCTL_SOCKET_DIR to a directory of its own"
+            )
+        os.fchmod(descriptor, 0o700)
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o077:
+            raise AdminError(
+                f"the admin socket directory {directory} stays open to others after chmod 0700: "
+                "set KVCTL_SOCKET_DIR to a directory on a file system that keeps modes"
+            )
+
+
+class Claim:
+    """One agent's hold on a name: while it lives, `path` may be bound by nobody else.
+
+    Attributes:
+        path: where to bind; nothing is there.
+    """
+
+    def __init__(self, name: str, directory: Path | None = None) -> None:
+        """Takes the name.
+
+        Raises:
+            AdminError: the name is held by a living agent, or cannot be a socket's name, or the directory is
+                unsuitable.
+        """
+        directory = directory or socket_dir()
+        try:
+            self.path = socket_path(name, directory)
+        except ValueError as error:
+            raise AdminError(str(error)) from None
+        self._lock_path = directory / f"{name}{LOCK_SUFFIX}"
+        prepare_directory(directory)
+        with _turn(directory):
+            self._descriptor: int | None = self._lock(name)
+            try:
+                self._refuse_if_served(name)
+                # Nobody listens there: a leftover of an agent that was killed.
+                self.path.unlink(missing_ok=True)
+            except BaseException:
+                self._drop()
+                raise
+        _held.add(self)
+
+    def restrict(self) -> None:
+        """Gives the bound socket mode 0600; the directory has kept others out until now."""
+        self.path.chmod(0o600)
+
+    def release(self) -> None:
+        """Removes socket and lock file and gives the name back. Idempotent."""
+        if self._descriptor is None:
+            return
+        _held.discard(self)
+        try:
+            with _turn(self.path.parent):
+                self.path.unlink(missing_ok=True)
+                self._lock_path.unlink(missing_ok=True)
+                self._drop()
+        except (AdminError, OSError):
+            # The directory is gone or its turn does not come: files without a lock are taken over by the next one.
+            self._drop()
+
+    def _lock(self, name: str) -> int:
+        try:
+            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise AdminError(f"cannot open the lock file {self._lock_path}: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(descriptor)
+            answer = "it answers" if ping(self.path) is not None else "it does not answer: stopped or just starting"
+            raise AdminError(
+                f"an agent named {name} runs already, pid {holder} ({answer}): "
+                f"give this one another name, or stop that one ({self.path})"
+            ) from None
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise AdminError(f"cannot write the lock file {self._lock_path}: {error.strerror}") from None
+        return descriptor
+
+    def _refuse_if_served(self, name: str) -> None:
+        holder = ping(self.path)
+        if holder is not None:
+            raise AdminError(
+                f"an agent named {name} answers at {self.path}, pid {holder}, though its lock file is gone: "
+                "give this one another name, or stop that one"
+            )
+
+    def _drop(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)  # and with it the lock
+            self._descriptor = None
+
+
+_held: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+
+def _leave_locks_to_the_parent() -> None:
+    # A forked child shares the lock and would keep the name of an agent that was killed.
+    for claim in list(_held):
+        claim._drop()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
+
+
+def ping(path: Path, timeout_ms: int = PING_TIMEOUT_MS) -> int | None:
+    """The pid of the agent that answers at `path`, or None. Costs the timeout only where something listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except BlockingIOError:
+            pass  # a full backlog: somebody listens
+        except OSError:
+            return None
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.connect(f"ipc://{path}")
+        dealer.send_multipart([MAGIC, b"ping", orjson.dumps({"cmd": "hello"})])
+        if not dealer.poll(timeout_ms):
+            return None
+        try:
+            reply: Any = orjson.loads(dealer.recv_multipart()[-1])
+            return int(reply["data"]["pid"])
+        except (ValueError, KeyError, TypeError):
+            return 0  # it answers, in a language of its own
+    finally:
+        context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise AdminError(
+            f"the admin socket directory {directory} cannot be used ({error.strerror}): "
+            "it must be a directory of your own, not a link"
+        ) from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _turn(directory: Path) -> Iterator[None]:
+    """Alone among the agents of `directory`, for the few milliseconds that a claim or a release takes."""
+    deadline = time.monotonic() + TURN_TIMEOUT_S
+    with _opened(directory) as descriptor:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise AdminError(
+                        f"another process holds the lock on {directory} for over {TURN_TIMEOUT_S:g} s: "
+                        f"see who with `fuser {directory}`"
+                    ) from None
+                time.sleep(0.01)
+        yield
