@@ -1,0 +1,70 @@
+"""`python -m kvctl_agent.rig plan` answers a bench's request; `... rank` is one process of its fleet.
+
+`plan` reads a `PlanRequest` from stdin and writes a `PlanReply` to stdout; it imports neither torch nor an engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.util import find_spec
+
+from kvctl_agent.contract.rig import PlanError, PlanReply
+from kvctl_agent.errors import ConfigError, LayoutError, TransportUnavailable
+from kvctl_agent.transport.environment import prepare_environment
+from kvctl_agent.transport.missing import unavailable
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and do one of the two; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m kvctl_agent.rig", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("plan", help="request on stdin, plan on stdout")
+    rank = commands.add_parser("rank", help="serve a bench")
+    rank.add_argument("--fd", type=int, required=True, help="inherited socket to the bench")
+    rank.add_argument("--parent", type=int, required=True, help="process id of the bench")
+    rank.add_argument("--name", required=True, help="shown by ps; the bench sends the real one")
+    arguments = parser.parse_args(argv)
+    if arguments.command == "plan":
+        sys.stdout.write(json.dumps(answer(sys.stdin.buffer.read())) + "\n")
+        return 0
+    # Before numpy, torch or an engine is imported: they read it while they load.
+    prepare_environment()
+    from kvctl_agent.rig.rank import serve
+
+    return serve(arguments.fd, arguments.parent)
+
+
+def answer(request: bytes) -> PlanReply:
+    """The plan, or why there is none."""
+    try:
+        import msgspec
+
+        from kvctl_agent.contract.rig import PlanRequest
+        from kvctl_agent.rig.plan import make_plan
+
+        plan = make_plan(msgspec.json.decode(request, type=PlanRequest))
+        _require(plan["transport"])
+    except (LayoutError, ConfigError) as error:
+        return PlanReply(error=PlanError(code="usage", message=str(error)))
+    except TransportUnavailable as error:
+        return PlanReply(error=PlanError(code="unavailable", message=str(error)))
+    except ModuleNotFoundError as error:
+        message = f"the agent's side is not installed ({error}): pip install 'kvctl[agent]'"
+        return PlanReply(error=PlanError(code="unavailable", message=message))
+    return PlanReply(plan=plan)
+
+
+def _require(transport: str) -> None:
+    """Refuse before a fleet is started; a library that an engine lacks is found when it starts.
+
+    Raises:
+        TransportUnavailable: the engine's package is not installed.
+    """
+    if transport != "loopback" and find_spec(transport) is None:
+        raise unavailable(transport, ModuleNotFoundError(f"No module named {transport!r}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

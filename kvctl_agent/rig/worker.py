@@ -1,0 +1,151 @@
+"""One synthetic worker: pool, agent and the phases that both roles share.
+
+Within a run a worker is driven only by its agent's state changes; the bench is not heard until the run is over.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvctl_agent.agent import Agent, Rank, Receive, Send
+from kvctl_agent.contract.rig import (
+    FloorMeasured,
+    Floors,
+    Prepare,
+    Ready,
+    Room,
+    Run,
+    RunReport,
+    Start,
+    Verify,
+    VerifyReport,
+)
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.side import Side
+from kvctl_agent.memory.floor import memcpy_gb_per_s
+from kvctl_agent.rig import measure
+from kvctl_agent.rig.content import Content, allocate_pool
+
+CLOSE_TIMEOUT_S = 3.0
+
+
+class Change(NamedTuple):
+    """A room's handle reached a state, on the monotonic clock."""
+
+    handle: Send | Receive
+    state: RoomState
+    at_ns: int
+
+
+class Worker(ABC):
+    """A rank of either role."""
+
+    def __init__(self, start: Start, progress: Callable[[str], None]) -> None:
+        """Allocate the pool and start the agent; `progress` is told what is being waited for."""
+        self.start = start
+        self._side = start.prefill if start.role == "prefill" else start.decode
+        side = Side(self._side.dp, self._side.pp, self._side.cp, self._side.tp)
+        self.at = side.coord(start.unique)
+        self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
+        progress("touching its KV pool")
+        self._pool = allocate_pool(start)
+        self.content = Content(self._pool, start)
+        progress("starting its agent")
+        self.agent = Agent(
+            role=start.role,
+            rank=Rank(**self.at._asdict(), dp_size=side.dp, pp_size=side.pp, cp_size=side.cp, tp_size=side.tp),
+            pool=self._pool,
+            name=start.name,
+            bootstrap=start.bootstrap,
+            on_state=self._on_state,
+            **start.config,
+        )
+        self.failed: set[int] = set()
+
+    def meet(self, progress: Callable[[str], None]) -> Ready:
+        """Start the agent and wait until it has met all its peers.
+
+        Raises:
+            DeadlineExceeded: names the peers that are missing.
+        """
+        self.agent.start()
+        progress("waiting for its peers")
+        self.agent.wait_ready(self.start.timeout_s)
+        staging = self.agent.observe.staging()
+        ring, buffers = staging["ring"], staging["buffers"]
+        return Ready(
+            pool_bytes=self._pool.nbytes,
+            ring_bytes=ring["size_bytes"] if ring else 0,
+            staging_bytes=buffers["size_bytes"] if buffers else 0,
+            peak_rss_bytes=measure.peak_rss_bytes(),
+            transport=self.agent.observe.status()["transport"],
+        )
+
+    def floors(self, command: Floors) -> FloorMeasured:
+        """Measure one of this machine's limits; nothing else may run meanwhile."""
+        if command.kind == "memcpy":
+            return FloorMeasured(gb_per_s=memcpy_gb_per_s())
+        return FloorMeasured(gb_per_s=self.agent.measure_lane())
+
+    @abstractmethod
+    def owns(self, room: Room) -> bool:
+        """Whether this rank has to do with a room."""
+
+    def prepare(self, command: Prepare) -> None:
+        """Take a lot, and get the pool ready for it."""
+        self.failed.clear()
+        self.content.take([room for room in command.rooms if self.owns(room)])
+        self.agent.set_path(command.path)
+
+    def run(self, command: Run) -> RunReport:
+        """Drive the prepared rooms until all have finished or `timeout_s` is over."""
+        before, cpu_before = measure.counters(self.agent.observe.metrics()), measure.cpu_ns()
+        deadline_ns = time.monotonic_ns() + round(command.timeout_s * 1e9)
+        rooms, failures = self.drive(command, deadline_ns)
+        cpu_ns = measure.cpu_ns() - cpu_before
+        self.failed = {number for number in self.content.rooms if self.content.rooms[number].index in failures}
+        staging = self.agent.observe.staging()
+        return RunReport(
+            rooms=rooms,
+            failures=[[index, text] for index, text in failures.items()],
+            counters=measure.growth(before, measure.counters(self.agent.observe.metrics())),
+            stages=measure.stages(self.agent.observe.layers, list(self.content.rooms)),
+            ring_high_water_bytes=staging["ring"]["high_water_bytes"] if staging["ring"] else 0,
+            cpu_ns=cpu_ns,
+            peak_rss_bytes=measure.peak_rss_bytes(),
+        )
+
+    @abstractmethod
+    def drive(self, command: Run, deadline_ns: int) -> tuple[list[list[int]], dict[int, str]]:
+        """Drive the rooms.
+
+        Returns:
+            One row of `RunReport.rooms` per room that succeeded, and the cause of each that did not, by index.
+        """
+
+    @abstractmethod
+    def verify(self, command: Verify) -> VerifyReport:
+        """Check what landed here."""
+
+    def close(self) -> None:
+        """Close the agent, then the pool that it wrote to."""
+        self.agent.close(CLOSE_TIMEOUT_S)
+        self._pool.close()
+
+    def next_change(self, deadline_ns: int) -> Change | None:
+        """The next state change of any room, or None at the deadline."""
+        left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+        if left_s <= 0:
+            return None
+        try:
+            return self._changes.get(timeout=left_s)
+        except queue.Empty:
+            return None
+
+    def _on_state(self, handle: Send | Receive, state: RoomState) -> None:
+        # On the agent's control thread: only note the time and pass it on.
+        self._changes.put(Change(handle, state, time.monotonic_ns()))
