@@ -90,9 +90,9 @@ def build_model() -> Any:
         # Five times the default: attention is sharp, so the tokens depend on the cache, and the best logit leads the
         # second by far more than the rounding that chunking changes.
         initializer_range=0.1,
-        attn_implementation="eager",
     )
-    return LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config)
+    return model.eval()
 
 
 def make_prompts(options: Options) -> list[torch.Tensor]:
@@ -164,7 +164,8 @@ class PagedKV:
         """Copy tokens [start, stop) of this rank's heads from the cache of the whole model into pages."""
         rows = self._rows(pages)[start:stop]
         heads = slice(self.heads.start, self.heads.stop)
-        for layer, entry in enumerate(cache.layers):
+        layers: list[Any] = cache.layers
+        for layer, entry in enumerate(layers):
             self.k[layer][rows] = entry.keys[0, heads, start:stop].transpose(0, 1)
             self.v[layer][rows] = entry.values[0, heads, start:stop].transpose(0, 1)
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import active_children, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -118,7 +119,7 @@ def _descriptors() -> set[tuple[int, str]]:
     return {(fd, target) for fd, target in found if fd != _tracker()._fd}
 
 
-def _tracker() -> resource_tracker.ResourceTracker:
+def _tracker() -> Any:
     """multiprocessing's own helper: started by the first spawn of the session, ends with it."""
     return resource_tracker._resource_tracker
 
