@@ -131,7 +131,10 @@ class Transport(Protocol):
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forgets `peer` and what was prepared for it; unknown names are fine."""
+        """Forgets `peer` and what was prepared for it; unknown names are fine.
+
+        Writes in flight to it end with an error (their bytes may land all the same).
+        """
         ...
 
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
@@ -174,7 +177,7 @@ class Transport(Protocol):
         ...
 
     def tell(self, peer: str, tag: bytes) -> None:
-        """Sends a bare tag (a part of zero bytes).
+        """Sends a bare tag (a part of zero bytes); what cannot leave at once leaves in later `arrivals()`.
 
         Raises:
             PeerDisconnected, TransportError: as `write`.
@@ -193,7 +196,10 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases everything within a bounded time; idempotent. Other calls then raise TransportError."""
+        """Releases everything within about half a second, also with writes in flight to a stopped peer; idempotent.
+
+        Comes after the threads that use the transport have ended; later calls raise TransportError.
+        """
         ...
 
 

@@ -37,11 +37,13 @@ class Engine(NamedTuple):
         binding: NIXL's compiled module.
         agent: its `nixlAgent`.
         version: of the installed wheel, as "1.5.1".
+        errors: all exceptions the binding raises; each derives from Exception alone.
     """
 
     binding: Any
     agent: Any
     version: str
+    errors: tuple[type[Exception], ...]
 
 
 def load() -> tuple[Any, str]:
@@ -83,6 +85,7 @@ def start(name: str, backend: str, backend_params: dict[str, str]) -> Engine:
         TransportError: the backend cannot start.
     """
     binding, version = load()
+    errors = _errors(binding)
     config = binding.nixlAgentConfig()
     # With a progress thread an idle target wires up and receives without being called; without one, a writer's
     # first write waits until the target happens to poll.
@@ -104,13 +107,34 @@ def start(name: str, backend: str, backend_params: dict[str, str]) -> Engine:
                 allowed = ", ".join(sorted(known_params)) or "none"
                 raise ConfigError(f"transport_params: nixl's {backend} has no parameter {key!r}; allowed: {allowed}")
         agent.createBackend(backend, backend_params)
-    except RuntimeError as error:
+    except errors as error:
         raise TransportError(f"nixl {version} could not start its {backend} backend: {error}") from error
-    return Engine(binding, agent, version)
+    return Engine(binding, agent, version, errors)
 
 
-def translate(engine: Engine, error: Exception, what: str, peer: str) -> TransportError:
-    """Our error for one of NIXL's, all of which are RuntimeErrors whose text is only a status name."""
-    if isinstance(error, engine.binding.nixlRemoteDisconnectError):
+def translate(engine: Engine, error: Exception, what: str, peer: str, engine_name: str) -> TransportError:
+    """Our error for one of NIXL's, whose text is only the name of a status.
+
+    Args:
+        engine: where it happened.
+        error: one of `engine.errors`.
+        what: what failed.
+        peer: our name for the peer.
+        engine_name: NIXL's name for it.
+    """
+    binding = engine.binding
+    gone = isinstance(error, binding.nixlRemoteDisconnectError)
+    hint = ""
+    if isinstance(error, binding.nixlNotFoundError):
+        # Either a wrong address, or NIXL dropped the peer when another write found it dead.
+        gone = engine.agent.checkRemoteMD(engine_name, binding.nixlXferDList(binding.DRAM_SEG)) != binding.NIXL_SUCCESS
+        hint = ": an address is not in registered memory"
+    if gone:
         return PeerDisconnected(f"nixl: {what}: peer {peer!r} is gone ({error})")
-    return TransportError(f"nixl: {what} (peer {peer!r}): {error}")
+    return TransportError(f"nixl: {what} (peer {peer!r}): {error}{hint}")
+
+
+def _errors(binding: Any) -> tuple[type[Exception], ...]:
+    """One class per status; a status that the binding does not know comes as a RuntimeError."""
+    named = (getattr(binding, name) for name in dir(binding) if name.startswith("nixl") and name.endswith("Error"))
+    return (RuntimeError, *named)

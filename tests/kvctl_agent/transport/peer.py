@@ -1,0 +1,73 @@
+"""A second process with one agent, driven by the tests: JSON lines in on stdin, out on the descriptor in argv.
+
+stdout stays untouched, so that a test sees whatever an engine prints there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from kvctl_agent.transport import Region, Transport, open_transport
+
+POOL_BYTES = 4 << 20
+
+
+def collect(transport: Transport, pool: np.ndarray, count: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Waits for `count` arrivals; each with the first byte of the pool at the moment it was seen."""
+    until = time.monotonic() + timeout_s
+    landed: list[dict[str, Any]] = []
+    while len(landed) < count and time.monotonic() < until:
+        landed += [
+            {"peer": arrival.peer, "tag": arrival.tag.hex(), "first": int(pool[0])} for arrival in transport.arrivals()
+        ]
+        time.sleep(0.0002)
+    return landed
+
+
+def idle(transport: Transport, seconds: float, poll_s: float) -> float:
+    """CPU time of the whole process, all threads, as a share of one core."""
+    started, cpu = time.monotonic(), time.process_time()
+    if poll_s:
+        while time.monotonic() - started < seconds:
+            transport.arrivals()
+            time.sleep(poll_s)
+    else:
+        time.sleep(seconds)
+    return (time.process_time() - cpu) / (time.monotonic() - started)
+
+
+def main() -> None:
+    engine, name, answers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    transport = open_transport(engine, name)
+    pool = np.zeros(POOL_BYTES, np.uint8)
+    transport.register([Region(pool.ctypes.data, POOL_BYTES)])
+    with os.fdopen(answers, "w") as out:
+
+        def answer(**fields: Any) -> None:
+            print(json.dumps(fields), file=out, flush=True)
+
+        answer(metadata=transport.metadata().hex(), addr=pool.ctypes.data, pid=os.getpid())
+        for line in sys.stdin:
+            ask = json.loads(line)
+            match ask.pop("do"):
+                case "connect":
+                    answer(done=transport.connect(ask["peer"], bytes.fromhex(ask["metadata"])))
+                case "collect":
+                    answer(arrivals=collect(transport, pool, **ask))
+                case "read":
+                    answer(hex=pool[ask["offset"] : ask["offset"] + ask["nbytes"]].tobytes().hex())
+                case "tell":
+                    answer(done=transport.tell(ask["peer"], bytes.fromhex(ask["tag"])))
+                case "idle":
+                    answer(share=idle(transport, **ask))
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""What every transport promises, between this process and another one."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from kvctl_agent.errors import TransportError
+from kvctl_agent.transport import Arrival
+from kvctl_agent.transport.base import MAX_TAG_BYTES
+
+ODD_NAME = "prefill/0 #%é\0'\n"
+
+
+class Pair(NamedTuple):
+    """Our agent, and a peer process that knows it as "writer"."""
+
+    agent: Any
+    peer: Any
+
+
+@pytest.fixture(scope="module")
+def pair(engine: str, module_crew: Any) -> Pair:
+    agent, peer = module_crew.agent(engine, ODD_NAME), module_crew.peer(engine, "decode-0")
+    agent.transport.connect("peer", peer.metadata)
+    peer.ask("connect", peer="writer", metadata=agent.transport.metadata().hex())
+    # Engines wire up with the first use; what that opens belongs to the module and not to its first test.
+    agent.transport.tell("peer", b"ping")
+    peer.collect(1)
+    peer.ask("tell", peer="writer", tag=b"pong".hex())
+    agent.collect(1)
+    return Pair(agent, peer)
+
+
+def sizes(nbytes: int, count: int = 1) -> np.ndarray:
+    return np.full(count, nbytes, np.uint64)
+
+
+def indices(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def fill(agent: Any) -> None:
+    agent.pool[:] = np.frombuffer(secrets.token_bytes(len(agent.pool)), np.uint8)
+
+
+def test_a_write_puts_bytes_where_it_says_and_tells_the_tag(pair: Pair) -> None:
+    agent, peer = pair
+    fill(agent)
+    tag = b"\x00\xff\xfe not utf-8 \x00"
+    write = agent.transport.write("peer", agent.at(0, 8192), peer.at(4096, 0), np.array([1000, 4096], np.uint64), tag)
+    assert (write.bytes, write.descriptors) == (5096, 2)
+    agent.finish(write)
+    landed = peer.collect(1)
+    assert [(a["peer"], a["tag"]) for a in landed] == [("writer", tag.hex())]
+    assert peer.read(4096, 1000) == agent.pool[:1000].tobytes()
+    assert peer.read(0, 4096) == agent.pool[8192:12288].tobytes()
+
+
+def test_nothing_beside_the_descriptors_is_touched(pair: Pair) -> None:
+    agent, peer = pair
+    before = peer.read(1 << 20, 4096)
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at((1 << 20) + 1024), sizes(512), b"t"))
+    peer.collect(1)
+    after = peer.read(1 << 20, 4096)
+    assert (after[:1024], after[1536:]) == (before[:1024], before[1536:])
+
+
+def test_the_bytes_are_there_when_the_tag_is_seen(pair: Pair) -> None:
+    agent, peer = pair
+    for value in range(1, 51):
+        agent.pool[:] = value
+        peer.send("collect", count=1, timeout_s=5.0)
+        agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(1 << 20), bytes([value])))
+        (landed,) = peer._answer()["arrivals"]
+        assert (landed["tag"], landed["first"]) == (bytes([value]).hex(), value)
+
+
+def test_a_write_without_a_tag_tells_nothing(pair: Pair) -> None:
+    agent, peer = pair
+    fill(agent)
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), None))
+    assert peer.read(0, 4096) == agent.pool[:4096].tobytes()
+    assert peer.collect(1, timeout_s=0.05) == []
+
+
+def test_prepared_lists_carry_any_permutation_of_rows(pair: Pair) -> None:
+    agent, peer = pair
+    fill(agent)
+    rows = np.arange(1024) * 512
+    local = agent.transport.prepare_local(agent.at(*rows), sizes(512, 1024))
+    remote = agent.transport.prepare_remote("peer", peer.at(*rows), sizes(512, 1024))
+    assert (local.count, remote.count) == (1024, 1024)
+    chosen = np.random.default_rng(1).permutation(1024)[:700].astype(np.int32)
+    targets = np.sort(np.random.default_rng(2).permutation(1024)[:700]).astype(np.int32)
+    write = agent.transport.write_prepared("peer", local, chosen, remote, targets, b"rows")
+    assert (write.bytes, write.descriptors) == (700 * 512, 700)
+    agent.finish(write)
+    peer.collect(1)
+    there = np.frombuffer(peer.read(0, 1024 * 512), np.uint8).reshape(1024, 512)
+    assert (there[targets] == agent.pool[: 1024 * 512].reshape(1024, 512)[chosen]).all()
+
+
+def test_prepared_lists_may_hold_unequal_sizes(pair: Pair) -> None:
+    agent, peer = pair
+    lengths = np.array([100, 300, 200], np.uint64)
+    local = agent.transport.prepare_local(agent.at(0, 100, 400), lengths)
+    remote = agent.transport.prepare_remote("peer", peer.at(0, 100, 400), lengths)
+    write = agent.transport.write_prepared("peer", local, indices(0, 2), remote, indices(0, 2), None)
+    agent.finish(write)
+    assert write.bytes == 300
+
+
+def test_tags_survive_any_bytes_in_both_directions(pair: Pair) -> None:
+    agent, peer = pair
+    tags = [secrets.token_bytes(n) for n in (1, 2, 64, 500, MAX_TAG_BYTES)]
+    tags += [bytes([value]) * 7 for value in (0, 10, 124, 255)]
+    for tag in tags:
+        agent.transport.tell("peer", tag)
+        assert [a["tag"] for a in peer.collect(1)] == [tag.hex()]
+        peer.ask("tell", peer="writer", tag=tag.hex())
+        assert agent.collect(1) == [Arrival("peer", tag)]
+
+
+def test_a_sender_we_did_not_connect_goes_by_the_name_it_gave_itself(crew: Any, engine: str) -> None:
+    sender, receiver = crew.agent(engine, ODD_NAME), crew.agent(engine, "receiver")
+    sender.transport.connect("receiver", receiver.transport.metadata())
+    sender.transport.tell("receiver", b"hello")
+    assert receiver.collect(1) == [Arrival(ODD_NAME, b"hello")]
+
+
+def test_several_agents_of_one_process_write_to_each_other(crew: Any, engine: str) -> None:
+    one, two = crew.agent(engine, "same name"), crew.agent(engine, "same name")
+    one.transport.connect("two", two.transport.metadata())
+    two.transport.connect("one", one.transport.metadata())
+    fill(one)
+    one.finish(one.transport.write("two", one.at(0), two.at(0), sizes(1 << 20), b"across"))
+    assert two.collect(1) == [Arrival("one", b"across")]
+    assert (two.pool[: 1 << 20] == one.pool[: 1 << 20]).all()
+
+
+def test_a_released_write_still_tells_its_tag(pair: Pair) -> None:
+    agent, peer = pair
+    writes = [
+        agent.transport.write("peer", agent.at(0), peer.at(0), sizes(64 << 10), f"r{n}".encode()) for n in range(8)
+    ]
+    for write in writes:
+        write.release()
+    peer.send("collect", count=8, timeout_s=5.0)
+    agent.collect(1, timeout_s=0.3)
+    assert sorted(a["tag"] for a in peer._answer()["arrivals"]) == sorted(f"r{n}".encode().hex() for n in range(8))
+    assert all(write.release() for write in writes)
+
+
+def test_connecting_again_with_equal_metadata_keeps_what_was_prepared(pair: Pair) -> None:
+    agent, peer = pair
+    local = agent.transport.prepare_local(agent.at(0), sizes(512))
+    remote = agent.transport.prepare_remote("peer", peer.at(0), sizes(512))
+    agent.transport.connect("peer", peer.metadata)
+    agent.finish(agent.transport.write_prepared("peer", local, indices(0), remote, indices(0), None))
+
+
+def test_misuse_is_named_and_changes_nothing(pair: Pair) -> None:
+    agent, peer = pair
+    transport = agent.transport
+    local = transport.prepare_local(agent.at(0, 512), sizes(512, 2))
+    remote = transport.prepare_remote("peer", peer.at(0, 512), sizes(512, 2))
+    for wrong, said in [
+        (lambda: transport.write("nobody", agent.at(0), peer.at(0), sizes(8), None), "'nobody' is not connected"),
+        (lambda: transport.write("peer", agent.at(0), peer.at(1 << 40), sizes(8), None), "registered memory"),
+        (lambda: transport.write("peer", agent.at(1 << 40), peer.at(0), sizes(8), None), "registered memory"),
+        (lambda: transport.write("peer", agent.at(0), peer.at((4 << 20) - 4), sizes(8), None), "registered memory"),
+        (lambda: transport.write("peer", agent.at(), peer.at(), sizes(8, 0), None), "at least one"),
+        (lambda: transport.write("peer", agent.at(0, 1), peer.at(0), sizes(8), None), "2 addresses, 1 sizes"),
+        (lambda: transport.write_prepared("peer", local, indices(2), remote, indices(0), None), "."),
+        (lambda: transport.write_prepared("peer", local, indices(-1), remote, indices(0), None), "."),
+        (lambda: transport.write_prepared("peer", local, indices(0, 1), remote, indices(0), None), "."),
+        (lambda: transport.write_prepared("peer", local, indices(), remote, indices(), None), "."),
+        (lambda: transport.write_prepared("peer", remote, indices(0), remote, indices(0), None), "local list"),
+        (lambda: transport.write_prepared("peer", local, indices(0), local, indices(0), None), "remote list"),
+        (lambda: transport.prepare_local(peer.at(1 << 40), sizes(8)), "regist"),
+        (lambda: transport.prepare_remote("peer", peer.at(1 << 40), sizes(8)), "regist"),
+        (lambda: transport.tell("peer", b""), "1 to 4096 bytes"),
+        (lambda: transport.tell("peer", b"x" * (MAX_TAG_BYTES + 1)), "1 to 4096 bytes"),
+        (lambda: transport.connect("other", b""), "peer 'other'"),
+        (lambda: transport.connect("other", peer.metadata[:-7]), "peer 'other'"),
+        (lambda: transport.connect("other", secrets.token_bytes(500)), "peer 'other'"),
+    ]:
+        with pytest.raises(TransportError, match=said):
+            wrong()
+    assert peer.collect(1, timeout_s=0.05) == []
+    agent.finish(transport.write("peer", agent.at(0), peer.at(0), sizes(8), b"still works"))
+    assert len(peer.collect(1)) == 1
+
+
+def test_damaged_metadata_never_reaches_the_engine(pair: Pair) -> None:
+    random = np.random.default_rng(3)
+    for _ in range(50):
+        damaged = bytearray(pair.peer.metadata)
+        damaged[random.integers(len(damaged))] ^= 1 << int(random.integers(8))
+        try:
+            pair.agent.transport.connect("damaged", bytes(damaged))
+        except TransportError as error:
+            assert "'damaged'" in str(error)  # noqa: PT017 - a flipped digit of an address is another valid metadata
+        pair.agent.transport.disconnect("damaged")
+
+
+def test_close_is_final_and_idempotent(crew: Any, engine: str) -> None:
+    transport = crew.agent(engine, "short lived").transport
+    transport.close()
+    transport.close()
+    for call in (transport.arrivals, transport.metadata, lambda: transport.tell("x", b"t")):
+        with pytest.raises(TransportError, match=r"closed"):
+            call()
+
+
+def test_it_says_what_it_runs_on(pair: Pair, engine: str) -> None:
+    told = pair.agent.transport.describe()
+    assert engine in told["engine"]
+    assert told["backend"]
+    assert told["lanes"]
+    assert pair.agent.transport.name == engine
