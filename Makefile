@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test check clean
+.PHONY: help setup bench test check docs clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -41,6 +41,9 @@ check: $(STAMP)  ## format, lint, types, and who may import whom
 	@$(BIN)/mypy --strict --no-error-summary
 	@echo "check: import-linter"
 	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log >&2; exit 1; }
+
+docs: $(STAMP)  ## write the reference pages in docs/ anew from the code
+	@$(BIN)/python docs/render.py
 
 clean:  ## remove .venv and every cache
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
