@@ -20,6 +20,7 @@ from kvctl_agent.contract.metrics import METRICS
 HERE = Path(__file__).parent
 NOTE = "<!-- Written by docs/render.py from what the code declares: `make docs`. -->"
 HELP_COLUMNS = 100
+GLOBAL_OPTIONS = "Global options, before or after the command:"
 
 
 def configuration() -> str:
@@ -89,19 +90,20 @@ def command_line() -> str:
     """The help of every command, and the exit codes."""
     codes = ", ".join(f"{code.value} {code.name.lower().replace('_', ' ')}" for code in ExitCode)
     blocks: list[str] = []
+    common = ""
     for name in CLI_COMMANDS:
         command = load(name)
         assert command is not None
-        for path, text in helps(
-            command, click.Context(command, info_name=f"kvctl {name}", max_content_width=HELP_COLUMNS)
-        ):
-            blocks += [f"## {path}", f"```\n{text}\n```"]
+        for path, text in helps(command, click.Context(command, info_name=f"kvctl {name}")):
+            own, _, common = text.partition("\n\n" + GLOBAL_OPTIONS)
+            blocks += [f"## {path}", f"```\n{own}\n```"]
+    blocks += ["## Global options", f"```\n{GLOBAL_OPTIONS}{common}\n```"]
     return page("Commands", f"Exit codes: {codes}.", *blocks)
 
 
 def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
     """(command path, help text) of a command and of everything under it."""
-    context.terminal_width = HELP_COLUMNS
+    context.terminal_width = context.max_content_width = HELP_COLUMNS
     yield context.command_path, "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
