@@ -1,0 +1,80 @@
+"""The root command and the process's ends: every way out of `kvctl` goes through `main` and has an exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from kvctl.commands.options import KvctlGroup
+from kvctl.commands.registry import COMMANDS, load
+from kvctl.commands.stdio import complain, silence_stdout
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
+from kvctl_agent.contract.version import VERSION
+
+
+class _Root(KvctlGroup):
+    """Lists commands from the registry and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return load(cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+@click.command(cls=_Root, invoke_without_command=True)
+@click.version_option(VERSION, prog_name="kvctl", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """See, measure and check KV-cache transfer between prefill and decode workers.
+
+    Data goes to stdout, remarks to stderr. Exit codes: 0 ok, 1 failed, 2 usage, 3 no agent, 4 timeout,
+    5 not permitted, 6 protocol mismatch, 7 partial (some agents answered), 130 interrupted.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Runs `kvctl` and ends the process."""
+    sys.exit(run(sys.argv[1:] if args is None else args))
+
+
+def run(args: list[str]) -> int:
+    """Runs `kvctl` and returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal without UTF-8 shows a question mark, rather than a traceback, where a bar would be.
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    try:
+        code: Any = cli.main(args, prog_name="kvctl", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        _explain(error)
+        return ExitCode.USAGE if isinstance(error, click.UsageError) else ExitCode.FAILED
+    except CliError as error:
+        complain(str(error))
+        return error.code
+    except (KeyboardInterrupt, click.Abort):
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # A command that only prints ends quietly in Output.write; here something more was cut short.
+        silence_stdout()
+        return ExitCode.FAILED
+    return code if isinstance(code, int) else ExitCode.OK
+
+
+def _explain(error: click.ClickException) -> None:
+    complain(error.format_message())
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        click.echo(f"Try '{error.ctx.command_path} --help'.", err=True)

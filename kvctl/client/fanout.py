@@ -1,0 +1,173 @@
+"""Asks many agents at once from one thread: a DEALER per agent, one poller, one deadline.
+
+Requests to one agent are pipelined, so that a command costs one round trip however much it asks. Replies are matched
+by request id; what arrives after its deadline is recognised and dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import orjson
+import zmq
+
+from kvctl.client.calls import Call
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.faults import Fault, FaultCode
+from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
+
+# libzmq keeps a mailbox, a connection and, while it connects, a timer's worth of descriptors per socket.
+_DESCRIPTORS_PER_SOCKET = 4
+_DESCRIPTORS_OF_OURS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of one request: `data`, or `fault`. Wall-clock times of this machine, for the clock offset."""
+
+    endpoint: Endpoint
+    call: Call
+    data: Any
+    fault: Fault | None
+    sent_at_ns: int
+    received_at_ns: int
+    rtt_ns: int
+
+
+@dataclass(slots=True)
+class _Pending:
+    index: int
+    endpoint: Endpoint
+    call: Call
+    sent_at_ns: int
+    started_ns: int
+
+
+class Fanout:
+    """Sockets to agents, kept open between questions; a context manager."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
+        self._ids = itertools.count(1)
+
+    def __enter__(self) -> Fanout:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for endpoint in list(self._sockets):
+            self.forget(endpoint)
+        self._context.term()
+
+    def forget(self, endpoint: Endpoint) -> None:
+        """Closes the socket to `endpoint`, if any."""
+        if endpoint in self._sockets:
+            self._sockets.pop(endpoint).close(linger=0)
+
+    def ask(self, requests: Sequence[tuple[Endpoint, Call]], timeout_ns: int) -> list[Reply]:
+        """Sends every request and gathers what is answered within `timeout_ns`.
+
+        Returns:
+            One reply per request, in the order of the requests; never raises for what an agent does.
+        """
+        replies: dict[int, Reply] = {}
+        pending: dict[bytes, _Pending] = {}
+        poller = zmq.Poller()
+        self._make_room({endpoint for endpoint, _ in requests})
+        for index, (endpoint, call) in enumerate(requests):
+            request_id = b"%d" % next(self._ids)
+            body = orjson.dumps({"cmd": call.command, "args": call.args})
+            waiting = _Pending(index, endpoint, call, time.time_ns(), time.monotonic_ns())
+            socket = self._socket(endpoint)
+            try:
+                socket.send_multipart([MAGIC, request_id, body], flags=zmq.NOBLOCK)
+            except zmq.Again:
+                replies[index] = _failed(waiting, FaultCode.TIMEOUT, "its queue is full of unanswered requests")
+                continue
+            pending[request_id] = waiting
+            poller.register(socket, zmq.POLLIN)
+        by_socket = {socket: endpoint for endpoint, socket in self._sockets.items()}
+        deadline = time.monotonic_ns() + timeout_ns
+        while pending and (left_ns := deadline - time.monotonic_ns()) > 0:
+            for socket, _ in poller.poll(left_ns // 1_000_000 + 1):
+                self._drain(socket, by_socket[socket], pending, replies)
+        for waiting in pending.values():
+            text = f"no answer within {timeout_ns / 1e9:g} s: the process hangs, or raise --timeout"
+            replies[waiting.index] = _failed(waiting, FaultCode.TIMEOUT, text)
+        return [replies[index] for index in range(len(requests))]
+
+    def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        socket = self._sockets.get(endpoint)
+        if socket is None:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+            socket.connect(endpoint.address)
+            self._sockets[endpoint] = socket
+        return socket
+
+    def _make_room(self, endpoints: set[Endpoint]) -> None:
+        """A shell's usual limit of 1,024 descriptors would end at some 250 agents; raising our own is free."""
+        wanted = len(endpoints | self._sockets.keys()) * _DESCRIPTORS_PER_SOCKET + _DESCRIPTORS_OF_OURS
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+    def _drain(
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: Endpoint,
+        pending: dict[bytes, _Pending],
+        replies: dict[int, Reply],
+    ) -> None:
+        while True:
+            try:
+                frames = socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) != 3 or frames[0] != MAGIC:
+                text = f"speaks another protocol than {MAGIC.decode()}: first frame {frames[0][:16]!r}"
+                for request_id in [key for key, each in pending.items() if each.endpoint == endpoint]:
+                    waiting = pending.pop(request_id)
+                    replies[waiting.index] = _failed(waiting, FaultCode.PROTOCOL, text)
+                continue
+            answered = pending.pop(frames[1], None)
+            if answered is not None:
+                replies[answered.index] = _decoded(answered, frames[2])
+
+
+def _decoded(waiting: _Pending, body: bytes) -> Reply:
+    try:
+        answer = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        return _failed(waiting, FaultCode.PROTOCOL, f"answered {waiting.call.command} with what is not JSON: {error}")
+    match answer:
+        case {"ok": True, "data": data}:
+            return _made(waiting, data, None)
+        case {"ok": False, "error": {"code": str(code), "message": str(message)}}:
+            return _failed(waiting, code, message)
+    text = f"answered {waiting.call.command} with neither data nor an error"
+    return _failed(waiting, ErrorCode.PROTOCOL, text)
+
+
+def _failed(waiting: _Pending, code: str, message: str) -> Reply:
+    return _made(waiting, None, Fault(waiting.endpoint.name, str(code), message))
+
+
+def _made(waiting: _Pending, data: Any, fault: Fault | None) -> Reply:
+    return Reply(
+        waiting.endpoint,
+        waiting.call,
+        data,
+        fault,
+        waiting.sent_at_ns,
+        time.time_ns(),
+        time.monotonic_ns() - waiting.started_ns,
+    )

@@ -1,0 +1,148 @@
+"""The agents that match what the user asked for, and what they answer: hello, protocol check and labels in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, cast
+
+from kvctl.client.calls import Call
+from kvctl.client.clock import ClockOffset, estimate
+from kvctl.client.endpoints import Discovery, Endpoint, discover
+from kvctl.client.fanout import Fanout, Reply
+from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.labels import matches
+from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
+from kvctl_agent.contract.snapshots import Hello
+
+_HELLO = Call("hello")
+_STATUS = Call("status")
+
+
+@dataclass(slots=True)
+class AgentAnswer:
+    """One agent that greeted us in a protocol we speak.
+
+    Attributes:
+        rtt_ns: shortest round trip of a hello.
+        data: answers by command name; a command that the agent refused is missing here and named in the faults.
+    """
+
+    endpoint: Endpoint
+    hello: Hello
+    rtt_ns: int
+    clock: ClockOffset
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.hello["name"]
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a question to the fleet brought.
+
+    Attributes:
+        agents: those that answered hello and match the labels, by name.
+        faults: everything that kept an agent from answering.
+        filtered: agents that answered but do not match the labels.
+    """
+
+    discovery: Discovery
+    agents: list[AgentAnswer] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    filtered: int = 0
+
+    def answers(self, command: str) -> list[tuple[AgentAnswer, Any]]:
+        """(agent, data) of every agent that answered `command`."""
+        return [(agent, agent.data[command]) for agent in self.agents if command in agent.data]
+
+
+class Fleet:
+    """Asks the agents that match `endpoints` and `labels`; a context manager that owns the sockets.
+
+    Args:
+        endpoints: what `-e` said; empty means every agent of this machine's socket directory.
+        labels: role, instance coordinates (dp, pp, cp, tp, unique), name or version, all of which must match.
+        timeout_ns: how long an agent may take to answer.
+    """
+
+    def __init__(self, endpoints: Sequence[str], labels: Mapping[str, str], timeout_ns: int) -> None:
+        self._endpoints = endpoints
+        self._labels = labels
+        self._timeout_ns = timeout_ns
+        self._fanout = Fanout()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._fanout.__exit__(kind, error, at)
+
+    def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
+        """Finds the agents and asks each of them `calls`.
+
+        Args:
+            calls: commands, each at most once.
+            clock_rounds: hellos per agent; the first pays for the connection, so clocks want more than one.
+        """
+        found = discover(self._endpoints)
+        survey = Survey(found, faults=list(found.faults))
+        asked = [_HELLO, *([_STATUS] if self._labels and _STATUS not in calls else []), *calls]
+        requests = [(endpoint, call) for endpoint in found.live for call in asked]
+        by_endpoint: dict[Endpoint, list[Reply]] = {}
+        for reply in self._fanout.ask(requests, self._timeout_ns):
+            by_endpoint.setdefault(reply.endpoint, []).append(reply)
+        for endpoint, replies in by_endpoint.items():
+            self._admit(endpoint, replies, survey)
+        for _ in range(clock_rounds - 1):
+            self._sharpen(survey.agents)
+        survey.agents.sort(key=lambda agent: agent.name)
+        return survey
+
+    def _admit(self, endpoint: Endpoint, replies: Sequence[Reply], survey: Survey) -> None:
+        hello, *others = replies
+        fault = hello.fault or _protocol_fault(endpoint, hello.data)
+        if fault is not None:
+            if fault.code == FaultCode.TIMEOUT:
+                self._fanout.forget(endpoint)
+            survey.faults.append(fault)
+            return
+        greeting = cast(Hello, hello.data)
+        clock = estimate(hello.sent_at_ns, hello.received_at_ns, greeting["now_ns"])
+        agent = AgentAnswer(endpoint, greeting, hello.rtt_ns, clock)
+        agent.data.update((reply.call.command, reply.data) for reply in others if reply.fault is None)
+        if self._labels:
+            status = agent.data.get(_STATUS.command)
+            if status is None:
+                survey.faults.extend(reply.fault for reply in others if reply.fault and reply.call == _STATUS)
+                return
+            if not matches(self._labels, status):
+                survey.filtered += 1
+                return
+        survey.faults.extend(reply.fault for reply in others if reply.fault is not None)
+        survey.agents.append(agent)
+
+    def _sharpen(self, agents: Sequence[AgentAnswer]) -> None:
+        by_endpoint = {agent.endpoint: agent for agent in agents}
+        for reply in self._fanout.ask([(endpoint, _HELLO) for endpoint in by_endpoint], self._timeout_ns):
+            agent = by_endpoint[reply.endpoint]
+            if reply.fault is None and reply.rtt_ns < agent.rtt_ns:
+                agent.rtt_ns = reply.rtt_ns
+                agent.clock = estimate(reply.sent_at_ns, reply.received_at_ns, reply.data["now_ns"])
+
+
+def _protocol_fault(endpoint: Endpoint, hello: Any) -> Fault | None:
+    match hello:
+        case {"protocol": [int(lowest), int(highest)], "name": str(), "now_ns": int()}:
+            if lowest <= PROTOCOL_MAX and highest >= PROTOCOL_MIN:
+                return None
+            older = "kvctl" if lowest > PROTOCOL_MAX else "the agent"
+            text = (
+                f"serves admin protocol {lowest} to {highest}, this kvctl speaks {PROTOCOL_MIN} to {PROTOCOL_MAX}: "
+                f"update {older}"
+            )
+            return Fault(endpoint.name, FaultCode.PROTOCOL, text)
+    return Fault(endpoint.name, FaultCode.PROTOCOL, "its hello is not one that this kvctl understands")

@@ -1,0 +1,186 @@
+"""The global options, declared once and accepted before and after the command's name, and the classes that do it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from kvctl.commands.settings import COLOURS, DEFAULT_TIMEOUT, OUTPUTS, PROMETHEUS, Settings, resolve
+from kvctl.views.units import parse_seconds
+
+_WATCH = ("-w", "--watch")
+_DEFAULT_WATCH = "2"
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Collects into the dictionary that all contexts of one call share: the innermost flag wins, lists add up."""
+    flags = ctx.ensure_object(dict)
+    name = str(param.name)
+    if isinstance(value, tuple):
+        flags[name] = (*flags.get(name, ()), *value)
+    elif value is not None and value is not False:
+        flags[name] = value
+
+
+def _option(*names: str, help: str, **more: Any) -> click.Option:
+    return click.Option(list(names), help=help, expose_value=False, callback=_remember, **more)
+
+
+def global_options() -> list[click.Option]:
+    """Fresh parameters, because click ties each to one command."""
+    return [
+        _option(
+            "-e",
+            "--endpoint",
+            "endpoint",
+            multiple=True,
+            metavar="AGENT",
+            help="Only this agent: name, glob or ipc:// address. Repeatable.",
+        ),
+        _option(
+            "-l", "--label", "labels", multiple=True, metavar="K=V,…", help="Only agents like this: role=decode,tp=0."
+        ),
+        _option(
+            "--timeout", metavar="TIME", help=f"How long an agent may take to answer. [default: {DEFAULT_TIMEOUT}]"
+        ),
+        _option(
+            "-o",
+            "--output",
+            type=click.Choice([*OUTPUTS, PROMETHEUS]),
+            metavar="|".join(OUTPUTS),
+            help="Output format; table on a terminal, else plain (TSV). Tables show units for people; plain, csv "
+            "and json give whole numbers in the unit that the name ends in. prom: metrics only.",
+        ),
+        _option("--columns", metavar="A,B,…", help="These columns, in this order."),
+        _option("--sort-by", metavar="A,-B,…", help="Sort by these columns; - in front for descending."),
+        _option(
+            "--filter",
+            "filters",
+            multiple=True,
+            metavar="EXPR",
+            help="Only rows like this: 'age>5s', 'bytes>=64MiB', 'state=Failed', 'text~lost'. "
+            "Repeatable; all must hold.",
+        ),
+        _option("-w", "--watch", metavar="[SECONDS]", help=f"Read again and again. [every {_DEFAULT_WATCH} s]"),
+        _option("--color", type=click.Choice(COLOURS), help="Colour on stdout. [default: auto, honours NO_COLOR]"),
+        _option("-q", "--quiet", is_flag=True, help="No remarks on stderr, only errors."),
+        _option("-v", "--verbose", is_flag=True, help="Say on stderr who was asked and how long it took."),
+    ]
+
+
+class GlobalOptions(click.Command):
+    """A command that takes the global options and lists them in a section of their own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._globals = global_options()
+        self.params.extend(self._globals)
+        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own = [param for param in self.get_params(ctx) if param not in self._globals]
+        for title, params in (("Options", own), ("Global options, before or after the command", self._globals)):
+            records = [record for param in params if (record := param.get_help_record(ctx)) is not None]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class KvctlCommand(GlobalOptions):
+    """A leaf command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spell_out_watch(args))
+
+
+class KvctlGroup(GlobalOptions, click.Group):
+    """A command with sub-commands; `default` runs where none is named."""
+
+    command_class = KvctlCommand
+
+    def __init__(self, *args: Any, default: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._default = default
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_commands(ctx, formatter)
+        GlobalOptions.format_options(self, ctx, formatter)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        args = spell_out_watch(args)
+        if self._default is not None and self._wants_default(ctx, args):
+            args = [self._default, *args]
+        return super().parse_args(ctx, args)
+
+    def _wants_default(self, ctx: click.Context, args: Sequence[str]) -> bool:
+        """True unless a sub-command is named, help is wanted, or a word stands where one should be."""
+        named = any(arg in self.list_commands(ctx) for arg in args)
+        mistyped = bool(args) and not args[0].startswith("-")
+        return not (named or mistyped or {"-h", "--help"} & set(args))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        command = self.get_command(ctx, args[0])
+        if command is None:
+            raise unknown_command(args[0], self.list_commands(ctx), ctx)
+        return args[0], command, args[1:]
+
+
+def unknown_command(name: str, known: Sequence[str], ctx: click.Context) -> click.UsageError:
+    """The error for a mistyped command, with what was probably meant."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean '{ctx.command_path} {near[0]}'?" if near else f"there are: {', '.join(known)}"
+    return click.UsageError(f"no command '{name}'; {hint}", ctx)
+
+
+def spell_out_watch(args: Sequence[str]) -> list[str]:
+    """Makes the value of `-w` explicit, so that `-w status` does not watch every "status" seconds."""
+    spelled: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg == "--":
+            return [*spelled, arg, *rest]
+        if arg not in _WATCH:
+            spelled.append(arg)
+        elif rest and _is_time(rest[0]):
+            spelled.append(f"--watch={rest.pop(0)}")
+        else:
+            spelled.append(f"--watch={_DEFAULT_WATCH}")
+    return spelled
+
+
+def _is_time(text: str) -> bool:
+    try:
+        parse_seconds(text)
+    except ValueError:
+        return False
+    return True
+
+
+def pass_settings(function: _Command) -> _Command:
+    """Gives the command its resolved `Settings` as the first argument."""
+
+    @click.pass_context
+    def wrapper(ctx: click.Context, /, *args: Any, **kwargs: Any) -> Any:
+        return ctx.invoke(function, settings_of(ctx), *args, **kwargs)
+
+    wrapper.__doc__ = function.__doc__
+    wrapper.__name__ = function.__name__
+    # click collects the options of decorators that ran before this one here.
+    wrapper.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+    return wrapper  # type: ignore[return-value]
+
+
+def settings_of(ctx: click.Context) -> Settings:
+    """The global options of this call.
+
+    Raises:
+        click.UsageError: one of them is wrong.
+    """
+    return resolve(ctx.ensure_object(dict))

@@ -1,0 +1,169 @@
+"""Puts reports on stdout in the format that was asked for, and everything else on stderr."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+
+import click
+
+from kvctl.commands.settings import Settings
+from kvctl.commands.stdio import complain, silence_stdout
+from kvctl.exit_codes import ExitCode
+from kvctl.views.data import comma_separated, json_document, json_lines, projected, tsv
+from kvctl.views.expressions import ExpressionError
+from kvctl.views.report import Grid, Report
+from kvctl.views.selection import Selection, data_columns, select, table_columns
+from kvctl.views.view import Column, Row, View
+
+_PIPE_WIDTH = 120
+_HEADER_EVERY = 20
+_HUMAN = frozenset({"table", "wide"})
+
+
+class Output:
+    """Where one command prints; knows the format, the colour and the width."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.format = settings.resolved_output()
+        self.colour = _wants_colour(settings.color)
+        self._printed = 0
+
+    @property
+    def human(self) -> bool:
+        return self.format in _HUMAN
+
+    @property
+    def width(self) -> int | None:
+        """Columns to fit into; None where nothing may be cut off."""
+        if self.format == "wide":
+            return None
+        return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
+
+    def selection(self, view: View) -> Selection:
+        """The columns, filters and order that the user wants of `view`.
+
+        Raises:
+            click.UsageError: they do not fit the view.
+        """
+        settings = self._settings
+        try:
+            return select(view, settings.columns, settings.sort_by, settings.filters)
+        except ExpressionError as error:
+            raise click.UsageError(str(error)) from error
+
+    def emit(self, report: Report, compact: bool = False) -> None:
+        """Prints a whole report.
+
+        Args:
+            compact: JSON on one line, as a stream of documents wants it.
+        """
+        self.write(self.text(report, compact))
+
+    def text(self, report: Report, compact: bool = False) -> str:
+        """The whole report in the chosen format."""
+        view = report.view
+        selection = self.selection(view)
+        rows = selection.rows(report.rows)
+        match self.format:
+            case "plain":
+                return tsv(data_columns(view, selection), rows)
+            case "csv":
+                return comma_separated(data_columns(view, selection), rows)
+            case "json" | "jsonl":
+                whole = report.objects is not None and selection.columns is None
+                data = report.objects(rows) if whole and report.objects else projected(selection.columns, rows)
+                if self.format == "jsonl":
+                    return json_lines(data)
+                return json_document(view, data, report.faults, time.time_ns(), indent=not compact)
+            case "prom":
+                if report.prometheus is None:
+                    raise click.UsageError("-o prom is for metrics: kvctl metrics -o prom")
+                return report.prometheus(rows)
+        return self._for_people(report, selection, rows)
+
+    def _for_people(self, report: Report, selection: Selection, rows: Sequence[Row]) -> str:
+        from kvctl.views.terminal import render  # rich takes its time: not for those who pipe
+
+        picture = report.blocks is not None and selection.columns is None
+        width = shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
+        blocks = report.blocks(rows, width) if picture and report.blocks else [Grid(report.view, rows)]
+        wide = self.format == "wide"
+        plain = Selection(None, (), ())
+        columns: list[Sequence[Column]] = [
+            table_columns(block.view, selection if block.view is report.view else plain, wide)
+            if isinstance(block, Grid)
+            else ()
+            for block in blocks
+        ]
+        return render(blocks, columns, self.width, self.colour)
+
+    def stream(self, view: View, rows: Sequence[Row]) -> None:
+        """Prints rows that follow earlier ones of the same stream; headers come once, for people every 20 lines."""
+        selection = self.selection(view)
+        kept = selection.rows(rows)
+        columns = data_columns(view, selection)
+        for row in kept:
+            match self.format:
+                case "plain":
+                    self.write(tsv(columns, [row], header=self._printed == 0))
+                case "csv":
+                    self.write(comma_separated(columns, [row], header=self._printed == 0))
+                case "jsonl":
+                    self.write(json_lines(projected(selection.columns, [row])))
+                case "json":
+                    data = projected(selection.columns, [row])
+                    self.write(json_document(view, data, (), time.time_ns(), indent=False))
+                case "prom":
+                    raise click.UsageError("-o prom is for metrics: kvctl metrics -o prom")
+                case _:
+                    self._stream_line(table_columns(view, selection, self.format == "wide"), row)
+            self._printed += 1
+
+    def _stream_line(self, columns: Sequence[Column], row: Row) -> None:
+        from kvctl.views.terminal import stream_header, stream_line
+
+        header = f"{stream_header(columns)}\n" if self._printed % _HEADER_EVERY == 0 else ""
+        self.write(f"{header}{stream_line(columns, row, self.colour)}\n")
+
+    def redraw(self, report: Report, title: str) -> None:
+        """Prints the report in place of the one before it, on terminals that can."""
+        text = self.text(report, compact=True)
+        if not self.human:
+            if self._printed and self.format in {"plain", "csv"}:
+                text = text.partition("\n")[2]
+            self.write(text)
+        elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            self.write(f"\x1b[H\x1b[2J\x1b[3J{title}\n\n{text}")
+        else:
+            self.write(f"{title}\n\n{text}\n")
+        self._printed += 1
+
+    def write(self, text: str) -> None:
+        """Writes data. A reader that has seen enough, as `head` has, ends the command quietly."""
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            silence_stdout()
+            raise click.exceptions.Exit(ExitCode.OK) from None
+
+    def note(self, text: str) -> None:
+        """A remark on stderr, which `-q` silences."""
+        if not self._settings.quiet:
+            complain(text)
+
+    def detail(self, text: str) -> None:
+        """Something that only `-v` wants to know."""
+        if self._settings.verbose:
+            complain(text)
+
+
+def _wants_colour(wish: str) -> bool:
+    if wish != "auto":
+        return wish == "always"
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

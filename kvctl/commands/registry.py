@@ -1,0 +1,43 @@
+"""Every top-level command with its one line of help, without importing any of them: `--help` has to be quick."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import cast
+
+import click
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a command lives and what it does."""
+
+    module: str
+    attribute: str
+    help: str
+
+
+COMMANDS: dict[str, Entry] = {
+    "status": Entry("kvctl.commands.status", "status", "One screen: health, ranks, rooms, ring, rate, latency."),
+    "agents": Entry("kvctl.commands.agents", "agents", "Who is there: round trip, version, uptime, stale sockets."),
+    "rooms": Entry("kvctl.commands.rooms", "rooms", "Active and finished rooms; one room on one timeline."),
+    "staging": Entry("kvctl.commands.staging", "staging", "Staging rings and buffers; a map of each ring."),
+    "layers": Entry("kvctl.commands.layers", "layers", "Where the time goes, by layer group and stage."),
+    "peers": Entry("kvctl.commands.peers", "peers", "Connections between agents: state, clock, errors."),
+    "metrics": Entry("kvctl.commands.metrics", "metrics", "Counters, gauges and histograms; also for Prometheus."),
+    "events": Entry("kvctl.commands.events", "events", "The flight recorders of all agents, merged by time."),
+    "config": Entry("kvctl.commands.config", "config", "Configuration of the agents and where it comes from."),
+    "bench": Entry("kvctl.commands.bench", "bench", "Start a fleet here, move real KV, verify every byte."),
+    "version": Entry("kvctl.commands.version", "version", "Versions of this tool and of the agents."),
+}
+
+
+def load(name: str) -> click.Command | None:
+    """Imports one command, or None when there is none of that name."""
+    entry = COMMANDS.get(name)
+    if entry is None:
+        return None
+    command = cast(click.Command, getattr(importlib.import_module(entry.module), entry.attribute))
+    command.short_help = entry.help
+    return command

@@ -1,0 +1,160 @@
+"""`kvctl rooms`: active rooms, finished rooms, and one room over all the ranks that know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from kvctl.client.calls import Call
+from kvctl.client.faults import Fault
+from kvctl.client.fleet import Survey
+from kvctl.client.joined import JoinedRoom, join
+from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.reading import run
+from kvctl.commands.settings import Settings
+from kvctl.views.report import Report
+from kvctl.views.room_report import blocks, rank_rows
+from kvctl.views.rooms import HISTORY, ROOMS, SLOW, TIMELINE
+from kvctl.views.view import Row, View
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.contract.states import STATE_LABELS
+
+_CLOCK_ROUNDS = 3
+_ALL = 1000
+_FEW = 20
+_LARGEST_ROOM = (1 << 64) - 1
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@click.group(cls=KvctlGroup, default="ls")
+def rooms() -> None:
+    """Active and finished rooms, one row per room and rank; `kvctl rooms` alone lists the active ones."""
+
+
+def _limit(default: int) -> Callable[[_Function], _Function]:
+    return click.option(
+        "-n", "--limit", type=click.IntRange(min=1), default=default, show_default=True, help="Rows per agent at most."
+    )
+
+
+@rooms.command("ls", short_help="Active rooms, the oldest first.")
+@click.option("--state", type=click.Choice(STATE_LABELS, case_sensitive=False), help="Only rooms in this state.")
+@_limit(_ALL)
+@pass_settings
+def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
+    """Active rooms, the oldest first.
+
+    Every rank that takes part in a room has its own row: -l role=decode shows each room once.
+    """
+    _table(settings, ROOMS, Call("rooms", {"state": state, "limit": limit}), limit)
+
+
+@rooms.command(short_help="Rooms that finished last.")
+@_limit(_FEW)
+@pass_settings
+def history(settings: Settings, limit: int) -> None:
+    """Rooms that finished last, the latest first."""
+    _table(settings, HISTORY, Call("history", {"limit": limit}))
+
+
+@rooms.command(short_help="Slowest finished rooms.")
+@_limit(_FEW)
+@pass_settings
+def slow(settings: Settings, limit: int) -> None:
+    """Slowest finished rooms, the slowest first."""
+    _table(settings, SLOW, Call("slow", {"limit": limit}))
+
+
+def _table(settings: Settings, view: View, call: Call, cut_at: int | None = None) -> None:
+    def read(survey: Survey) -> Report:
+        answers = survey.answers(call.command)
+        rows = [row for _, data in answers for row in data]
+        notes = [
+            f"{agent.name}: only {cut_at} rooms shown, raise --limit"
+            for agent, data in answers
+            if cut_at is not None and len(data) >= cut_at
+        ]
+        return Report(view, rows, len(answers), survey.faults, notes=notes)
+
+    run(settings, view, (call,), read)
+
+
+class RoomNumber(click.ParamType[str]):
+    """An unsigned 64-bit number, kept as the text that the admin socket wants."""
+
+    name = "room"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not str(value).isdecimal() or int(value) > _LARGEST_ROOM:
+            self.fail(f"{value!r} is not a room number, 0 to {_LARGEST_ROOM}", param, ctx)
+        return str(int(value))
+
+
+@rooms.command(short_help="One room: both ends on one timeline, and who failed first.")
+@click.argument("room", type=RoomNumber())
+@pass_settings
+def show(settings: Settings, room: str) -> None:
+    """One room, active or finished lately: all its ranks on one timeline, and the rank that failed first."""
+
+    def read(survey: Survey) -> Report:
+        answers = survey.answers("room")
+        faults = [fault for fault in survey.faults if fault.code != ErrorCode.UNKNOWN_ROOM]
+        joined = join((data for _, data in answers), {agent.name: agent.clock for agent in survey.agents})
+        return _room_report(room, joined, len(survey.agents), faults)
+
+    run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)
+
+
+def _room_report(number: str, joined: Sequence[JoinedRoom], asked: int, faults: Sequence[Fault]) -> Report:
+    rows = [{"room": room.room, "nonce": room.nonce, **event} for room in joined for event in room.timeline]
+
+    def mine(kept: Sequence[Row], room: JoinedRoom) -> list[Row]:
+        return [row for row in kept if row["nonce"] == room.nonce]
+
+    report = Report(
+        TIMELINE,
+        rows,
+        asked,
+        faults,
+        objects=lambda kept: [_document(room, mine(kept, room)) for room in joined],
+        blocks=lambda kept, width: [block for room in joined for block in blocks(room, mine(kept, room), width)],
+    )
+    if not joined and asked and not faults:
+        report.answered = asked
+        report.failure = f"no agent knows room {number}; see kvctl rooms, and kvctl rooms history for finished ones"
+    if len(joined) > 1:
+        report.notes.append(f"room number {number} was used {len(joined)} times, the newest comes first")
+    dropped = sum(rank["timeline_dropped"] for room in joined for rank in room.ranks)
+    if dropped:
+        report.notes.append(f"{dropped} timeline events were not kept (timeline_events in the agents' configuration)")
+    return report
+
+
+def _document(room: JoinedRoom, timeline: Sequence[Row]) -> dict[str, Any]:
+    ranks = [{key: value for key, value in rank.items() if key != "timeline"} for rank in rank_rows(room)]
+    return {
+        "room": room.room,
+        "nonce": room.nonce,
+        "state": room.state,
+        "started_at_ns": room.started_at_ns,
+        "first_failing_rank": room.failing_rank,
+        "failure": room.failure,
+        "ranks": ranks,
+        "clocks": [
+            {"agent": agent, "offset_ns": clock.offset_ns, "error_ns": clock.error_ns}
+            for agent, clock in sorted(room.clocks.items())
+        ],
+        "parts": [
+            {
+                "writer": part.writer,
+                "chunk": part.chunk,
+                "layers": list(part.layers),
+                "decode": part.decode,
+                "moments": part.moments,
+            }
+            for part in room.parts
+        ],
+        "timeline": list(timeline),
+    }

@@ -1,0 +1,53 @@
+"""`kvctl version`: what this tool is, and with `--agents` what it would talk to."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import click
+
+from kvctl.client.fleet import Survey
+from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.output import Output
+from kvctl.commands.reading import run
+from kvctl.commands.settings import Settings
+from kvctl.views.agents import VERSION as VERSION_VIEW
+from kvctl.views.report import Report
+from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
+from kvctl_agent.contract.version import VERSION
+
+
+@click.command(cls=KvctlCommand)
+@click.option("--agents", is_flag=True, help="Versions of the running agents, too.")
+@pass_settings
+def version(settings: Settings, agents: bool) -> None:
+    """Version of this tool and the admin protocols that it speaks."""
+    own = {
+        "component": "kvctl",
+        "version": VERSION,
+        "protocol": [PROTOCOL_MIN, PROTOCOL_MAX],
+        "python": platform.python_version(),
+        "endpoint": None,
+    }
+    if not agents:
+        Output(settings).emit(Report(VERSION_VIEW, [own], answered=1))
+        return
+
+    def read(survey: Survey) -> Report:
+        rows: list[dict[str, Any]] = [
+            own,
+            *(
+                {
+                    "component": agent.name,
+                    "version": agent.hello["version"],
+                    "protocol": agent.hello["protocol"],
+                    "python": None,
+                    "endpoint": agent.endpoint.address,
+                }
+                for agent in survey.agents
+            ),
+        ]
+        return Report(VERSION_VIEW, rows, len(survey.agents), survey.faults)
+
+    run(settings, VERSION_VIEW, (), read)

@@ -1,0 +1,133 @@
+"""The filter language: `column operator value`, nothing else — no code, no regular expressions, so nothing to exploit.
+
+`age>5s`, `bytes>=64MiB`, `state=Failed`, `peers=decode-0` (one of a list), `text~timeout` (contains), `error=-`
+(unknown). A filter that compares with an unknown value does not match, except by `!=`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvctl.views.kinds import Kind, raw
+from kvctl.views.units import UNKNOWN
+from kvctl.views.view import Column, Row, View
+
+_GRAMMAR = re.compile(r"\s*([A-Za-z][\w.]*)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(.*?)\s*", re.DOTALL)
+_ORDER: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_EQUAL = frozenset({"=", "=="})
+
+
+class ExpressionError(ValueError):
+    """A filter, a column or an order that cannot be understood; the text says what would be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """One comparison, ready to test rows."""
+
+    column: Column
+    operator: str
+    text: str
+    number: float | None
+
+    def matches(self, row: Row) -> bool:
+        """Whether the row passes."""
+        value = self.column.value(row)
+        unknown = value is None or value == ""
+        if self.text == UNKNOWN and self.operator in _EQUAL | {"!="}:
+            return unknown == (self.operator != "!=")
+        if unknown:
+            return self.operator in {"!=", "!~"}
+        if self.operator in {"~", "!~"}:
+            return (self.text.casefold() in raw(value).casefold()) == (self.operator == "~")
+        if self.operator in _ORDER:
+            return _ORDER[self.operator](*_comparable(self.column, value, self))
+        return self._equal(value) == (self.operator in _EQUAL)
+
+    def _equal(self, value: Any) -> bool:
+        if self.number is not None:
+            return bool(value == self.number)
+        if isinstance(value, Mapping):
+            wanted, _, amount = self.text.partition("=")
+            return wanted in value and (not amount or raw(value[wanted]) == amount)
+        if isinstance(value, list | tuple) and self.column.kind is Kind.LIST:
+            return any(raw(item).casefold() == self.text.casefold() for item in value)
+        spellings = {raw(value).casefold(), self.column.kind.value.human(value).casefold()}
+        return self.text.casefold() in spellings
+
+
+def _comparable(column: Column, value: Any, against: Filter) -> tuple[Any, Any]:
+    if against.number is not None:
+        return value, against.number
+    return sort_key(column, value), sort_key(column, against.text)
+
+
+def sort_key(column: Column, value: Any) -> tuple[int, Any]:
+    """Orders values of one column: numbers and numeric ids by size, the rest by text; the unknown come last."""
+    if value is None or value == "":
+        return (2, 0)
+    if isinstance(value, int | float):
+        return (0, value)
+    if column.kind is Kind.LAYERS and not isinstance(value, str):
+        return (0, value[0])
+    text = raw(value)
+    if column.kind is Kind.ID and text.isdecimal():
+        return (0, int(text))
+    return (1, text.casefold())
+
+
+def parse_filter(view: View, text: str) -> Filter:
+    """Reads one filter for the rows of `view`.
+
+    Raises:
+        ExpressionError: not a comparison, no such column, or a value that the column cannot have.
+    """
+    found = _GRAMMAR.fullmatch(text)
+    if found is None or not found[3]:
+        raise ExpressionError(
+            f"filter {text!r} is not COLUMN OPERATOR VALUE, such as age>5s; operators: = != < <= > >= ~ !~"
+        )
+    name, op, value = found.groups()
+    column = find_column(view, name)
+    return Filter(column, op, value, _number(column, name, op, value))
+
+
+def _number(column: Column, name: str, op: str, value: str) -> float | None:
+    rules = column.kind.value
+    if rules.parse is None or op in {"~", "!~"} or value == UNKNOWN:
+        return None
+    # `age_ns>5000` names its unit in the column, `age>5` names it nowhere.
+    bare = re.fullmatch(r"-?\d+(\.\d+)?", value)
+    if bare and (not rules.unit or name.lower() == column.machine != column.name or float(value) == 0):
+        return float(value)
+    if bare:
+        raise ExpressionError(f"{name} needs a unit: {name}{op}{rules.unit}, or {column.machine}{op}{value}")
+    try:
+        return rules.parse(value)
+    except ValueError as error:
+        text = str(error) if rules.unit else f"{value!r} is not a number"
+        raise ExpressionError(f"filter {name}{op}{value}: {text}") from error
+
+
+def find_column(view: View, name: str) -> Column:
+    """The column of that name.
+
+    Raises:
+        ExpressionError: there is none; names near matches or all columns.
+    """
+    column = view.column(name)
+    if column is None:
+        near = difflib.get_close_matches(name.lower(), view.names(), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ExpressionError(f"no column {name!r} here; {hint}columns: {', '.join(view.names())}")
+    return column

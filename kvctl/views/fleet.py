@@ -1,0 +1,108 @@
+"""Sums over a fleet that mean what they say.
+
+A room lives on every rank that takes part in it, so rooms are counted on one rank per decode instance (tp, pp and cp
+0), and bytes on all decode ranks. Where no decode rank answered, prefill ranks stand in. Quantiles of different ranks
+cannot be merged: p50 is the median of the ranks', p99 the worst of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Any
+
+Status = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSummary:
+    """One fleet at one moment; None is unknown.
+
+    Attributes:
+        counted: what rooms, bytes and latency were counted on: "decode" or "prefill".
+        gb_per_s: sum of the ranks' rates, each over the wall clock of its own transfers.
+    """
+
+    agents: int
+    counted: str
+    roles: Mapping[str, int]
+    active: Mapping[str, int]
+    succeeded_total: int
+    failed_total: int
+    bytes_total: int
+    gb_per_s: float | None
+    rooms_per_s: float | None
+    ring_used_bytes: int
+    ring_high_water_bytes: int
+    ring_size_bytes: int
+    p50_ns: int | None
+    p99_ns: int | None
+    latencies: int
+    health: Mapping[str, int]
+    waiting: Sequence[tuple[str, str]]
+
+    @property
+    def ring_ratio(self) -> float | None:
+        return self.ring_used_bytes / self.ring_size_bytes if self.ring_size_bytes else None
+
+
+def summarise(statuses: Iterable[Status]) -> FleetSummary:
+    """Sums up the answers to `status`."""
+    ranks = list(statuses)
+    decode = [rank for rank in ranks if rank["role"] == "decode"]
+    counted = decode or ranks
+    leads = [rank for rank in counted if not any(rank["rank"].get(axis) for axis in ("tp", "pp", "cp"))] or counted
+    active: Counter[str] = Counter()
+    finished: Counter[str] = Counter()
+    for rank in leads:
+        active.update(rank["rooms"])
+        finished.update(rank["rooms_finished_total"])
+    rings = [rank["ring"] for rank in ranks if rank["ring"]]
+    p50s = [rank["latency"]["p50_ns"] for rank in counted if rank["latency"]["p50_ns"] is not None]
+    p99s = [rank["latency"]["p99_ns"] for rank in counted if rank["latency"]["p99_ns"] is not None]
+    return FleetSummary(
+        agents=len(ranks),
+        counted="decode" if decode else "prefill",
+        roles=Counter(rank["role"] for rank in ranks),
+        active=active,
+        succeeded_total=finished["Success"],
+        failed_total=finished["Failed"],
+        bytes_total=sum(rank["bytes_total"] for rank in counted),
+        gb_per_s=_sum(rank["rate"]["gb_per_s"] for rank in counted),
+        rooms_per_s=_sum(rank["rate"]["rooms_per_s"] for rank in leads),
+        ring_used_bytes=sum(ring["used_bytes"] for ring in rings),
+        ring_high_water_bytes=sum(ring["high_water_bytes"] for ring in rings),
+        ring_size_bytes=sum(ring["size_bytes"] for ring in rings),
+        p50_ns=median_low(p50s) if p50s else None,
+        p99_ns=max(p99s, default=None),
+        latencies=sum(rank["latency"]["count"] for rank in counted),
+        health=Counter(code for rank in ranks for code in rank["health"]),
+        waiting=[(rank["name"], rank["waiting_for"]) for rank in ranks if rank["waiting_for"]],
+    )
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What happened between two summaries, per second of wall clock; None when the counters do not tell."""
+
+    gb_per_s: float | None = None
+    succeeded_per_s: float | None = None
+    failed_per_s: float | None = None
+
+
+def rates(before: FleetSummary, after: FleetSummary, elapsed_ns: int) -> Rates:
+    """Differences of counters; a counter that went down means ranks came or went, so that nothing is claimed."""
+    moved = after.bytes_total - before.bytes_total
+    succeeded = after.succeeded_total - before.succeeded_total
+    failed = after.failed_total - before.failed_total
+    if elapsed_ns <= 0 or min(moved, succeeded, failed) < 0 or before.agents != after.agents:
+        return Rates()
+    seconds = elapsed_ns / 1e9
+    return Rates(moved / elapsed_ns, succeeded / seconds, failed / seconds)

@@ -1,0 +1,44 @@
+"""View of layer groups: how long each stage takes, and how much of it compute hides."""
+
+from __future__ import annotations
+
+from kvctl.views.kinds import Kind
+from kvctl.views.view import Column, Row, View, Width
+from kvctl_agent.contract.states import STAGES
+
+
+def hidden_share(row: Row) -> float | None:
+    """Share of the transfer time that was hidden behind compute."""
+    exposed, overlapped = row.get("exposed_ns"), row.get("overlapped_ns")
+    if exposed is None or overlapped is None or exposed + overlapped == 0:
+        return None
+    return float(overlapped / (exposed + overlapped))
+
+
+def _median(stage: str) -> Column:
+    width = Width.NORMAL if stage == "queue" else Width.CORE
+    return Column(f"{stage}_p50", f"stages.{stage}.p50_ns", Kind.DURATION, width, header=stage.upper())
+
+
+LAYERS = View(
+    "layers",
+    (
+        Column("agent"),
+        Column("layers", kind=Kind.LAYERS),
+        Column("path", width=Width.NORMAL),
+        Column("parts", kind=Kind.COUNT, width=Width.NORMAL),
+        Column("bytes", kind=Kind.BYTES, width=Width.NORMAL),
+        *(_median(stage) for stage in STAGES[1:]),
+        Column("exposed", kind=Kind.DURATION, width=Width.NORMAL),
+        Column("overlapped", kind=Kind.DURATION, width=Width.NORMAL),
+        Column("hidden", hidden_share, Kind.RATIO, Width.NORMAL),
+        *(
+            Column(f"{stage}_{quantile}", f"stages.{stage}.{quantile}_ns", Kind.DURATION, Width.WIDE)
+            for stage in STAGES
+            for quantile in ("p50", "p90", "p99")
+            if (stage, quantile) not in {(name, "p50") for name in STAGES[1:]}
+        ),
+    ),
+    sort=("agent", "layers"),
+    empty="no parts moved yet",
+)

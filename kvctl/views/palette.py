@@ -1,0 +1,16 @@
+"""Styles of values that mean the same everywhere. The sixteen terminal colours only, so that themes keep working."""
+
+from __future__ import annotations
+
+STATES = {
+    "Failed": "bold red",
+    "Bootstrapping": "yellow",
+    "WaitingForInput": "yellow",
+    "Transferring": "cyan",
+    "Success": "green",
+}
+ROLES = {"prefill": "magenta", "decode": "blue"}
+PEER_STATES = {"ready": "green", "connecting": "yellow", "suspect": "yellow", "lost": "bold red", "refused": "bold red"}
+AGENT_STATES = {"ok": "green", "stale": "yellow"}
+SEVERITIES = {"debug": "dim", "warning": "yellow", "error": "bold red"}
+ALLOCATION_STATES = {"landed": "cyan", "scattering": "green", "revoking": "yellow", "quarantined": "bold red"}

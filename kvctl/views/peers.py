@@ -1,0 +1,33 @@
+"""View of who each agent is connected to."""
+
+from __future__ import annotations
+
+from kvctl.views import palette
+from kvctl.views.kinds import Kind
+from kvctl.views.view import Column, View, Width
+
+PEERS = View(
+    "peers",
+    (
+        Column("agent"),
+        Column("peer"),
+        Column("state", styles=palette.PEER_STATES),
+        Column("last_heard", kind=Kind.DURATION, header="HEARD"),
+        Column("rtt", kind=Kind.DURATION),
+        Column("lane", width=Width.NORMAL),
+        Column("rooms", kind=Kind.COUNT),
+        Column("errors", "errors_total", Kind.COUNT),
+        Column("control_queue", kind=Kind.COUNT, width=Width.NORMAL, header="QUEUE"),
+        Column("differences", kind=Kind.LIST, width=Width.NORMAL),
+        Column("last_error", width=Width.NORMAL),
+        Column("role", styles=palette.ROLES, width=Width.WIDE),
+        Column("clock_offset", kind=Kind.DURATION, width=Width.WIDE),
+        Column("clock_error", kind=Kind.DURATION, width=Width.WIDE),
+        Column("watermark_sent", kind=Kind.LIST, width=Width.WIDE),
+        Column("watermark_seen", kind=Kind.LIST, width=Width.WIDE),
+        Column("incarnation", width=Width.WIDE),
+        Column("endpoint", width=Width.WIDE),
+    ),
+    sort=("agent", "peer"),
+    empty="no peers",
+)

@@ -1,0 +1,91 @@
+"""Draws one room: what became of it, who failed first, and the life of each part on one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvctl.client.joined import JoinedRoom, PartLife
+from kvctl.views import palette, units
+from kvctl.views.bars import legend, segments
+from kvctl.views.report import Block, Grid, Line, Span, Text
+from kvctl.views.rooms import RANKS, TIMELINE
+from kvctl.views.view import Row
+from kvctl.views.waterfall import life
+
+_MOST_BARS = 32
+
+
+def blocks(room: JoinedRoom, timeline: Sequence[Row], width: int) -> list[Block]:
+    """Header, ranks, parts and timeline of one room."""
+    return [
+        Text([*_header(room), *_verdict(room)]),
+        Grid(RANKS, rank_rows(room)),
+        *([Text(_bars(room, width))] if room.parts else []),
+        Grid(TIMELINE, timeline),
+    ]
+
+
+def rank_rows(room: JoinedRoom) -> list[dict[str, Any]]:
+    """A row per rank, with how exactly its clock is known."""
+    return [
+        {**rank, "clock_error_ns": room.clocks[rank["agent"]].error_ns if rank["agent"] in room.clocks else None}
+        for rank in room.ranks
+    ]
+
+
+def _header(room: JoinedRoom) -> list[Line]:
+    ages = [rank["age_ns"] for rank in room.ranks]
+    decode = [rank for rank in room.ranks if rank["role"] == "decode"]
+    counted = decode or room.ranks
+    tokens = next((rank["tokens"] for rank in room.ranks if rank["tokens"] is not None), None)
+    moved = units.size(sum(rank["bytes"] for rank in counted))
+    latency = max((rank["latency_ns"] for rank in counted if rank["latency_ns"] is not None), default=None)
+    spans: list[Span] = [
+        ("room ", ""),
+        (room.room, "bold"),
+        ("  ", ""),
+        (room.state, palette.STATES.get(room.state, "")),
+    ]
+    spans += [(f"  age {units.duration(max(ages))}", ""), (f"  {units.count(tokens)} tokens  {moved}", "")]
+    if latency is not None:
+        spans.append((f"  latency {units.duration(latency)}", ""))
+    return [spans, [(f"nonce {room.nonce}, opened {units.clock_time(room.started_at_ns)}", "dim")]]
+
+
+def _verdict(room: JoinedRoom) -> list[Line]:
+    failure = room.failure
+    if failure is None:
+        return []
+    after = units.duration(failure["at_ns"] - room.started_at_ns)
+    lines: list[Line] = [
+        [
+            ("failed first: ", "bold red"),
+            (failure["rank"], "bold"),
+            (f" at +{after}: {failure['code']}: {failure['text']}", ""),
+        ]
+    ]
+    if failure["rank"] not in room.clocks:
+        lines.append([(f"{failure['rank']} does not answer, so that its time is by its own clock", "yellow")])
+    return lines
+
+
+def _bars(room: JoinedRoom, width: int) -> list[Line]:
+    shown = room.parts[:_MOST_BARS]
+    labels = [_label(part) for part in shown]
+    margin = max(map(len, labels)) + 2
+    cells = max(10, width - margin - 11)
+    start = min(at for part in room.parts for at in part.moments.values())
+    end = max(at for part in room.parts for at in part.moments.values()) - start
+    lines: list[Line] = [[(f"{'':<{margin}}0{units.duration(end):>{cells - 1}}", "dim")]]
+    for part, label in zip(shown, labels, strict=True):
+        took = max(part.moments.values()) - min(part.moments.values())
+        bar = segments(life(part.moments, start), float(end), cells)
+        lines.append([(f"{label:<{margin}}", ""), *bar, (f"  {units.duration(took):>9}", "")])
+    if len(room.parts) > len(shown):
+        lines.append([(f"{len(room.parts) - len(shown)} more parts (-o json has all)", "dim")])
+    return [*lines, legend()]
+
+
+def _label(part: PartLife) -> str:
+    return f"w{part.writer} c{part.chunk} L{part.layers[0]}-{part.layers[1] - 1} → {part.decode}"

@@ -1,0 +1,434 @@
+"""A fleet of real admin servers with fixed answers: two prefill ranks (tp2) and two decode ranks (dp2)."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl_agent.admin.server import AdminServer
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.errors import RequestRefused
+
+MS = 1_000_000
+S = 1_000_000_000
+NOW = 1_760_000_000 * S
+ROOM = "18446744073709551615"
+NONCE = "9007199254740993"
+FLEET = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+def role_of(name: str) -> str:
+    return name.split("-")[0]
+
+
+def hello(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "role": role_of(name),
+        "pid": 4242,
+        "version": "0.1.0",
+        "protocol": [1, 1],
+        "incarnation": "c0ffee",
+        "level": "read",
+        "capabilities": ["staged"],
+        "uptime_ns": 125 * S,
+        "now_ns": time.time_ns(),
+    }
+
+
+def status(name: str) -> dict[str, Any]:
+    number = int(name[-1])
+    decode = role_of(name) == "decode"
+    return {
+        "name": name,
+        "role": role_of(name),
+        "rank": {"dp": number if decode else 0, "pp": 0, "cp": 0, "tp": 0 if decode else number, "unique": number},
+        "sizes": {"dp": 2, "pp": 1, "cp": 1, "tp": 1} if decode else {"dp": 1, "pp": 1, "cp": 1, "tp": 2},
+        "pid": 4242,
+        "incarnation": "c0ffee",
+        "version": "0.1.0",
+        "uptime_ns": 125 * S,
+        "transport": {"engine": "nixl", "backend": "UCX", "lanes": ["shm"]},
+        "device": "cpu",
+        "rooms": {"Bootstrapping": 1, "WaitingForInput": 2, "Transferring": 3},
+        "rooms_finished_total": {"Success": 1204, "Failed": number},
+        "bytes_total": 5 << 30,
+        "rate": {"window_ns": 10 * S, "bytes": 1 << 30, "gb_per_s": 0.745, "rooms_per_s": 5.2},
+        "latency": {"p50_ns": 12_300_000 + number, "p90_ns": 30 * MS, "p99_ns": 41 * MS + number * MS, "count": 602},
+        "ring": {"size_bytes": 64 << 20, "used_bytes": 24 << 20, "high_water_bytes": 48 << 20, "live": 3}
+        if decode
+        else None,
+        "peers": {"ready": 2},
+        "pool": {"pages": 4096, "page_size": 16, "bytes": 1 << 30, "layers": 32, "heads": 8},
+        "health": ["KV_RING_PINNED"] if name == "decode-1" else [],
+        "waiting_for": None,
+    }
+
+
+def room_row(name: str, room: str = ROOM, **changes: Any) -> dict[str, Any]:
+    decode = role_of(name) == "decode"
+    return {
+        "room": room,
+        "nonce": NONCE,
+        "agent": name,
+        "role": role_of(name),
+        "state": "Transferring",
+        "state_age_ns": 2 * S,
+        "age_ns": 6 * S,
+        "opened_at_ns": NOW,
+        "finished_at_ns": None,
+        "peers": ["prefill-0", "prefill-1"] if decode else ["decode-0"],
+        "coverage": {
+            "planned": 64,
+            "sent": None if decode else 32,
+            "landed": 48 if decode else None,
+            "scattered": 32 if decode else None,
+        },
+        "tokens": 1024,
+        "pages": 64,
+        "bytes": 16 << 20,
+        "parts": 2,
+        "paths": {"staged": 2},
+        "parked": 0 if decode else 1,
+        "latency_ns": None,
+        "failure": None,
+        **changes,
+    }
+
+
+def event(at_ms: float, agent: str, stage: str, writer: int | None = None, **more: Any) -> dict[str, Any]:
+    part = {"writer": writer, "chunk": None, "layers": None} if writer is None else {
+        "writer": writer,
+        "chunk": 0,
+        "layers": [0, 32],
+    }
+    return {"at_ns": NOW + round(at_ms * MS), "agent": agent, "stage": stage, "peer": None, "detail": "", **part, **more}
+
+
+def room_detail(name: str, failed: bool = False) -> dict[str, Any]:
+    events = {
+        "prefill-0": [
+            event(1, "prefill-0", "open", peer="decode-0"),
+            event(4, "prefill-0", "ready", 0),
+            event(6, "prefill-0", "gate", 0, peer="decode-0"),
+            event(6.5, "prefill-0", "queue", 0, peer="decode-0"),
+            event(9, "prefill-0", "gather", 0, peer="decode-0"),
+            event(9.5, "prefill-0", "post", 0, peer="decode-0"),
+            event(14, "prefill-0", "wire", 0, peer="decode-0"),
+        ],
+        "prefill-1": [
+            event(1.2, "prefill-1", "open", peer="decode-0"),
+            event(5, "prefill-1", "ready", 1),
+            event(5.1, "prefill-1", "gate", 1, peer="decode-0"),
+            event(11, "prefill-1", "gather", 1, peer="decode-0"),
+            event(11.2, "prefill-1", "post", 1, peer="decode-0"),
+        ],
+        "decode-0": [
+            event(0, "decode-0", "open", detail="64 pages"),
+            event(14.5, "decode-0", "arrive", 0, peer="prefill-0"),
+            event(17, "decode-0", "scatter", 0, peer="prefill-0"),
+        ],
+    }
+    failure = None
+    if failed:
+        failure = {"rank": "prefill-1", "code": "transport", "at_ns": NOW + 15 * MS, "text": "NIXL_ERR_BACKEND"}
+        if name == "decode-0":
+            failure = {"rank": "decode-0", "code": "peer-failed", "at_ns": NOW + 16 * MS, "text": "prefill-1 failed"}
+    state = "Failed" if failed else "Transferring"
+    return {**room_row(name, state=state, failure=failure), "timeline": events[name], "timeline_dropped": 0}
+
+
+def staging(name: str) -> dict[str, Any]:
+    base = {"agent": name, "role": role_of(name), "enabled": True, "fallbacks_total": 0}
+    if role_of(name) == "prefill":
+        gated = {
+            "room": ROOM,
+            "peer": "decode-1",
+            "chunk": 0,
+            "layers": [0, 32],
+            "bytes": 8 << 20,
+            "waiting_for": "watermark round 3 tail 8388608",
+            "age_ns": 1500 * MS,
+        }
+        buffers = {
+            "size_bytes": 64 << 20,
+            "piece_bytes": 1 << 20,
+            "pieces": 64,
+            "pieces_used": 8,
+            "pieces_high_water": 20,
+        }
+        return {**base, "ring": None, "buffers": buffers, "gated": [gated] if name == "prefill-1" else []}
+
+    def allocation(serial: int, offset: int, end: int, state: str, age_ns: int) -> dict[str, Any]:
+        return {
+            "serial": serial,
+            "room": str(serial),
+            "nonce": NONCE,
+            "writer": "prefill-0",
+            "chunk": 0,
+            "layers": [0, 32],
+            "offset": offset << 20,
+            "end": end << 20,
+            "round": 3,
+            "age_ns": age_ns,
+            "state": state,
+        }
+
+    ring = {
+        "size_bytes": 64 << 20,
+        "head_bytes": 40 << 20,
+        "round": 3,
+        "used_bytes": 24 << 20,
+        "high_water_bytes": 48 << 20,
+        "watermark": {"round": 3, "tail": 8 << 20, "age_ns": 4 * S},
+        "allocations": [
+            allocation(7, 8, 16, "quarantined", 4 * S),
+            allocation(8, 16, 28, "scattering", 30 * MS),
+            allocation(9, 28, 36, "landed", 20 * MS),
+            allocation(10, 36, 40, "granted", 9 * MS),
+        ],
+        "granted_total": 10,
+        "refused_total": 0,
+        "revoked_total": 1,
+    }
+    return {**base, "ring": ring, "buffers": None, "gated": []}
+
+
+def stage(p50_ms: float | None) -> dict[str, Any]:
+    p50 = None if p50_ms is None else round(p50_ms * MS)
+    return {"p50_ns": p50, "p90_ns": p50 and p50 * 2, "p99_ns": p50 and p50 * 3, "count": 0 if p50 is None else 9}
+
+
+def layers(name: str) -> list[dict[str, Any]]:
+    times = (
+        {"gate": 0.5, "queue": 0.2, "gather": 2.0, "post": 0.3, "wire": 4.0}
+        if role_of(name) == "prefill"
+        else {"arrive": 0.4, "scatter": 2.5}
+    )
+    return [
+        {
+            "agent": name,
+            "layers": list(group),
+            "path": "staged",
+            "parts": 9,
+            "bytes": 9 << 20,
+            "stages": {each: stage(p50) for each, p50 in {"ready": None, **times}.items()},
+            "exposed_ns": 1 * MS if role_of(name) == "prefill" else None,
+            "overlapped_ns": 3 * MS if role_of(name) == "prefill" else None,
+        }
+        for group in ((0, 16), (16, 32))
+    ]
+
+
+def peers(name: str) -> list[dict[str, Any]]:
+    others = [other for other in FLEET if role_of(other) != role_of(name)]
+    return [
+        {
+            "agent": name,
+            "peer": other,
+            "role": role_of(other),
+            "state": "ready" if other != "decode-1" else "suspect",
+            "incarnation": "c0ffee",
+            "endpoint": "tcp://127.0.0.1:5000",
+            "last_heard_ns": 800 * MS,
+            "rtt_ns": 210_000,
+            "clock_offset_ns": -1500,
+            "clock_error_ns": 105_000,
+            "control_queue": 0,
+            "watermark_sent": None,
+            "watermark_seen": [3, 8388608, 12],
+            "lane": "shm",
+            "rooms": 2,
+            "errors_total": 0,
+            "last_error": None,
+            "differences": ["page_size 64 ≠ 32"] if other == "decode-1" else [],
+        }
+        for other in others
+    ]
+
+
+def events(name: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "sequence": 1,
+            "at_ns": NOW + FLEET.index(name) * MS,
+            "agent": name,
+            "kind": "peer",
+            "severity": "info",
+            "room": None,
+            "peer": "decode-1",
+            "text": "ready",
+        },
+        {
+            "sequence": 2,
+            "at_ns": NOW + S + FLEET.index(name) * MS,
+            "agent": name,
+            "kind": "room",
+            "severity": "warning",
+            "room": ROOM,
+            "peer": None,
+            "text": "gated:\tnobody\nmoves",
+        },
+    ]
+
+
+def metrics(name: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": "kvctl_rooms_finished_total",
+            "kind": "counter",
+            "unit": "",
+            "help": "Rooms finished, by result.",
+            "samples": [{"labels": {"result": "Success"}, "value": 1204}, {"labels": {"result": "Failed"}, "value": 0}],
+        },
+        {
+            "name": "kvctl_ring_size_bytes",
+            "kind": "gauge",
+            "unit": "bytes",
+            "help": "Size of the staging ring.",
+            "samples": [{"labels": {}, "value": (64 << 20) if role_of(name) == "decode" else None}],
+        },
+        {
+            "name": "kvctl_room_seconds",
+            "kind": "histogram",
+            "unit": "seconds",
+            "help": "Decode: open to success.",
+            "samples": [
+                {"labels": {}, "value": None, "buckets": [[0.01, 3], [0.5, 9], [None, 10]], "sum": 1.5, "count": 10}
+            ],
+        },
+    ]
+
+
+def config(name: str) -> list[dict[str, Any]]:
+    workers = 4 if name == "prefill-1" else 1
+    return [
+        {
+            "key": "workers",
+            "value": workers,
+            "default": None,
+            "origin": "argument" if workers == 4 else "default",
+            "unit": "",
+            "runtime": False,
+            "help": "Transfer workers per prefill rank.",
+        },
+        {
+            "key": "staging_ring_mb",
+            "value": 64,
+            "default": 4096,
+            "origin": "environment KVCTL_STAGING_RING_MB",
+            "unit": "MiB",
+            "runtime": False,
+            "help": "Decode rank's ring.",
+        },
+    ]
+
+
+def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """Handlers of one agent, each with fixed data."""
+
+    def room(args: dict[str, Any]) -> Any:
+        if args["room"] != int(ROOM) or name == "decode-1":
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"room {args['room']} is not known here")
+        return room_detail(name, failed)
+
+    def rooms(args: dict[str, Any]) -> Any:
+        rows = [room_row(name), room_row(name, "7", age_ns=9 * S, state="WaitingForInput")]
+        return [row for row in rows if args.get("state") in {None, row["state"]}][: args["limit"]]
+
+    def finished(args: dict[str, Any]) -> Any:
+        done = {"state": "Success", "finished_at_ns": NOW + S, "latency_ns": 12 * MS, "age_ns": S}
+        late = {"state": "Failed", "finished_at_ns": NOW + 2 * S, "latency_ns": None}
+        cause = {"rank": "prefill-1", "code": "timeout", "at_ns": NOW, "text": "no grant from decode-0 for 300 s"}
+        rows = [room_row(name, "5", **done), room_row(name, "6", **late, failure=cause)]
+        return rows[: args["limit"]]
+
+    return {
+        "status": lambda _: status(name),
+        "rooms": rooms,
+        "room": room,
+        "history": finished,
+        "slow": finished,
+        "staging": lambda _: staging(name),
+        "layers": lambda _: layers(name),
+        "peers": lambda _: peers(name),
+        "events": lambda args: {
+            "events": [row for row in events(name) if row["sequence"] >= args.get("since", 0)],
+            "next": 3,
+            "dropped": 0,
+        },
+        "metrics": lambda _: metrics(name),
+        "config": lambda _: config(name),
+    }
+
+
+Start = Callable[..., AdminServer]
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No agent, no configuration and no colour of the machine's own; a fixed time zone."""
+    for name in list(os.environ):
+        if name.startswith("KVCTL_") or name in {"NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR"}:
+            monkeypatch.delenv(name)
+    base = tmp_path_factory.mktemp("k")
+    monkeypatch.setenv("KVCTL_SOCKET_DIR", str(base / "s"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(base / "c"))
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+
+
+@pytest.fixture
+def socket_directory(surroundings: None) -> Path:
+    path = Path(os.environ["KVCTL_SOCKET_DIR"])
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+@pytest.fixture
+def start(socket_directory: Path) -> Iterator[Start]:
+    """Starts real admin servers: `start(name, handlers=..., hello=...)`; all are closed at the end."""
+    servers: list[AdminServer] = []
+
+    def make(name: str, handlers: dict[str, Any] | None = None, **changes: Any) -> AdminServer:
+        greeting = {**hello(name), **changes}
+        server = AdminServer(
+            name,
+            {**answers(name), **(handlers or {})},
+            lambda: copy.copy({**greeting, "now_ns": time.time_ns() + changes.get("now_ns", 0)}),  # type: ignore[arg-type,return-value]
+            socket_directory,
+        )
+        servers.append(server.start())
+        return server
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def fleet(start: Start) -> tuple[str, ...]:
+    """The four agents, running."""
+    for name in FLEET:
+        start(name)
+    return FLEET
+
+
+class Canned:
+    """The fixed answers, for tests that need no socket."""
+
+    now, ms, s, room_number, nonce, names = NOW, MS, S, ROOM, NONCE, FLEET
+    status, room_row, room_detail, staging = staticmethod(status), staticmethod(room_row), staticmethod(room_detail), staticmethod(staging)
+    layers, peers, events, metrics = staticmethod(layers), staticmethod(peers), staticmethod(events), staticmethod(metrics)
+    answers, event, hello = staticmethod(answers), staticmethod(event), staticmethod(hello)
+
+
+@pytest.fixture
+def canned() -> type[Canned]:
+    return Canned
