@@ -9,17 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
 
 from kvctl_agent.contract.snapshots import LatencySummary, RateWindow
 
-
-class _Busy(NamedTuple):
-    """A stretch of time in which something moved, with the bytes that moved in it."""
-
-    start: int
-    end: int
-    bytes: float
+_Stretch = tuple[int, int, float]
+"""Start and end of a time in which something moved, and the bytes that moved in it."""
 
 
 class SpanRate:
@@ -35,7 +29,7 @@ class SpanRate:
         self._grain = max(1, window_ns // 64)
         self._writers = threading.Lock()
         self._version = 0  # odd while the stretches are being changed; lets a reader notice and try again
-        self._stretches: deque[_Busy] = deque()
+        self._stretches: deque[_Stretch] = deque()
         self._rooms: deque[int] = deque()
         self._latest = 0
 
@@ -76,33 +70,33 @@ class SpanRate:
 
     def _melt(self, start: int, end: int, nbytes: float) -> None:
         stretches = self._stretches
-        later: list[_Busy] = []
-        while stretches and stretches[-1].end >= start:
+        later: list[_Stretch] = []
+        while stretches and stretches[-1][1] >= start:
             last = stretches.pop()
-            if last.start > end:
+            last_start, last_end, last_bytes = last
+            if last_start > end:
                 later.append(last)
                 continue
-            if last.start <= start and last.end - last.start >= self._grain:
+            if last_start <= start and last_end - last_start >= self._grain:
                 # Full: it keeps its share, the rest begins where it ends.
-                within = min(end, last.end) - start
-                share = nbytes * within / (end - start)
-                stretches.append(last._replace(bytes=last.bytes + share))
-                start, nbytes = last.end, nbytes - share
+                share = nbytes * (min(end, last_end) - start) / (end - start)
+                stretches.append((last_start, last_end, last_bytes + share))
+                start, nbytes = last_end, nbytes - share
                 break
-            start, end, nbytes = min(start, last.start), max(end, last.end), nbytes + last.bytes
+            start, end, nbytes = min(start, last_start), max(end, last_end), nbytes + last_bytes
         if start < end:
-            stretches.append(_Busy(start, end, nbytes))
+            stretches.append((start, end, nbytes))
         stretches.extend(reversed(later))
 
     def _prune(self, moment: int) -> None:
         self._latest = max(self._latest, moment)
         since = self._latest - self._window
-        while self._stretches and self._stretches[0].end <= since:
+        while self._stretches and self._stretches[0][1] <= since:
             self._stretches.popleft()
         while self._rooms and self._rooms[0] <= since:
             self._rooms.popleft()
 
-    def _copy(self) -> tuple[list[_Busy], list[int]]:
+    def _copy(self) -> tuple[list[_Stretch], list[int]]:
         while True:
             version = self._version
             if version % 2 == 0:

@@ -127,7 +127,7 @@ def room_rows(
     parts: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], dict[str, int]] = {}
     moved: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], tuple[str, int]] = {}
     for record in records:
-        for event in record.events.copy():
+        for event in record.events:
             if event.layers is None or event.stage not in STAGES:
                 continue
             key = (record.nonce, event.writer, event.chunk, event.peer, event.layers)

@@ -1,0 +1,172 @@
+"""Throughput is bytes over the union of spans; a window without transfers has no rate."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl_agent.telemetry.rates import Latencies, SpanRate, nearest_rank
+
+SECOND = 1_000_000_000
+
+
+def rate(spans: list[tuple[int, int, int]], window: int = SECOND) -> SpanRate:
+    made = SpanRate(window)
+    for start, end, nbytes in spans:
+        made.add(start, end, nbytes)
+    return made
+
+
+def union(spans: list[tuple[int, int, int]]) -> int:
+    """Length of the union of spans, the slow and obvious way."""
+    covered, until = 0, -1
+    for start, end, _ in sorted(spans):
+        covered += max(0, end - max(start, until))
+        until = max(until, end)
+    return covered
+
+
+def test_nothing_moved_is_no_rate() -> None:
+    assert SpanRate(SECOND).window(5) == {
+        "window_ns": SECOND,
+        "bytes": 0,
+        "gb_per_s": None,
+        "rooms_per_s": None,
+    }
+
+
+def test_one_span() -> None:
+    window = rate([(0, 1000, 5000)]).window(2000)
+    assert (window["bytes"], window["gb_per_s"]) == (5000, 5.0)
+
+
+def test_concurrent_spans_are_not_summed() -> None:
+    alone = rate([(0, 1000, 1000)]).window(1000)["gb_per_s"]
+    together = rate([(0, 1000, 1000)] * 8).window(1000)["gb_per_s"]
+    assert alone == 1.0
+    assert together == 8.0  # summing the spans would have said 1.0
+
+
+def test_idle_time_between_transfers_does_not_dilute_the_rate() -> None:
+    window = rate([(0, 1000, 1000), (900_000, 901_000, 3000)]).window(SECOND // 2)
+    assert window["gb_per_s"] == 2.0
+
+
+def test_partly_overlapping_spans_in_any_order() -> None:
+    spans = [(0, 100, 10), (50, 150, 10), (300, 400, 10), (140, 310, 10)]
+    for order in (spans, spans[::-1], [spans[3], spans[0], spans[2], spans[1]]):
+        window = rate(order).window(400)
+        assert window["bytes"] == 40
+        assert window["gb_per_s"] == pytest.approx(40 / 400)
+
+
+def test_a_span_over_the_windows_edge_counts_with_its_share() -> None:
+    window = rate([(0, 1000, 1000)], window=1000).window(1500)
+    assert (window["bytes"], window["gb_per_s"]) == (500, 1.0)
+
+
+def test_old_spans_leave_the_window() -> None:
+    made = rate([(0, 100, 10)], window=1000)
+    assert made.window(5000)["gb_per_s"] is None
+    made.add(5000, 5100, 20)
+    assert made.window(5100)["bytes"] == 20
+
+
+def test_a_span_without_length_is_not_a_division_by_zero() -> None:
+    window = rate([(10, 10, 5), (20, 10, 5)]).window(30)
+    assert window["bytes"] == 10
+    assert window["gb_per_s"] == 5.0
+
+
+def test_a_constant_stream_keeps_its_rate_wherever_the_window_ends() -> None:
+    made = SpanRate(SECOND)
+    step = 1_000_000
+    for number in range(5000):
+        made.add(number * step, (number + 3) * step, 2 * step)  # three at a time: 2 bytes per ns together
+        if number > 2000 and number % 97 == 0:
+            window = made.window((number + 3) * step)
+            assert window["gb_per_s"] == pytest.approx(2.0, rel=0.01)
+            assert window["bytes"] == pytest.approx(2 * SECOND, rel=0.01)
+    assert len(made._stretches) < 200  # and it does not keep 1000 spans for that
+
+
+spans_strategy = st.lists(
+    st.tuples(st.integers(0, 2000), st.integers(1, 500), st.integers(0, 10**6)).map(
+        lambda s: (s[0], s[0] + s[1], s[2])
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(spans_strategy)
+def test_in_any_order_time_is_the_union_and_no_byte_is_lost(spans: list[tuple[int, int, int]]) -> None:
+    # The grain (1/64 of the window) lies inside the range of lengths, so full stretches are exercised too.
+    window = rate(spans, window=6400).window(2500)
+    total = sum(nbytes for _, _, nbytes in spans)
+    assert window["bytes"] == pytest.approx(total, abs=1)
+    assert window["gb_per_s"] == pytest.approx(total / union(spans))
+
+
+def test_rooms_per_second() -> None:
+    made = SpanRate(2 * SECOND)
+    for number in range(10):
+        made.room(number * SECOND // 2)
+    assert made.window(5 * SECOND)["rooms_per_s"] == 1.5  # at 3.5, 4.0 and 4.5 s
+    assert made.window(99 * SECOND)["rooms_per_s"] is None
+
+
+def test_readers_and_writers_at_once() -> None:
+    made = SpanRate(SECOND)
+    stop = threading.Event()
+    seen: list[float | None] = []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def write(worker: int) -> None:
+        rng = random.Random(worker)
+        for number in range(2000):
+            start = number * 1000 + rng.randrange(3000)
+            made.add(start, start + 4000, 4000)
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.append(made.window(2_007_000)["gb_per_s"])
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write, args=(worker,)) for worker in range(3)]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    sys.setswitchinterval(before)
+    window = made.window(2_007_000)
+    assert window["bytes"] == 3 * 2000 * 4000
+    assert all(value is None or value > 0 for value in seen)
+
+
+class TestLatencies:
+    def test_none_without_any(self) -> None:
+        assert Latencies().summary() == {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
+
+    def test_nearest_rank(self) -> None:
+        latencies = Latencies()
+        for value in random.Random(3).sample(range(1, 101), 100):
+            latencies.add(value)
+        assert latencies.summary() == {"p50_ns": 50, "p90_ns": 90, "p99_ns": 99, "count": 100}
+
+    def test_one_value_is_every_quantile(self) -> None:
+        assert [nearest_rank([7], quantile) for quantile in (0.0, 0.5, 1.0)] == [7, 7, 7]
+
+    def test_only_the_latest_are_summarised_but_all_are_counted(self) -> None:
+        latencies = Latencies(keep=10)
+        for value in [10**9] * 50 + [5] * 10:
+            latencies.add(value)
+        assert latencies.summary() == {"p50_ns": 5, "p90_ns": 5, "p99_ns": 5, "count": 60}
