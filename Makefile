@@ -34,7 +34,7 @@ test: check  ## check, then all tests (PYTEST_ARGS="-k ring" picks some)
 
 check: $(STAMP)  ## format, lint, types, and who may import whom
 	@echo "check: ruff format"
-	@$(BIN)/ruff format --check --quiet . || { echo "run: $(BIN)/ruff format ." >&2; exit 1; }
+	@$(BIN)/ruff format --check --quiet --output-format concise . || { echo "run: $(BIN)/ruff format ." >&2; exit 1; }
 	@echo "check: ruff"
 	@$(BIN)/ruff check --quiet .
 	@echo "check: mypy --strict"
@@ -48,16 +48,21 @@ docs: $(STAMP)  ## write the reference pages in docs/ anew from the code
 clean:  ## remove .venv and every cache
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# The stamp is written last, so a setup that was cut short starts over. A .venv whose Python or pip does not run, or
-# that was made elsewhere and moved here, is made anew; any other is brought up to date.
+# The stamp is written last, so a setup that was cut short starts over. A .venv whose Python does not run, or that was
+# made elsewhere and moved here, is made anew whatever its stamp says; any other is brought up to date.
+WHOLE := $(shell grep -sqF '$(CURDIR)/$(VENV)' $(BIN)/activate && $(BIN)/python -m pip --version >/dev/null 2>&1 && echo yes)
+ifneq ($(WHOLE),yes)
+.PHONY: $(STAMP)
+endif
+
 $(STAMP): pyproject.toml constraints.txt
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "setup: $(PYTHON) must be Python 3.11 or newer; name another: make PYTHON=python3.12" >&2; exit 1; }
-	@if ! grep -qF '$(CURDIR)/$(VENV)' $(BIN)/activate 2>/dev/null || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
-		echo "setup: making $(VENV)"; \
-		$(PYTHON) -m venv --clear $(VENV) || { echo "setup: $(PYTHON) -m venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }; \
-	fi
+ifneq ($(WHOLE),yes)
+	@echo "setup: making $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV) || { echo "setup: $(PYTHON) -m venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
+endif
 	@echo "setup: installing $(TORCH)"
 	@$(PIP) install $(TORCH)
 	@echo "setup: installing kvctl with its agent, NIXL and the development tools"
