@@ -23,6 +23,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv with CPU torch, NIXL and the tools; again only when pyproject.toml or constraints.txt change
+	@echo "setup: $(VENV) is ready"
 
 bench: $(STAMP)  ## move KV from 4 TP prefill ranks to 4 DP decode ranks over NIXL, verify every byte, print the table
 	@echo "bench: kvctl bench --prefill-tp 4 --decode-dp 4"
