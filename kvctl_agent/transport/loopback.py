@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,10 @@ class LoopbackWrite:
 
 
 class LoopbackTransport:
-    """One agent. `params`: `directory` for its socket, private to the user (default: a fresh one)."""
+    """One agent. `params`: `directory` for its socket, private to the user (default: one per user).
+
+    Agents sweep sockets of killed ones out of it, when they start and when they close.
+    """
 
     name = "loopback"
 
@@ -87,8 +90,10 @@ class LoopbackTransport:
         self._ident = secrets.token_hex(8)
         sender = agent_name.encode("utf-8", "surrogatepass")
         self._header = self._ident.encode() + len(sender).to_bytes(2, "little") + sender
-        self._own_directory = None if "directory" in params else Path(tempfile.mkdtemp(prefix="kvctl-loopback-"))
-        self._path = (self._own_directory or _private(Path(params["directory"]))) / self._ident
+        default = Path(tempfile.gettempdir()) / f"kvctl-loopback-{os.getuid()}"
+        self._directory = _private(Path(params.get("directory", default)))
+        _sweep(self._directory)
+        self._path = self._directory / self._ident
         if len(os.fsencode(self._path)) > _PATH_MAX_BYTES:
             raise ConfigError(
                 f"loopback: the socket {self._path} is longer than {_PATH_MAX_BYTES} bytes: set a shorter directory in "
@@ -181,7 +186,7 @@ class LoopbackTransport:
             ident = datagram[:16].decode("ascii", "replace")
             tag_at = 18 + int.from_bytes(datagram[16:18], "little")
             if len(datagram) > tag_at:
-                sender = self._keys.get(ident) or datagram[18:tag_at].decode("utf-8", "surrogatepass")
+                sender = self._keys.get(ident) or datagram[18:tag_at].decode("utf-8", "replace")
                 landed.append(Arrival(sender, datagram[tag_at:]))
         return landed
 
@@ -206,8 +211,7 @@ class LoopbackTransport:
             self.disconnect(key)
         self._socket.close()
         self._path.unlink(missing_ok=True)
-        if self._own_directory is not None:
-            shutil.rmtree(self._own_directory, ignore_errors=True)
+        _sweep(self._directory)
 
     def _post(
         self, peer: Peer, local: Addresses, remote: Addresses, sizes: Sizes, descriptors: int, tag: bytes | None
@@ -233,7 +237,22 @@ class LoopbackTransport:
 def _private(directory: Path) -> Path:
     """The directory itself, made if it is missing; refused unless it is ours alone."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(f"loopback: {directory} must belong to this user with mode 0700: anyone could send tags")
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"loopback: {directory} must be a directory of this user with mode 0700, or anyone could send tags; "
+            f"set another one in transport_params"
+        )
     return directory
+
+
+def _sweep(directory: Path) -> None:
+    """Removes sockets that nobody listens on; a killed process cannot."""
+    for path in directory.iterdir():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:  # not a socket of ours, or gone meanwhile
+                continue

@@ -91,10 +91,11 @@ class NixlTransport:
                 self._agent.makeConnection(engine_name, [])
             except self._engine.errors as error:
                 self.disconnect(peer)
-                gone = isinstance(error, self._engine.binding.nixlRemoteDisconnectError)
-                raise (PeerDisconnected if gone else TransportError)(
-                    f"nixl: cannot connect peer {peer!r}: {error}"
-                ) from error
+                binding = self._engine.binding
+                # A refused connection is a "backend" error.
+                if isinstance(error, binding.nixlRemoteDisconnectError | binding.nixlBackendError):
+                    raise PeerDisconnected(f"nixl: peer {peer!r} cannot be reached: {error}") from error
+                raise TransportError(f"nixl: cannot connect peer {peer!r}: {error}") from error
 
     def disconnect(self, peer: str) -> None:
         with self._peers_lock:

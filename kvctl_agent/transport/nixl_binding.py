@@ -8,6 +8,7 @@ public setting, so it is set here, on the binding's own configuration object, an
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import sys
@@ -26,6 +27,9 @@ depend on it (160 µs with 50 µs sleeps), since events wake the thread. While t
 missed and only the timeout helps: the first write takes 17, 18 and 50 ms with 1, 5 and 20 ms. So 5 ms: as fast
 as 1 ms, at a third of its cost for the other processes of a busy machine.
 """
+
+# What NIXL's UCX backend reads besides the parameters it lists itself.
+_UNLISTED = frozenset({"num_threads", "split_batch_size", "device_list", "engine_config", "ucx_ep_close_force"})
 
 _NEEDED = ("nixlAgent", "nixlAgentConfig", "nixlXferDList", "nixlRegDList", "nixlRemoteDisconnectError")
 
@@ -57,7 +61,9 @@ def load() -> tuple[Any, str]:
     """
     prepare_environment()
     try:
-        from nixl import _bindings as binding
+        # NIXL's Python half logs to what sys.stdout is while it is imported; stdout is data.
+        with contextlib.redirect_stdout(sys.stderr):
+            from nixl import _bindings as binding
     except ImportError as error:
         raise unavailable("nixl", error) from error
     version = importlib.metadata.version("nixl")
@@ -69,7 +75,7 @@ def load() -> tuple[Any, str]:
             f"the binding of nixl {version} lacks {', '.join(lacking)}; kvctl is known to work with nixl 1.5: "
             f"pip install 'nixl>=1.5,<1.6'"
         )
-    # A warning of NIXL's Python half would go to stdout, whatever the level; stdout is data.
+    # The same, where someone imported NIXL before us.
     for handler in logging.getLogger("nixl").handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
             handler.setStream(sys.stderr)
@@ -101,10 +107,10 @@ def start(name: str, backend: str, backend_params: dict[str, str]) -> Engine:
         if backend not in agent.getAvailPlugins():
             known = ", ".join(sorted(agent.getAvailPlugins()))
             raise TransportUnavailable(f"nixl {version} has no backend {backend!r}; it has {known}")
-        known_params = agent.getPluginParams(backend)[0]
+        known_params = {*agent.getPluginParams(backend)[0], *(_UNLISTED if backend == "UCX" else ())}
         for key in backend_params:
             if key not in known_params:
-                allowed = ", ".join(sorted(known_params)) or "none"
+                allowed = ", ".join(["backend", *sorted(known_params)])
                 raise ConfigError(f"transport_params: nixl's {backend} has no parameter {key!r}; allowed: {allowed}")
         agent.createBackend(backend, backend_params)
     except errors as error:

@@ -1,0 +1,46 @@
+"""The variables that must be set before torch and the engines are imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvctl_agent.transport import environment, prepare_environment
+
+NAMES = ("THP_MEM_ALLOC_ENABLE", "NIXL_LOG_LEVEL", "UCX_LOG_FILE", "UCX_MODULES")
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without RDMA devices and an environment without our variables."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(environment, "_INFINIBAND", tmp_path / "infiniband")
+
+
+def test_sets_what_is_missing_once() -> None:
+    assert prepare_environment() == {
+        "THP_MEM_ALLOC_ENABLE": "1",
+        "NIXL_LOG_LEVEL": "WARN",
+        "UCX_LOG_FILE": "stderr",
+        "UCX_MODULES": "^ib",
+    }
+    assert prepare_environment() == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_never_overrides_the_user(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "mine")
+    assert name not in prepare_environment()
+
+
+def test_keeps_the_ib_module_where_there_is_an_rdma_device(tmp_path: Path) -> None:
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert "UCX_MODULES" not in prepare_environment()
+
+
+def test_an_empty_device_directory_is_no_device(tmp_path: Path) -> None:
+    (tmp_path / "infiniband").mkdir()
+    assert prepare_environment()["UCX_MODULES"] == "^ib"

@@ -1,0 +1,144 @@
+"""NIXL's traps, each with the measurement that would catch its return."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvctl_agent
+from kvctl_agent.errors import ConfigError, TransportUnavailable
+from kvctl_agent.transport import nixl_binding, open_transport
+
+IDLE_SHARE = 0.03
+
+
+def sizes(nbytes: int, count: int = 1) -> np.ndarray:
+    return np.full(count, nbytes, np.uint64)
+
+
+def test_an_idle_agent_takes_less_than_three_percent_of_a_core(crew: Any) -> None:
+    agent, peer = crew.agent("nixl"), crew.peer("nixl")
+    agent.transport.connect("peer", peer.metadata)
+    peer.ask("connect", peer="writer", metadata=agent.transport.metadata().hex())
+    agent.transport.tell("peer", b"wired up")
+    assert len(peer.collect(1)) == 1
+    assert peer.ask("idle", seconds=1.0, poll_s=0.0)["share"] < IDLE_SHARE
+    assert peer.ask("idle", seconds=1.0, poll_s=0.005)["share"] < IDLE_SHARE
+
+
+def test_a_target_that_calls_nothing_lets_a_writer_finish(crew: Any) -> None:
+    agent, peer = crew.agent("nixl"), crew.peer("nixl")
+    agent.transport.connect("peer", peer.metadata)
+    started = time.monotonic()
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(1 << 20), b"t"))
+    assert time.monotonic() - started < 2
+    assert len(peer.collect(1)) == 1
+
+
+def test_a_tag_leaves_only_while_its_write_is_polled_or_drained(crew: Any) -> None:
+    agent, peer = crew.agent("nixl"), crew.peer("nixl")
+    # A peer that stands still while the first write is posted keeps it in progress: nothing is wired up yet.
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    agent.transport.connect("peer", peer.metadata)
+    write = agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"t")
+    assert write.handle is not None
+    os.kill(peer.process.pid, signal.SIGCONT)
+    assert peer.collect(1, timeout_s=0.5) == []
+    until = time.monotonic() + 5
+    while not write.release():
+        agent.transport.arrivals()
+        assert time.monotonic() < until
+    assert len(peer.collect(1)) == 1
+    assert write.handle is None
+
+
+def test_neighbours_merge_in_prepared_writes(crew: Any) -> None:
+    one, two = crew.agent("nixl"), crew.agent("nixl")
+    one.transport.connect("two", two.transport.metadata())
+    rows = np.arange(8192)
+    local = one.transport.prepare_local(one.at(*(rows * 512)), sizes(512, 8192))
+    remote = one.transport.prepare_remote("two", two.at(*(rows * 512)), sizes(512, 8192))
+    shuffled = np.random.default_rng(4).permutation(8192).astype(np.int32)
+
+    def best_s(index: np.ndarray) -> float:
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            one.finish(one.transport.write_prepared("two", local, index, remote, index, None))
+            times.append(time.perf_counter() - started)
+        return min(times[1:])
+
+    assert best_s(shuffled) > 3 * best_s(rows.astype(np.int32))
+
+
+def run_agent(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a fresh process that knows `np`, `Region`, `open_transport`."""
+    prelude = "import numpy as np\nfrom kvctl_agent.transport import *\n"
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
+    return subprocess.run(
+        [sys.executable, "-c", prelude + code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**clean, "PYTHONPATH": str(Path(kvctl_agent.__file__).parents[1]), **env},
+        check=False,
+    )
+
+
+def test_a_process_with_an_unclosed_agent_exits_cleanly_and_says_nothing_on_stdout() -> None:
+    done = run_agent(
+        "pool = np.zeros(4096, np.uint8)\n"
+        "a, b = open_transport('nixl', 'a'), open_transport('nixl', 'b')\n"
+        "a.register([Region(pool.ctypes.data, 4096)]); b.register([Region(pool.ctypes.data, 4096)])\n"
+        "a.connect('b', b.metadata()); a.tell('b', b'x')\n"
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_what_the_engine_logs_goes_to_stderr_at_every_level() -> None:
+    done = run_agent(
+        "import logging\n"
+        "t = open_transport('nixl', 'a')\n"
+        "logging.getLogger('nixl.api').warning('from python'); t.close()\n",
+        NIXL_LOG_LEVEL="INFO",
+        UCX_LOG_LEVEL="info",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "from python" in done.stderr
+
+
+def test_parameters_are_checked_against_the_backend() -> None:
+    with pytest.raises(ConfigError, match=r"no parameter 'nmu_threads'; allowed: .*num_threads"):
+        open_transport("nixl", "a", {"nmu_threads": "2"})
+    with pytest.raises(TransportUnavailable, match=r"no backend 'UCCX'; it has .*UCX"):
+        open_transport("nixl", "a", {"backend": "UCCX"})
+
+
+def test_a_backend_parameter_reaches_the_backend() -> None:
+    transport = open_transport("nixl", "a", {"backend": "UCX", "num_threads": "1"})
+    assert transport.describe()["backend"] == "UCX"
+    transport.close()
+
+
+def test_a_binding_without_the_delay_is_refused_with_the_version_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nixl import _bindings as real
+
+    class Config:
+        useProgThread = True
+
+    stub = SimpleNamespace(**{name: getattr(real, name) for name in dir(real) if not name.startswith("_")})
+    stub.nixlAgentConfig = Config
+    monkeypatch.setattr(sys.modules["nixl"], "_bindings", stub)
+    monkeypatch.setitem(sys.modules, "nixl._bindings", stub)
+    with pytest.raises(TransportUnavailable, match=r"lacks nixlAgentConfig.pthrDelay.*pip install 'nixl>=1.5,<1.6'"):
+        nixl_binding.load()

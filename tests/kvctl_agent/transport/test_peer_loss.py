@@ -1,0 +1,143 @@
+"""A peer that dies, stops or comes back: an error of ours, never a crash, never a call that blocks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.errors import PeerDisconnected, TransportError
+
+ONE = np.zeros(1, np.int32)
+
+
+def sizes(nbytes: int) -> np.ndarray:
+    return np.full(1, nbytes, np.uint64)
+
+
+def until_disconnected(attempt: Any) -> float:
+    """Seconds until `attempt` raises PeerDisconnected."""
+    started = time.monotonic()
+    while time.monotonic() - started < 5:
+        try:
+            attempt()
+        except PeerDisconnected:
+            return time.monotonic() - started
+        time.sleep(0.001)
+    raise AssertionError("the death of the peer goes unnoticed")
+
+
+def test_death_and_return_of_a_peer(crew: Any, engine: str) -> None:
+    agent, peer = crew.agent(engine), crew.peer(engine)
+    transport = agent.transport
+    transport.connect("peer", peer.metadata)
+    local = transport.prepare_local(agent.at(0), sizes(4096))
+    remote = transport.prepare_remote("peer", peer.at(0), sizes(4096))
+    agent.finish(transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"alive"))
+    peer.kill()
+
+    def write() -> None:
+        agent.finish(transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"dead"))
+
+    assert until_disconnected(write) < 2
+    # Every later call says the same, the process lives on, and listening is not disturbed.
+    for call in (
+        write,
+        lambda: transport.tell("peer", b"dead"),
+        lambda: transport.write_prepared("peer", local, ONE, remote, ONE, b"dead"),
+    ):
+        with pytest.raises(PeerDisconnected, match="'peer'"):
+            call()
+    assert transport.arrivals() == []
+
+    reborn = crew.peer(engine)
+    transport.connect("peer", reborn.metadata)
+    agent.finish(transport.write("peer", agent.at(0), reborn.at(0), sizes(4096), b"again"))
+    assert [a["tag"] for a in reborn.collect(1)] == [b"again".hex()]
+    with pytest.raises(TransportError, match="does not belong to peer 'peer'"):
+        transport.write_prepared("peer", local, ONE, remote, ONE, b"to the old one")
+
+
+def test_writes_in_flight_to_a_dying_peer_all_end(crew: Any, engine: str) -> None:
+    agent, peer = crew.agent(engine), crew.peer(engine)
+    agent.transport.connect("peer", peer.metadata)
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"warm"))
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    writes = [agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"t" * 4000) for _ in range(200)]
+    given_up = writes[100:]
+    for write in given_up:
+        write.release()
+    peer.kill()
+    for write in writes[:100]:
+        until = time.monotonic() + 5
+        try:
+            while not write.poll():
+                assert time.monotonic() < until
+        except PeerDisconnected:
+            pass
+    until = time.monotonic() + 5
+    while not all([write.release() for write in given_up]):  # noqa: C419 - each is to be driven
+        assert time.monotonic() < until
+        agent.transport.arrivals()
+
+
+def test_a_stopped_peer_blocks_no_call_and_close_is_bounded(crew: Any, engine: str) -> None:
+    agent, peer = crew.agent(engine), crew.peer(engine)
+    agent.transport.connect("peer", peer.metadata)
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"warm"))
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    slowest = 0.0
+    for _ in range(200):
+        started = time.monotonic()
+        agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"t" * 4000)
+        agent.transport.tell("peer", b"t" * 4000)
+        agent.transport.arrivals()
+        slowest = max(slowest, time.monotonic() - started)
+    assert slowest < 0.5
+    started = time.monotonic()
+    agent.transport.close()
+    assert time.monotonic() - started < 3
+    peer.kill()
+
+
+def test_connecting_to_a_peer_that_is_gone_is_an_error_at_the_latest_when_writing(crew: Any, engine: str) -> None:
+    agent, peer = crew.agent(engine), crew.peer(engine)
+    peer.kill()
+
+    def attempt() -> None:
+        agent.transport.connect("peer", peer.metadata)
+        agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"t"))
+
+    assert until_disconnected(attempt) < 2
+
+
+def test_a_forgotten_peer_cannot_be_written_until_connected_again(crew: Any, engine: str) -> None:
+    one, two = crew.agent(engine), crew.agent(engine)
+    one.transport.connect("two", two.transport.metadata())
+    one.transport.disconnect("two")
+    one.transport.disconnect("two")
+    with pytest.raises(TransportError, match="not connected"):
+        one.transport.tell("two", b"t")
+    one.transport.connect("two", two.transport.metadata())
+    one.finish(one.transport.write("two", one.at(0), two.at(0), sizes(4096), b"back"))
+    assert [arrival.tag for arrival in two.collect(1)] == [b"back"]
+
+
+def test_memory_registered_later_is_reachable_after_connecting_anew(crew: Any, engine: str) -> None:
+    from kvctl_agent.transport import Region
+
+    one, two = crew.agent(engine), crew.agent(engine)
+    one.transport.connect("two", two.transport.metadata())
+    more = np.zeros(8192, np.uint8)
+    two.transport.register([Region(more.ctypes.data, more.nbytes)])
+    one.transport.connect("two", two.transport.metadata())
+    one.pool[:4096] = 7
+    target = np.array([more.ctypes.data], np.uint64)
+    one.finish(one.transport.write("two", one.at(0), target, sizes(4096), b"t"))
+    two.collect(1)
+    assert more[:4096].tolist() == [7] * 4096
+    two.transport.close()

@@ -1,0 +1,51 @@
+"""The measured cost of a lane: bounded, and true enough to predict what a write takes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.errors import TransportError
+from kvctl_agent.transport import Region
+from kvctl_agent.transport.probe import LaneCost, measure_lane
+
+
+def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str) -> None:
+    one, two = crew.agent(engine), crew.agent(engine)
+    one.transport.connect("two", two.transport.metadata())
+    here, there = Region(one.addr, one.pool.nbytes), Region(two.addr, two.pool.nbytes)
+    measure_lane(one.transport, "two", here, there)  # wires up, touches pages
+    started = time.monotonic()
+    cost = measure_lane(one.transport, "two", here, there)
+    took = time.monotonic() - started
+    assert took < 0.6  # 0.3 s on a machine of its own
+    assert two.transport.arrivals() == []
+    assert cost.write_gb_per_s > 0.5
+    assert 0 < cost.us_per_descriptor < 100
+
+    offsets = np.arange(256, dtype=np.uint64) * np.uint64(4096)
+    best = 1e9
+    for _ in range(10):
+        posted = time.perf_counter()
+        one.finish(
+            one.transport.write("two", one.at(0) + offsets, two.at(0) + offsets, np.full(256, 2048, np.uint64), None)
+        )
+        best = min(best, (time.perf_counter() - posted) * 1e6)
+    assert best / 4 < cost.write_us(256, 256 * 2048) < best * 4
+
+
+def test_too_little_memory_is_refused(crew: Any) -> None:
+    one, two = crew.agent("loopback"), crew.agent("loopback")
+    one.transport.connect("two", two.transport.metadata())
+    with pytest.raises(TransportError, match="131072 bytes on both sides, not 4096"):
+        measure_lane(one.transport, "two", Region(one.addr, 4096), Region(two.addr, 1 << 20))
+
+
+def test_the_cost_of_a_write_adds_up() -> None:
+    cost = LaneCost(write_gb_per_s=10.0, us_per_write=5.0, us_per_descriptor=2.0, us_per_kib=0.5)
+    assert cost.write_us(100, 100 * 1024) == pytest.approx(5 + 100 * (2 + 0.5))
+    # beyond 4 KiB a descriptor's bytes move at the rate of a large write
+    assert cost.write_us(1, 4096 + 1_000_000) == pytest.approx(5 + 2 + 2 + 100)
