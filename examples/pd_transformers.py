@@ -46,6 +46,7 @@ from kvctl_agent import Agent, KVPool, Rank
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 16, 8, 32
 VOCABULARY = 512
 PREFILL_TP = 4
+STAGING_BUFFER_MB, STAGING_RING_MB = 4, 16  # the defaults are made for real models
 SEED = 20
 FIRST_ROOM = 9_000_000_000_000_000_000  # rooms are 64-bit numbers; routers draw them at random
 
@@ -211,6 +212,7 @@ def prefill_rank(tp: int, options: Options, report: Callable[[str, Any], None], 
         bootstrap=options.bootstrap,
         transport=options.transport,
         chunk_tokens=options.chunk_tokens,
+        staging_buffer_mb=STAGING_BUFFER_MB,
     )
     with agent.start():
         agent.wait_ready(options.timeout_s)
@@ -249,6 +251,7 @@ def decode_rank(dp: int, options: Options, report: Callable[[str, Any], None], u
         bootstrap=options.bootstrap,
         transport=options.transport,
         chunk_tokens=options.chunk_tokens,
+        staging_ring_mb=STAGING_RING_MB,
     )
     with agent.start():
         agent.wait_ready(options.timeout_s)
