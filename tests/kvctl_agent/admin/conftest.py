@@ -21,10 +21,11 @@ from kvctl_agent.contract.snapshots import Hello
 class Client:
     """A DEALER that fails after a few seconds instead of hanging."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, receive_queue: int = 1000) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
+        self.socket.setsockopt(zmq.RCVHWM, receive_queue)
         self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
         self.socket.setsockopt(zmq.SNDTIMEO, 10_000)
         self.socket.connect(f"ipc://{path}")
@@ -94,14 +95,14 @@ def serve(directory: Path) -> Iterator[Callable[..., AdminServer]]:
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[[AdminServer | Path], Client]]:
+def connect() -> Iterator[Callable[..., Client]]:
     """Opens clients and closes them after the test."""
     clients: list[Client] = []
 
-    def to(server: AdminServer | Path) -> Client:
+    def to(server: AdminServer | Path, **options: int) -> Client:
         path = server if isinstance(server, Path) else server.path
         assert path is not None
-        clients.append(Client(path))
+        clients.append(Client(path, **options))
         return clients[-1]
 
     yield to

@@ -24,7 +24,7 @@ from kvctl_agent.errors import AdminError
 Serve = Callable[..., AdminServer]
 Connect = Callable[..., Any]  # a Client of conftest.py
 
-SERVER = """
+SERVER = r"""
 import sys, time
 from pathlib import Path
 from kvctl_agent.admin.server import SERVED_HERE, AdminServer
@@ -35,9 +35,9 @@ handlers = {c.name: lambda args: 1 for c in COMMANDS if c.name not in SERVED_HER
 server = AdminServer("decode-0", handlers, hello, Path(sys.argv[1])).start()
 if "fork" in sys.argv:
     if os.fork() == 0:
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\n".encode())
         time.sleep(60)
-print("ready", flush=True)
+os.write(1, b"ready\n")
 time.sleep(60)
 """
 

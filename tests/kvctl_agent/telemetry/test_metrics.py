@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from kvctl_agent.contract.metrics import METRICS, Metric
 from kvctl_agent.contract.snapshots import MetricFamily
 from kvctl_agent.telemetry.metrics import Metrics
-
-
-@pytest.fixture
-def switching() -> Iterator[None]:
-    """Lets the interpreter switch threads as often as it can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def family(metrics: Metrics, name: str) -> MetricFamily:
@@ -138,8 +127,9 @@ class TestThreads:
         stop = threading.Event()
 
         def work() -> None:
+            worker = threading.current_thread().name
             for number in range(3000):
-                metrics.add("kvctl_control_messages_total", 1, "in", str(number % 300))
+                metrics.add("kvctl_control_messages_total", 1, "in", f"{worker}-{number}")
 
         seen: list[float] = []
 

@@ -239,7 +239,7 @@ class TestTimeline:
         assert (record.first_ready_at, record.events_dropped) == (5, 1)
 
 
-def test_a_reader_never_disturbs_or_is_disturbed_by_the_owner() -> None:
+def test_a_reader_never_disturbs_or_is_disturbed_by_the_owner(switching: None) -> None:
     rooms = book(Clock(), history=16, timeline_events=32)
     stop = threading.Event()
     errors: list[BaseException] = []

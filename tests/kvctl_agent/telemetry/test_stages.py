@@ -111,11 +111,11 @@ def test_a_runaway_of_groups_is_bounded_and_counted() -> None:
     assert times.dropped == 5
 
 
-def test_workers_lose_no_part() -> None:
+def test_workers_lose_no_part(switching: None) -> None:
     times = StageTimes("prefill-0")
 
     def work() -> None:
-        for _ in range(1000):
+        for _ in range(10_000):
             times.add((0, 4), "bulk", 1, {"ready": 0, "post": 5, "wire": 10})
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -124,7 +124,7 @@ def test_workers_lose_no_part() -> None:
     for thread in threads:
         thread.join()
     (row,) = times.rows()
-    assert (row["parts"], row["stages"]["wire"]["count"]) == (4000, 4000)
+    assert (row["parts"], row["stages"]["wire"]["count"]) == (40_000, 40_000)
 
 
 class TestRoom:
