@@ -161,6 +161,12 @@ KEYS: tuple[Key, ...] = (
         maximum=60,
     ),
     Key(
+        "insecure",
+        bool,
+        False,
+        "Allow control sockets on addresses that others can reach, without keys.",
+    ),
+    Key(
         "history_rooms",
         int,
         256,

@@ -165,16 +165,25 @@ class PlannedShare(TypedDict):
     descriptors: dict[str, int | None]  # by path; None where the path is not legal
 
 
+class PlannedRoom(TypedDict):
+    """One request of a load; `bytes` is what has to move for it."""
+
+    tokens: int
+    prefix_tokens: int
+    decode_dp: int
+    bytes: int
+
+
 class PlannedLoad(TypedDict):
-    """One point of a sweep, resolved: `rooms` are [tokens, prefix tokens], `lots` are [first, end) of rooms."""
+    """One point of a sweep, resolved; `lots` are [first, end) of `rooms`."""
 
     concurrency: int
     in_flight: int  # what memory holds of it
+    windows: list[int]  # rooms in flight of each decode dp group
     tokens: str
     tokens_mean: float
-    rooms: list[list[int]]
+    rooms: list[PlannedRoom]
     lots: list[list[int]]
-    bytes: int  # payload of all rooms
 
 
 class Plan(TypedDict):
@@ -347,6 +356,7 @@ class RunReport(TypedDict):
 
     rooms: list[list[int]]
     failures: list[list[Any]]  # [index, text]
+    held: list[int]  # rooms whose pages may still be written to: nothing can be run after this
     counters: dict[str, dict[str, float]]  # metric name → label value ("" without labels) → growth during the run
     stages: dict[str, list[int]]  # nanoseconds of parts in a stage, a bounded sample
     ring_high_water_bytes: int

@@ -160,7 +160,7 @@ class TimelineEvent(TypedDict):
 
 
 class RoomDetail(RoomRow):
-    """Answer to `room`."""
+    """One row of `room`, which answers with a list: a number used again, or one room towards several decode ranks."""
 
     timeline: list[TimelineEvent]
     timeline_dropped: int

@@ -53,9 +53,11 @@ class Telemetry:
         record.part(path, nbytes)
         last = 0
         for stage, at in moments.items():
-            record.event(stage, at, *key, peer)
             if last:
+                record.event(stage, at, *key, peer)
                 self.metrics.observe("kvctl_stage_seconds", (at - last) / 1e9, stage)
+            else:
+                record.event(stage, at, *key, peer, path=path, nbytes=nbytes)
             last = at
         self.stages.add(key[2], path, nbytes, moments, forward_done_ns)
         self.metrics.add("kvctl_parts_total", 1, path)

@@ -1,0 +1,327 @@
+"""Answers of the admin commands, built from what the agent's parts know.
+
+Runs on the admin thread. It copies and never locks anything the hot path takes; a value may be one update old.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
+from kvctl_agent.contract.commands import COMMANDS
+from kvctl_agent.contract.settings import Settings
+from kvctl_agent.contract.snapshots import (
+    ConfigRow,
+    Events,
+    GatedPart,
+    Hello,
+    LayerRow,
+    MetricFamily,
+    PeerRow,
+    RingAllocation,
+    RingUse,
+    RingView,
+    Role,
+    RoomDetail,
+    RoomRow,
+    Staging,
+    Status,
+)
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.version import VERSION
+from kvctl_agent.errors import RequestRefused
+from kvctl_agent.layout.side import Coord
+from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.local import Local
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.peer import Peer, PeerState
+from kvctl_agent.protocol.prefill import PrefillMachine
+from kvctl_agent.runtime.links import Links
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.stages import room_rows
+from kvctl_agent.transport.base import Transport
+
+_ROWS = 1000
+
+
+class Observed(Protocol):
+    """What the observer sees of an agent."""
+
+    name: str
+    role: Role
+    incarnation: int
+    settings: Settings
+    telemetry: Telemetry
+    transport: Transport
+    pool: KVPool
+    ring: RingMemory | None
+    buffers: StagingBuffers | None
+    local: Local
+    machine: Machine
+    links: Links | None
+
+    def waiting_for(self) -> str | None: ...
+
+
+class Observer:
+    """One method per admin command, with its arguments as keywords."""
+
+    def __init__(self, agent: Observed) -> None:
+        self._agent = agent
+        self._started_ns = time.monotonic_ns()
+        self._lanes: dict[str, Any] | None = None
+
+    def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
+        """What the admin server serves: every declared command that is not the server's own."""
+        own = {"hello", "commands", "stacks"}
+        return {command.name: self._handler(command.name) for command in COMMANDS if command.name not in own}
+
+    def _handler(self, name: str) -> Callable[[dict[str, Any]], Any]:
+        method = getattr(self, name)
+        return lambda args: method(**args)
+
+    def hello(self) -> Hello:
+        agent = self._agent
+        return {
+            "name": agent.name,
+            "role": agent.role,
+            "pid": os.getpid(),
+            "version": VERSION,
+            "protocol": [PROTOCOL_MIN, PROTOCOL_MAX],
+            "incarnation": f"{agent.incarnation:016x}",
+            "level": "",
+            "capabilities": sorted(command.name for command in COMMANDS),
+            "uptime_ns": time.monotonic_ns() - self._started_ns,
+            "now_ns": agent.telemetry.clock.wall_ns(time.monotonic_ns()),
+        }
+
+    def config(self) -> list[ConfigRow]:
+        return self._agent.settings.rows()
+
+    def status(self) -> Status:
+        agent, telemetry = self._agent, self._agent.telemetry
+        coord, side, pool = agent.local.coord, agent.local.side, agent.pool
+        if self._lanes is None:
+            self._lanes = agent.transport.describe()
+        peers: dict[str, int] = {}
+        for peer in list(agent.machine.peers.values()):
+            peers[peer.state.value] = peers.get(peer.state.value, 0) + 1
+        total = telemetry.metrics.total
+        return {
+            "name": agent.name,
+            "role": agent.role,
+            "rank": {**_axes(coord), "unique": agent.local.unique_rank},
+            "sizes": {"dp": side.dp, "pp": side.pp, "cp": side.cp, "tp": side.tp},
+            "pid": os.getpid(),
+            "incarnation": f"{agent.incarnation:016x}",
+            "version": VERSION,
+            "uptime_ns": time.monotonic_ns() - self._started_ns,
+            "transport": self._lanes,
+            "device": "cpu",
+            "rooms": telemetry.rooms.states(),
+            "rooms_finished_total": {
+                state.label: int(total("kvctl_rooms_finished_total", state.label))
+                for state in (RoomState.SUCCESS, RoomState.FAILED)
+            },
+            "bytes_total": int(total("kvctl_part_bytes_total")),
+            "rate": telemetry.rate.window(time.monotonic_ns()),
+            "latency": telemetry.latencies.summary(),
+            "ring": self._ring_use(),
+            "peers": peers,
+            "pool": {
+                "pages": pool.num_pages,
+                "page_size": pool.page_size,
+                "bytes": pool.nbytes,
+                "layers": pool.num_layers,
+                "heads": pool.heads,
+            },
+            "health": [],
+            "waiting_for": agent.waiting_for(),
+        }
+
+    def rooms(self, state: str | None = None, limit: int = _ROWS) -> list[RoomRow]:
+        return self._agent.telemetry.rooms.rows(state, limit)
+
+    def room(self, room: int) -> list[RoomDetail]:
+        found = self._agent.telemetry.rooms.detail(room)
+        if not found:
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
+        return found
+
+    def slow(self, limit: int = _ROWS) -> list[RoomRow]:
+        return self._agent.telemetry.rooms.slow(limit)
+
+    def history(self, limit: int = _ROWS) -> list[RoomRow]:
+        return self._agent.telemetry.rooms.history(limit)
+
+    def staging(self) -> Staging:
+        agent = self._agent
+        buffers = agent.buffers
+        return {
+            "agent": agent.name,
+            "role": agent.role,
+            "enabled": agent.settings["staging"] != "off",
+            "ring": self._ring_view(),
+            "buffers": None
+            if buffers is None
+            else {
+                "size_bytes": buffers.count * buffers.buffer_bytes,
+                "piece_bytes": buffers.buffer_bytes,
+                "pieces": buffers.count,
+                "pieces_used": buffers.in_use,
+                "pieces_high_water": buffers.high_water,
+            },
+            "gated": self._gated(),
+            "fallbacks_total": int(agent.telemetry.metrics.total("kvctl_fallbacks_total")),
+        }
+
+    def layers(self, room: int | None = None) -> list[LayerRow]:
+        telemetry = self._agent.telemetry
+        if room is None:
+            return telemetry.stages.rows()
+        records = telemetry.rooms.find(room)
+        if not records:
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
+        return room_rows(records, telemetry.clock, self._agent.name)
+
+    def peers(self) -> list[PeerRow]:
+        rooms = self._agent.telemetry.rooms.active()
+        return [self._peer(peer, rooms) for peer in list(self._agent.machine.peers.values())]
+
+    def events(self, since: int | None = None, limit: int = _ROWS) -> Events:
+        return self._agent.telemetry.recorder.since(since, limit)
+
+    def metrics(self) -> list[MetricFamily]:
+        """All counters; gauges are set here, since nobody else needs them up to date."""
+        agent, metrics = self._agent, self._agent.telemetry.metrics
+        states = agent.telemetry.rooms.states()
+        for state in RoomState:
+            metrics.set("kvctl_rooms_active", states.get(state.label, 0), state.label)
+        peers = [peer.state for peer in list(agent.machine.peers.values())]
+        for peer_state in PeerState:
+            metrics.set("kvctl_peers", peers.count(peer_state), peer_state.value)
+        if isinstance(agent.machine, PrefillMachine):
+            metrics.set("kvctl_parts_parked", len(agent.machine.parked()))
+        use = self._ring_use()
+        if use is not None and isinstance(agent.machine, DecodeMachine):
+            metrics.set("kvctl_ring_size_bytes", use["size_bytes"])
+            metrics.set("kvctl_ring_used_bytes", use["used_bytes"])
+            metrics.set("kvctl_ring_high_water_bytes", use["high_water_bytes"])
+            metrics.set("kvctl_quarantined_bytes", agent.machine.book.quarantined_bytes)
+        return metrics.snapshot()
+
+    # ---- parts ------------------------------------------------------------------------------------------------
+
+    def _ring_use(self) -> RingUse | None:
+        machine = self._agent.machine
+        if not isinstance(machine, DecodeMachine) or not machine.book.ring.size_bytes:
+            return None
+        ring = machine.book.ring
+        return {
+            "size_bytes": ring.size_bytes,
+            "used_bytes": ring.used_bytes,
+            "high_water_bytes": ring.high_water_bytes,
+            "live": len(machine.book),
+        }
+
+    def _ring_view(self) -> RingView | None:
+        machine = self._agent.machine
+        if not isinstance(machine, DecodeMachine) or not machine.book.ring.size_bytes:
+            return None
+        now = time.monotonic_ns()
+        book, ring = machine.book, machine.book.ring
+        allocations: list[RingAllocation] = [
+            {
+                "serial": holding.region.serial,
+                "room": str(holding.room.room),
+                "nonce": str(holding.room.nonce),
+                "writer": holding.room.peer,
+                "chunk": holding.key.chunk,
+                "layers": [holding.key.lo, holding.key.hi],
+                "offset": holding.region.offset,
+                "end": holding.region.end,
+                "round": holding.region.round,
+                "age_ns": now - holding.at_ns,
+                "state": holding.state.value,
+            }
+            for holding in book.holdings()
+        ]
+        watermark = ring.watermark
+        total = self._agent.telemetry.metrics.total
+        return {
+            "size_bytes": ring.size_bytes,
+            "head_bytes": ring.head,
+            "round": ring.round,
+            "used_bytes": ring.used_bytes,
+            "high_water_bytes": ring.high_water_bytes,
+            "watermark": {
+                "round": watermark.round,
+                "tail": watermark.tail,
+                "age_ns": allocations[0]["age_ns"] if allocations else 0,
+            },
+            "allocations": allocations,
+            "granted_total": int(total("kvctl_ring_grants_total")),
+            "refused_total": int(total("kvctl_ring_refusals_total")),
+            "revoked_total": int(total("kvctl_ring_revokes_total")),
+        }
+
+    def _gated(self) -> list[GatedPart]:
+        machine = self._agent.machine
+        if not isinstance(machine, PrefillMachine):
+            return []
+        now = time.monotonic_ns()
+        gated: list[GatedPart] = []
+        for leg, part in machine.parked():
+            peer = machine.peers[leg.peer]
+            if part.grant is None and part.path == "staged":
+                waits = "grant"
+            elif part.grant is not None and not peer.gate.open(part.grant.round, part.grant.end):
+                waits = f"watermark round {part.grant.round - 1} tail {part.grant.end}"
+            else:
+                waits = "a sign of life"
+            gated.append(
+                {
+                    "room": str(leg.room),
+                    "peer": leg.peer,
+                    "chunk": part.key.chunk,
+                    "layers": [part.key.lo, part.key.hi],
+                    "bytes": part.nbytes,
+                    "waiting_for": waits,
+                    "age_ns": now - part.ready_ns,
+                }
+            )
+        return gated
+
+    def _peer(self, peer: Peer, rooms: list[Any]) -> PeerRow:
+        agent, gate, who = self._agent, peer.gate, peer.who
+        seen = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
+        role: Role = "decode" if agent.role == "prefill" else "prefill"
+        return {
+            "agent": agent.name,
+            "peer": peer.name,
+            "role": role,
+            "state": peer.state.value,
+            "incarnation": f"{peer.incarnation:016x}" if peer.incarnation else None,
+            "endpoint": agent.links.endpoint(peer.name) if agent.links else "",
+            "last_heard_ns": time.monotonic_ns() - peer.heard_ns if peer.heard_ns else None,
+            "rtt_ns": peer.rtt_ns,
+            "clock_offset_ns": None,
+            "clock_error_ns": None,
+            "control_queue": 0,
+            "watermark_sent": list(peer.watermark_sent) if peer.watermark_sent else None,
+            "watermark_seen": seen if agent.role == "prefill" else None,
+            "lane": who.transport if who else "",
+            "rooms": sum(peer.name in record.peers for record in rooms),
+            "errors_total": peer.errors_total,
+            "last_error": peer.last_error,
+            "differences": list(peer.differences),
+        }
+
+
+def _axes(coord: Coord) -> dict[str, int]:
+    return dict(zip(coord._fields, coord, strict=True))

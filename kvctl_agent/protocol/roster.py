@@ -1,0 +1,109 @@
+"""The bootstrap registry's knowledge: which ranks of one prefill instance are there, and who is missing.
+
+Sans-I/O. Prefill ranks register, decode ranks look up until the instance is complete.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvctl_agent.errors import LayoutError, RemoteProtocolError
+from kvctl_agent.layout.side import Coord, Side
+
+MAX_REQUEST_BYTES = 1 << 16
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One prefill rank, as it registers itself."""
+
+    name: str
+    endpoint: str
+    incarnation: int
+    coord: list[int]
+    sizes: list[int]
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    rank: Rank
+
+
+class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
+    """Asks for the roster; `name` is for the registry's log."""
+
+    name: str
+
+
+class Roster(msgspec.Struct, frozen=True, tag="roster"):
+    """Answer to both: who is registered, in order of unique rank, and what is missing in words."""
+
+    ranks: list[Rank]
+    size: int  # 0 while nobody has registered
+    missing: str
+    refused: str = ""
+
+
+Request = Register | Lookup
+
+encode = msgspec.msgpack.Encoder().encode
+_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_roster = msgspec.msgpack.Decoder(Roster)
+
+
+def decode_request(frame: bytes) -> Request:
+    """Raises RemoteProtocolError on anything that is no request."""
+    try:
+        return _request.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a registry request: {error}") from None
+
+
+def decode_roster(frame: bytes) -> Roster:
+    """Raises RemoteProtocolError on anything that is no roster."""
+    try:
+        return _roster.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a registry answer: {error}") from None
+
+
+class Registry:
+    """One prefill instance; the first rank to register fixes its sizes."""
+
+    def __init__(self) -> None:
+        self._side: Side | None = None
+        self._ranks: dict[int, Rank] = {}
+
+    def answer(self, request: Request) -> Roster:
+        """Serve one request; never raises."""
+        refused = self._register(request.rank) if isinstance(request, Register) else ""
+        ranks = [self._ranks[unique] for unique in sorted(self._ranks)]
+        return Roster(ranks, self._side.size if self._side else 0, self._missing(), refused)
+
+    def _register(self, rank: Rank) -> str:
+        try:
+            side = Side(*rank.sizes)
+            unique = side.unique_rank(Coord(*rank.coord))
+        except (LayoutError, TypeError) as error:
+            return f"{rank.name}: {error}"
+        if self._side is None:
+            self._side = side
+        if side != self._side:
+            return f"{rank.name} is of an instance of sizes {rank.sizes}, this registry serves {self._side}"
+        holder = self._ranks.get(unique)
+        if holder is not None and holder.name != rank.name:
+            return f"{rank.name} claims {side.label(side.coord(unique))}, which {holder.name} holds"
+        self._ranks[unique] = rank
+        return ""
+
+    def _missing(self) -> str:
+        """ "6 of 8 prefill ranks registered, missing tp=2,3"; empty when complete."""
+        side = self._side
+        if side is None:
+            return "no prefill rank has registered"
+        absent = [unique for unique in range(side.size) if unique not in self._ranks]
+        if not absent:
+            return ""
+        if side.size == side.tp:
+            names = "tp=" + ",".join(str(unique) for unique in absent)
+        else:
+            names = "; ".join(side.label(side.coord(unique)) for unique in absent)
+        return f"{side.size - len(absent)} of {side.size} prefill ranks registered, missing {names}"

@@ -1,0 +1,40 @@
+"""Where a worker stands in its instance: what an engine author states once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.side import Coord, Side
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A point (dp, pp, cp, tp) of an instance of the given sizes; `tp_size` is the attention TP size.
+
+    Raises:
+        LayoutError: a coordinate lies outside its size.
+    """
+
+    dp: int = 0
+    pp: int = 0
+    cp: int = 0
+    tp: int = 0
+    dp_size: int = 1
+    pp_size: int = 1
+    cp_size: int = 1
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in Coord._fields:
+            place, size = getattr(self, axis), getattr(self, f"{axis}_size")
+            if not 0 <= place < size:
+                raise LayoutError(f"rank {axis}={place} is outside {axis}_size={size}")
+
+    @property
+    def coord(self) -> Coord:
+        return Coord(self.dp, self.pp, self.cp, self.tp)
+
+    @property
+    def side(self) -> Side:
+        return Side(self.dp_size, self.pp_size, self.cp_size, self.tp_size)

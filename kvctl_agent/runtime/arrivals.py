@@ -1,0 +1,133 @@
+"""The arrival loop of a decode rank: hears tags, scatters landed parts.
+
+Engines have no way to wake us, so it looks: often while bytes are expected, seldom otherwise. Looking costs about
+10 µs, and several ranks share a core, so the pause grows with the time since the last arrival.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from kvctl_agent.errors import KvctlError, RemoteProtocolError
+from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.copy import scatter_piece
+from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.protocol.events import Arrived, Event, Scatter, Scattered
+from kvctl_agent.protocol.tag import Tag
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.transport.base import Transport
+
+_IDLE_S = 5e-3
+_SHORTEST_S = 50e-6
+_LONGEST_S = 1e-3
+_SHARE_OF_SILENCE = 1 / 8
+
+
+class ArrivalLoop:
+    """One thread; `expecting` is set by the control loop while rooms are open."""
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        pool: KVPool,
+        ring: RingMemory | None,
+        report: Callable[[Event], None],
+        telemetry: Telemetry,
+    ) -> None:
+        self._transport = transport
+        self._pool = pool
+        self._ring = ring
+        self._report = report
+        self._telemetry = telemetry
+        self._orders: SimpleQueue[Scatter | None] = SimpleQueue()
+        self._expecting = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, order: Scatter) -> None:
+        self._orders.put(order)
+
+    def expect(self, expecting: bool) -> None:
+        """Look often, or seldom."""
+        if expecting and not self._expecting:
+            self._orders.put(None)  # it may be in its long pause
+        self._expecting = expecting
+
+    def close(self, timeout: float) -> bool:
+        """Stop; True when the thread has ended."""
+        self._stopping = True
+        self._orders.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        heard = time.monotonic()
+        while not self._stopping:
+            if self._hear():
+                heard = time.monotonic()
+            pause = _IDLE_S
+            if self._expecting:
+                silence = time.monotonic() - heard
+                pause = min(max(silence * _SHARE_OF_SILENCE, _SHORTEST_S), _LONGEST_S)
+            try:
+                order = self._orders.get(timeout=pause)
+                while True:
+                    if order is not None:
+                        self._try_scatter(order)
+                        heard = time.monotonic()
+                    order = self._orders.get_nowait()
+            except Empty:
+                pass
+
+    def _hear(self) -> bool:
+        try:
+            arrivals = self._transport.arrivals()
+        except KvctlError as error:
+            self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
+            self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
+            time.sleep(_IDLE_S)
+            return False
+        now = time.monotonic_ns()
+        for arrival in arrivals:
+            try:
+                tag = Tag.unpack(arrival.tag)
+            except RemoteProtocolError:
+                self._telemetry.metrics.add("kvctl_tags_dropped_total", 1, "malformed")
+                continue
+            self._report(Arrived(tag, now))
+        return bool(arrivals)
+
+    def _try_scatter(self, order: Scatter) -> None:
+        try:
+            self._scatter(order)
+        except KvctlError as error:
+            # Its pages were checked when the room was opened, so this is a bug of ours: the thread must outlive it.
+            self._telemetry.recorder.record("scatter", f"{order.key}: {error}", "error", order.room)
+
+    def _scatter(self, order: Scatter) -> None:
+        share, pool = order.share, self._pool
+        layout = PartLayout(
+            first_layer=order.key.lo,
+            num_layers=order.key.hi - order.key.lo,
+            num_pages=len(order.pages),
+            page_size=pool.page_size,
+            heads=share.heads,
+            k_row_bytes=pool.k_dim * pool.dtype_bytes,
+            v_row_bytes=pool.v_dim * pool.dtype_bytes,
+        )
+        assert self._ring is not None
+        rows = RowIndex(pool, order.pages, share.dst_head, share.heads)
+        region = self._ring.view(order.offset, layout.region_bytes)
+        for piece in layout.pieces():
+            scatter_piece(piece, rows, region[piece.offset :])
+        self._report(Scattered(order.serial, time.monotonic_ns()))

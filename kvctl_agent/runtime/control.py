@@ -1,0 +1,187 @@
+"""The control loop: one thread that owns the machine, the control sockets and the registry.
+
+A turn: wait for something to happen, feed it to the machine, carry out its actions, flush one frame to each peer. It
+never waits for a peer, a worker or an observer; an exception is recorded and the loop goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import zmq
+
+from kvctl_agent.errors import KvctlError, LocalProtocolError
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.peer import PeerState
+from kvctl_agent.runtime.bootstrap import RegistryClient, RegistryServer
+from kvctl_agent.runtime.links import Links
+from kvctl_agent.runtime.liveness import is_dead
+from kvctl_agent.runtime.mailbox import Mailbox
+from kvctl_agent.telemetry.hub import Telemetry
+
+_TICK_NS = 100_000_000
+_LIVENESS_NS = 500_000_000
+
+
+class Hands(Protocol):
+    """What the loop needs of the rest of the agent to carry out actions; called on the loop's thread."""
+
+    def connect_peer(self, action: ev.ConnectPeer) -> None:
+        """Make the peer writable; raises KvctlError where it cannot be."""
+
+    def drop_peer(self, peer: str) -> None: ...
+
+    def state_changed(self, action: ev.StateChanged) -> None: ...
+
+    def released(self, room: int) -> None: ...
+
+    def move(self, order: ev.Transfer | ev.Scatter) -> None:
+        """Hand a part to a worker or to the arrival loop."""
+
+    def turned(self) -> None:
+        """A turn is over."""
+
+
+class ControlLoop:
+    """Runs one machine; everything else talks to it through `mailbox`."""
+
+    def __init__(
+        self,
+        name: str,
+        machine: Machine,
+        hands: Hands,
+        links: Links,
+        mailbox: Mailbox,
+        client: RegistryClient,
+        server: RegistryServer | None,
+        telemetry: Telemetry,
+        host: str,
+    ) -> None:
+        self._machine = machine
+        self._hands = hands
+        self._links = links
+        self._mailbox = mailbox
+        self._client = client
+        self._server = server
+        self._telemetry = telemetry
+        self._host = host
+        self._stopping = False
+        self._tick_ns = 0
+        self._liveness_ns = 0
+        self._poller = zmq.Poller()
+        self._polled: set[Any] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._table: dict[type, Callable[[Any], None]] = {
+            ev.Send: lambda action: links.queue(action.peer, action.message),
+            ev.Transfer: hands.move,
+            ev.Scatter: hands.move,
+            ev.StateChanged: hands.state_changed,
+            ev.Released: lambda action: hands.released(action.room),
+            ev.ConnectPeer: self._connect_peer,
+            ev.DropPeer: self._drop_peer,
+        }
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout: float) -> bool:
+        """Stop after the current turn and close the sockets; True when the thread has ended."""
+        self._stopping = True
+        self._mailbox.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._poller.register(self._mailbox, zmq.POLLIN)
+        try:
+            while not self._stopping:
+                self._poll()
+                try:
+                    self._turn()
+                except Exception as error:
+                    # A bug of ours must cost one event, not all rooms of this rank.
+                    self._telemetry.recorder.record("control", f"{type(error).__name__}: {error}", "error")
+        finally:
+            self._links.flush()
+            self._links.close()
+            self._client.close()
+            if self._server is not None:
+                self._server.close()
+
+    def _poll(self) -> None:
+        sockets = {self._client.socket, *self._links.sockets()}
+        if self._server is not None:
+            sockets.add(self._server.socket)
+        if sockets != self._polled:
+            for socket in self._polled - sockets:
+                with contextlib.suppress(KeyError):
+                    self._poller.unregister(socket)
+            for socket in sockets - self._polled:
+                self._poller.register(socket, zmq.POLLIN)
+            self._polled = sockets
+        self._poller.poll(max(0, (self._tick_ns - time.monotonic_ns()) // 1_000_000 + 1))
+
+    def _turn(self) -> None:
+        for event in self._mailbox.take():
+            self._feed(event)
+        for received in self._links.receive():
+            self._feed(received)
+        now = time.monotonic_ns()
+        if self._server is not None:
+            self._server.turn()
+        if self._client.turn(now):
+            self._roster_changed()
+        if now >= self._tick_ns:
+            self._tick_ns = now + _TICK_NS
+            self._check_liveness(now)
+            self._feed(ev.Tick())
+        self._links.flush()
+        self._hands.turned()
+
+    def _feed(self, event: ev.Event) -> None:
+        try:
+            actions = self._machine.handle(event, time.monotonic_ns())
+        except LocalProtocolError as error:
+            self._telemetry.recorder.record("engine", str(error), "error")
+            return
+        for action in actions:
+            self._table[type(action)](action)
+
+    def _roster_changed(self) -> None:
+        roster = self._client.roster
+        if roster.refused:
+            self._telemetry.recorder.record("bootstrap", f"the registry refuses us: {roster.refused}", "error")
+        if self._client.complete and self._machine.local.role == "decode":
+            for rank in roster.ranks:
+                self._links.connect(rank.name, rank.endpoint)
+            self._feed(ev.RosterKnown(tuple(rank.name for rank in roster.ranks)))
+
+    def _check_liveness(self, now_ns: int) -> None:
+        """A silent peer on this host may be provably gone; then nobody needs to wait for its silence to grow."""
+        if now_ns < self._liveness_ns:
+            return
+        self._liveness_ns = now_ns + _LIVENESS_NS
+        for peer in list(self._machine.peers.values()):
+            who = peer.who
+            if who is None or peer.proven_dead or peer.state is PeerState.REFUSED or who.host != self._host:
+                continue
+            if is_dead(who.pid):
+                self._feed(ev.PeerDead(peer.name, peer.incarnation, f"process {who.pid} has ended"))
+                self._client.hurry()
+
+    def _connect_peer(self, action: ev.ConnectPeer) -> None:
+        try:
+            self._hands.connect_peer(action)
+        except KvctlError as error:
+            self._feed(ev.PeerUnusable(action.peer, str(error)))
+        else:
+            self._feed(ev.PeerConnected(action.peer))
+
+    def _drop_peer(self, action: ev.DropPeer) -> None:
+        self._hands.drop_peer(action.peer)

@@ -1,0 +1,122 @@
+"""Where control sockets bind, and why a bind is refused.
+
+`ipc://` endpoints live in a directory only we can enter. TCP stays on the loopback unless `insecure` says otherwise:
+without keys anybody who can reach the port could open rooms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+
+from kvctl_agent.contract.admin import MAX_SOCKET_PATH_BYTES
+from kvctl_agent.errors import ConfigError
+
+_LINGER_MS = 0
+_HIGH_WATER = 20_000
+
+
+def control_address(bootstrap: str, name: str) -> str:
+    """Where a rank's control socket binds, next to the registry it belongs to: same directory, or any free port.
+
+    Raises:
+        ConfigError: the bootstrap endpoint is neither ipc:// nor tcp://, or its directory makes the path too long.
+    """
+    if bootstrap.startswith("ipc://"):
+        # Names may be long and sockets' paths may not, so the file name is a digest of the name.
+        digest = hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
+        path = Path(bootstrap.removeprefix("ipc://")).parent / f"c-{digest}"
+        return f"ipc://{path}"
+    return f"tcp://{_tcp(bootstrap)[0]}:*"
+
+
+def check_endpoint(endpoint: str, *, insecure: bool) -> None:
+    """Refuse what must not be bound.
+
+    Raises:
+        ConfigError: unknown scheme, a path over the limit, or a public address without `insecure`.
+    """
+    if endpoint.startswith("ipc://"):
+        path = endpoint.removeprefix("ipc://")
+        if not path.startswith("/"):
+            raise ConfigError(f"{endpoint}: an ipc endpoint needs an absolute path")
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(f"{endpoint}: the path exceeds {MAX_SOCKET_PATH_BYTES} bytes, the limit of a Unix socket")
+        return
+    host, _ = _tcp(endpoint)
+    if not insecure and not _loopback(host):
+        raise ConfigError(
+            f"{endpoint}: {host} is not a loopback address and there are no keys; anybody who reaches it could open "
+            "rooms. Use ipc:// or 127.0.0.1, or set insecure = true on a network you trust"
+        )
+
+
+def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, max_bytes: int) -> zmq.Socket[bytes]:
+    """A bound socket with our options.
+
+    Raises:
+        ConfigError: the address is taken or cannot be bound; says so.
+    """
+    socket = context.socket(kind)
+    try:
+        _options(socket, max_bytes)
+        if endpoint.startswith("ipc://"):
+            path = Path(endpoint.removeprefix("ipc://"))
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            socket.bind(endpoint)
+            path.chmod(0o600)
+        else:
+            socket.bind(endpoint)
+    except (zmq.ZMQError, OSError) as error:
+        socket.close(_LINGER_MS)
+        raise ConfigError(f"cannot bind {endpoint}: {error}; is another agent using it?") from None
+    return socket
+
+
+def connect(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, max_bytes: int
+) -> zmq.Socket[bytes]:
+    """A DEALER connected to `endpoint` (which need not exist yet)."""
+    socket = context.socket(zmq.DEALER)
+    _options(socket, max_bytes)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.connect(endpoint)
+    return socket
+
+
+def _options(socket: zmq.Socket[bytes], max_bytes: int) -> None:
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if socket.type == zmq.ROUTER:
+        # A restarted peer comes back under its name and takes its place; a send to nobody is an error, not a loss.
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+
+
+def _tcp(endpoint: str) -> tuple[str, str]:
+    parts = urlsplit(endpoint)
+    try:
+        host, port = parts.hostname, parts.netloc.rpartition(":")[2]
+    except ValueError:
+        host, port = None, ""
+    if parts.scheme != "tcp" or not host or not port:
+        raise ConfigError(f"{endpoint!r} is no endpoint: write ipc:///path or tcp://address:port")
+    return (f"[{host}]" if ":" in host else host), port
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,132 @@
+"""The control channel of one agent: a ROUTER that decode ranks connect to, or DEALERs towards prefill ranks.
+
+Connections are made by the decode side. Messages to one peer are collected during a turn of the control loop and
+leave in one frame. A send never blocks: what cannot leave is counted and dropped, and the machines say it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import zmq
+
+from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol.events import Received
+from kvctl_agent.protocol.messages import Message
+from kvctl_agent.runtime import endpoints
+from kvctl_agent.telemetry.hub import Telemetry
+
+_FRAMES_A_TURN = 256
+_LOG_EVERY_NS = 60_000_000_000
+_MAX_NAME_BYTES = 255
+
+
+class Links:
+    """Owned by the control loop's thread."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], name: str, incarnation: int, telemetry: Telemetry
+    ) -> None:
+        self._context = context
+        self._identity = name.encode()
+        self._incarnation = incarnation
+        self._telemetry = telemetry
+        self._router: zmq.Socket[bytes] | None = None
+        self._dealers: dict[str, zmq.Socket[bytes]] = {}
+        self._endpoints: dict[str, str] = {}
+        self._outbox: dict[str, list[Message]] = {}
+        self._logged: dict[str, int] = {}
+
+    def serve(self, endpoint: str) -> str:
+        """Bind the ROUTER; returns the endpoint to register (with the port that was found)."""
+        self._router = endpoints.bind(self._context, zmq.ROUTER, endpoint, codec.MAX_FRAME_BYTES)
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, peer: str, endpoint: str) -> bool:
+        """Make sure of a connection to `peer`; True when it is new, or leads elsewhere than before."""
+        if self._endpoints.get(peer) == endpoint:
+            return False
+        old = self._dealers.pop(peer, None)
+        if old is not None:
+            old.close(0)
+        self._dealers[peer] = endpoints.connect(self._context, endpoint, self._identity, codec.MAX_FRAME_BYTES)
+        self._endpoints[peer] = endpoint
+        return True
+
+    def endpoint(self, peer: str) -> str:
+        return self._endpoints.get(peer, "")
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [*self._dealers.values(), *([self._router] if self._router is not None else [])]
+
+    def queue(self, peer: str, message: Message) -> None:
+        """Send with the next flush."""
+        box = self._outbox.get(peer)
+        if box is None:
+            self._outbox[peer] = [message]
+        else:
+            box.append(message)
+
+    def flush(self) -> None:
+        """One frame to each peer that has something queued."""
+        outbox, self._outbox = self._outbox, {}
+        metrics = self._telemetry.metrics
+        for peer, messages in outbox.items():
+            frame = codec.encode(self._incarnation, messages)
+            for message in messages:
+                metrics.add("kvctl_control_messages_total", 1, "out", type(message).__name__)
+            try:
+                if self._router is not None:
+                    self._router.send_multipart([peer.encode(), frame], zmq.NOBLOCK)
+                else:
+                    self._dealers[peer].send(frame, zmq.NOBLOCK)
+            except (zmq.ZMQError, KeyError):
+                metrics.add("kvctl_control_dropped_total", len(messages), "unsent")
+
+    def receive(self) -> Iterator[Received]:
+        """What has come in, for at most a few hundred frames a turn so that nobody can starve the loop."""
+        if self._router is not None:
+            for _ in range(_FRAMES_A_TURN):
+                try:
+                    frames = self._router.recv_multipart(zmq.NOBLOCK)
+                except zmq.ZMQError:
+                    break
+                yield from self._read(frames[0][:_MAX_NAME_BYTES].decode(errors="replace"), frames[1:])
+        for peer, dealer in self._dealers.items():
+            for _ in range(_FRAMES_A_TURN):
+                try:
+                    frame = dealer.recv_multipart(zmq.NOBLOCK)
+                except zmq.ZMQError:
+                    break
+                yield from self._read(peer, frame)
+
+    def _read(self, peer: str, frames: list[bytes]) -> Iterator[Received]:
+        metrics = self._telemetry.metrics
+        try:
+            if len(frames) != 1:
+                raise RemoteProtocolError(f"a control message has one frame, this one {len(frames)}")
+            incarnation, messages, unknown = codec.decode(frames[0])
+        except RemoteProtocolError as error:
+            metrics.add("kvctl_control_dropped_total", 1, "malformed")
+            self._log(peer, str(error))
+            return
+        if unknown:
+            metrics.add("kvctl_control_dropped_total", unknown, "unknown-message")
+            self._log(peer, f"{unknown} control messages of unknown type or wrong fields")
+        for message in messages:
+            metrics.add("kvctl_control_messages_total", 1, "in", type(message).__name__)
+            yield Received(peer, incarnation, message)
+
+    def _log(self, peer: str, text: str) -> None:
+        """Once per peer and minute: a broken peer must not fill the recorder."""
+        now = self._telemetry.clock.now_ns()
+        if now - self._logged.get(peer, -_LOG_EVERY_NS) >= _LOG_EVERY_NS and len(self._logged) < 4096:
+            self._logged[peer] = now
+            self._telemetry.recorder.record("protocol", f"from {peer}: {text}", "warning", peer=peer)
+
+    def close(self) -> None:
+        for socket in self.sockets():
+            socket.close(0)
+        self._dealers.clear()
+        self._router = None

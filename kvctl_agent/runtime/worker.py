@@ -1,0 +1,177 @@
+"""Transfer workers of a prefill rank: they take orders that have passed every gate, and advance flights.
+
+A worker never waits for a peer. A flight whose room has failed, or whose write an engine has failed, is given up: it
+no longer takes a place among the active ones, but it is polled until the engine lets go, and only then reported as
+over. So a stopped peer holds up nobody else, and nothing is reused under a write that may still land.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+
+from kvctl_agent.errors import KvctlError
+from kvctl_agent.paths.base import Flight, Lane, Path
+from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
+from kvctl_agent.protocol.tag import PartKind
+from kvctl_agent.telemetry.metrics import Metrics
+
+_ACTIVE = 4  # parts on the wire at once
+_SPIN_S = 20e-6
+_SLEEP_S = 500e-6
+_DRAIN_S = 0.01
+
+Job = Transfer | Callable[[], None]
+
+
+class TransferWorker:
+    """One thread.
+
+    Args:
+        paths: by name; private to this worker.
+        aux: the path of aux rows.
+        lanes: by peer; written by the control loop, an entry is replaced and never changed.
+        report: puts events into the control loop's mailbox.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        paths: Mapping[str, Path],
+        aux: Path,
+        lanes: Mapping[str, Lane],
+        report: Callable[[Event], None],
+        metrics: Metrics,
+    ) -> None:
+        self._paths = paths
+        self._aux = aux
+        self._lanes = lanes
+        self._report = report
+        self._metrics = metrics
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._active: list[Flight] = []
+        self._draining: list[Flight] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Queue a part, or something to run on this thread between parts."""
+        self._jobs.put(job)
+
+    def close(self, timeout: float) -> bool:
+        """Stop after the jobs queued so far; True when the thread has ended."""
+        self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        stopping = False
+        patience = _SPIN_S
+        while not (stopping and not self._active):
+            moved = False
+            while len(self._active) < _ACTIVE and not stopping:
+                job = self._next(idle=not self._active and not moved)
+                if job is _NOTHING:
+                    break
+                if job is None:
+                    stopping = True
+                    break
+                moved = True
+                self._begin(job)  # type: ignore[arg-type]
+            for flight in self._active[:]:
+                if self._advance(flight):
+                    self._active.remove(flight)
+                    moved = True
+            self._drain()
+            if moved or not self._active:
+                patience = _SPIN_S
+            else:
+                time.sleep(patience)
+                patience = min(2 * patience, _SLEEP_S)
+
+    def _next(self, idle: bool) -> Job | object | None:
+        """The next job; waits only when there is nothing else to do."""
+        try:
+            if not idle:
+                return self._jobs.get_nowait()
+            return self._jobs.get(timeout=_DRAIN_S if self._draining else None)
+        except Empty:
+            return _NOTHING
+
+    def _begin(self, job: Job) -> None:
+        if not isinstance(job, Transfer):
+            job()
+            return
+        if job.fence.raised:
+            self._report(PartSent(job.peer, job.room, job.nonce, job.kind, job.key, dropped=True))
+            return
+        lane = self._lanes.get(job.peer)
+        if lane is None:
+            self._failed(job, f"no connection to {job.peer}", in_flight=False)
+            return
+        path = self._aux if job.kind is PartKind.AUX else self._paths[job.path]
+        try:
+            self._active.append(path.start(lane, job))
+        except KvctlError as error:
+            self._failed(job, str(error), in_flight=False)
+
+    def _advance(self, flight: Flight) -> bool:
+        """Drive one flight; True when it is no longer active."""
+        order = flight.order
+        try:
+            done = flight.advance()
+        except KvctlError as error:
+            drained = flight.give_up()
+            if not drained:
+                self._draining.append(flight)
+            self._failed(order, str(error), in_flight=not drained)
+            return True
+        if order.fence.raised and not done:
+            self._draining.append(flight)
+            return True
+        if done:
+            self._over(flight)
+        return done
+
+    def _over(self, flight: Flight) -> None:
+        order = flight.order
+        if order.fence.raised:
+            self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
+            return
+        moments = flight.moments()
+        self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments))
+        if order.kind is PartKind.KV:
+            self._metrics.add("kvctl_writes_total", 1, order.path)
+            self._metrics.add("kvctl_descriptors_total", flight.descriptors, order.path)
+            self._metrics.add("kvctl_engine_posts_total", flight.posts, order.path)
+
+    def _drain(self) -> None:
+        for flight in self._draining[:]:
+            if flight.give_up():
+                self._draining.remove(flight)
+                order = flight.order
+                self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
+
+    def _failed(self, order: Transfer, text: str, *, in_flight: bool) -> None:
+        self._metrics.add("kvctl_transport_errors_total", 1)
+        where = f"{order.key} to {order.peer} by {order.path}"
+        self._report(
+            PartFailed(
+                order.peer,
+                order.room,
+                order.nonce,
+                order.kind,
+                order.key,
+                "KV_TRANSPORT",
+                f"{where}: {text}",
+                in_flight,
+            )
+        )
+
+
+_NOTHING = object()
