@@ -13,7 +13,7 @@ from kvctl.client.endpoints import Discovery, Endpoint, discover
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.labels import matches
-from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
+from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.snapshots import Hello
 
 _HELLO = Call("hello")
@@ -58,6 +58,13 @@ class Survey:
     def answers(self, command: str) -> list[tuple[AgentAnswer, Any]]:
         """(agent, data) of every agent that answered `command`."""
         return [(agent, agent.data[command]) for agent in self.agents if command in agent.data]
+
+    def set_unknown_rooms_aside(self) -> int:
+        """Forgets faults that say only "that room is not mine", which is an answer; returns how many."""
+        real = [fault for fault in self.faults if fault.code != ErrorCode.UNKNOWN_ROOM]
+        aside = len(self.faults) - len(real)
+        self.faults = real
+        return aside
 
 
 class Fleet:

@@ -16,7 +16,6 @@ from kvctl.views.layers import LAYERS
 from kvctl.views.report import Block, Grid, Report, Text
 from kvctl.views.view import Row
 from kvctl.views.waterfall import draw
-from kvctl_agent.contract.admin import ErrorCode
 
 
 @click.command(cls=KvctlCommand)
@@ -26,10 +25,11 @@ def layers(settings: Settings, room: str | None) -> None:
     """Where the time goes, by layer group: gate, gather, post, wire, arrive, scatter; exposed and overlapped time."""
 
     def read(survey: Survey) -> Report:
-        rows = [row for _, data in survey.answers("layers") for row in data]
-        faults = [fault for fault in survey.faults if fault.code != ErrorCode.UNKNOWN_ROOM]
-        report = Report(LAYERS, rows, len(survey.agents), faults, blocks=_blocks)
-        if room is not None and not survey.answers("layers") and survey.agents and not faults:
+        answers = survey.answers("layers")
+        strangers = survey.set_unknown_rooms_aside()
+        rows = [row for _, data in answers for row in data]
+        report = Report(LAYERS, rows, len(answers) + strangers, survey.faults, blocks=_blocks)
+        if strangers and not answers and not survey.faults:
             report.failure = f"no agent knows room {room}; see kvctl rooms, and kvctl rooms history for finished ones"
         return report
 

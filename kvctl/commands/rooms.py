@@ -18,7 +18,6 @@ from kvctl.views.report import Report
 from kvctl.views.room_report import blocks, rank_rows
 from kvctl.views.rooms import HISTORY, ROOMS, SLOW, TIMELINE
 from kvctl.views.view import Row, View
-from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.states import STATE_LABELS
 
 _CLOCK_ROUNDS = 3
@@ -100,14 +99,14 @@ def show(settings: Settings, room: str) -> None:
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("room")
-        faults = [fault for fault in survey.faults if fault.code != ErrorCode.UNKNOWN_ROOM]
+        answered = len(answers) + survey.set_unknown_rooms_aside()
         joined = join((data for _, data in answers), {agent.name: agent.clock for agent in survey.agents})
-        return _room_report(room, joined, len(survey.agents), faults)
+        return _room_report(room, joined, answered, survey.faults)
 
     run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)
 
 
-def _room_report(number: str, joined: Sequence[JoinedRoom], asked: int, faults: Sequence[Fault]) -> Report:
+def _room_report(number: str, joined: Sequence[JoinedRoom], answered: int, faults: Sequence[Fault]) -> Report:
     rows = [{"room": room.room, "nonce": room.nonce, **event} for room in joined for event in room.timeline]
 
     def mine(kept: Sequence[Row], room: JoinedRoom) -> list[Row]:
@@ -116,13 +115,12 @@ def _room_report(number: str, joined: Sequence[JoinedRoom], asked: int, faults: 
     report = Report(
         TIMELINE,
         rows,
-        asked,
+        answered,
         faults,
         objects=lambda kept: [_document(room, mine(kept, room)) for room in joined],
         blocks=lambda kept, width: [block for room in joined for block in blocks(room, mine(kept, room), width)],
     )
-    if not joined and asked and not faults:
-        report.answered = asked
+    if not joined and answered and not faults:
         report.failure = f"no agent knows room {number}; see kvctl rooms, and kvctl rooms history for finished ones"
     if len(joined) > 1:
         report.notes.append(f"room number {number} was used {len(joined)} times, the newest comes first")

@@ -34,8 +34,8 @@ def segments(pieces: Sequence[tuple[float, float, Span]], end: float, width: int
     for start, stop, glyph in pieces:
         if stop <= start or end <= 0:
             continue
-        first = min(width - 1, int(start / end * width))
-        last = min(width, max(first + 1, round(stop / end * width)))
+        first = min(width - 1, int(min(1.0, start / end) * width))
+        last = max(first + 1, round(min(1.0, stop / end) * width))
         cells[first:last] = [glyph] * (last - first)
     return merged(cells)
 

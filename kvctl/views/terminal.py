@@ -21,6 +21,7 @@ _GAP = 2
 # A text that must shrink keeps this much, and one this long is not worth a column of its own being hidden for.
 _LEAST = 6
 _ENOUGH = 24
+_NO_LIMIT = 100_000
 
 
 def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: int | None, colour: bool) -> str:
@@ -33,7 +34,7 @@ def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: 
     out = io.StringIO()
     console = Console(
         file=out,
-        width=width or 100_000,
+        width=_NO_LIMIT,  # widths are decided here, cells are cut there
         force_terminal=colour,
         color_system="standard" if colour else None,
         highlight=False,
@@ -151,7 +152,7 @@ def stream_line(columns: Sequence[Column], row: Row, colour: bool) -> str:
     if not colour:
         return "".join(text for text, _ in spans).rstrip()
     out = io.StringIO()
-    console = Console(file=out, width=100_000, force_terminal=True, color_system="standard", highlight=False)
+    console = Console(file=out, width=_NO_LIMIT, force_terminal=True, color_system="standard", highlight=False)
     console.print(_assembled(spans), soft_wrap=True, end="")
     return out.getvalue()
 

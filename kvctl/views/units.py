@@ -22,7 +22,8 @@ _SIZE_UNITS: dict[str, int] = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-_NUMBER = r"\d+(?:\.\d+)?"
+# As many digits as any real quantity has; more would overflow on the way to an integer.
+_NUMBER = r"\d{1,18}(?:\.\d{1,18})?"
 _DURATION = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h|d)")
 _SIZE = re.compile(rf"({_NUMBER})\s*([A-Za-z]+)")
 

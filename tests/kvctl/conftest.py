@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from kvctl.cli import run
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
@@ -103,12 +106,24 @@ def room_row(name: str, room: str = ROOM, **changes: Any) -> dict[str, Any]:
 
 
 def event(at_ms: float, agent: str, stage: str, writer: int | None = None, **more: Any) -> dict[str, Any]:
-    part = {"writer": writer, "chunk": None, "layers": None} if writer is None else {
-        "writer": writer,
-        "chunk": 0,
-        "layers": [0, 32],
+    part = (
+        {"writer": writer, "chunk": None, "layers": None}
+        if writer is None
+        else {
+            "writer": writer,
+            "chunk": 0,
+            "layers": [0, 32],
+        }
+    )
+    return {
+        "at_ns": NOW + round(at_ms * MS),
+        "agent": agent,
+        "stage": stage,
+        "peer": None,
+        "detail": "",
+        **part,
+        **more,
     }
-    return {"at_ns": NOW + round(at_ms * MS), "agent": agent, "stage": stage, "peer": None, "detail": "", **part, **more}
 
 
 def room_detail(name: str, failed: bool = False) -> dict[str, Any]:
@@ -393,15 +408,15 @@ def socket_directory(surroundings: None) -> Path:
 
 @pytest.fixture
 def start(socket_directory: Path) -> Iterator[Start]:
-    """Starts real admin servers: `start(name, handlers=..., hello=...)`; all are closed at the end."""
+    """Starts real admin servers: `start(name, handlers, ahead_ns, **hello)`; all are closed at the end."""
     servers: list[AdminServer] = []
 
-    def make(name: str, handlers: dict[str, Any] | None = None, **changes: Any) -> AdminServer:
+    def make(name: str, handlers: dict[str, Any] | None = None, ahead_ns: int = 0, **changes: Any) -> AdminServer:
         greeting = {**hello(name), **changes}
         server = AdminServer(
             name,
             {**answers(name), **(handlers or {})},
-            lambda: copy.copy({**greeting, "now_ns": time.time_ns() + changes.get("now_ns", 0)}),  # type: ignore[arg-type,return-value]
+            lambda: {**greeting, "now_ns": time.time_ns() + ahead_ns},  # type: ignore[arg-type, return-value, typeddict-item]
             socket_directory,
         )
         servers.append(server.start())
@@ -420,15 +435,32 @@ def fleet(start: Start) -> tuple[str, ...]:
     return FLEET
 
 
-class Canned:
-    """The fixed answers, for tests that need no socket."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one call of `kvctl` left behind."""
 
-    now, ms, s, room_number, nonce, names = NOW, MS, S, ROOM, NONCE, FLEET
-    status, room_row, room_detail, staging = staticmethod(status), staticmethod(room_row), staticmethod(room_detail), staticmethod(staging)
-    layers, peers, events, metrics = staticmethod(layers), staticmethod(peers), staticmethod(events), staticmethod(metrics)
-    answers, event, hello = staticmethod(answers), staticmethod(event), staticmethod(hello)
+    code: int
+    out: str
+    err: str
+
+
+Kvctl = Callable[..., Outcome]
 
 
 @pytest.fixture
-def canned() -> type[Canned]:
-    return Canned
+def kvctl(capsys: pytest.CaptureFixture[str]) -> Kvctl:
+    """Runs `kvctl` in this process: `kvctl("rooms", "-o", "json")`."""
+
+    def call(*args: str) -> Outcome:
+        capsys.readouterr()
+        code = run(list(args))
+        captured = capsys.readouterr()
+        return Outcome(int(code), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def canned() -> ModuleType:
+    """This module: its fixed answers, for tests that need no socket."""
+    return sys.modules[__name__]

@@ -1,0 +1,99 @@
+"""Discovery: who is there, who is gone, and what `-e` may say."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.client.endpoints import discover
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
+
+
+def leave_socket(directory: Path, name: str) -> Path:
+    """A socket as a killed process leaves it: the file is there, nobody listens."""
+    path = directory / f"{name}.sock"
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(os.fspath(path))
+    return path
+
+
+def test_no_directory_means_nobody(surroundings: None) -> None:
+    found = discover()
+    assert (found.live, found.stale, found.faults) == ([], [], [])
+
+
+def test_living_agents_are_told_from_dead_sockets(start: Any, socket_directory: Path) -> None:
+    start("decode-0")
+    leave_socket(socket_directory, "decode-1")
+    found = discover()
+    assert [endpoint.name for endpoint in found.live] == ["decode-0"]
+    assert [endpoint.name for endpoint in found.stale] == ["decode-1"]
+    assert found.faults == []
+
+
+def test_knocking_leaves_no_trace_on_the_agent(start: Any, kvctl: Any) -> None:
+    start("decode-0")
+    for _ in range(50):
+        discover()
+    assert kvctl("status").code == 0
+
+
+def test_names_globs_and_addresses_choose(fleet: Any, socket_directory: Path) -> None:
+    def names(*wanted: str) -> list[str]:
+        return [endpoint.name for endpoint in discover(wanted).live]
+
+    assert names("decode-1") == ["decode-1"]
+    assert names("decode-*") == ["decode-0", "decode-1"]
+    assert names(f"ipc://{socket_directory}/prefill-0.sock") == ["prefill-0"]
+    assert names(str(socket_directory / "prefill-1.sock")) == ["prefill-1"]
+    assert names("decode-0", "decode-*") == ["decode-0", "decode-1"]
+
+
+def test_a_missing_name_is_a_fault_with_a_near_match(fleet: Any) -> None:
+    (fault,) = discover(["decode0"]).faults
+    assert fault.code == "unreachable"
+    assert "did you mean decode-0?" in fault.message
+
+
+def test_a_named_dead_agent_is_a_fault(socket_directory: Path) -> None:
+    path = leave_socket(socket_directory, "decode-9")
+    for wanted in ("decode-9", f"ipc://{path}"):
+        (fault,) = discover([wanted]).faults
+        assert "left its socket" in fault.message
+    (fault,) = discover([f"ipc://{socket_directory}/nothing.sock"]).faults
+    assert "there is no socket" in fault.message
+
+
+def test_tcp_needs_keys_and_other_schemes_are_unknown(surroundings: None) -> None:
+    with pytest.raises(CliError, match="CURVE keys, not in this version") as refused:
+        discover(["tcp://host:5000"])
+    assert refused.value.code is ExitCode.USAGE
+    with pytest.raises(CliError, match="ipc:// only"):
+        discover(["http://host"])
+    with pytest.raises(CliError, match="107 bytes"):
+        discover(["ipc:///" + "x" * 120])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every directory")
+def test_a_foreign_directory_is_not_permitted(socket_directory: Path) -> None:
+    socket_directory.chmod(0)
+    try:
+        with pytest.raises(CliError, match="another user") as refused:
+            discover()
+        assert refused.value.code is ExitCode.NOT_PERMITTED
+    finally:
+        socket_directory.chmod(0o700)
+
+
+def test_many_dead_sockets_cost_little(socket_directory: Path) -> None:
+    for number in range(256):
+        leave_socket(socket_directory, f"a{number}")
+    started = time.monotonic()
+    assert len(discover().stale) == 256
+    assert time.monotonic() - started < 1

@@ -1,0 +1,161 @@
+"""Asking many at once: partial answers, silence, other protocols, and nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvctl.client.calls import Call
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.fanout import Fanout, Reply
+
+HELLO = Call("hello")
+FAST_NS = 150_000_000
+LONG_NS = 5_000_000_000
+
+
+@contextmanager
+def router(path: Path, answer: Any) -> Iterator[Endpoint]:
+    """A ROUTER that sends what `answer(frames)` returns; None keeps silent."""
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    socket.bind(f"ipc://{path}")
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            if socket.poll(20):
+                frames = socket.recv_multipart()
+                reply = answer(frames[1:])
+                if reply is not None:
+                    socket.send_multipart([frames[0], *reply])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield Endpoint(path.stem, path)
+    finally:
+        stop.set()
+        thread.join()
+        socket.close()
+        context.term()
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def ask(endpoint: Endpoint, *calls: Call, timeout_ns: int = LONG_NS) -> list[Reply]:
+    with Fanout() as fanout:
+        return fanout.ask([(endpoint, call) for call in calls], timeout_ns)
+
+
+def test_replies_come_in_the_order_of_the_requests(fleet: Any, socket_directory: Path) -> None:
+    endpoints = [Endpoint(name, socket_directory / f"{name}.sock") for name in fleet]
+    requests = [(endpoint, call) for endpoint in endpoints for call in (HELLO, Call("status"))]
+    with Fanout() as fanout:
+        replies = fanout.ask(requests, LONG_NS)
+    assert [(reply.endpoint, reply.call) for reply in replies] == requests
+    assert [reply.data["name"] for reply in replies] == [endpoint.name for endpoint, _ in requests]
+    assert all(reply.rtt_ns > 0 and reply.fault is None for reply in replies)
+
+
+def test_silence_is_a_timeout_and_costs_the_deadline_only(socket_directory: Path) -> None:
+    with router(socket_directory / "mute.sock", lambda frames: None) as endpoint:
+        started = time.monotonic()
+        (reply,) = ask(endpoint, HELLO, timeout_ns=FAST_NS)
+        assert time.monotonic() - started < 2
+    assert reply.fault is not None
+    assert reply.fault.code == "timeout"
+    assert "0.15 s" in reply.fault.message
+
+
+def test_other_protocols_are_named(socket_directory: Path) -> None:
+    cases: dict[str, Any] = {
+        "magic": lambda frames: [b"KVA9", frames[1], frames[2]],
+        "frames": lambda frames: [b"KVA1", frames[1]],
+        "text": lambda frames: [b"KVA1", frames[1], b"{nonsense"],
+        "shape": lambda frames: [b"KVA1", frames[1], b'{"ok": true}'],
+    }
+    for name, answer in cases.items():
+        with router(socket_directory / f"{name}.sock", answer) as endpoint:
+            (reply,) = ask(endpoint, HELLO)
+        assert reply.fault is not None, name
+        assert (reply.fault.agent, reply.fault.code) == (name, "protocol")
+
+
+def test_a_late_reply_is_not_taken_for_a_later_one(socket_directory: Path) -> None:
+    held: list[list[bytes]] = []
+
+    def late_once(frames: list[bytes]) -> list[bytes] | None:
+        if not held:
+            held.append(frames)
+            return None
+        first, held[:] = held[0], [[]]
+        # The old request's answer comes before the new one's would; the new one is never answered.
+        return [b"KVA1", first[1], b'{"ok": true, "data": "old"}']
+
+    with router(socket_directory / "late.sock", late_once) as endpoint, Fanout() as fanout:
+        assert fanout.ask([(endpoint, HELLO)], FAST_NS)[0].fault is not None
+        (second,) = fanout.ask([(endpoint, HELLO)], FAST_NS)
+    assert second.data is None
+    assert second.fault is not None
+
+
+def test_what_the_agent_refuses_keeps_its_code(start: Any, socket_directory: Path) -> None:
+    start("decode-1")
+    (reply,) = ask(Endpoint("decode-1", socket_directory / "decode-1.sock"), Call("room", {"room": "1"}))
+    assert reply.fault is not None
+    assert (reply.fault.code, reply.fault.agent) == ("unknown-room", "decode-1")
+
+
+def test_no_descriptor_and_no_thread_is_left(start: Any, socket_directory: Path) -> None:
+    start("decode-0")
+    endpoint = Endpoint("decode-0", socket_directory / "decode-0.sock")
+    ask(endpoint, HELLO)
+    before = descriptors(), threading.active_count()
+    for _ in range(5):
+        ask(endpoint, HELLO)
+    deadline = time.monotonic() + 5  # the server closes its ends when it notices
+    while descriptors() > before[0] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (descriptors(), threading.active_count()) == before
+
+
+def test_256_agents_answer_in_one_go(socket_directory: Path) -> None:
+    """One ROUTER under 256 names: the client cannot tell, and keeps a socket for each."""
+
+    def hello(frames: list[bytes]) -> list[bytes]:
+        return [b"KVA1", frames[1], b'{"ok": true, "data": {}}']
+
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    endpoints = [Endpoint(f"a{number}", socket_directory / f"a{number}.sock") for number in range(256)]
+    for endpoint in endpoints:
+        socket.bind(endpoint.address)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            if socket.poll(20):
+                frames = socket.recv_multipart()
+                socket.send_multipart([frames[0], *hello(frames[1:])])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with Fanout() as fanout:
+            replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], LONG_NS)
+        assert [reply.endpoint for reply in replies if reply.fault is None] == endpoints
+    finally:
+        stop.set()
+        thread.join()
+        socket.close(linger=0)
+        context.term()

@@ -1,0 +1,272 @@
+"""The commands against real admin servers: choosing, refusing, partial answers, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.contract.commands import COMMANDS_BY_NAME
+from kvctl_agent.errors import RequestRefused
+
+READING = (
+    ("status",),
+    ("agents",),
+    ("rooms",),
+    ("rooms", "ls"),
+    ("rooms", "history"),
+    ("rooms", "slow"),
+    ("rooms", "show", "7"),
+    ("staging",),
+    ("staging", "map"),
+    ("layers",),
+    ("peers",),
+    ("metrics",),
+    ("events",),
+    ("config", "show"),
+    ("version", "--agents"),
+)
+
+
+def data(out: str) -> Any:
+    return json.loads(out)["data"]
+
+
+def fail(code: ErrorCode, text: str) -> Any:
+    def handler(_: dict[str, Any]) -> Any:
+        raise RequestRefused(code, text)
+
+    return handler
+
+
+@pytest.mark.parametrize("args", READING, ids=" ".join)
+def test_without_agents_every_command_exits_3_and_json_stays_json(args: tuple[str, ...], kvctl: Any) -> None:
+    outcome = kvctl(*args, "-o", "json")
+    assert outcome.code == 3
+    assert json.loads(outcome.out)["schema"].startswith("kvctl.")
+    assert "no agent found" in outcome.err
+    assert "kvctl bench --prefill-tp 4 --decode-dp 4 --hold" in outcome.err
+    plain = kvctl(*args)
+    assert plain.out == "" or args[0] == "version"
+
+
+@pytest.mark.parametrize("args", READING, ids=" ".join)
+def test_options_are_taken_before_and_after_the_command(args: tuple[str, ...], fleet: Any, kvctl: Any) -> None:
+    before = kvctl("-o", "json", "-e", "decode-0", *args)
+    after = kvctl(*args, "-o", "json", "-e", "decode-0")
+    assert (before.code, before.err) == (after.code, after.err)
+    assert (
+        json.loads(before.out).keys()
+        == json.loads(after.out).keys()
+        == {
+            "schema",
+            "generated_at_ns",
+            "data",
+            "errors",
+        }
+    )
+
+
+def test_options_are_taken_between_group_and_command(fleet: Any, kvctl: Any) -> None:
+    assert kvctl("rooms", "-o", "jsonl", "history", "-n", "1").out.count("\n") == 4
+
+
+def test_the_innermost_flag_wins_and_lists_add_up(fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("-o", "csv", "-e", "decode-0", "rooms", "-o", "jsonl", "-e", "decode-1")
+    assert {json.loads(line)["agent"] for line in outcome.out.splitlines()} == {"decode-0", "decode-1"}
+
+
+def test_columns_order_and_filters(fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl(
+        "rooms",
+        "--columns",
+        "room,age,agent",
+        "--sort-by",
+        "-age,agent",
+        "--filter",
+        "age>8s",
+        "--filter",
+        "agent~code",
+    )
+    assert outcome.out == "room\tage_ns\tagent\n7\t9000000000\tdecode-0\n7\t9000000000\tdecode-1\n"
+
+
+def test_states_are_asked_of_the_agent(fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("rooms", "--state", "waitingforinput", "-o", "json")
+    assert {row["state"] for row in data(outcome.out)} == {"WaitingForInput"}
+
+
+def test_a_cut_list_says_so(fleet: Any, kvctl: Any) -> None:
+    assert "decode-0: only 1 rooms shown, raise --limit" in kvctl("rooms", "-n", "1").err
+    assert kvctl("rooms", "-n", "1", "-q").err == ""
+
+
+def test_partial_answers_are_printed_named_and_exit_7(start: Any, kvctl: Any) -> None:
+    start("decode-0")
+    start("decode-1", {"peers": fail(ErrorCode.INTERNAL, "peers failed inside the agent: boom")})
+    outcome = kvctl("peers", "-o", "json")
+    assert outcome.code == 7
+    document = json.loads(outcome.out)
+    assert {row["agent"] for row in document["data"]} == {"decode-0"}
+    assert document["errors"] == [
+        {"agent": "decode-1", "code": "internal", "message": "peers failed inside the agent: boom"}
+    ]
+    assert outcome.err == "kvctl: decode-1: peers failed inside the agent: boom\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(ErrorCode.NOT_PERMITTED, 5), (ErrorCode.UNKNOWN_COMMAND, 6), (ErrorCode.INTERNAL, 1)],
+)
+def test_when_all_refuse_the_reason_is_the_exit_code(code: ErrorCode, expected: int, start: Any, kvctl: Any) -> None:
+    start("decode-0", {"layers": fail(code, "no")})
+    assert kvctl("layers").code == expected
+
+
+def test_another_protocol_exits_6(start: Any, kvctl: Any) -> None:
+    start("newer", protocol=[2, 3])
+    outcome = kvctl("status")
+    assert outcome.code == 6
+    assert "this kvctl speaks 1 to 1: update kvctl" in outcome.err
+
+
+def test_a_hanging_agent_exits_4_and_with_others_7(socket_directory: Path, start: Any, kvctl: Any) -> None:
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(os.fspath(socket_directory / "hung.sock"))
+        hung.listen()
+        assert kvctl("status", "--timeout", "100ms").code == 4
+        start("decode-0")
+        outcome = kvctl("status", "--timeout", "300ms", "-o", "table")
+    assert outcome.code == 7
+    assert "1 agent, 1 not answering" in outcome.out
+    assert "hung: no answer within 0.3 s" in outcome.err
+
+
+def test_stale_sockets_are_marked_and_harm_nobody(socket_directory: Path, start: Any, kvctl: Any) -> None:
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(os.fspath(socket_directory / "dead.sock"))
+    outcome = kvctl("agents", "-o", "json")
+    assert outcome.code == 3
+    assert [(row["agent"], row["state"]) for row in data(outcome.out)] == [("dead", "stale")]
+    start("decode-0")
+    outcome = kvctl("agents", "-o", "json")
+    assert outcome.code == 0
+    assert [(row["agent"], row["state"]) for row in data(outcome.out)] == [("dead", "stale"), ("decode-0", "ok")]
+    assert kvctl("status").code == 0
+    assert kvctl("status", "-e", "dead").code == 3
+    assert kvctl("status", "-e", "dead", "-e", "decode-0").code == 7
+
+
+def test_labels_that_match_nobody_exit_3_and_say_who_answered(fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("status", "-l", "role=decode,tp=7")
+    assert outcome.code == 3
+    assert "no agent is role=decode,tp=7; 4 answered" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("stauts",), "did you mean 'kvctl status'?"),
+        (("rooms", "hsitory"), "did you mean 'kvctl rooms history'?"),
+        (("rooms", "--filter", "age>5"), "age needs a unit"),
+        (("rooms", "--columns", "stat"), "did you mean state?"),
+        (("rooms", "show", "-1"), "No such option"),
+        (("rooms", "show", "18446744073709551616"), "not a room number"),
+        (("rooms", "show"), "Missing argument 'ROOM'"),
+        (("rooms", "-o", "prom"), "-o prom is for metrics"),
+        (("rooms", "-o", "yaml"), "'yaml' is not one of"),
+        (("status", "-l", "colour=red"), "with a key of role, dp"),
+        (("status", "--timeout", "soon"), "--timeout: 'soon' is not a duration"),
+        (("status", "-w", "0"), "--watch: '0' is shorter than a millisecond"),
+        (("status", "-e", "tcp://h:1"), "need CURVE keys, not in this version"),
+        (("events", "--since", "yesterday"), "--since"),
+    ],
+)
+def test_wrong_usage_exits_2_and_helps(args: tuple[str, ...], words: str, fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl(*args)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert words in outcome.err
+
+
+def test_a_room_nobody_knows_fails(fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("rooms", "show", "12")
+    assert outcome.code == 1
+    assert "no agent knows room 12" in outcome.err
+
+
+def test_a_room_is_joined_over_the_ranks_that_know_it(fleet: Any, kvctl: Any, canned: Any) -> None:
+    """decode-1 does not know the room, which is no error."""
+    outcome = kvctl("rooms", "show", canned.ROOM, "-o", "json")
+    assert (outcome.code, outcome.err) == (0, "")
+    (room,) = data(outcome.out)
+    assert room["room"] == canned.ROOM
+    assert [rank["agent"] for rank in room["ranks"]] == ["prefill-0", "prefill-1", "decode-0"]
+    assert room["first_failing_rank"] is None
+    assert [event["relative_ns"] for event in room["timeline"]][:2] == [0, canned.MS]
+    assert {clock["agent"] for clock in room["clocks"]} == {"prefill-0", "prefill-1", "decode-0"}
+
+
+def test_the_first_failing_rank_is_named(start: Any, kvctl: Any, canned: Any) -> None:
+    for name in canned.FLEET[:3]:
+        start(name, canned.answers(name, failed=True))
+    outcome = kvctl("rooms", "show", canned.ROOM, "-o", "table")
+    assert "failed first: prefill-1 at +15 ms: transport: NIXL_ERR_BACKEND" in outcome.out
+    (room,) = data(kvctl("rooms", "show", canned.ROOM, "-o", "json").out)
+    assert room["first_failing_rank"] == "prefill-1"
+
+
+def test_room_numbers_stay_text_for_other_languages(fleet: Any, kvctl: Any, canned: Any) -> None:
+    rooms = {row["room"] for row in data(kvctl("rooms", "-o", "json").out)}
+    assert rooms == {canned.ROOM, "7"}
+
+
+def test_filters_reach_the_timeline_of_a_joined_room(fleet: Any, kvctl: Any, canned: Any) -> None:
+    (room,) = data(kvctl("rooms", "show", canned.ROOM, "-o", "json", "--filter", "stage=wire").out)
+    assert [event["stage"] for event in room["timeline"]] == ["wire"]
+
+
+def test_events_are_narrowed_by_age(fleet: Any, kvctl: Any) -> None:
+    assert kvctl("events", "--since", "5m", "-o", "jsonl").out == ""
+    assert kvctl("events", "--since", "99999h", "-o", "jsonl").out.count("\n") == 8
+
+
+def test_agents_that_agree_share_a_configuration_row(fleet: Any, kvctl: Any) -> None:
+    rows = data(kvctl("config", "-o", "json", "--filter", "key=workers").out)
+    assert {row["value"]: row["agents"] for row in rows} == {
+        1: ["decode-0", "decode-1", "prefill-0"],
+        4: ["prefill-1"],
+    }
+
+
+def test_version_needs_no_agent(kvctl: Any) -> None:
+    assert kvctl("version", "-o", "json").code == 0
+    assert kvctl("--version").out == "kvctl 0.1.0\n"
+
+
+def test_verbose_says_who_was_asked(fleet: Any, kvctl: Any) -> None:
+    assert kvctl("status", "-v").err.count("answered in") == 4
+
+
+def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, canned: Any) -> None:
+    """Runs every reading command and looks at the requests that arrived."""
+    seen: dict[str, set[str]] = {}
+
+    def noting(name: str, handler: Any) -> Any:
+        def handle(args: dict[str, Any]) -> Any:
+            seen.setdefault(name, set()).update(args)
+            return handler(args)
+
+        return handle
+
+    start("decode-0", {name: noting(name, handler) for name, handler in canned.answers("decode-0").items()})
+    for args in (*READING, ("rooms", "show", canned.ROOM), ("rooms", "--state", "Failed"), ("layers", "--room", "7")):
+        kvctl(*args)
+    assert seen.keys() == COMMANDS_BY_NAME.keys() - {"hello", "commands", "stacks"}
+    for name, used in seen.items():
+        assert used <= {arg.name for arg in COMMANDS_BY_NAME[name].args}

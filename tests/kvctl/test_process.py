@@ -1,0 +1,210 @@
+"""The real process: what it imports, how long it takes, how it ends, and what a terminal sees."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import termios
+import time
+from typing import Any
+
+import pytest
+
+KVCTL = (sys.executable, "-m", "kvctl")
+HEAVY = ("torch", "numpy", "textual", "nixl", "transformers")
+
+
+def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*KVCTL, *args], capture_output=True, text=True, timeout=30, env={**os.environ, **environment}, check=False
+    )
+
+
+def imported(*args: str) -> set[str]:
+    """Names of the modules that a `kvctl` process ends with."""
+    code = (
+        "import sys, json, io\n"
+        "from kvctl.cli import run\n"
+        f"code = run({list(args)!r})\n"
+        "print(json.dumps([int(code), sorted(sys.modules)]), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    status, modules = json.loads(done.stderr.splitlines()[-1])
+    assert status == 0
+    return set(modules)
+
+
+def on_terminal(
+    *args: str, seconds: float = 20, until: str = "", times: int = 1, width: int = 100, **environment: str
+) -> str:
+    """What `kvctl` writes to a terminal of that width; interrupted once `until` was seen so many `times`."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    kept = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "TERM", "COLUMNS"}}
+    process = subprocess.Popen(
+        [*KVCTL, *args],
+        stdin=follower,
+        stdout=follower,
+        stderr=subprocess.DEVNULL,
+        env={**kept, "TERM": "xterm-256color", **environment},
+    )
+    os.close(follower)
+    seen = b""
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            if not select.select([leader], [], [], 0.05)[0]:
+                continue
+            try:
+                seen += os.read(leader, 65536)
+            except OSError:  # the other end was closed
+                break
+            if until and seen.count(until.encode()) >= times:
+                process.send_signal(signal.SIGINT)
+                until = ""
+        process.wait(5)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+    return seen.decode().replace("\r\n", "\n")
+
+
+def test_help_and_status_import_nothing_heavy(fleet: Any) -> None:
+    for args in (("--help",), ("status",), ("status", "-o", "table"), ("rooms", "-o", "json")):
+        assert not imported(*args) & set(HEAVY), args
+
+
+def test_version_and_help_open_no_socket_library_and_draw_nothing() -> None:
+    for args in (("--version",), ("--help",)):
+        assert not imported(*args) & {"zmq", "rich", "orjson", *HEAVY}, args
+
+
+def median_seconds(*args: str, times: int = 5) -> float:
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        run(*args)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def test_startup_is_quick_beside_the_interpreter_alone() -> None:
+    """150 ms on an idle machine; a busy one slows the bare interpreter just as much."""
+    bare = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "pass"], check=True)
+        bare.append(time.perf_counter() - started)
+    assert median_seconds("--version") < max(0.15, 8 * statistics.median(bare))
+
+
+def test_without_agents_status_ends_within_a_second() -> None:
+    assert median_seconds("status", times=3) < 1
+    done = run("status")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "kvctl bench" in done.stderr
+
+
+def test_kvctl_alone_prints_its_help() -> None:
+    done = run()
+    assert done.returncode == 0
+    assert "rooms" in done.stdout
+    assert done.stderr == ""
+
+
+def test_help_of_every_command_names_the_global_options() -> None:
+    from kvctl.commands.registry import COMMANDS
+
+    for name in COMMANDS.keys() - {"bench"}:
+        done = run(name, "--help")
+        assert done.returncode == 0, done.stderr
+        assert "--sort-by" in done.stdout
+
+
+def test_a_reader_that_leaves_is_met_quietly(fleet: Any) -> None:
+    shell = f"{sys.executable} -m kvctl COMMAND | head -n 1; echo ${{PIPESTATUS[0]}}"
+    for command in ("rooms", "metrics -o prom", "status -w 0.01", "events -o jsonl"):
+        done = subprocess.run(
+            ["bash", "-c", shell.replace("COMMAND", command)], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert done.stderr == "", command
+        assert done.stdout.splitlines()[-1] == "0", command
+
+
+def test_interrupting_exits_130_and_keeps_what_was_printed(fleet: Any) -> None:
+    process = subprocess.Popen(
+        [*KVCTL, "status", "-w", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    header, first = process.stdout.readline(), process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert err.strip() == ""
+    assert header.startswith("at_ns\tagents")
+    assert first.split("\t")[1] == "4"
+
+
+def test_a_terminal_gets_a_coloured_table_of_its_width(fleet: Any) -> None:
+    for width in (80, 120):
+        text = on_terminal("status", width=width)
+        assert "\x1b[1m" in text
+        assert "AGENT" in text
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_colour_can_be_declined(environment: dict[str, str], fleet: Any) -> None:
+    text = on_terminal("rooms", **environment)
+    assert "\x1b" not in text
+    assert "WaitingForInput" in text
+    assert all(len(line) <= 100 for line in text.splitlines()[:-1])
+
+
+def test_colour_can_be_demanded(fleet: Any) -> None:
+    assert "\x1b[" in run("rooms", "-o", "table", "--color", "always").stdout
+    assert "\x1b[" not in on_terminal("rooms", "--color", "never")
+
+
+def test_watching_redraws_on_a_terminal(fleet: Any) -> None:
+    text = on_terminal("rooms", "-w", "0.05", until="\x1b[H")
+    assert "kvctl rooms ls · every 0.05 s" in text
+
+
+def test_watching_status_on_a_terminal_repeats_its_header_every_20_lines(fleet: Any) -> None:
+    text = on_terminal("status", "-w", "0.01", "--color", "never", until="TIME", times=2)
+    lines = text.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.lstrip().startswith("TIME")]
+    assert heads[:2] == [0, 21]
+
+
+def test_following_events_prints_each_once(start: Any) -> None:
+    grown: list[dict[str, Any]] = []
+
+    def events(args: dict[str, Any]) -> Any:
+        number = len(grown) + 1
+        grown.append(
+            {"sequence": number, "at_ns": number, "agent": "decode-0", "kind": "k", "severity": "info"}
+            | {"room": None, "peer": None, "text": f"event {number}"}
+        )
+        return {
+            "events": [row for row in grown if row["sequence"] >= args.get("since", 0)],
+            "next": number + 1,
+            "dropped": 0,
+        }
+
+    start("decode-0", {"events": events})
+    process = subprocess.Popen([*KVCTL, "events", "-w", "0.02", "-o", "jsonl"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    texts = [json.loads(process.stdout.readline())["text"] for _ in range(6)]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert texts == [f"event {number}" for number in range(1, 7)]

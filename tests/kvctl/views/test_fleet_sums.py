@@ -1,0 +1,49 @@
+"""Sums over a fleet: nothing counted twice, nothing claimed that the counters do not tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvctl.views.fleet import Rates, rates, summarise
+
+
+def test_rooms_count_once_per_decode_instance_and_bytes_on_every_decode_rank(canned: Any) -> None:
+    leader, follower = canned.status("decode-0"), canned.status("decode-1")
+    follower["rank"] = {"dp": 0, "pp": 0, "cp": 0, "tp": 1, "unique": 1}
+    summary = summarise([leader, follower, canned.status("prefill-0")])
+    assert summary.active == {"Bootstrapping": 1, "WaitingForInput": 2, "Transferring": 3}
+    assert summary.succeeded_total == 1204
+    assert summary.bytes_total == 2 * (5 << 30)
+    assert summary.counted == "decode"
+
+
+def test_prefill_stands_in_where_no_decode_rank_answers(canned: Any) -> None:
+    summary = summarise([canned.status("prefill-0"), canned.status("prefill-1")])
+    assert summary.counted == "prefill"
+    assert summary.bytes_total == 2 * (5 << 30)
+    assert summary.succeeded_total == 1204
+    assert summary.ring_ratio is None
+
+
+def test_unknown_is_not_zero(canned: Any) -> None:
+    idle = canned.status("decode-0")
+    idle["rate"] |= {"gb_per_s": None, "rooms_per_s": None}
+    idle["latency"] |= {"p50_ns": None, "p99_ns": None, "count": 0}
+    summary = summarise([idle])
+    assert (summary.gb_per_s, summary.rooms_per_s, summary.p50_ns, summary.p99_ns) == (None, None, None, None)
+
+
+def test_rates_are_differences_over_the_wall_clock(canned: Any) -> None:
+    before, after = canned.status("decode-0"), canned.status("decode-0")
+    after["bytes_total"] += 3_000_000_000
+    after["rooms_finished_total"] = {"Success": 1214, "Failed": 1}
+    change = rates(summarise([before]), summarise([after]), 2_000_000_000)
+    assert change == Rates(gb_per_s=1.5, succeeded_per_s=5.0, failed_per_s=0.5)
+
+
+def test_a_restarted_or_lost_rank_gives_no_rate(canned: Any) -> None:
+    one, two = summarise([canned.status("decode-0")]), summarise([canned.status(n) for n in canned.FLEET])
+    restarted = canned.status("decode-0") | {"bytes_total": 1}
+    assert rates(two, one, 10**9) == Rates()
+    assert rates(one, two, 10**9) == Rates()
+    assert rates(one, summarise([restarted]), 10**9) == Rates()

@@ -1,0 +1,76 @@
+"""Every declared view is sound, and reads what the contract says agents answer."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import kvctl.views
+from kvctl.views.bars import STAGE_GLYPHS
+from kvctl.views.events import EVENTS
+from kvctl.views.layers import LAYERS
+from kvctl.views.peers import PEERS
+from kvctl.views.rooms import ROOMS
+from kvctl.views.staging import STAGING
+from kvctl.views.status import STATUS
+from kvctl.views.view import View
+from kvctl_agent.contract.states import STAGES
+
+
+def all_views() -> Iterator[View]:
+    for info in pkgutil.iter_modules(kvctl.views.__path__):
+        for value in vars(importlib.import_module(f"kvctl.views.{info.name}")).values():
+            if isinstance(value, View):
+                yield value
+
+
+VIEWS = sorted({view.name: view for view in all_views()}.values(), key=lambda view: view.name)
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
+def test_names_are_unique_and_sorts_exist(view: View) -> None:
+    spellings = [spelling for column in view.columns for spelling in {column.name, column.machine}]
+    assert len(spellings) == len(set(spellings))
+    assert all(view.column(name.removeprefix("-")) for name in view.sort)
+    assert view.schema == f"kvctl.{view.name}/1"
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
+def test_raw_names_end_in_their_unit(view: View) -> None:
+    for column in view.columns:
+        suffix = column.kind.value.suffix
+        assert column.machine.endswith(suffix) or column.machine == suffix[1:]
+
+
+@pytest.mark.parametrize(
+    ("view", "source"),
+    [(STATUS, "status"), (ROOMS, "room_row"), (STAGING, "staging")],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_every_column_finds_its_data(canned: Any, view: View, source: str) -> None:
+    """A path that leads nowhere would show `-` for ever."""
+    rows = [getattr(canned, source)(name) for name in canned.FLEET]
+    filled = {column.name for column in view.columns if any(column.value(row) is not None for row in rows)}
+    unset = {"latency", "failure", "failure_code", "finished_at", "waiting_for"}
+    assert {column.name for column in view.columns} - filled <= unset
+
+
+@pytest.mark.parametrize(
+    ("view", "source"),
+    [(PEERS, "peers"), (EVENTS, "events"), (LAYERS, "layers")],
+    ids=lambda v: getattr(v, "name", None),
+)
+def test_every_column_of_lists_finds_its_data(canned: Any, view: View, source: str) -> None:
+    rows = [row for name in canned.FLEET for row in getattr(canned, source)(name)]
+    filled = {column.name for column in view.columns if any(column.value(row) is not None for row in rows)}
+    unset = {"last_error", "watermark_sent", "ready_p50", "ready_p90", "ready_p99"}
+    assert {column.name for column in view.columns} - filled <= unset
+
+
+def test_every_stage_has_a_glyph_of_its_own() -> None:
+    assert tuple(STAGE_GLYPHS) == STAGES[1:]
+    assert len({glyph for glyph, _ in STAGE_GLYPHS.values()}) == len(STAGE_GLYPHS)
