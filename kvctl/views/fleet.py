@@ -102,7 +102,7 @@ def rates(before: FleetSummary, after: FleetSummary, elapsed_ns: int) -> Rates:
     moved = after.bytes_total - before.bytes_total
     succeeded = after.succeeded_total - before.succeeded_total
     failed = after.failed_total - before.failed_total
-    if elapsed_ns <= 0 or min(moved, succeeded, failed) < 0 or before.agents != after.agents:
+    if elapsed_ns <= 0 or min(moved, succeeded, failed) < 0 or before.agents != after.agents or not after.agents:
         return Rates()
     seconds = elapsed_ns / 1e9
     return Rates(moved / elapsed_ns, succeeded / seconds, failed / seconds)

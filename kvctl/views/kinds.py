@@ -81,6 +81,7 @@ class Kind(Enum):
     RATIO = KindRules(units.percent, "_ratio", parse=lambda text: _ratio(text))
     DURATION = KindRules(units.duration, "_ns", parse=units.parse_duration, unit="5s")
     MILLISECONDS = KindRules(units.milliseconds, "_ns", parse=units.parse_duration, unit="5ms")
+    SECOND = KindRules(units.clock_seconds, "_ns", parse=_number)
     TIME = KindRules(units.clock_time, "_ns", parse=_number)
     BYTES = KindRules(units.size, "_bytes", parse=units.parse_size, unit="64MiB")
 

@@ -67,21 +67,22 @@ STATUS = View(
     sort=("-role", "agent"),
 )
 
+# Seventy-seven cells, so that a line is a line on every terminal.
 MOMENTS = View(
     "status_watch",
     (
-        Column("at", kind=Kind.TIME, header="TIME", fixed=12),
-        Column("agents", kind=Kind.COUNT, header="UP", fixed=4),
-        Column("bootstrapping", kind=Kind.COUNT, header="BOOT", fixed=5),
-        Column("waiting", kind=Kind.COUNT, header="WAIT", fixed=5),
-        Column("transferring", kind=Kind.COUNT, header="XFER", fixed=5),
-        Column("done_per_s", kind=Kind.RATE, header="DONE/S", fixed=7),
-        Column("failed_per_s", kind=Kind.RATE, header="FAIL/S", fixed=7),
+        Column("at", kind=Kind.SECOND, header="TIME", fixed=8),
+        Column("agents", kind=Kind.COUNT, header="UP", fixed=3),
+        Column("bootstrapping", kind=Kind.COUNT, header="BOOT", fixed=4),
+        Column("waiting", kind=Kind.COUNT, header="WAIT", fixed=4),
+        Column("transferring", kind=Kind.COUNT, header="XFER", fixed=4),
+        Column("done_per_s", kind=Kind.RATE, header="DONE/S", fixed=6),
+        Column("failed_per_s", kind=Kind.RATE, header="FAIL/S", fixed=6),
         Column("gb_per_s", kind=Kind.RATE, header="GB/S", fixed=6),
         Column("ring", kind=Kind.RATIO, fixed=6),
         Column("p50", kind=Kind.DURATION, fixed=8),
         Column("p99", kind=Kind.DURATION, fixed=8),
-        Column("health", kind=Kind.COUNT, header="ILL", fixed=3, styles={"0": "green"}),
+        Column("health", kind=Kind.COUNT, header="ILL", fixed=3, styles={"0": "green", "": "bold red"}),
     ),
 )
 

@@ -83,12 +83,14 @@ def percent(value: float | None) -> str:
     return UNKNOWN if value is None else f"{three_digits(value * 100)} %"
 
 
+def clock_seconds(value: int | None) -> str:
+    """Local time of day."""
+    return UNKNOWN if value is None else time.strftime("%H:%M:%S", time.localtime(value // 1_000_000_000))
+
+
 def clock_time(value: int | None) -> str:
     """Local time of day to the millisecond."""
-    if value is None:
-        return UNKNOWN
-    seconds, rest = divmod(value, 1_000_000_000)
-    return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{rest // 1_000_000:03d}"
+    return UNKNOWN if value is None else f"{clock_seconds(value)}.{value // 1_000_000 % 1000:03d}"
 
 
 def parse_duration(text: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvctl.views.fleet import Rates, rates, summarise
+from kvctl.views.status import MOMENTS, moment
+from kvctl.views.terminal import stream_header, stream_line
 
 
 def test_rooms_count_once_per_decode_instance_and_bytes_on_every_decode_rank(canned: Any) -> None:
@@ -47,3 +49,17 @@ def test_a_restarted_or_lost_rank_gives_no_rate(canned: Any) -> None:
     assert rates(two, one, 10**9) == Rates()
     assert rates(one, two, 10**9) == Rates()
     assert rates(one, summarise([restarted]), 10**9) == Rates()
+
+
+def test_a_line_of_the_watch_fits_every_terminal(canned: Any) -> None:
+    busy = canned.status("decode-0")
+    busy["rooms"] = {"Transferring": 9}
+    summary = summarise([busy] * 128)
+    row = moment(summary, Rates(99.9, 12345.0, 99.9), canned.NOW)
+    line = stream_line(MOMENTS.columns, row, colour=False)
+    assert len(stream_header(MOMENTS.columns)) == 77
+    assert len(line) <= 80
+
+
+def test_nobody_moves_nothing_is_not_a_rate() -> None:
+    assert rates(summarise([]), summarise([]), 10**9) == Rates()
