@@ -1,65 +1,35 @@
-"""The decode rank's machine: rooms, ring and peers composed; events in, actions out, no I/O.
+"""The decode rank's machine: what its engine, peers, arrivals and the clock say. Events in, actions out, no I/O.
 
-Rules it keeps (design: one room, end to end):
-
-- A room is opened at every rank of the prefill instance, once all of them are known and ready.
-- A staging request is answered at once, for as long as the part could ever fit; the same request gets the same
-  grant. No grants to a suspect peer, none for a part whose revoke is open.
-- An arrival is believed only if it fits the plan, the nonce and, for a staged part, the very grant it names.
-- A ring region is freed when its scatter is done, or when its writer has said that nothing is in flight.
-- Success when all planned cells are in their pages and the aux row is there; never by counting.
+A room is opened at every rank of the prefill instance, once all of them are known and ready. A staging request is
+answered at once, for as long as the part could ever fit; the same request gets the same grant; a part whose revoke is
+open gets none. What then may happen to a room is in `decode_rooms`.
 """
 
 from __future__ import annotations
 
-from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
 from kvctl_agent.layout.chunks import grid
-from kvctl_agent.layout.plan import PlanInputs, aux_writer, shares_to_reader
+from kvctl_agent.layout.plan import aux_writer, shares_to_reader
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.local import Local, Timing, pair
-from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.decode_rooms import DecodeRooms
+from kvctl_agent.protocol.local import Pairing, pair
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.recv_room import RecvRoom, WriterLeg
-from kvctl_agent.protocol.staging import RegionState, StagingBook
-from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
-from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.protocol.recv_room import RecvRoom
+from kvctl_agent.protocol.staging import RegionState
+from kvctl_agent.protocol.tag import PartKey, Tag
+from kvctl_agent.protocol.tombstones import RoomKey
 
 
-class DecodeMachine(Machine):
+class DecodeMachine(DecodeRooms):
     """All rooms of one decode rank."""
-
-    def __init__(self, local: Local, timing: Timing, telemetry: Telemetry) -> None:
-        super().__init__(local, timing, telemetry)
-        self.book = StagingBook(local.ring_bytes)
-        self.rooms: dict[int, RecvRoom] = {}
-        self.roster: tuple[str, ...] = ()
-        self._graves: Tombstones[bool] = Tombstones(timing.bootstrap_ns)
-
-    @property
-    def idle(self) -> bool:
-        return not self.rooms
-
-    @property
-    def expecting(self) -> bool:
-        """Whether bytes may arrive now: the arrival loop looks often then, and rarely otherwise."""
-        return any(room.state < RoomState.SUCCESS and room.failure is None for room in self.rooms.values())
-
-    @property
-    def missing_peers(self) -> list[str]:
-        """Ranks of the instance that have not said hello."""
-        return [name for name in self.roster if not self._ready(name)]
-
-    def watermark(self) -> list[int]:
-        position = self.book.ring.watermark
-        return [position.round, position.tail, self.book.ring.sequence]
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
     def on_open_room(self, event: ev.OpenRoom) -> None:
+        ev.check_room(event.room)
+        ev.check_room(event.nonce)
         if event.room in self.rooms:
             raise LocalProtocolError(f"room {event.room} is open already; a room number is used once at a time")
         record = self.telemetry.rooms.open(event.room, event.nonce)
@@ -75,7 +45,12 @@ class DecodeMachine(Machine):
             event.aux_index,
         )
         room = self.rooms[event.room] = RecvRoom(opening, event.pages, record, self.now_ns)
+        self._expecting += 1
         self._state(room, RoomState.BOOTSTRAPPING)
+        for name in self.roster:
+            if self.peers[name].state is PeerState.REFUSED:
+                self._refuse_all(self.peers[name])
+                return
         self._open(room)
 
     def on_abort_room(self, event: ev.AbortRoom) -> None:
@@ -89,25 +64,30 @@ class DecodeMachine(Machine):
         inputs = self.peers[self.roster[0]].inputs
         assert inputs is not None
         reader = self.local.unique_rank
+        opening = room.opening
         try:
             shares = shares_to_reader(inputs, room.room, reader)
-            cells = grid(room.opening.total_pages, room.prefix_pages, inputs.chunk_pages)
+            cells = grid(opening.total_pages, opening.prefix_pages, inputs.chunk_pages)
+            if len(room.pages) != opening.total_pages - opening.prefix_pages:
+                raise LayoutError(f"{len(room.pages)} pages for {opening.prefix_pages}..{opening.total_pages}")
         except LayoutError as error:
             self._fail(room, self.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
             return
-        room.plan(shares, cells, aux_writer(inputs, room.room, reader))
-        room.opening = _with_inputs(room.opening, inputs)
+        room.plan(shares, cells, aux_writer(inputs, room.room, reader) if room.aux_index >= 0 else -1, self.roster)
+        room.opening = msg.RoomOpen(
+            opening.room,
+            opening.nonce,
+            opening.pages,
+            opening.prefix_pages,
+            opening.total_pages,
+            inputs.to_wire(),
+            opening.aux_index,
+        )
         for name in self.roster:
-            leg = room.legs[name] = WriterLeg(name)
-            leg.opened = True
             self.act(ev.Send(name, room.opening))
-        room.record.peers = [self.roster[share.writer] for share in shares]
+        room.record.peers = [room.writers[share.writer] for share in shares]
         room.record.event("open", self.now_ns)
         room.resend_ns = self.now_ns + self.timing.resend_ns
-
-    def _ready(self, name: str) -> bool:
-        peer = self.peers.get(name)
-        return peer is not None and peer.usable
 
     # ---- peers ------------------------------------------------------------------------------------------------
 
@@ -117,42 +97,81 @@ class DecodeMachine(Machine):
             if name not in self.peers:
                 self.peers[name] = Peer(name, self.timing)
         self._say_hello()
+        for room in list(self.rooms.values()):
+            self._open(room)
 
     def _say_hello(self) -> None:
+        """To every rank that is not known to be fine: a restarted one answers, and so is found out early."""
         for name in self.roster:
             peer = self.peers[name]
-            if peer.state in (PeerState.CONNECTING, PeerState.LOST) and self.now_ns >= peer.hello_due_ns:
-                peer.hello_due_ns = self.now_ns + self.timing.resend_ns
+            if peer.state is not PeerState.READY and self.now_ns >= peer.hello_due_ns:
+                refused = peer.state is PeerState.REFUSED
+                peer.hello_due_ns = self.now_ns + (self.timing.suspect_ns if refused else self.timing.resend_ns)
                 self.act(ev.Send(name, msg.Hello(msg.PROTOCOL_VERSION, self.local.introduction())))
 
     def on_hello_ack(self, peer_name: str, incarnation: int, message: msg.HelloAck) -> None:
         peer = self.peers.get(peer_name)
-        if peer is None:
+        if peer is None or message.to != self.local.incarnation:
             self.drop("incarnation")
             return
-        if peer.incarnation == incarnation and peer.usable:
+        if self._late(peer, incarnation):
             return
-        if peer.incarnation not in (0, incarnation) and peer.usable:
-            self._lose(peer, proven=True, text=f"{peer_name} came back as incarnation {incarnation:016x}")
-        inputs, differences = pair(self.local, message.who)
-        if message.version != msg.PROTOCOL_VERSION:
-            inputs, differences = None, (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",)
-        if message.differences:
-            inputs, differences = None, tuple(message.differences)
+        asked, peer.hello_due_ns = peer.hello_due_ns > 0, 0
+        if peer.incarnation == incarnation and peer.usable:
+            self._hear(peer)
+            if asked:
+                self._resynchronise(peer)
+            return
+        self._replace(peer, incarnation)
+        inputs, differences = self._pair(peer_name, message)
+        known = peer.state is PeerState.REFUSED and (peer.incarnation, peer.differences) == (incarnation, differences)
         peer.meet(incarnation, message.who, inputs, differences)
         peer.heard_ns = self.now_ns
         if inputs is None:
-            text = f"{peer_name} refused: {'; '.join(differences)}"
-            self.note("peer-refused", text, "error", peer=peer_name)
-            for room in list(self.rooms.values()):
-                if not room.legs:
-                    self._fail(room, self.failure("KV_COMPAT_MISMATCH", text))
+            peer.hello_due_ns = self.now_ns + self.timing.suspect_ns
+            if not known:
+                self.note("peer-refused", _refusal(peer), "error", peer=peer_name)
+                self._refuse_all(peer)
             return
         peer.state = PeerState.READY
         self.note("peer-ready", f"{peer_name} is ready (incarnation {incarnation:016x})", peer=peer_name)
+        self._resynchronise(peer)
         for room in list(self.rooms.values()):
             if room.failure is None:
                 self._open(room)
+
+    def _pair(self, name: str, message: msg.HelloAck) -> Pairing:
+        """How this rank of the instance fits us, and its place on the roster."""
+        if message.version != msg.PROTOCOL_VERSION:
+            return Pairing(None, (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",))
+        if message.differences:
+            return Pairing(None, tuple(message.differences))
+        inputs, differences = pair(self.local, message.who)
+        if inputs is None:
+            return Pairing(None, differences)
+        who = message.who
+        if inputs.prefill.size != len(self.roster):
+            return Pairing(None, (f"{len(self.roster)} ranks on the roster ≠ {inputs.prefill.size} by its sizes",))
+        if name not in self.roster or self.roster.index(name) != who.unique_rank:
+            return Pairing(None, (f"it says that it is rank {who.unique_rank}, the roster says otherwise",))
+        for other in self.roster:
+            theirs = self.peers[other].inputs
+            if other != name and self._ready(other) and theirs is not None and theirs != inputs:
+                return Pairing(None, tuple(f"{factor} on {name}" for factor in theirs.diff(inputs)))
+        return Pairing(inputs, ())
+
+    def _refuse_all(self, peer: Peer) -> None:
+        """Rooms that wait for an instance which does not fit us would wait for ever."""
+        for room in list(self.rooms.values()):
+            if not room.legs:
+                self._fail(room, self.failure("KV_COMPAT_MISMATCH", _refusal(peer)))
+
+    def _resynchronise(self, peer: Peer) -> None:
+        """After a silence: it may have given rooms up meanwhile without our hearing of it, so ask by opening again."""
+        for room in list(self.rooms.values()):
+            leg = room.legs.get(peer.name)
+            if leg is not None and not self._remind(room, leg) and not room.state.finished:
+                self.act(ev.Send(peer.name, room.opening))
 
     def on_heartbeat(self, peer: Peer, message: msg.Heartbeat) -> None:
         peer.heartbeat(message, self.now_ns)
@@ -162,77 +181,62 @@ class DecodeMachine(Machine):
             leg = room.legs.get(peer.name)
             if leg is None:
                 continue
-            self._fail(room, self.failure("KV_PEER_LOST", text))
             leg.acked = True
-            if peer.proven_dead:
+            self._fail(room, self.failure("KV_PEER_LOST", text))
+            held = [
+                holding
+                for holding in self.book.of_room(RoomKey(peer.name, room.room, room.nonce))
+                if holding.state is not RegionState.LANDED
+            ]
+            if peer.proven_dead:  # nothing of a dead process is in flight
                 leg.drained = True
+                self._free(held)
             else:
-                for holding in self.book.of_room(_key(room, peer.name)):
-                    if holding.state in (RegionState.GRANTED, RegionState.REVOKING):
-                        self.book.quarantine(holding)
-            self._settle(room)
-        if peer.proven_dead:
-            self._free_dead(peer)
-
-    def _free_dead(self, peer: Peer) -> None:
-        """Nothing of a dead process is in flight: what it held of the ring goes back."""
-        moved = False
-        for holding in self.book.holdings():
-            if holding.room.peer == peer.name and holding.state is not RegionState.LANDED:
-                moved |= self.book.free(holding.region.serial)
-        if moved:
-            self._tell_watermark()
+                for holding in held:
+                    self.book.quarantine(holding)
+            if room.room in self.rooms:
+                self._settle(room)
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
-    def _find(self, peer: Peer, number: int, nonce: int) -> tuple[RecvRoom | None, WriterLeg | None]:
-        room = self.rooms.get(number)
-        if room is None or room.nonce != nonce:
-            self.drop("tombstone" if self._graves.find(RoomKey("", number, nonce)) is not None else "unknown-room")
-            return None, None
-        return room, room.legs.get(peer.name)
-
     def on_room_accepted(self, peer: Peer, message: msg.RoomAccepted) -> None:
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is None or leg is None or leg.accepted:
-            return
-        leg.accepted = True
-        if room.state is RoomState.BOOTSTRAPPING and all(other.accepted for other in room.legs.values()):
-            self._state(room, RoomState.WAITING_FOR_INPUT)
-            self._complete(room)
+        if found := self._find(peer, message.room, message.nonce):
+            self._accept(*found)
 
     def on_room_refused(self, peer: Peer, message: msg.RoomRefused) -> None:
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is None or leg is None:
-            return
-        leg.acked = leg.drained = True  # it has made nothing of the room
-        self._fail(room, self.failure(message.code, f"{peer.name} refused room {room.room}: {message.text}"))
-        self._settle(room)
+        if found := self._find(peer, message.room, message.nonce):
+            room, leg = found
+            leg.acked = leg.drained = True  # it has nothing of the room, nor will have
+            text = f"{peer.name} refused room {room.room}: {message.text}"
+            self._fail(room, self.failure(message.code, text))
+            self._drained(room, peer)
 
     def on_staging_request(self, peer: Peer, message: msg.StagingRequest) -> None:
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is None or leg is None:
+        found = self._find(peer, message.room, message.nonce)
+        if found is None:
             self._answer_stranger(peer, message.room, message.nonce)
             return
+        room, _ = found
         if room.failure is not None or peer.state is not PeerState.READY:
-            return  # the abort is on its way; or it is suspect and asks again when it is back
+            return  # the abort is on its way
         assert peer.who is not None
-        owner = _key(room, peer.name)
+        owner = RoomKey(peer.name, room.room, room.nonce)
         grants: list[msg.Grant] = []
         for spec in message.parts:
             key = PartKey(peer.who.unique_rank, spec.chunk, spec.lo, spec.hi)
             if spec.lo >= spec.hi or not room.owes(key) or not self._size_fits(room, key, spec.nbytes):
                 self.drop("unknown-part")
                 continue
-            if room.landed.get((key.writer, key.chunk), 0):
-                self.drop("late")
-                continue
             holding = self.book.of_part(owner, key)
             if holding is None:
+                if not room.grantable(key):
+                    self.drop("late")
+                    continue
                 if not self.book.ring.fits(spec.nbytes):
                     self._refuse_staging(peer, message, spec)
                     continue
                 holding = self.book.grant(owner, key, spec.nbytes, self.now_ns)
+                room.grant(key)
                 self.telemetry.metrics.add("kvctl_ring_grants_total", 1)
             if holding.state is RegionState.GRANTED:
                 grants.append(holding.grant())
@@ -262,7 +266,10 @@ class DecodeMachine(Machine):
         self.act(ev.Send(peer.name, refused))
 
     def _answer_stranger(self, peer: Peer, number: int, nonce: int) -> None:
-        """A writer asks for a room that is over or was never here: it must not wait for ever."""
+        """A writer speaks of a room that is over or was never here: it must not wait for ever."""
+        if self._graves.find(RoomKey("", number, nonce)):
+            self.act(ev.Send(peer.name, msg.RoomDone(number, nonce)))
+            return
         failure = self.failure("KV_ROOM_UNKNOWN", f"{self.local.name} has no room {number} with this nonce")
         answer = msg.RoomFailed(number, nonce, failure["rank"], failure["code"], failure["at_ns"], failure["text"])
         self.act(ev.Send(peer.name, answer))
@@ -273,15 +280,22 @@ class DecodeMachine(Machine):
             self.drop("late")
             return
         self.telemetry.metrics.add("kvctl_ring_revokes_total", 1)
-        self._free(message.serial)
+        self._free([holding])
 
     def on_too_late(self, peer: Peer, message: msg.TooLate) -> None:
         holding = self.book.find(message.serial)
-        if holding is not None and holding.state is RegionState.REVOKING and holding.room.peer == peer.name:
-            holding.state = RegionState.GRANTED
-            holding.at_ns = self.now_ns
+        if holding is None or holding.state is not RegionState.REVOKING or holding.room.peer != peer.name:
+            self.drop("late")
+            return
+        holding.state = RegionState.GRANTED
+        holding.at_ns = self.now_ns
 
     def on_part_ready(self, peer: Peer, message: msg.PartReady) -> None:
+        found = self._find(peer, message.room, message.nonce)
+        if found is None:
+            self._answer_stranger(peer, message.room, message.nonce)
+            return
+        room, _ = found
         known: list[bytes] = []
         for data in message.tags:
             try:
@@ -289,247 +303,70 @@ class DecodeMachine(Machine):
             except RemoteProtocolError:
                 self.drop("bad-tag")
                 continue
+            writer = room.writers[tag.key.writer] if tag.key.writer < len(room.writers) else ""
+            if writer != peer.name or (tag.room, tag.nonce) != (room.room, room.nonce):
+                self.drop("bad-tag")
+                continue
             known.append(data)
-            room = self.rooms.get(tag.room)
-            if room is not None and room.nonce == tag.nonce:
-                self._arrived(tag, self.now_ns)
-            elif self._graves.find(RoomKey("", tag.room, tag.nonce)):
-                self.act(ev.Send(peer.name, msg.RoomDone(tag.room, tag.nonce)))
-            else:
-                self._answer_stranger(peer, tag.room, tag.nonce)
-        self.act(ev.Send(peer.name, msg.PartAck(known)))
+            self._arrived(tag, self.now_ns)
+        self.act(ev.Send(peer.name, msg.PartAck(message.room, message.nonce, known)))
 
     def on_room_failed(self, peer: Peer, message: msg.RoomFailed) -> None:
         self.act(ev.Send(peer.name, msg.Ack(message.room, message.nonce, "room-failed")))
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is None or leg is None:
-            return
-        self._fail(room, {"rank": message.rank, "code": message.code, "at_ns": message.at_ns, "text": message.text})
+        if found := self._find(peer, message.room, message.nonce):
+            cause = message
+            self._fail(found[0], {"rank": cause.rank, "code": cause.code, "at_ns": cause.at_ns, "text": cause.text})
 
     def on_room_drained(self, peer: Peer, message: msg.RoomDrained) -> None:
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is None or leg is None or room.failure is None:
+        found = self._find(peer, message.room, message.nonce)
+        if found is None:
             return
-        leg.drained = leg.acked = True
-        for holding in self.book.of_room(_key(room, peer.name)):
-            if holding.state is not RegionState.LANDED:
-                self._free(holding.region.serial)
-        self._settle(room)
+        room, leg = found
+        if room.failure is None:
+            self.drop("unexpected")
+            return
+        leg.acked = leg.drained = True
+        self._drained(room, peer)
 
-    def on_ack(self, peer: Peer, message: msg.Ack) -> None:
-        if message.of != "room-done":
-            return
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is not None and leg is not None and room.state is RoomState.SUCCESS:
-            leg.acked = True
+    def _drained(self, room: RecvRoom, peer: Peer) -> None:
+        """Nothing of this rank is in flight: what it holds of the ring is free, unless a scatter reads it."""
+        holdings = self.book.of_room(RoomKey(peer.name, room.room, room.nonce))
+        self._free([holding for holding in holdings if holding.state is not RegionState.LANDED])
+        if room.room in self.rooms:
             self._settle(room)
 
-    # ---- bytes ------------------------------------------------------------------------------------------------
+    def on_ack(self, peer: Peer, message: msg.Ack) -> None:
+        found = self._find(peer, message.room, message.nonce)
+        if found is not None and found[0].state is RoomState.SUCCESS and message.of == "room-done":
+            found[1].acked = True
+            self._settle(found[0])
+
+    # ---- bytes and time ---------------------------------------------------------------------------------------
 
     def on_arrived(self, event: ev.Arrived) -> None:
         self._arrived(event.tag, event.at_ns)
 
-    def _arrived(self, tag: Tag, at_ns: int) -> None:
-        reason = self._take(tag, at_ns)
-        if reason:
-            self.telemetry.metrics.add("kvctl_tags_dropped_total", 1, reason)
-
-    def _take(self, tag: Tag, at_ns: int) -> str | None:
-        """Believe a tag, or say why not."""
-        if tag.incarnation != self.local.incarnation:
-            return "incarnation"
-        room = self.rooms.get(tag.room)
-        if room is None or room.nonce != tag.nonce:
-            return "unknown-room"
-        if tag.kind is PartKind.AUX:
-            if tag.key.writer != room.aux_writer or room.aux_landed:
-                return "unplanned" if tag.key.writer != room.aux_writer else "duplicate"
-            room.aux_landed = True
-            room.record.event("aux", at_ns, writer=tag.key.writer)
-            self._complete(room)
-            return None
-        if not room.owes(tag.key):
-            return "unplanned"
-        owner = _key(room, self.roster[tag.key.writer])
-        holding = self.book.of_part(owner, tag.key)
-        if tag.serial and (holding is None or holding.region.serial != tag.serial):
-            return "stale-grant"
-        if not room.land(tag.key):
-            return "duplicate"
-        if room.state < RoomState.TRANSFERRING and room.failure is None:
-            self._state(room, RoomState.TRANSFERRING)
-        share = room.shares[tag.key.writer]
-        if tag.serial and holding is not None:
-            holding.state = RegionState.LANDED
-            holding.at_ns = at_ns
-            pages = room.pages_at(tag.key.chunk)
-            self.act(ev.Scatter(tag.serial, holding.region.offset, tag.key, share, pages, room.room, room.nonce, at_ns))
-            return None
-        if holding is not None:
-            self._free(holding.region.serial)  # the writer fell back to another path after it was granted
-        self._settled(room, tag.key, {"arrive": at_ns}, "direct")
-        return None
-
     def on_scattered(self, event: ev.Scattered) -> None:
         holding = self.book.find(event.serial)
-        if holding is None:
+        if holding is None or holding.state is not RegionState.LANDED:
             return
-        room = self.rooms.get(holding.room.room)
-        if room is not None and room.nonce == holding.room.nonce:
-            moments = {"arrive": holding.at_ns, "scatter": event.at_ns}
-            self._settled(room, holding.key, moments, "staged")
-        self._free(event.serial)
-        if room is not None and room.failure is not None:
+        self._free([holding])
+        room = self.rooms[holding.room.room]  # a room outlives the regions it holds
+        self._settled(room, holding.key, {"arrive": holding.at_ns, "scatter": event.at_ns}, "staged")
+        if room.failure is not None:
             self._settle(room)
-
-    def _settled(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
-        room.settle(key)
-        share, chunk = room.shares[key.writer], room.chunks[key.chunk]
-        tokens = chunk.count * self.local.page_size
-        nbytes = share.payload_bytes(self.local.shape, tokens, key.hi - key.lo)
-        place = (key.writer, key.chunk, (key.lo, key.hi))
-        self.telemetry.part(room.record, place, self.roster[key.writer], path, nbytes, moments)
-        self._complete(room)
-
-    def _free(self, serial: int) -> None:
-        if self.book.free(serial):
-            self._tell_watermark()
-
-    def _tell_watermark(self) -> None:
-        """Tell the writers that hold a grant which has opened; heartbeats repair what is lost."""
-        opened = self.book.opened()
-        if not opened:
-            return
-        round_, tail, sequence = self.watermark()
-        for name in opened:
-            if self._ready(name):
-                self.peers[name].watermark_sent = (round_, tail, sequence)
-                self.act(ev.Send(name, msg.Watermark(round_, tail, sequence)))
-
-    # ---- ends -------------------------------------------------------------------------------------------------
-
-    def _complete(self, room: RecvRoom) -> None:
-        if room.failure is not None or room.state is RoomState.SUCCESS or not room.complete:
-            return
-        if room.state is RoomState.BOOTSTRAPPING:
-            return  # a room whose every byte was cached still waits until all ranks have accepted it
-        self._state(room, RoomState.SUCCESS)
-        room.record.event("success", self.now_ns)
-        room.released = True
-        self.act(ev.Released(room.room))
-        self._say_end(room)
-
-    def _fail(self, room: RecvRoom, failure: Failure) -> None:
-        if room.failure is not None or room.state is RoomState.SUCCESS:
-            return
-        room.failure = failure
-        room.record.fail(failure)
-        self.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
-        self.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
-        self._state(room, RoomState.FAILED)
-        self._say_end(room)
-        self._settle(room)
-
-    def _say_end(self, room: RecvRoom) -> None:
-        """Tell every prefill rank how the room ended, until each has answered."""
-        room.resend_ns = self.now_ns + self.timing.resend_ns
-        message: msg.Message
-        if room.failure is None:
-            message = msg.RoomDone(room.room, room.nonce)
-        else:
-            cause = room.failure
-            message = msg.RoomAbort(room.room, room.nonce, cause["rank"], cause["code"], cause["at_ns"], cause["text"])
-        for leg in room.legs.values():
-            if not leg.acked and self._ready(leg.peer):
-                self.act(ev.Send(leg.peer, message))
-
-    def _settle(self, room: RecvRoom) -> None:
-        """Release a failed room when all have drained; forget any room when all have answered."""
-        if room.failure is not None and not room.released:
-            scattering = any(self.book.of_room(_key(room, leg.peer)) for leg in room.legs.values())
-            if scattering or not all(leg.drained for leg in room.legs.values()):
-                return
-            room.released = True
-            self.act(ev.Released(room.room))
-        if room.released and all(leg.acked for leg in room.legs.values()):
-            del self.rooms[room.room]
-            self._graves.bury(RoomKey("", room.room, room.nonce), room.failure is None, self.now_ns)
-            self.telemetry.finish(room.record, self.now_ns)
-
-    def _state(self, room: RecvRoom, state: RoomState) -> None:
-        room.state = state
-        room.state_ns = self.now_ns
-        room.record.state(state, self.now_ns)
-        if state in (RoomState.SUCCESS, RoomState.FAILED):
-            room.record.finish(self.now_ns)
-        self.act(ev.StateChanged(room.room, state, room.failure))
-
-    # ---- time -------------------------------------------------------------------------------------------------
 
     def on_time(self) -> None:
         now = self.now_ns
         self._graves.expire(now)
         self._say_hello()
         for room in list(self.rooms.values()):
-            if room.failure is None and room.state is not RoomState.SUCCESS:
+            if not room.state.finished:
                 self._check_deadline(room)
             if now >= room.resend_ns > 0:
                 self._resend(room)
         self._revoke_oldest()
 
-    def _resend(self, room: RecvRoom) -> None:
-        if room.state is RoomState.SUCCESS or room.failure is not None:
-            self.telemetry.metrics.add("kvctl_control_resends_total", 1, "room-end")
-            self._say_end(room)
-            return
-        room.resend_ns = self.now_ns + self.timing.resend_ns
-        for leg in room.legs.values():
-            if not leg.accepted and self._ready(leg.peer):
-                self.telemetry.metrics.add("kvctl_control_resends_total", 1, "room-open")
-                self.act(ev.Send(leg.peer, room.opening))
 
-    def _check_deadline(self, room: RecvRoom) -> None:
-        waited = self.now_ns - room.state_ns
-        stuck = f"room {room.room} stayed in {room.state.label} for {waited / 1e9:.1f} s"
-        if room.state is RoomState.BOOTSTRAPPING:
-            if waited > self.timing.bootstrap_ns:
-                silent = [leg.peer for leg in room.legs.values() if not leg.accepted] or self.missing_peers
-                text = f"{stuck}: not accepted by {', '.join(silent) or 'an unknown prefill instance'}"
-                self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", text))
-        elif waited > self.timing.waiting_ns:
-            landed = room.record.landed == room.record.planned
-            code = "KV_ROOM_STUCK_SCATTER" if landed and room.missing else "KV_ROOM_STUCK_TRANSFER"
-            if room.state is RoomState.WAITING_FOR_INPUT:
-                code = "KV_ROOM_STUCK_WAITING"
-            self._fail(room, self.failure(code, f"{stuck}: {room.gaps()}"))
-
-    def _revoke_oldest(self) -> None:
-        """An unwritten grant that pins the ring while others wait behind it is taken back."""
-        oldest = self.book.oldest()
-        if oldest is None or not self.book.gates_somebody:
-            return
-        if oldest.state not in (RegionState.GRANTED, RegionState.REVOKING):
-            return
-        if self.now_ns - oldest.at_ns < self.timing.revoke_ns or not self._ready(oldest.room.peer):
-            return
-        oldest.state = RegionState.REVOKING
-        oldest.at_ns = self.now_ns
-        key, room = oldest.key, oldest.room
-        revoke = msg.StagingRevoke(room.room, room.nonce, key.chunk, key.lo, key.hi, oldest.region.serial)
-        self.act(ev.Send(room.peer, revoke))
-
-
-def _key(room: RecvRoom, peer: str) -> RoomKey:
-    return RoomKey(peer, room.room, room.nonce)
-
-
-def _with_inputs(opening: msg.RoomOpen, inputs: PlanInputs) -> msg.RoomOpen:
-    return msg.RoomOpen(
-        opening.room,
-        opening.nonce,
-        opening.pages,
-        opening.prefix_pages,
-        opening.total_pages,
-        inputs.to_wire(),
-        opening.aux_index,
-    )
+def _refusal(peer: Peer) -> str:
+    return f"{peer.name} refused: {'; '.join(peer.differences)}"

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.plan import Share
 from kvctl_agent.protocol.messages import AnyMessage, Grant, Introduction, Message
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
@@ -26,6 +27,12 @@ class Fence:
 
     def __init__(self) -> None:
         self.raised = False
+
+
+def check_room(number: int) -> None:
+    """Raises LocalProtocolError for what is no room number (or nonce): those are unsigned and have 64 bits."""
+    if not 0 <= number < 1 << 64:
+        raise LocalProtocolError(f"{number} is no room number: it must fit 64 bits, unsigned")
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -116,7 +123,7 @@ class PartSent(Event, frozen=True):
 
 
 class PartFailed(Event, frozen=True):
-    """The engine failed a part. `in_flight`: bytes of it may still land."""
+    """The engine failed a part. `in_flight`: bytes may still land; PartSent(dropped) follows when none can."""
 
     peer: str
     room: int

@@ -105,21 +105,25 @@ def pair(local: Local, theirs: Introduction) -> Pairing:
     Factors read "page_size 64 ≠ 32": ours first, then theirs.
     """
     if theirs.role == local.role or theirs.role not in ("prefill", "decode"):
-        return Pairing(None, (f"role {local.role} ≠ {theirs.role}: a prefill and a decode agent are needed",))
+        return Pairing(None, (f"role {local.role} fits no {theirs.role}: a prefill and a decode agent are needed",))
     if len(theirs.sizes) != 4 or len(theirs.coord) != 4:
         return Pairing(None, ("sizes and coordinates need the four axes dp, pp, cp, tp",))
     if theirs.transport != local.transport:
         return Pairing(None, (f"transport {local.transport} ≠ {theirs.transport}",))
+    if theirs.role == "decode":
+        for count in ("num_pages", "aux_slots"):
+            if not isinstance(theirs.pool.get(count), int) or theirs.pool[count] < 0:  # type: ignore[operator]
+                return Pairing(None, (f"its pool does not say {count}",))
     mine = local.introduction()
     differences = [
-        f"{name} {value} ≠ {theirs.plan.get(name, 'absent')}"
+        f"{name} {value} ≠ {theirs.plan.get(name, 'absent')!s:.80}"
         for name, value in mine.plan.items()
         if theirs.plan.get(name) != value
     ]
     if differences:
         return Pairing(None, tuple(differences))
     try:
-        side = Side(*_checked(theirs.sizes))
+        side = Side(*theirs.sizes)
         if side.unique_rank(Coord(*theirs.coord)) != theirs.unique_rank:
             return Pairing(None, (f"unique rank {theirs.unique_rank} does not fit coordinates {theirs.coord}",))
         prefill, decode = (local.side, side) if local.role == "prefill" else (side, local.side)
@@ -134,9 +138,3 @@ def pair(local: Local, theirs: Introduction) -> Pairing:
     except LayoutError as error:
         return Pairing(None, (str(error),))
     return Pairing(inputs, ())
-
-
-def _checked(sizes: list[int]) -> list[int]:
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise LayoutError(f"sizes {sizes} must be positive")
-    return sizes

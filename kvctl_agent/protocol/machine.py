@@ -49,6 +49,11 @@ class Machine:
         self._events[type(event)](event)
         return self._actions
 
+    @property
+    def idle(self) -> bool:
+        """Whether no room is open."""
+        raise NotImplementedError
+
     # ---- what subclasses may override -------------------------------------------------------------------------
 
     def on_hello(self, peer_name: str, incarnation: int, message: msg.Hello) -> None:
@@ -60,8 +65,8 @@ class Machine:
     def on_peer_lost(self, peer: Peer, text: str) -> None:
         """Its rooms fail."""
 
-    def on_heard(self, peer: Peer) -> None:
-        """Something was heard from this peer: its lease is renewed."""
+    def on_lease_renewed(self, peer: Peer) -> None:
+        """This peer was heard after a silence that had ended its lease: posts to it may go on."""
 
     def on_time(self) -> None:
         """Deadlines and resends."""
@@ -87,14 +92,19 @@ class Machine:
         if not peer.usable:
             self.drop("peer-not-ready")
             return
-        if peer.heard(self.now_ns):
-            self.note("peer-back", f"{peer.name} is heard again", peer=peer.name)
+        lapsed = not peer.may_post(self.now_ns)
+        self._hear(peer)
         handler = self._messages.get(type(message))
         if handler is None:
             self.drop("unexpected")
-            return
-        handler(peer, message)
-        self.on_heard(peer)
+        else:
+            handler(peer, message)
+        if lapsed:
+            self.on_lease_renewed(peer)
+
+    def _hear(self, peer: Peer) -> None:
+        if peer.heard(self.now_ns):
+            self.note("peer-back", f"{peer.name} is heard again", peer=peer.name)
 
     def on_peer_dead(self, event: ev.PeerDead) -> None:
         peer = self.peers.get(event.peer)
@@ -116,13 +126,26 @@ class Machine:
 
     def _lose(self, peer: Peer, *, proven: bool, text: str) -> None:
         lost = f"peer {peer.name} (incarnation {peer.incarnation:016x}) lost: {text}"
-        peer.proven_dead |= proven
+        if proven:
+            peer.end()
         peer.state = PeerState.LOST
         peer.fail(lost)
         self.telemetry.metrics.add("kvctl_peer_lost_total", 1)
         self.note("peer-lost", lost, "error", peer=peer.name)
         self.on_peer_lost(peer, lost)
         self.act(ev.DropPeer(peer.name))
+
+    def _late(self, peer: Peer, incarnation: int) -> bool:
+        """Whether a Hello or its answer comes from a life that is over, or from none; counted then."""
+        late = incarnation == 0 or incarnation in peer.past
+        if late:
+            self.drop("incarnation")
+        return late
+
+    def _replace(self, peer: Peer, incarnation: int) -> None:
+        """A new life of this peer proves that the one before has ended, even if it was given up long ago."""
+        if peer.incarnation not in (0, incarnation) and not peer.proven_dead:
+            self._lose(peer, proven=True, text=f"it came back as incarnation {incarnation:016x}")
 
     # ---- small words ------------------------------------------------------------------------------------------
 
@@ -145,7 +168,7 @@ class Machine:
             "rank": self.local.name,
             "code": code,
             "at_ns": self.telemetry.clock.wall_ns(self.now_ns),
-            "text": text,
+            "text": text[: msg.MAX_TEXT],
         }
 
 

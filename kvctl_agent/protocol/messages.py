@@ -2,16 +2,34 @@
 
 The sender's incarnation travels once per frame (see `codec`) and covers every message in it; every room message
 carries the nonce. Page lists are raw little-endian int32.
+
+The bounds are part of the types: what a handler gets is in range already, and what is not spoils that message alone.
 """
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import msgspec
 
 # Minor additions keep this number; a frame of another major version is refused at Hello with both numbers.
 PROTOCOL_VERSION = 1
 
-WireDict = dict[str, int | str | list[int]]
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack has no larger integers
+U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+Layer = Annotated[int, msgspec.Meta(ge=0, le=(1 << 16) - 1)]  # the tag's width
+Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+PageCount = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+AuxIndex = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Mark = Annotated[list[U64], msgspec.Meta(max_length=3)]  # round, tail, sequence; or empty
+Inputs = Annotated[dict[Name, int | Text], msgspec.Meta(max_length=64)]
+Addresses = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
+WireDict = Annotated[dict[Name, int | Text | Addresses], msgspec.Meta(max_length=64)]
+Axes = Annotated[list[int], msgspec.Meta(max_length=4)]  # dp, pp, cp, tp
+
+MAX_TEXT = 4096
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -21,21 +39,21 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
 class Introduction(msgspec.Struct, frozen=True):
     """Who an agent is and what a peer needs to plan against it and write to it."""
 
-    name: str
-    role: str
-    coord: list[int]  # dp, pp, cp, tp
-    sizes: list[int]  # dp, pp, cp, tp of its instance
-    unique_rank: int
-    plan: dict[str, int | str]  # its own half of the plan inputs; see `layout.plan`
+    name: Name
+    role: Name
+    coord: Axes
+    sizes: Axes  # of its instance
+    unique_rank: U32
+    plan: Inputs  # its own half of the plan inputs; see `layout.plan`
     pool: WireDict  # addresses of its pool; see `memory.pool`
-    transport: str
-    metadata: bytes
-    host: str  # equal where processes see each other's pids
-    pid: int
-    ring_base: int = 0
-    ring_bytes: int = 0
-    scratch_base: int = 0  # where a writer may write anything, to measure the lane
-    scratch_bytes: int = 0
+    transport: Name
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    host: Name  # equal where processes see each other's pids
+    pid: Size
+    ring_base: U64 = 0
+    ring_bytes: Size = 0
+    scratch_base: U64 = 0  # where a writer may write anything, to measure the lane
+    scratch_bytes: Size = 0
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -46,179 +64,192 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class HelloAck(Message, frozen=True, tag="hello-ack"):
-    """Prefill → decode: accepted, or refused with the differing factors."""
+    """Prefill → decode: accepted, or refused with the differing factors.
+
+    `to` is the incarnation that said Hello: an answer to the one before it is no answer.
+    """
 
     version: int
     who: Introduction
-    differences: list[str] = []
+    to: U64
+    differences: Annotated[list[Text], msgspec.Meta(max_length=64)] = []
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Both ways. `echo_ns` returns the peer's last `sent_ns`, `held_ns` how long it lay here: hence the round trip."""
 
-    sent_ns: int
-    echo_ns: int = 0
-    held_ns: int = 0
-    watermark: list[int] = []  # from decode: round, tail, sequence; the only repair a lost Watermark needs
+    sent_ns: U64
+    echo_ns: U64 = 0
+    held_ns: U64 = 0
+    watermark: Mark = []  # from decode: round, tail, sequence; the only repair a lost Watermark needs
 
 
 class RoomOpen(Message, frozen=True, tag="room-open"):
     """Decode → every prefill rank of the instance."""
 
-    room: int
-    nonce: int
+    room: U64
+    nonce: U64
     pages: bytes  # int32 little-endian page indices for positions prefix_pages..total_pages
-    prefix_pages: int
-    total_pages: int
-    inputs: dict[str, int | str]  # all plan inputs, so that a mismatch names the factor
-    aux_index: int = -1  # row of the decode rank's aux pool; -1: this room has none
+    prefix_pages: PageCount
+    total_pages: PageCount
+    inputs: Inputs  # all plan inputs, so that a mismatch names the factor
+    aux_index: AuxIndex = -1  # row of the decode rank's aux pool; -1: this room has none
 
 
 class RoomAccepted(Message, frozen=True, tag="room-accepted"):
-    room: int
-    nonce: int
+    room: U64
+    nonce: U64
 
 
 class RoomRefused(Message, frozen=True, tag="room-refused"):
-    room: int
-    nonce: int
-    code: str
-    text: str
+    room: U64
+    nonce: U64
+    code: Name
+    text: Text
 
 
 class PartSpec(msgspec.Struct, frozen=True):
     """One part that wants a ring region."""
 
-    chunk: int
-    lo: int
-    hi: int
-    nbytes: int
+    chunk: U32
+    lo: Layer
+    hi: Layer
+    nbytes: Size
 
 
 class StagingRequest(Message, frozen=True, tag="staging-request"):
     """Writer → decode: all parts of a room that will be staged, so that grants are there when data is."""
 
-    room: int
-    nonce: int
+    room: U64
+    nonce: U64
     parts: list[PartSpec]
 
 
 class Grant(msgspec.Struct, frozen=True):
     """The ring region given to one part; the serial is never used again in this incarnation."""
 
-    chunk: int
-    lo: int
-    hi: int
-    serial: int
-    offset: int
-    end: int
-    round: int
+    chunk: U32
+    lo: Layer
+    hi: Layer
+    serial: U64
+    offset: Size
+    end: Size
+    round: U64
 
 
 class StagingGrants(Message, frozen=True, tag="staging-grants"):
-    room: int
-    nonce: int
+    room: U64
+    nonce: U64
     grants: list[Grant]
-    watermark: list[int]  # round, tail, sequence
+    watermark: Mark
 
 
 class StagingRefused(Message, frozen=True, tag="staging-refused"):
     """The part can never fit: it needs `needs` bytes, the ring has `ring`."""
 
-    room: int
-    nonce: int
-    chunk: int
-    lo: int
-    hi: int
-    needs: int
-    ring: int
+    room: U64
+    nonce: U64
+    chunk: U32
+    lo: Layer
+    hi: Layer
+    needs: Size
+    ring: Size
 
 
 class StagingRevoke(Message, frozen=True, tag="staging-revoke"):
     """Decode → writer: give an unwritten grant back."""
 
-    room: int
-    nonce: int
-    chunk: int
-    lo: int
-    hi: int
-    serial: int
+    room: U64
+    nonce: U64
+    chunk: U32
+    lo: Layer
+    hi: Layer
+    serial: U64
 
 
 class StagingRevoked(Message, frozen=True, tag="staging-revoked"):
     """Writer → decode: this serial will never be written."""
 
-    room: int
-    nonce: int
-    serial: int
+    room: U64
+    nonce: U64
+    serial: U64
 
 
 class TooLate(Message, frozen=True, tag="too-late"):
     """Writer → decode: this serial has been posted already; its tag will come."""
 
-    room: int
-    nonce: int
-    serial: int
+    room: U64
+    nonce: U64
+    serial: U64
 
 
 class Watermark(Message, frozen=True, tag="watermark"):
-    round: int
-    tail: int
-    sequence: int
+    round: U64
+    tail: U64
+    sequence: U64
 
 
 class PartReady(Message, frozen=True, tag="part-ready"):
-    """Writer → decode: these parts are written; sent where their tags were not confirmed in time."""
+    """Writer → decode: these parts of a room are written; sent where the room was not confirmed in time.
 
-    tags: list[bytes]
+    A rank that owed nothing has no tags, and asks with it how the room has ended.
+    """
+
+    room: U64
+    nonce: U64
+    tags: list[Annotated[bytes, msgspec.Meta(max_length=256)]]
 
 
 class PartAck(Message, frozen=True, tag="part-ack"):
-    tags: list[bytes]
+    """Decode → writer: the room is still open, and these tags are known."""
+
+    room: U64
+    nonce: U64
+    tags: list[Annotated[bytes, msgspec.Meta(max_length=256)]]
 
 
 class RoomDone(Message, frozen=True, tag="room-done"):
     """Decode → prefill: every planned byte is in place."""
 
-    room: int
-    nonce: int
+    room: U64
+    nonce: U64
 
 
 class RoomFailed(Message, frozen=True, tag="room-failed"):
     """Either way: the room failed; `rank`, `code`, `at_ns`, `text` are the first cause."""
 
-    room: int
-    nonce: int
-    rank: str
-    code: str
-    at_ns: int
-    text: str
+    room: U64
+    nonce: U64
+    rank: Name
+    code: Name
+    at_ns: U64
+    text: Text
 
 
 class Ack(Message, frozen=True, tag="ack"):
     """Answer to RoomDone and RoomFailed (`of` is their tag)."""
 
-    room: int
-    nonce: int
-    of: str
+    room: U64
+    nonce: U64
+    of: Name
 
 
 class RoomAbort(Message, frozen=True, tag="room-abort"):
     """Decode → prefill: stop, and say when nothing of yours is in flight; carries the first cause."""
 
-    room: int
-    nonce: int
-    rank: str
-    code: str
-    at_ns: int
-    text: str
+    room: U64
+    nonce: U64
+    rank: Name
+    code: Name
+    at_ns: U64
+    text: Text
 
 
 class RoomDrained(Message, frozen=True, tag="room-drained"):
     """Prefill → decode: nothing of this room is in flight from here, nor ever will be."""
 
-    room: int
-    nonce: int
+    room: U64
+    nonce: U64
 
 
 AnyMessage = (

@@ -7,6 +7,7 @@ says Hello again starts over.
 
 from __future__ import annotations
 
+from collections import deque
 from enum import StrEnum
 
 from kvctl_agent.layout.plan import PlanInputs
@@ -28,6 +29,8 @@ class Peer:
 
     Attributes:
         proven_dead: the process has ended, so nothing of it can be in flight.
+        past: incarnations proven to have ended; what still comes from one is late, never a return.
+        hello_due_ns: when to say Hello again; 0 when none is unanswered.
         gate: on a writer, the view of this reader's ring.
     """
 
@@ -44,6 +47,7 @@ class Peer:
         "inputs",
         "last_error",
         "name",
+        "past",
         "proven_dead",
         "rtt_ns",
         "state",
@@ -65,6 +69,7 @@ class Peer:
         self.rtt_ns: int | None = None
         self.differences: tuple[str, ...] = ()
         self.proven_dead = False
+        self.past: deque[int] = deque(maxlen=64)
         self.errors_total = 0
         self.last_error: str | None = None
         self.watermark_sent: tuple[int, int, int] | None = None
@@ -93,6 +98,11 @@ class Peer:
         self.proven_dead = False
         self.watermark_sent = None
         self.state = PeerState.CONNECTING if inputs is not None else PeerState.REFUSED
+
+    def end(self) -> None:
+        """This life has ended for certain."""
+        self.proven_dead = True
+        self.past.append(self.incarnation)
 
     def heard(self, now_ns: int) -> bool:
         """Anything came from this incarnation; True when that ended a suspicion."""

@@ -1,10 +1,12 @@
-"""The prefill rank's machine: what its engine, its workers, its peers and the clock say. Events in, actions out, no I/O.
+"""The prefill rank's machine: what its engine, workers, peers and the clock say. Events in, actions out, no I/O.
 
 A room waits for input once every decode rank that expects it has opened it; staging is asked for in one message per
 decode rank, so that grants are there when data is. What then may happen to a room is in `prefill_rooms`.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +24,11 @@ from kvctl_agent.protocol.send_room import Leg, Part, PartState, SendRoom
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.protocol.tombstones import RoomKey
 
+# What one peer, broken or hostile, can make us remember.
+MAX_PEERS = 4096
+MAX_LEGS = 1 << 17
+MAX_CHUNKS = 1 << 16  # of one room
+
 
 class PrefillMachine(PrefillRooms):
     """All rooms of one prefill rank."""
@@ -29,9 +36,11 @@ class PrefillMachine(PrefillRooms):
     # ---- the engine -------------------------------------------------------------------------------------------
 
     def on_send_room(self, event: ev.SendRoom) -> None:
-        if ended := self._ended.pop(event.room, None):
-            _, state, failure = ended
-            self.act(ev.StateChanged(event.room, state, failure))
+        ev.check_room(event.room)
+        ended = self._ended.get(event.room)
+        if ended is not None and not ended.claimed:
+            self._ended[event.room] = ended._replace(claimed=True)
+            self.act(ev.StateChanged(event.room, ended.state, ended.failure))
             self.act(ev.Released(event.room))
             return
         room = self.rooms.get(event.room) or self._new_room(event.room)
@@ -39,8 +48,8 @@ class PrefillMachine(PrefillRooms):
             raise LocalProtocolError(f"room {event.room} is being sent already; a room number is used once at a time")
         room.claimed = True
         self.act(ev.StateChanged(room.room, room.state, room.failure))
-        if room.failure is not None:
-            self._settle(room)
+        if room.released:  # it failed before our engine came
+            self.act(ev.Released(room.room))
 
     def on_prefetch(self, event: ev.Prefetch) -> None:
         room = self.rooms.get(event.room)
@@ -61,8 +70,10 @@ class PrefillMachine(PrefillRooms):
         if event.last:
             room.forward_done_ns = event.at_ns
         self._request_all(room)
-        for leg in list(room.legs.values()):
+        for leg in room.legs.values():
             self._feed(room, leg, len(event.pages), event.last, event.at_ns)
+            if room.failure is not None:
+                return
 
     def on_finish(self, event: ev.Finish) -> None:
         room = self.rooms.get(event.room)
@@ -88,10 +99,11 @@ class PrefillMachine(PrefillRooms):
 
     def on_part_sent(self, event: ev.PartSent) -> None:
         leg = self._legs.get(RoomKey(event.peer, event.room, event.nonce))
-        room = self.rooms.get(event.room)
-        if leg is None or room is None:
+        if leg is None:
             return
+        room = self.rooms[event.room]
         leg.in_flight -= 1
+        room.since_ns = self.now_ns
         if not event.dropped:
             leg.to_send -= 1
             if event.kind is PartKind.AUX:
@@ -109,26 +121,30 @@ class PrefillMachine(PrefillRooms):
 
     def on_part_failed(self, event: ev.PartFailed) -> None:
         leg = self._legs.get(RoomKey(event.peer, event.room, event.nonce))
-        room = self.rooms.get(event.room)
-        if leg is None or room is None:
+        if leg is None:
             return
-        leg.in_flight -= 1
-        leg.in_flight_for_ever |= event.in_flight
+        room = self.rooms[event.room]
+        if not event.in_flight:
+            leg.in_flight -= 1  # else the worker says PartSent(dropped) once the engine lets go
         self._fail(room, self.failure(event.code, event.text))
         self._progress(room)
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
     def on_hello(self, peer_name: str, incarnation: int, message: msg.Hello) -> None:
-        peer = self.peers.get(peer_name)
+        peer = self.peers.get(peer_name) or self._new_peer(peer_name)
         if peer is None:
-            peer = self.peers[peer_name] = Peer(peer_name, self.timing)
-        if peer.incarnation == incarnation and peer.usable:
-            self._say_hello(peer)  # our answer was lost
+            self.drop("too-many-peers")
             return
-        if peer.incarnation not in (0, incarnation):
-            self._lose(peer, proven=True, text=f"{peer_name} came back as incarnation {incarnation:016x}")
-            self.act(ev.DropPeer(peer_name))
+        if self._late(peer, incarnation):
+            return
+        if peer.incarnation == incarnation and peer.state is not PeerState.LOST:
+            if peer.usable:
+                self._hear(peer)
+            if peer.state is not PeerState.CONNECTING:  # else the answer follows when the transport has connected
+                self._say_hello(peer)  # our answer was lost
+            return
+        self._replace(peer, incarnation)
         inputs, differences = pair(self.local, message.who)
         if message.version != msg.PROTOCOL_VERSION:
             differences = (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",)
@@ -143,13 +159,17 @@ class PrefillMachine(PrefillRooms):
             self.act(ev.ConnectPeer(peer_name, incarnation, message.who))
 
     def on_peer_connected(self, event: ev.PeerConnected) -> None:
-        peer = self.peers[event.peer]
+        peer = self.peers.get(event.peer)
+        if peer is None or peer.state is not PeerState.CONNECTING:
+            return
         peer.state = PeerState.READY
         self.note("peer-ready", f"{peer.name} is ready (incarnation {peer.incarnation:016x})", peer=peer.name)
         self._say_hello(peer)
 
     def on_peer_unusable(self, event: ev.PeerUnusable) -> None:
-        peer = self.peers[event.peer]
+        peer = self.peers.get(event.peer)
+        if peer is None or peer.state is not PeerState.CONNECTING:
+            return
         peer.differences = (event.text,)
         peer.state = PeerState.REFUSED
         peer.fail(event.text)
@@ -157,30 +177,42 @@ class PrefillMachine(PrefillRooms):
         self._say_hello(peer)
 
     def _say_hello(self, peer: Peer) -> None:
-        ack = msg.HelloAck(msg.PROTOCOL_VERSION, self.local.introduction(), list(peer.differences))
+        differences = [text[: msg.MAX_TEXT] for text in peer.differences]
+        ack = msg.HelloAck(msg.PROTOCOL_VERSION, self.local.introduction(), peer.incarnation, differences)
         self.act(ev.Send(peer.name, ack))
+
+    def _new_peer(self, name: str) -> Peer | None:
+        """A peer we have not met; when there are very many, in the place of one that is gone and has nothing here."""
+        if len(self.peers) >= MAX_PEERS:
+            busy = {leg.peer for leg in self._legs.values()}
+            gone = (peer for peer in self.peers.values() if not peer.usable and peer.name not in busy)
+            oldest = min(gone, key=lambda peer: peer.heard_ns, default=None)
+            if oldest is None:
+                return None
+            del self.peers[oldest.name]
+            self._parked.pop(oldest.name, None)
+        peer = self.peers[name] = Peer(name, self.timing)
+        return peer
 
     def on_room_open(self, peer: Peer, message: msg.RoomOpen) -> None:
         key = RoomKey(peer.name, message.room, message.nonce)
-        if key in self._legs:
-            self.act(ev.Send(peer.name, msg.RoomAccepted(message.room, message.nonce)))
-            return
-        if self._graves.find(key) is not None:
-            self.drop("tombstone")
+        room = self.rooms.get(message.room)
+        if known := self._legs.get(key):
+            active = self.rooms[message.room]
+            if active.failure is None:
+                self.act(ev.Send(peer.name, msg.RoomAccepted(message.room, message.nonce)))
+            else:
+                self._say_failed(active, known)
             return
         assert peer.inputs is not None
-        room = self.rooms.get(message.room)
-        if room is not None and peer.name in room.legs:
-            other = room.legs[peer.name].nonce
-            self._refuse(peer, message, "KV_ROOM_DUPLICATE", f"room {message.room} is active with nonce {other:016x}")
-            return
-        if room is not None and room.failure is not None:
-            self._refuse(peer, message, room.failure["code"], room.failure["text"])
+        failure = self._obstacle(key, room, peer.inputs)
+        if failure is not None:
+            self._refuse(key, failure)
             return
         try:
             leg = self._leg_of(peer, peer.inputs, message)
         except LayoutError as error:
-            self._refuse(peer, message, "KV_PLAN_MISMATCH", str(error))
+            self._refuse(key, self.failure("KV_PLAN_MISMATCH", str(error)))
             return
         if room is None:
             room = self._new_room(message.room)
@@ -193,7 +225,6 @@ class PrefillMachine(PrefillRooms):
         record.planned += sum(part.key.hi - part.key.lo for part in leg.parts.values())
         record.peers.append(peer.name)
         record.event("accept", self.now_ns, peer=peer.name)
-        leg.accepted = True
         self.act(ev.Send(peer.name, msg.RoomAccepted(message.room, message.nonce)))
         if room.opened and room.state is RoomState.BOOTSTRAPPING:
             self._state(room, RoomState.WAITING_FOR_INPUT)
@@ -206,21 +237,28 @@ class PrefillMachine(PrefillRooms):
 
     def _leg_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> Leg:
         """What we owe for this opening; raises LayoutError where the two sides do not agree on it."""
-        if message.inputs != inputs.to_wire():
+        if message.inputs != _wire(inputs):
             factors = inputs.diff(PlanInputs.from_wire(message.inputs))
             raise LayoutError("; ".join(map(str, factors)))
+        wanted = message.total_pages - message.prefix_pages
+        if len(message.pages) != 4 * wanted:
+            raise LayoutError(
+                f"{len(message.pages)} bytes of page numbers for pages {message.prefix_pages}..{message.total_pages}"
+            )
+        if wanted > MAX_CHUNKS * inputs.chunk_pages:
+            raise LayoutError(f"{wanted} pages are more than {MAX_CHUNKS} chunks of {inputs.chunk_pages} pages")
+        if len(self._legs) >= MAX_LEGS:
+            raise LayoutError(f"{self.local.name} has {len(self._legs)} open rooms and takes no more")
         pages = np.frombuffer(message.pages, dtype="<i4")
-        if len(pages) != message.total_pages - message.prefix_pages:
-            raise LayoutError(f"{len(pages)} pages given for {message.prefix_pages}..{message.total_pages}")
         assert peer.who is not None
         if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < int(peer.who.pool["num_pages"]):  # type: ignore[arg-type]
             raise LayoutError(f"page {int(pages.max())} is outside {peer.name}'s pool")
         if message.aux_index >= int(peer.who.pool["aux_slots"]):  # type: ignore[arg-type]
             raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
         reader = peer.who.unique_rank
-        decode_dp = inputs.decode.coord(reader).dp
+        at = inputs.decode.coord(reader)
         me = self.local.unique_rank
-        owed = [share for share in shares_of_writer(inputs, message.room, decode_dp, me) if share.reader == reader]
+        owed = [share for share in shares_of_writer(inputs, message.room, at.dp, me) if share.reader == reader]
         share = owed[0] if owed else None
         parts: dict[PartKey, Part] = {}
         if share is not None:
@@ -232,6 +270,7 @@ class PrefillMachine(PrefillRooms):
         return Leg(
             message.room,
             peer.name,
+            at,
             message.nonce,
             share,
             pages,
@@ -243,21 +282,51 @@ class PrefillMachine(PrefillRooms):
             aux_mine,
         )
 
-    def _refuse(self, peer: Peer, message: msg.RoomOpen, code: str, text: str) -> None:
-        self.note("room-refused", text, "warning", room=message.room, peer=peer.name)
-        self.act(ev.Send(peer.name, msg.RoomRefused(message.room, message.nonce, code, text)))
+    def _obstacle(self, key: RoomKey, room: SendRoom | None, inputs: PlanInputs) -> Failure | None:
+        """Why this opening cannot be taken, before looking at its pages."""
+        if self._graves.holds(key):
+            self.drop("tombstone")
+            over = self.failure("KV_ROOM_UNKNOWN", f"room {key.room} is over at {self.local.name}")
+            return self._graves.find(key) or over
+        if room is None:
+            ended = self._ended.get(key.room)
+            if ended is None or key.peer in ended.openers:
+                return None  # with another nonce it is another life of the number
+            self._ended[key.room] = ended._replace(openers=ended.openers | {key.peer})
+            return ended.failure
+        if room.failure is not None:
+            return room.failure
+        who = self.peers[key.peer].who
+        assert who is not None
+        at = inputs.decode.coord(who.unique_rank)
+        for leg in room.legs.values():
+            theirs = self.peers[leg.peer].inputs
+            if leg.peer == key.peer or leg.reader == at or leg.reader.dp != at.dp or theirs != inputs:
+                text = f"room {key.room} is active for {leg.peer} with nonce {leg.nonce:016x}"
+                return self.failure("KV_ROOM_DUPLICATE", text)
+        return None
+
+    def _refuse(self, key: RoomKey, failure: Failure) -> None:
+        """Answer with the first cause; the grave gives the same answer to the same opening if it is said again."""
+        peer, number, nonce = key
+        self._graves.bury(key, failure, self.now_ns)
+        self.note("room-refused", failure["text"], "warning", room=number, peer=peer)
+        self.act(ev.Send(peer, msg.RoomRefused(number, nonce, failure["code"], failure["text"])))
 
     def on_staging_grants(self, peer: Peer, message: msg.StagingGrants) -> None:
         self._hear_watermark(peer, message.watermark)
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is None or leg is None:
-            self.drop("tombstone")
+        found = self._find(peer, message.room, message.nonce)
+        if found is None:
             return
+        room, leg = found
+        assert peer.who is not None
         for grant in message.grants:
             part = leg.parts.get(PartKey(self.local.unique_rank, grant.chunk, grant.lo, grant.hi))
-            if part is None:
+            if part is None or grant.offset + part.nbytes > grant.end or grant.end > peer.who.ring_bytes:
                 self.drop("unknown-part")
-            elif part.grant is None and grant.serial > part.revoked and part.state < PartState.QUEUED:
+            elif part.path != STAGED or part.grant is not None or grant.serial <= part.revoked:
+                self.drop("late")
+            else:
                 part.grant = grant
                 room.record.event("grant", self.now_ns, *place(part.key), peer=peer.name)
                 if part.state is PartState.READY:
@@ -265,12 +334,13 @@ class PrefillMachine(PrefillRooms):
         self._progress(room)
 
     def on_staging_refused(self, peer: Peer, message: msg.StagingRefused) -> None:
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is None or leg is None:
-            self.drop("tombstone")
+        found = self._find(peer, message.room, message.nonce)
+        if found is None:
             return
+        room, leg = found
         part = leg.parts.get(PartKey(self.local.unique_rank, message.chunk, message.lo, message.hi))
-        if part is None or part.path != STAGED or part.state >= PartState.QUEUED:
+        if part is None or part.path != STAGED or part.grant is not None or room.failure is not None:
+            self.drop("late")
             return
         text = f"{part.key} needs {message.needs} bytes, the ring of {peer.name} has {message.ring}"
         self._fall_back(room, leg, part, "ring-too-small", text)
@@ -280,7 +350,7 @@ class PrefillMachine(PrefillRooms):
         who = self.peers[leg.peer].who
         assert who is not None
         assert leg.share is not None
-        self._unpark(leg, part)
+        self._unpark(room, leg, part)
         part.path = self._fallback(who, leg.share, part.key.hi - part.key.lo, leg.pages_at(part.chunk))
         self.telemetry.metrics.add("kvctl_fallbacks_total", 1, reason)
         self.note("fallback", f"{text}: sent by {part.path}", "warning", room=room.room, peer=leg.peer)
@@ -288,22 +358,27 @@ class PrefillMachine(PrefillRooms):
             self._try(room, leg, part)
 
     def on_staging_revoke(self, peer: Peer, message: msg.StagingRevoke) -> None:
-        answer: msg.Message = msg.StagingRevoked(message.room, message.nonce, message.serial)
-        room, leg = self._find(peer, message.room, message.nonce)
-        key = PartKey(self.local.unique_rank, message.chunk, message.lo, message.hi)
-        part = leg.parts.get(key) if leg is not None else None
-        if room is not None and leg is not None and part is not None:
-            held = part.grant.serial if part.grant else 0
-            if held == message.serial and part.state >= PartState.QUEUED:
-                answer = msg.TooLate(message.room, message.nonce, message.serial)
-            else:
-                part.revoked = max(part.revoked, message.serial)
-                if held == message.serial:
-                    part.grant = None
-                    part.requested = False
-        self.act(ev.Send(peer.name, answer))
-        if room is not None and leg is not None and part is not None and not part.requested:
-            self._request(room, leg)
+        revoked = msg.StagingRevoked(message.room, message.nonce, message.serial)
+        found = self._find(peer, message.room, message.nonce)
+        if found is None:
+            self.act(ev.Send(peer.name, revoked))  # of a room that is over nothing is in flight, nor will be
+            return
+        room, leg = found
+        part = leg.parts.get(PartKey(self.local.unique_rank, message.chunk, message.lo, message.hi))
+        if part is None:
+            self.drop("unknown-part")
+            return
+        held = part.grant.serial if part.grant else 0
+        if held == message.serial and part.state >= PartState.QUEUED:
+            self.act(ev.Send(peer.name, msg.TooLate(message.room, message.nonce, message.serial)))
+            return
+        part.revoked = max(part.revoked, message.serial)
+        self.act(ev.Send(peer.name, revoked))
+        if held == message.serial:
+            part.grant = None
+            part.requested = False
+            if room.failure is None:
+                self._request(room, leg)
 
     def on_watermark(self, peer: Peer, message: msg.Watermark) -> None:
         self._hear_watermark(peer, [message.round, message.tail, message.sequence])
@@ -317,75 +392,76 @@ class PrefillMachine(PrefillRooms):
         if peer.gate.hear(watermark, self.now_ns):
             self._retry_parked(peer)
 
-    def on_heard(self, peer: Peer) -> None:
-        if self._parked.get(peer.name):
-            self._retry_parked(peer)
+    def on_lease_renewed(self, peer: Peer) -> None:
+        self._retry_parked(peer)
 
     def on_part_ack(self, peer: Peer, message: msg.PartAck) -> None:
         pass  # the receipt that matters is RoomDone; PartAck only says that the reader lives and knows the tags
 
     def on_room_done(self, peer: Peer, message: msg.RoomDone) -> None:
         self.act(ev.Send(peer.name, msg.Ack(message.room, message.nonce, "room-done")))
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is None or leg is None or leg.done:
+        found = self._find(peer, message.room, message.nonce)
+        if found is None or found[1].done:
             return
+        room, leg = found
         leg.done = True
         room.record.event("done", self.now_ns, peer=peer.name)
         self._progress(room)
 
     def on_room_failed(self, peer: Peer, message: msg.RoomFailed) -> None:
         self.act(ev.Send(peer.name, msg.Ack(message.room, message.nonce, "room-failed")))
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is not None and leg is not None:
+        if found := self._find(peer, message.room, message.nonce):
+            room, leg = found
+            leg.failed_acked = True  # it is he who says so
             self._fail(room, _failure_of(message))
+            self._progress(room)
 
     def on_room_abort(self, peer: Peer, message: msg.RoomAbort) -> None:
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is None or leg is None:
+        found = self._find(peer, message.room, message.nonce)
+        if found is None:
             # Unknown or gone: nothing of it is in flight, and the grave keeps a late RoomOpen from raising it.
-            self._graves.bury(RoomKey(peer.name, message.room, message.nonce), False, self.now_ns)
+            key = RoomKey(peer.name, message.room, message.nonce)
+            if not self._graves.holds(key):
+                self._graves.bury(key, _failure_of(message), self.now_ns)
             self.act(ev.Send(peer.name, msg.RoomDrained(message.room, message.nonce)))
             return
-        leg.abort_asked = True
-        leg.failed_acked = True
+        room, leg = found
+        leg.abort_asked = leg.failed_acked = True
+        leg.drained_said = False  # it asks again, so our answer was lost
         self._fail(room, _failure_of(message))
         self._progress(room)
-        if leg.drained and leg.drained_said:
-            self.act(ev.Send(peer.name, msg.RoomDrained(message.room, message.nonce)))
 
     def on_ack(self, peer: Peer, message: msg.Ack) -> None:
-        room, leg = self._find(peer, message.room, message.nonce)
-        if room is not None and leg is not None and message.of == "room-failed":
-            leg.failed_acked = True
-            self._progress(room)
+        found = self._find(peer, message.room, message.nonce)
+        if found is not None and message.of == "room-failed":
+            found[1].failed_acked = True
+            self._progress(found[0])
 
     # ---- time and peers ---------------------------------------------------------------------------------------
 
     def on_time(self) -> None:
         now = self.now_ns
         self._graves.expire(now)
-        for number, (at, _, _) in list(self._ended.items()):
-            if now - at > self.timing.bootstrap_ns:
-                del self._ended[number]
+        while self._ended:
+            number, ended = next(iter(self._ended.items()))
+            if now - ended.at_ns < self.timing.bootstrap_ns and len(self._ended) < MAX_LEGS:
+                break
+            del self._ended[number]
         for room in list(self.rooms.values()):
             if room.failure is None:
                 self._check_deadline(room)
             for leg in list(room.legs.values()):
                 if now >= leg.resend_ns > 0:
                     self._resend(room, leg)
-        for peer in self.peers.values():
-            if peer.usable and self._parked.get(peer.name):
-                self._retry_parked(peer)
 
     def _check_deadline(self, room: SendRoom) -> None:
-        waited = self.now_ns - room.state_ns
+        waited = self.now_ns - room.since_ns
+        stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
         if room.state is RoomState.BOOTSTRAPPING and waited > self.timing.bootstrap_ns:
             opened = f"{len(room.legs)} of {room.expected or '?'} decode ranks opened it"
-            text = f"room {room.room} stayed in Bootstrapping for {waited / 1e9:.1f} s: {opened}"
-            self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", text))
+            self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {opened}"))
         elif room.state is not RoomState.BOOTSTRAPPING and waited > self.timing.waiting_ns:
-            text = f"room {room.room} stayed in {room.state.label} for {waited / 1e9:.1f} s: {self._missing(room)}"
-            self._fail(room, self.failure("KV_ROOM_STUCK_TRANSFER", text))
+            self._fail(room, self.failure("KV_ROOM_STUCK_TRANSFER", f"{stuck}: {self._missing(room)}"))
 
     def _missing(self, room: SendRoom) -> str:
         if not room.last:
@@ -408,15 +484,20 @@ class PrefillMachine(PrefillRooms):
             if not leg.failed_acked:
                 self._say_failed(room, leg)
             return
-        unanswered = [part for part in leg.parts.values() if part.requested and part.grant is None]
+        if leg.sent:
+            if not leg.done:
+                tags = [self._tag(leg, part) for part in leg.parts.values()]
+                if leg.aux_mine:
+                    tags.append(self._aux_tag(leg))
+                self.telemetry.metrics.add("kvctl_control_resends_total", 1, "part-ready")
+                self.act(ev.Send(leg.peer, msg.PartReady(leg.room, leg.nonce, tags)))
+            return
+        unanswered = [
+            part for part in leg.parts.values() if part.path == STAGED and part.requested and part.grant is None
+        ]
         if unanswered:
             self.telemetry.metrics.add("kvctl_control_resends_total", 1, "staging-request")
             self._send_request(leg, unanswered)
-        elif leg.sent and not leg.done:
-            self.telemetry.metrics.add("kvctl_control_resends_total", 1, "part-ready")
-            self.act(ev.Send(leg.peer, msg.PartReady([self._tag(leg, part) for part in leg.parts.values()])))
-            if leg.aux_mine:
-                self.act(ev.Send(leg.peer, msg.PartReady([self._aux_tag(leg)])))
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
         for room in list(self.rooms.values()):
@@ -426,6 +507,11 @@ class PrefillMachine(PrefillRooms):
             leg.failed_acked = True
             self._fail(room, self.failure("KV_PEER_LOST", text))
             self._progress(room)
+
+
+@lru_cache(maxsize=64)
+def _wire(inputs: PlanInputs) -> dict[str, int | str]:
+    return inputs.to_wire()
 
 
 def _failure_of(message: msg.RoomFailed | msg.RoomAbort) -> Failure:

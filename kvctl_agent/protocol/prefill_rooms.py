@@ -12,6 +12,7 @@ Rules it keeps (design: one room, end to end):
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,16 @@ STAGED = "staged"
 Choose = Callable[[msg.Introduction, Share, int, ev.Pages], str]
 
 
+class Ended(NamedTuple):
+    """A room that ended before our engine, or some decode rank, had come; those who come late are told how."""
+
+    at_ns: int
+    state: RoomState
+    failure: Failure | None
+    claimed: bool  # our engine had come
+    openers: frozenset[str]  # decode ranks that had come
+
+
 class PrefillRooms(Machine):
     """Rooms, legs and parts of one prefill rank; `PrefillMachine` adds who says what."""
 
@@ -45,9 +56,9 @@ class PrefillRooms(Machine):
         self._fallback = fallback
         self.rooms: dict[int, SendRoom] = {}
         self._legs: dict[RoomKey, Leg] = {}
-        self._parked: dict[str, dict[tuple[int, PartKey], tuple[Leg, Part]]] = {}
-        self._graves: Tombstones[bool] = Tombstones(timing.bootstrap_ns)
-        self._ended: dict[int, tuple[int, RoomState, Failure | None]] = {}  # rooms that ended before our engine came
+        self._parked: dict[str, dict[tuple[int, int, PartKey], tuple[Leg, Part]]] = {}
+        self._graves: Tombstones[Failure | None] = Tombstones(timing.bootstrap_ns)  # how the room failed, if it did
+        self._ended: dict[int, Ended] = {}  # rooms that ended before all who take part had come, oldest first
 
     @property
     def idle(self) -> bool:
@@ -58,16 +69,22 @@ class PrefillRooms(Machine):
         return [entry for parked in list(self._parked.values()) for entry in list(parked.values())]
 
     def _new_room(self, number: int) -> SendRoom:
+        self._ended.pop(number, None)
         record = self.telemetry.rooms.open(number, 0)
         room = self.rooms[number] = SendRoom(number, record, self.now_ns)
         return room
 
-    def _find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom | None, Leg | None]:
-        return self.rooms.get(number), self._legs.get(RoomKey(peer.name, number, nonce))
+    def _find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, Leg] | None:
+        """The room and leg that a message is about; where there is none, that is counted."""
+        leg = self._legs.get(RoomKey(peer.name, number, nonce))
+        if leg is None:
+            self.drop("tombstone")
+            return None
+        return self.rooms[number], leg
 
     def _state(self, room: SendRoom, state: RoomState) -> None:
         room.state = state
-        room.state_ns = self.now_ns
+        room.since_ns = self.now_ns
         room.record.state(state, self.now_ns)
         if room.claimed:
             self.act(ev.StateChanged(room.room, state, room.failure))
@@ -101,20 +118,19 @@ class PrefillRooms(Machine):
     def _feed(self, room: SendRoom, leg: Leg, count: int, last: bool, at_ns: int) -> None:
         try:
             cells = leg.cutter.feed(count, last)
-            if last and leg.cutter.fed != leg.total_pages:
+            if leg.cutter.fed > leg.total_pages or (last and leg.cutter.fed != leg.total_pages):
                 raise LayoutError(f"this side computed {leg.cutter.fed} pages, {leg.peer} expects {leg.total_pages}")
         except LayoutError as error:
             self._fail(room, self.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
             return
+        room.since_ns = self.now_ns
         if room.state is RoomState.WAITING_FOR_INPUT:
             self._state(room, RoomState.TRANSFERRING)
         if leg.share is None:
             return
         for cell in cells:
-            part = leg.parts.get(PartKey(self.local.unique_rank, cell.index, leg.share.layer_lo, leg.share.layer_hi))
-            if part is None:
-                self._fail(room, self.failure("KV_PLAN_MISMATCH", f"room {room.room}: {leg.peer} expects no {cell}"))
-                return
+            # Both sides cut the same grid, and the total is checked above: every cell is one that the reader expects.
+            part = leg.parts[PartKey(self.local.unique_rank, cell.index, leg.share.layer_lo, leg.share.layer_hi)]
             part.src_pages = room.source(cell)
             part.ready_ns = at_ns
             part.state = PartState.READY
@@ -122,6 +138,8 @@ class PrefillRooms(Machine):
 
     def _try(self, room: SendRoom, leg: Leg, part: Part) -> None:
         """Hand a ready part to a worker, or park it."""
+        if room.failure is not None:
+            return
         peer = self.peers[leg.peer]
         grant = part.grant
         if part.path == STAGED and (grant is None or not peer.gate.open(grant.round, grant.end)):
@@ -130,7 +148,7 @@ class PrefillRooms(Machine):
         if not peer.may_post(self.now_ns):
             self._park(room, leg, part)
             return
-        self._unpark(leg, part)
+        self._unpark(room, leg, part)
         part.state = PartState.QUEUED
         leg.in_flight += 1
         leg.to_queue -= 1
@@ -148,7 +166,7 @@ class PrefillRooms(Machine):
                 dst_pages=leg.pages_at(part.chunk),
                 src_aux=-1,
                 dst_aux=-1,
-                grant=grant,
+                grant=grant if part.path == STAGED else None,
                 tag=self._tag(leg, part),
                 fence=leg.fence,
                 ready_ns=part.ready_ns,
@@ -158,7 +176,13 @@ class PrefillRooms(Machine):
         self._queue_aux(room, leg)
 
     def _queue_aux(self, room: SendRoom, leg: Leg) -> None:
-        if not (room.finished and leg.aux_state is PartState.PLANNED and leg.to_queue == 0):
+        if room.failure is not None or not room.finished:
+            return
+        if leg.aux_state is not PartState.PLANNED or leg.to_queue:
+            return
+        if room.aux_src < 0:
+            text = f"room {room.room}: {leg.peer} expects an aux row, finish() gave none"
+            self._fail(room, self.failure("KV_PLAN_MISMATCH", text))
             return
         leg.aux_state = PartState.QUEUED
         leg.in_flight += 1
@@ -194,20 +218,25 @@ class PrefillRooms(Machine):
 
     def _park(self, room: SendRoom, leg: Leg, part: Part) -> None:
         parked = self._parked[leg.peer]
-        key = (leg.nonce, part.key)
+        key = (leg.room, leg.nonce, part.key)
         if key not in parked:
             parked[key] = (leg, part)
             room.record.parked += 1
 
-    def _unpark(self, leg: Leg, part: Part) -> None:
+    def _unpark(self, room: SendRoom, leg: Leg, part: Part) -> None:
         parked = self._parked.get(leg.peer)
-        if parked and parked.pop((leg.nonce, part.key), None) and (room := self.rooms.get(leg.room)):
+        if parked and parked.pop((leg.room, leg.nonce, part.key), None):
             room.record.parked -= 1
 
     def _retry_parked(self, peer: Peer) -> None:
+        """See which of the parked parts may go now: called when the watermark moved or the lease was renewed."""
+        gate = peer.gate
         for leg, part in list(self._parked[peer.name].values()):
-            if room := self.rooms.get(leg.room):
-                self._try(room, leg, part)
+            grant = part.grant
+            if part.path != STAGED or (grant is not None and gate.open(grant.round, grant.end)):
+                room = self.rooms.get(leg.room)
+                if room is not None:  # else one of those before it has ended this room
+                    self._try(room, leg, part)
 
     def _progress(self, room: SendRoom) -> None:
         """See whether the room has come to an end of some kind."""
@@ -217,6 +246,8 @@ class PrefillRooms(Machine):
         if room.sent and not room.released:
             room.released = True
             room.record.event("sent", self.now_ns)
+            for leg in room.legs.values():
+                leg.resend_ns = self.now_ns + 2 * self.timing.resend_ns  # ask then how the room has ended
             if room.claimed:
                 self.act(ev.Released(room.room))
         if room.done and (room.released or not room.claimed):
@@ -224,7 +255,7 @@ class PrefillRooms(Machine):
             self._bury(room)
 
     def _fail(self, room: SendRoom, failure: Failure) -> None:
-        if room.failure is not None:
+        if room.failure is not None or room.state is RoomState.SUCCESS:
             return
         room.failure = failure
         room.record.fail(failure)
@@ -234,7 +265,7 @@ class PrefillRooms(Machine):
             leg.fence.raised = True
             leg.resend_ns = self.now_ns + self.timing.resend_ns
             for part in leg.parts.values():
-                self._unpark(leg, part)
+                self._unpark(room, leg, part)
             if not leg.failed_acked:
                 self._say_failed(room, leg)
         self._state(room, RoomState.FAILED)
@@ -267,9 +298,10 @@ class PrefillRooms(Machine):
         for leg in room.legs.values():
             key = RoomKey(leg.peer, leg.room, leg.nonce)
             self._legs.pop(key, None)
-            self._graves.bury(key, room.state is RoomState.SUCCESS, self.now_ns)
-        if not room.claimed:
-            self._ended[room.room] = (self.now_ns, room.state, room.failure)
+            self._graves.bury(key, room.failure, self.now_ns)
+        if not room.claimed or (room.failure is not None and not room.opened):
+            openers = frozenset(room.legs)
+            self._ended[room.room] = Ended(self.now_ns, room.state, room.failure, room.claimed, openers)
         self.telemetry.finish(room.record, self.now_ns)
 
 

@@ -21,14 +21,13 @@ Cell = tuple[int, int]  # (writer, chunk)
 class WriterLeg:
     """What passes between this room and one prefill rank, whether it owes anything or not."""
 
-    __slots__ = ("accepted", "acked", "drained", "opened", "peer")
+    __slots__ = ("accepted", "acked", "drained", "peer")
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
-        self.opened = False  # RoomOpen was said, so something may be in flight
         self.accepted = False
-        self.acked = False  # RoomDone has reached it
-        self.drained = False  # nothing of it is in flight
+        self.acked = False  # RoomDone has reached it, or it is gone; what a room that succeeded waits for
+        self.drained = False  # nothing of it is in flight, nor will be; what a room that failed waits for
 
 
 def mask(lo: int, hi: int) -> int:
@@ -45,6 +44,7 @@ class RecvRoom:
         "aux_writer",
         "chunks",
         "failure",
+        "granted",
         "landed",
         "legs",
         "missing",
@@ -58,9 +58,11 @@ class RecvRoom:
         "room",
         "scattered",
         "shares",
+        "since_ns",
         "state",
-        "state_ns",
+        "unaccepted",
         "wanted",
+        "writers",
     )
 
     def __init__(self, opening: RoomOpen, pages: Pages, record: RoomRecord, now_ns: int) -> None:
@@ -74,20 +76,28 @@ class RecvRoom:
         self.aux_landed = opening.aux_index < 0
         self.record = record
         self.state = RoomState.BOOTSTRAPPING
-        self.state_ns = now_ns
+        self.since_ns = now_ns  # when the wait that a deadline ends began: the state's start, or the last progress
         self.resend_ns = 0
         self.failure: Failure | None = None
         self.released = False
         self.legs: dict[str, WriterLeg] = {}
+        self.unaccepted = 0  # legs
+        self.writers: tuple[str, ...] = ()  # names of the instance's ranks, as they were when it was opened
         self.shares: dict[int, Share] = {}  # by writer
         self.chunks: dict[int, Chunk] = {}
         self.wanted: dict[Cell, int] = {}
+        self.granted: dict[Cell, int] = {}  # layers with a live grant, so that no two grants cover the same bytes
         self.landed: dict[Cell, int] = {}
         self.scattered: dict[Cell, int] = {}
         self.missing = 0  # cells whose layers are not all scattered
 
-    def plan(self, shares: tuple[Share, ...], chunks: tuple[Chunk, ...], aux_writer: int) -> None:
+    def plan(
+        self, shares: tuple[Share, ...], chunks: tuple[Chunk, ...], aux_writer: int, writers: tuple[str, ...]
+    ) -> None:
         """Take the plan: from now on coverage is known."""
+        self.writers = writers
+        self.legs = {name: WriterLeg(name) for name in writers}
+        self.unaccepted = len(self.legs)
         self.shares = {share.writer: share for share in shares}
         self.chunks = {chunk.index: chunk for chunk in chunks}
         self.aux_writer = aux_writer
@@ -100,7 +110,7 @@ class RecvRoom:
     def owes(self, key: PartKey) -> bool:
         """Whether the plan has such a part: a known cell and layers inside its share."""
         wanted = self.wanted.get((key.writer, key.chunk))
-        if wanted is None or key.hi > 1 << 16:
+        if wanted is None:
             return False
         bits = mask(key.lo, key.hi)
         return bits & wanted == bits
@@ -123,6 +133,19 @@ class RecvRoom:
         self.record.scattered = (self.record.scattered or 0) + key.hi - key.lo
         if covered == self.wanted[cell]:
             self.missing -= 1
+
+    def grantable(self, key: PartKey) -> bool:
+        """Whether none of its layers has landed or has a live grant."""
+        cell = (key.writer, key.chunk)
+        return not (self.landed.get(cell, 0) | self.granted.get(cell, 0)) & mask(key.lo, key.hi)
+
+    def grant(self, key: PartKey) -> None:
+        cell = (key.writer, key.chunk)
+        self.granted[cell] = self.granted.get(cell, 0) | mask(key.lo, key.hi)
+
+    def ungrant(self, key: PartKey) -> None:
+        """Its region is free again: landed and scattered, or given back."""
+        self.granted[key.writer, key.chunk] &= ~mask(key.lo, key.hi)
 
     @property
     def complete(self) -> bool:

@@ -13,6 +13,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.chunks import Chunk, ChunkCutter
 from kvctl_agent.layout.plan import Share
+from kvctl_agent.layout.side import Coord
 from kvctl_agent.protocol.events import Fence, Pages
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey
@@ -49,7 +50,6 @@ class Leg:
 
     __slots__ = (
         "abort_asked",
-        "accepted",
         "aux_index",
         "aux_mine",
         "aux_state",
@@ -60,11 +60,11 @@ class Leg:
         "failed_acked",
         "fence",
         "in_flight",
-        "in_flight_for_ever",
         "nonce",
         "parts",
         "peer",
         "prefix_pages",
+        "reader",
         "resend_ns",
         "room",
         "share",
@@ -77,6 +77,7 @@ class Leg:
         self,
         room: int,
         peer: str,
+        reader: Coord,
         nonce: int,
         share: Share | None,
         dst_pages: Pages,
@@ -89,6 +90,7 @@ class Leg:
     ) -> None:
         self.room = room
         self.peer = peer
+        self.reader = reader
         self.nonce = nonce
         self.share = share
         self.dst_pages = dst_pages
@@ -102,9 +104,7 @@ class Leg:
         self.to_queue = len(parts)  # KV parts not yet handed to a worker
         self.to_send = len(parts) + aux_mine
         self.in_flight = 0  # parts with a worker
-        self.in_flight_for_ever = False  # the engine could not say whether a failed write still lands
         self.fence = Fence()
-        self.accepted = False
         self.done = False
         self.abort_asked = False
         self.drained_said = False
@@ -118,7 +118,7 @@ class Leg:
     @property
     def drained(self) -> bool:
         """Nothing is in flight, nor will be."""
-        return self.in_flight == 0 and not self.in_flight_for_ever
+        return self.in_flight == 0
 
     def pages_at(self, chunk: Chunk) -> Pages:
         """Destination pages of one cell."""
@@ -139,22 +139,20 @@ class SendRoom:
         "forward_done_ns",
         "last",
         "legs",
-        "opened_ns",
         "pages",
         "prefetched",
         "record",
         "released",
         "room",
+        "since_ns",
         "state",
-        "state_ns",
     )
 
     def __init__(self, room: int, record: RoomRecord, now_ns: int) -> None:
         self.room = room
         self.record = record
-        self.opened_ns = now_ns
         self.state = RoomState.BOOTSTRAPPING
-        self.state_ns = now_ns
+        self.since_ns = now_ns  # when the wait that a deadline ends began: the state's start, or the last progress
         self.claimed = False  # our own engine knows of it
         self.prefetched = False
         self.expected = 0  # decode ranks that must open it; 0: none has yet

@@ -6,7 +6,6 @@ or quarantined, where a write may still be in flight and nobody can prove that i
 
 from __future__ import annotations
 
-from collections import deque
 from enum import StrEnum
 
 from kvctl_agent.protocol.messages import Grant
@@ -49,7 +48,7 @@ class StagingBook:
         self._by_serial: dict[int, Holding] = {}
         self._by_part: dict[tuple[RoomKey, PartKey], Holding] = {}
         self._by_room: dict[RoomKey, set[int]] = {}
-        self._gated: dict[str, deque[Region]] = {}  # per peer, grants that the watermark had not passed when given
+        self._gated: dict[str, dict[int, Region]] = {}  # per peer, oldest first: live grants not opened yet
 
     def __len__(self) -> int:
         return len(self._by_serial)
@@ -78,7 +77,7 @@ class StagingBook:
         self._by_part[room, key] = holding
         self._by_room.setdefault(room, set()).add(region.serial)
         if not may_write(region.round, region.end, self.ring.watermark):
-            self._gated.setdefault(room.peer, deque()).append(region)
+            self._gated.setdefault(room.peer, {})[region.serial] = region
         return holding
 
     def free(self, serial: int) -> bool:
@@ -89,11 +88,21 @@ class StagingBook:
         if holding.state is RegionState.QUARANTINED:
             self.quarantined_bytes -= holding.region.end - holding.region.offset
         del self._by_part[holding.room, holding.key]
+        gated = self._gated.get(holding.room.peer)
+        if gated is not None and gated.pop(serial, None) is not None and not gated:
+            del self._gated[holding.room.peer]
         serials = self._by_room[holding.room]
         serials.discard(serial)
         if not serials:
             del self._by_room[holding.room]
         return self.ring.free(serial)
+
+    def land(self, holding: Holding, at_ns: int) -> None:
+        """Its write is over, whatever was feared of it: it is being scattered, and then free."""
+        if holding.state is RegionState.QUARANTINED:
+            self.quarantined_bytes -= holding.region.end - holding.region.offset
+        holding.state = RegionState.LANDED
+        holding.at_ns = at_ns
 
     def quarantine(self, holding: Holding) -> None:
         """A write to this region may be in flight for ever: keep it, count it, show it."""
@@ -105,16 +114,20 @@ class StagingBook:
         """Peers that hold a grant which the watermark has passed since they were last told."""
         watermark = self.ring.watermark
         told: list[str] = []
-        for peer, gated in self._gated.items():
-            before = len(gated)
-            while gated and (
-                gated[0].serial not in self._by_serial or may_write(gated[0].round, gated[0].end, watermark)
-            ):
-                gated.popleft()
-            if len(gated) != before:
+        for peer, gated in list(self._gated.items()):
+            open_now: list[int] = []
+            for serial, region in gated.items():
+                if not may_write(region.round, region.end, watermark):
+                    break  # regions open in the order in which they were given
+                open_now.append(serial)
+            if open_now:
                 told.append(peer)
+                for serial in open_now:
+                    del gated[serial]
+                if not gated:
+                    del self._gated[peer]
         return told
 
     @property
     def gates_somebody(self) -> bool:
-        return any(self._gated.values())
+        return bool(self._gated)

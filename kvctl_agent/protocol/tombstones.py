@@ -33,6 +33,9 @@ class Tombstones(Generic[T]):
         if len(self._graves) > self._capacity:
             self._graves.popitem(last=False)
 
+    def holds(self, key: RoomKey) -> bool:
+        return key in self._graves
+
     def find(self, key: RoomKey) -> T | None:
         grave = self._graves.get(key)
         return grave[1] if grave else None

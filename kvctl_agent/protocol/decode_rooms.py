@@ -1,0 +1,309 @@
+"""What may happen to a room on a decode rank: opened, granted, landed, scattered, ended, forgotten.
+
+Rules it keeps (design: one room, end to end):
+
+- An arrival is believed only if it fits the plan, the nonce and, for a staged part, the very grant it names.
+- A ring region is freed when its scatter is done, when its tag comes too late to matter, or when its writer has said
+  that nothing is in flight.
+- Success when every rank has accepted, all planned cells are in their pages and the aux row is there; never by
+  counting.
+- A failed room is released and forgotten when all ranks have drained; one that succeeded, when all know it.
+"""
+
+from __future__ import annotations
+
+from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.peer import Peer
+from kvctl_agent.protocol.recv_room import RecvRoom, WriterLeg
+from kvctl_agent.protocol.staging import Holding, RegionState, StagingBook
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
+from kvctl_agent.telemetry.hub import Telemetry
+
+
+class DecodeRooms(Machine):
+    """Rooms and ring of one decode rank; `DecodeMachine` adds who says what."""
+
+    def __init__(self, local: Local, timing: Timing, telemetry: Telemetry) -> None:
+        super().__init__(local, timing, telemetry)
+        self.book = StagingBook(local.ring_bytes)
+        self.rooms: dict[int, RecvRoom] = {}
+        self.roster: tuple[str, ...] = ()
+        self._expecting = 0
+        self._graves: Tombstones[bool] = Tombstones(timing.bootstrap_ns)  # whether the room had succeeded
+
+    @property
+    def idle(self) -> bool:
+        return not self.rooms
+
+    @property
+    def expecting(self) -> bool:
+        """Whether bytes may arrive now: the arrival loop looks often then, and rarely otherwise."""
+        return self._expecting > 0
+
+    @property
+    def missing_peers(self) -> list[str]:
+        """Ranks of the instance that have not said hello."""
+        return [name for name in self.roster if not self._ready(name)]
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Ring and page bytes that a lost rank, not proven dead, may still write. Safe to read from another thread."""
+        total = self.book.quarantined_bytes
+        for room in list(self.rooms.values()):
+            if room.failure is None:
+                continue
+            for share in room.shares.values():
+                name = room.writers[share.writer]
+                if not room.legs[name].drained and not self._ready(name):
+                    total += share.payload_bytes(self.local.shape, len(room.pages) * self.local.page_size)
+        return total
+
+    def watermark(self) -> list[int]:
+        position = self.book.ring.watermark
+        return [position.round, position.tail, self.book.ring.sequence]
+
+    def _ready(self, name: str) -> bool:
+        peer = self.peers.get(name)
+        return peer is not None and peer.usable
+
+    def _find(self, peer: Peer, number: int, nonce: int) -> tuple[RecvRoom, WriterLeg] | None:
+        """The room that a message is about; where there is none, that is counted."""
+        room = self.rooms.get(number)
+        if room is None or room.nonce != nonce:
+            self.drop("tombstone" if self._graves.find(RoomKey("", number, nonce)) is not None else "unknown-room")
+            return None
+        leg = room.legs.get(peer.name)
+        if leg is None:
+            self.drop("unexpected")
+            return None
+        return room, leg
+
+    # ---- states -----------------------------------------------------------------------------------------------
+
+    def _state(self, room: RecvRoom, state: RoomState) -> None:
+        room.state = state
+        room.since_ns = self.now_ns
+        room.record.state(state, self.now_ns)
+        if state.finished:
+            self._expecting -= 1
+            room.record.finish(self.now_ns)
+        self.act(ev.StateChanged(room.room, state, room.failure))
+
+    def _accept(self, room: RecvRoom, leg: WriterLeg) -> None:
+        if leg.accepted:
+            return
+        leg.accepted = True
+        room.unaccepted -= 1
+        if room.unaccepted == 0 and room.state is RoomState.BOOTSTRAPPING:
+            begun = bool(room.landed) or (room.aux_index >= 0 and room.aux_landed)
+            self._state(room, RoomState.TRANSFERRING if begun else RoomState.WAITING_FOR_INPUT)
+            self._complete(room)
+
+    def _complete(self, room: RecvRoom) -> None:
+        if not room.complete or room.state.finished:
+            return
+        if room.state is RoomState.BOOTSTRAPPING:
+            return  # a rank that has not accepted would never learn how the room ended
+        room.record.event("success", self.now_ns)
+        self._state(room, RoomState.SUCCESS)
+        room.released = True
+        self.act(ev.Released(room.room))
+        self._say_end(room)
+
+    def _fail(self, room: RecvRoom, failure: Failure) -> None:
+        if room.state.finished:
+            return
+        room.failure = failure
+        room.record.fail(failure)
+        self.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
+        self.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
+        self._state(room, RoomState.FAILED)
+        self._say_end(room)
+        self._settle(room)
+
+    def _settle(self, room: RecvRoom) -> None:
+        """Forget a room that has ended everywhere; the pages of a failed one are released only then."""
+        if room.failure is not None:
+            if not all(leg.drained for leg in room.legs.values()):
+                return
+            if any(self.book.of_room(_key(room, name)) for name in room.legs):
+                return  # a scatter is still out
+            room.released = True
+            self.act(ev.Released(room.room))
+        elif room.state is not RoomState.SUCCESS or not all(leg.acked for leg in room.legs.values()):
+            return
+        del self.rooms[room.room]
+        self._graves.bury(RoomKey("", room.room, room.nonce), room.failure is None, self.now_ns)
+        self.telemetry.finish(room.record, self.now_ns)
+
+    # ---- what is said to the prefill ranks ----------------------------------------------------------------------
+
+    def _say_end(self, room: RecvRoom) -> None:
+        """Tell every prefill rank how the room ended; said again until each has answered."""
+        room.resend_ns = self.now_ns + self.timing.resend_ns
+        for leg in room.legs.values():
+            self._remind(room, leg)
+
+    def _remind(self, room: RecvRoom, leg: WriterLeg) -> bool:
+        """Say what this rank has not answered yet; False when there is nothing."""
+        if room.failure is not None:
+            if leg.drained:
+                return False
+            cause = room.failure
+            message: msg.Message = msg.RoomAbort(
+                room.room, room.nonce, cause["rank"], cause["code"], cause["at_ns"], cause["text"]
+            )
+        elif room.state is RoomState.SUCCESS:
+            if leg.acked:
+                return False
+            message = msg.RoomDone(room.room, room.nonce)
+        else:
+            if leg.accepted:
+                return False
+            message = room.opening
+        if not self._ready(leg.peer):
+            return False
+        self.act(ev.Send(leg.peer, message))
+        return True
+
+    def _resend(self, room: RecvRoom) -> None:
+        room.resend_ns = self.now_ns + self.timing.resend_ns
+        kind = "room-end" if room.state.finished else "room-open"
+        for leg in room.legs.values():
+            if self._remind(room, leg):
+                self.telemetry.metrics.add("kvctl_control_resends_total", 1, kind)
+
+    # ---- bytes ------------------------------------------------------------------------------------------------
+
+    def _arrived(self, tag: Tag, at_ns: int) -> None:
+        reason = self._take(tag, at_ns)
+        if reason:
+            self.telemetry.metrics.add("kvctl_tags_dropped_total", 1, reason)
+
+    def _take(self, tag: Tag, at_ns: int) -> str | None:
+        """Believe a tag, or say why not."""
+        if tag.incarnation != self.local.incarnation:
+            return "incarnation"
+        room = self.rooms.get(tag.room)
+        if room is None or room.nonce != tag.nonce:
+            return "unknown-room"
+        key = tag.key
+        if tag.kind is PartKind.AUX:
+            if key.writer != room.aux_writer:
+                return "unplanned"
+            if room.aux_landed:
+                return "duplicate"
+            room.aux_landed = True
+            room.record.event("aux", at_ns, writer=key.writer)
+            self._begun(room)
+            self._complete(room)
+            return None
+        if not room.owes(key):
+            return "unplanned"
+        holding = self.book.of_part(_key(room, room.writers[key.writer]), key)
+        if tag.serial:
+            if holding is None or holding.region.serial != tag.serial:
+                return "stale-grant"
+            if holding.state is RegionState.LANDED:
+                return "duplicate"
+            if room.failure is not None:
+                self._free([holding])  # the write is over and nobody wants it
+                self._settle(room)
+                return "late"
+        elif holding is None and not room.grantable(key):
+            return "duplicate"
+        if not room.land(key):
+            return "duplicate"
+        self._begun(room)
+        if holding is not None and tag.serial:
+            self.book.land(holding, at_ns)
+            pages, share = room.pages_at(key.chunk), room.shares[key.writer]
+            self.act(ev.Scatter(tag.serial, holding.region.offset, key, share, pages, room.room, room.nonce, at_ns))
+            return None
+        if holding is not None:
+            self._free([holding])  # the writer took another path after it was granted, and says that it is done
+        self._settled(room, key, {"arrive": at_ns}, "direct")
+        return None
+
+    def _begun(self, room: RecvRoom) -> None:
+        """Something of the room has arrived."""
+        room.since_ns = self.now_ns
+        if room.state is RoomState.WAITING_FOR_INPUT:
+            self._state(room, RoomState.TRANSFERRING)
+
+    def _settled(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
+        """A part is in its pages."""
+        room.settle(key)
+        room.since_ns = self.now_ns
+        share, chunk = room.shares[key.writer], room.chunks[key.chunk]
+        nbytes = share.payload_bytes(self.local.shape, chunk.count * self.local.page_size, key.hi - key.lo)
+        place = (key.writer, key.chunk, (key.lo, key.hi))
+        self.telemetry.part(room.record, place, room.writers[key.writer], path, nbytes, moments)
+        self._complete(room)
+
+    # ---- the ring ---------------------------------------------------------------------------------------------
+
+    def _free(self, holdings: list[Holding]) -> None:
+        """Give regions back, then tell the writers whose grants that has opened."""
+        moved = False
+        for holding in holdings:
+            room = self.rooms.get(holding.room.room)
+            if room is not None and room.nonce == holding.room.nonce:
+                room.ungrant(holding.key)
+            moved |= self.book.free(holding.region.serial)
+        if not moved:
+            return
+        opened = self.book.opened()
+        if not opened:
+            return
+        round_, tail, sequence = self.watermark()
+        for name in opened:
+            if self._ready(name):  # heartbeats repair what is lost
+                self.peers[name].watermark_sent = (round_, tail, sequence)
+                self.act(ev.Send(name, msg.Watermark(round_, tail, sequence)))
+
+    def _revoke_oldest(self) -> None:
+        """An unwritten grant that pins the ring while others wait behind it is taken back."""
+        oldest = self.book.oldest()
+        if oldest is None or not self.book.gates_somebody or not self._ready(oldest.room.peer):
+            return
+        if oldest.state is RegionState.GRANTED:
+            patience = self.timing.revoke_ns
+        elif oldest.state is RegionState.REVOKING:
+            patience = self.timing.resend_ns  # the revoke or its answer was lost
+        else:
+            return
+        if self.now_ns - oldest.at_ns < patience:
+            return
+        oldest.state = RegionState.REVOKING
+        oldest.at_ns = self.now_ns
+        key, room = oldest.key, oldest.room
+        revoke = msg.StagingRevoke(room.room, room.nonce, key.chunk, key.lo, key.hi, oldest.region.serial)
+        self.act(ev.Send(room.peer, revoke))
+
+    # ---- time -------------------------------------------------------------------------------------------------
+
+    def _check_deadline(self, room: RecvRoom) -> None:
+        waited = self.now_ns - room.since_ns
+        stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
+        if room.state is RoomState.BOOTSTRAPPING:
+            if waited > self.timing.bootstrap_ns:
+                silent = [leg.peer for leg in room.legs.values() if not leg.accepted] or self.missing_peers
+                text = f"{stuck}: not accepted by {', '.join(silent) or 'an unknown prefill instance'}"
+                self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", text))
+        elif waited > self.timing.waiting_ns:
+            landed = room.record.landed == room.record.planned
+            code = "KV_ROOM_STUCK_SCATTER" if landed and room.missing else "KV_ROOM_STUCK_TRANSFER"
+            if room.state is RoomState.WAITING_FOR_INPUT:
+                code = "KV_ROOM_STUCK_WAITING"
+            self._fail(room, self.failure(code, f"{stuck}: {room.gaps()}"))
+
+
+def _key(room: RecvRoom, peer: str) -> RoomKey:
+    return RoomKey(peer, room.room, room.nonce)
