@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -32,17 +31,19 @@ class Mailbox:
         if self._woken:
             return  # the loop will look before it sleeps again
         with self._lock:
-            if not self._closed:
+            if not self._closed and not self._woken:
                 self._woken = True
                 os.eventfd_write(self._fd, 1)
 
     def take(self) -> list[Event]:
         """All queued events, in order."""
         if self._woken:
-            # The waker marks first and writes then, so there may be nothing to read yet; then it wakes us once more.
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._fd)
-            self._woken = False
+            # Under the lock, since a waker marks and writes in two steps: a mark taken without its write would leave
+            # the descriptor readable, and the loop spinning.
+            with self._lock:
+                if not self._closed:
+                    os.eventfd_read(self._fd)
+                self._woken = False
         events: list[Event] = []
         queue = self._events
         while queue:
