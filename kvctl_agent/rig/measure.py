@@ -36,17 +36,16 @@ def growth(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mappin
     return grown
 
 
-def stages(layers: Callable[[str], Sequence[LayerRow]], rooms: Sequence[int]) -> dict[str, list[int]]:
-    """Median time of each room's parts in each stage, over at most `MAX_SAMPLED_ROOMS` of the rooms.
+def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) -> dict[str, list[int]]:
+    """Median time of each room's parts in each stage, over the last `MAX_SAMPLED_ROOMS` of the rooms.
 
     Args:
         layers: the agent's `layers` command for one room.
-        rooms: numbers of finished rooms.
+        rooms: numbers of rooms that succeeded, in order; agents keep a few hundred.
     """
     samples: dict[str, list[int]] = {}
-    step = max(1, len(rooms) // MAX_SAMPLED_ROOMS)
-    for room in rooms[::step][:MAX_SAMPLED_ROOMS]:
-        for row in layers(str(room)):
+    for room in rooms[-MAX_SAMPLED_ROOMS:]:
+        for row in layers(room):
             for stage, summary in row["stages"].items():
                 if summary["p50_ns"] is not None:
                     samples.setdefault(stage, []).append(summary["p50_ns"])

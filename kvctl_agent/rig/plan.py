@@ -13,7 +13,7 @@ from kvctl_agent.layout.plan import PlanInputs, shares
 from kvctl_agent.layout.side import Side
 from kvctl_agent.rig import workload
 from kvctl_agent.rig.resolve import check_load, plan_inputs, resolve_chunk_tokens, resolve_paths, resolve_shape
-from kvctl_agent.rig.sizing import MIB, Needs, rank_page_bytes, ring_bytes, size_load
+from kvctl_agent.rig.sizing import MIB, rank_page_bytes, ring_bytes, size_load
 
 STAGED_PATHS = ("staged", "auto")
 
@@ -30,11 +30,13 @@ def make_plan(request: PlanRequest) -> Plan:
     inputs = plan_inputs(request.prefill, request.decode, shape, request.page_size, chunk_tokens)
     paths = resolve_paths(request.paths, inputs)
     needs = [size_load(request, inputs, load) for load in request.loads]
-    ring = ring_bytes(request, inputs, needs) if any(path in STAGED_PATHS for path in paths) else 0
-    config: dict[str, str | int | float | bool] = {"transport": request.transport, "chunk_tokens": chunk_tokens}
-    config["staging"] = "auto" if ring else "off"
-    if ring:
-        config["staging_ring_mb"] = ring // MIB
+    # Where nothing is staged the smallest ring stays: with it comes the scratch memory that a lane is measured with.
+    ring = ring_bytes(request, inputs, needs) if any(path in STAGED_PATHS for path in paths) else MIB
+    config: dict[str, str | int | float | bool] = {
+        "transport": request.transport,
+        "chunk_tokens": chunk_tokens,
+        "staging_ring_mb": ring // MIB,
+    }
     if request.workers is not None:
         config["workers"] = request.workers
     lot_rooms = max(end - first for need in needs for first, end in need.load["lots"])
@@ -56,12 +58,8 @@ def make_plan(request: PlanRequest) -> Plan:
         room_stride=-(-lot_rooms // inputs.prefill.dp) * inputs.prefill.dp,
         aux_slots=lot_rooms,
         config=config,
-        notes=_notes(needs),
+        notes=list(dict.fromkeys(need.note for need in needs if need.note)),
     )
-
-
-def _notes(needs: list[Needs]) -> list[str]:
-    return list(dict.fromkeys(need.note for need in needs if need.note))
 
 
 def _most(pages: list[list[int]]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvctl_agent.contract.rig import Load, PlannedLoad, PlanRequest
+from kvctl_agent.contract.rig import Load, PlannedLoad, PlannedRoom, PlanRequest
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import grid, page_count
 from kvctl_agent.layout.cost import room_cost
@@ -62,14 +62,24 @@ def size_load(request: PlanRequest, inputs: PlanInputs, load: Load) -> Needs:
     pages = [page_count(length, page_size) for length in tokens]
     kinds = [(total, prefix // page_size) for total, prefix in zip(pages, prefixes, strict=True)]
     costs = {kind: room_cost(inputs, *kind) for kind in set(kinds)}
+    rooms = [
+        PlannedRoom(
+            tokens=tokens[index],
+            prefix_tokens=prefixes[index],
+            decode_dp=workload.decode_group(index - first, active),
+            bytes=costs[kinds[index]].payload_bytes,
+        )
+        for first, end in lots
+        for index in range(first, end)
+    ]
     planned = PlannedLoad(
         concurrency=load.concurrency,
         in_flight=lot.in_flight,
+        windows=workload.windows(lot.in_flight, decode.dp),
         tokens=load.tokens.text,
         tokens_mean=sum(tokens) / count,
-        rooms=[list(pair) for pair in zip(tokens, prefixes, strict=True)],
+        rooms=rooms,
         lots=[list(pair) for pair in lots],
-        bytes=sum(costs[kind].payload_bytes for kind in kinds),
     )
     note = ""
     if lot.in_flight < min(load.concurrency, count):

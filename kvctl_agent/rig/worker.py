@@ -8,10 +8,10 @@ from __future__ import annotations
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from kvctl_agent.agent import Agent, Rank, Receive, Send
+from kvctl_agent.agent import Agent
 from kvctl_agent.contract.rig import (
     FloorMeasured,
     Floors,
@@ -24,19 +24,24 @@ from kvctl_agent.contract.rig import (
     Verify,
     VerifyReport,
 )
+from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
 from kvctl_agent.memory.floor import memcpy_gb_per_s
+from kvctl_agent.rank import Rank
 from kvctl_agent.rig import measure
 from kvctl_agent.rig.content import Content, allocate_pool
+from kvctl_agent.runtime.handles import Handle
 
 CLOSE_TIMEOUT_S = 3.0
+# A finished room's pages are free a round trip later; a failed one's when its writers have drained.
+RELEASE_TIMEOUT_S = 10.0
 
 
 class Change(NamedTuple):
     """A room's handle reached a state, on the monotonic clock."""
 
-    handle: Send | Receive
+    handle: Handle
     state: RoomState
     at_ns: int
 
@@ -65,6 +70,7 @@ class Worker(ABC):
             **start.config,
         )
         self.failed: set[int] = set()
+        self.held: list[int] = []
 
     def meet(self, progress: Callable[[str], None]) -> Ready:
         """Start the agent and wait until it has met all its peers.
@@ -89,7 +95,7 @@ class Worker(ABC):
         """Measure one of this machine's limits; nothing else may run meanwhile."""
         if command.kind == "memcpy":
             return FloorMeasured(gb_per_s=memcpy_gb_per_s())
-        return FloorMeasured(gb_per_s=self.agent.measure_lane())
+        return FloorMeasured(gb_per_s=self.agent.measure_lane().write_gb_per_s)
 
     @abstractmethod
     def owns(self, room: Room) -> bool:
@@ -112,8 +118,11 @@ class Worker(ABC):
         return RunReport(
             rooms=rooms,
             failures=[[index, text] for index, text in failures.items()],
+            held=self.held,
             counters=measure.growth(before, measure.counters(self.agent.observe.metrics())),
-            stages=measure.stages(self.agent.observe.layers, list(self.content.rooms)),
+            stages=measure.stages(
+                self.agent.observe.layers, [number for number in self.content.rooms if number not in self.failed]
+            ),
             ring_high_water_bytes=staging["ring"]["high_water_bytes"] if staging["ring"] else 0,
             cpu_ns=cpu_ns,
             peak_rss_bytes=measure.peak_rss_bytes(),
@@ -146,6 +155,19 @@ class Worker(ABC):
         except queue.Empty:
             return None
 
-    def _on_state(self, handle: Send | Receive, state: RoomState) -> None:
+    def settle(self, handles: Iterable[Handle]) -> None:
+        """Wait until the pages of finished rooms are free, and remember those that stay held."""
+        deadline = time.monotonic() + RELEASE_TIMEOUT_S
+        self.held = []
+        for handle in handles:
+            handle.wait(max(0.0, deadline - time.monotonic()))
+            if not handle.released:
+                self.held.append(self.content.rooms[handle.room].index)
+
+    def cause(self, failure: Failure | None) -> str:
+        """Why a room failed, in a line."""
+        return f"{failure['rank']}: {failure['text']} ({failure['code']})" if failure else f"{self.start.name}: unknown"
+
+    def _on_state(self, handle: Handle, state: RoomState) -> None:
         # On the agent's control thread: only note the time and pass it on.
         self._changes.put(Change(handle, state, time.monotonic_ns()))

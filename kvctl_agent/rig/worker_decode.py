@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from kvctl_agent.agent import Receive
 from kvctl_agent.contract.rig import Prepare, Room, Run, Verify, VerifyReport
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.rig.verify import verify
 from kvctl_agent.rig.worker import Worker
+from kvctl_agent.runtime.handles import Receive
 
 
 class DecodeWorker(Worker):
@@ -25,30 +25,32 @@ class DecodeWorker(Worker):
     def drive(self, command: Run, deadline_ns: int) -> tuple[list[list[int]], dict[int, str]]:
         failures: dict[int, str] = {}
         rows: list[list[int]] = []
-        opened: dict[int, tuple[int, Receive]] = {}
+        receives: dict[int, Receive] = {}
+        opened_ns: dict[int, int] = {}  # rooms in flight
         waiting = list(reversed(self.content.rooms.values()))
-        while waiting or opened:
-            while waiting and len(opened) < command.windows[self.at.dp]:
+        while waiting or opened_ns:
+            while waiting and len(opened_ns) < command.windows[self.at.dp]:
                 room = waiting.pop()
-                opened[room.number] = time.monotonic_ns(), self._open(room)
+                opened_ns[room.number] = time.monotonic_ns()
+                receives[room.number] = self._open(room)
             change = self.next_change(deadline_ns)
             if change is None:
                 break
-            if not change.state.finished or change.handle.room not in opened:
-                continue
-            opened_ns, receive = opened.pop(change.handle.room)
-            index = self.content.rooms[change.handle.room].index
-            if change.state is RoomState.SUCCESS:
-                rows.append([index, opened_ns, change.at_ns])
-            else:
-                failures[index] = f"{self.start.name}: {receive.error}"
-        for number, (_, receive) in opened.items():
-            failures[self.content.rooms[number].index] = (
-                f"{self.start.name}: still {receive.state.label} after {command.timeout_s:g} s"
-            )
-            receive.abort("the bench's run timed out")
+            number = change.handle.room
+            if change.state.finished and number in opened_ns:
+                index = self.content.rooms[number].index
+                if change.state is RoomState.SUCCESS:
+                    rows.append([index, opened_ns[number], change.at_ns])
+                else:
+                    failures[index] = self.cause(receives[number].error)
+                del opened_ns[number]
+        for number in opened_ns:
+            state = receives[number].state.label
+            failures[self.content.rooms[number].index] = f"still {state} on {self.start.name} at the run's deadline"
+            receives[number].abort("the bench's run is over")
         for room in waiting:
-            failures[room.index] = f"{self.start.name}: not opened within {command.timeout_s:g} s"
+            failures[room.index] = f"not opened on {self.start.name} before the run's deadline"
+        self.settle(receives.values())
         return rows, failures
 
     def verify(self, command: Verify) -> VerifyReport:

@@ -1,0 +1,199 @@
+"""One fleet on this machine: its names, its private directory, and the phases that all its ranks go through.
+
+Control and bootstrap sockets lie in the private directory; admin sockets lie where `kvctl status` looks for them. When
+the fleet ends, however it ends, nothing of it is left in either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from kvctl.bench.crew import Crew
+from kvctl.client.endpoints import discover
+from kvctl_agent.contract.admin import LOCK_SUFFIX, socket_dir, socket_path
+from kvctl_agent.contract.rig import (
+    FLEET_PREFIX,
+    Command,
+    FloorMeasured,
+    Floors,
+    Plan,
+    PlannedRank,
+    PlanRequest,
+    Prepare,
+    Ready,
+    Room,
+    Run,
+    RunReport,
+    Start,
+    Stop,
+    Stopped,
+    Verify,
+    VerifyReport,
+)
+
+# Engines take seconds of processor time to import, and ranks share the cores.
+_READY_S = 60.0
+_READY_S_PER_RANK = 2.0
+_FLOORS_S = 30.0
+_STOP_S = 15.0
+# A rank notices its own deadline first and says more about it.
+_LATER_S = 15.0
+# The slowest transport in use moves ten times this.
+_SLOWEST_BYTES_PER_S = 10e6
+_LEAST_RUN_S = 30.0
+# Socket names of engines and agents below it must fit into 107 bytes.
+_LONGEST_TMP_BYTES = 40
+
+
+class Fleet:
+    """The ranks of one plan, from start to end."""
+
+    def __init__(self, plan: Plan, request: PlanRequest, on_tick: Callable[[], None] = lambda: None) -> None:
+        self._plan = plan
+        self._request = request
+        prefix = _free_prefix([_rank_name(rank) for rank in plan["ranks"]])
+        self.names = {prefix + _rank_name(rank): rank for rank in plan["ranks"]}
+        self._directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=_temporary()))
+        self._crew = Crew(on_tick)
+
+    @property
+    def size(self) -> int:
+        return len(self.names)
+
+    def of_role(self, role: str) -> list[str]:
+        """Names of the ranks of a role, in rank order."""
+        return [name for name, rank in self.names.items() if rank["role"] == role]
+
+    def start(self) -> dict[str, Ready]:
+        """Start every rank and wait until all have met.
+
+        Raises:
+            FleetError: one did not come up.
+        """
+        environment = {**os.environ, "TMPDIR": str(self._directory), "PYTHONUNBUFFERED": "1"}
+        parent = str(os.getpid())
+        for name in self.names:
+            rig = [sys.executable, "-m", "kvctl_agent.rig", "rank", "--name", name, "--parent", parent, "--fd"]
+            self._crew.start(name, lambda fd, rig=rig: [*rig, str(fd)], environment)  # type: ignore[misc]
+        timeout_s = _READY_S + _READY_S_PER_RANK * self.size
+        orders = {name: self._order(name, rank, timeout_s) for name, rank in self.names.items()}
+        return cast(dict[str, Ready], self._crew.ask(orders, timeout_s + _LATER_S, "start"))
+
+    def floor(self, kind: str) -> float | None:
+        """Measure a limit of this machine on the first prefill rank, in GB/s; nothing else may run."""
+        name = self.of_role("prefill")[0]
+        command = Floors("memcpy" if kind == "memcpy" else "write")
+        answer = self._crew.ask({name: command}, _FLOORS_S, f"{kind} floor")[name]
+        return cast(FloorMeasured, answer)["gb_per_s"]
+
+    def prepare(self, lot: int, path: str, rooms: Sequence[Room], poison: bool, doing: str) -> None:
+        """Fill and poison pages; untimed."""
+        self._all(Prepare(lot, path, tuple(rooms), poison), self._patience(rooms), f"filling for {doing}")
+
+    def run(self, windows: Sequence[int], rooms: Sequence[Room], doing: str) -> dict[str, RunReport]:
+        """Drive the prepared rooms."""
+        timeout_s = self._patience(rooms)
+        answers = self._all(Run(tuple(windows), timeout_s), timeout_s + _LATER_S, doing)
+        return cast(dict[str, RunReport], answers)
+
+    def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, VerifyReport]:
+        """Check what landed, on every decode rank."""
+        orders: dict[str, Command] = {name: Verify(mode) for name in self.of_role("decode")}
+        answers = self._crew.ask(orders, self._patience(rooms), f"verifying {doing}")
+        return cast(dict[str, VerifyReport], answers)
+
+    def idle(self, seconds: float) -> None:
+        """Let time pass; a rank that dies meanwhile is an error."""
+        self._crew.wait(seconds, "hold")
+
+    def stop(self) -> dict[str, Stopped]:
+        """Have every rank close its agent."""
+        return cast(dict[str, Stopped], self._all(Stop(), _STOP_S, "stop"))
+
+    def close(self) -> dict[str, int]:
+        """End every process and remove every file of the fleet; the exit status of each rank."""
+        try:
+            return self._crew.close()
+        finally:
+            for name in self.names:
+                _remove_admin_socket(name)
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _all(self, command: Command, timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
+        return self._crew.ask(dict.fromkeys(self.names, command), timeout_s, doing)
+
+    def _order(self, name: str, rank: PlannedRank, timeout_s: float) -> Start:
+        plan, shape = self._plan, self._plan["shape"]
+        return Start(
+            name=name,
+            fleet_dir=str(self._directory),
+            bootstrap=f"ipc://{self._directory}/bootstrap",
+            role=rank["role"],
+            unique=rank["unique"],
+            prefill=self._request.prefill,
+            decode=self._request.decode,
+            layers=(rank["layers"][0], rank["layers"][1]),
+            heads=(rank["heads"][0], rank["heads"][1]),
+            total_kv_heads=shape["kv_heads"],
+            head_dim=shape["head_dim"],
+            dtype_bytes=shape["dtype_bytes"],
+            page_size=plan["page_size"],
+            page_order=plan["page_order"],
+            pool_pages=rank["pool_pages"],
+            aux_slots=plan["aux_slots"],
+            seed=self._request.seed,
+            config=plan["config"],
+            timeout_s=timeout_s,
+        )
+
+    def _patience(self, rooms: Sequence[Room]) -> float:
+        """Seconds that these rooms may take: far more than they do, and not for ever."""
+        shape = self._plan["shape"]
+        token_bytes = 2 * shape["layers"] * shape["kv_heads"] * shape["head_dim"] * shape["dtype_bytes"]
+        return _LEAST_RUN_S + sum(room.tokens for room in rooms) * token_bytes / _SLOWEST_BYTES_PER_S
+
+
+def _rank_name(rank: PlannedRank) -> str:
+    return f"{rank['role']}-{rank['unique']}"
+
+
+def _free_prefix(names: Sequence[str]) -> str:
+    """ "" where nobody has these names; else one that sets this fleet apart."""
+    live = {endpoint.name for endpoint in discover().live}
+    return "" if live.isdisjoint(names) else f"b{secrets.randbelow(9000) + 1000}-"
+
+
+def _temporary() -> str:
+    configured = tempfile.gettempdir()
+    return configured if len(os.fsencode(configured)) <= _LONGEST_TMP_BYTES else "/tmp"
+
+
+def _remove_admin_socket(name: str) -> None:
+    """What a rank that was killed leaves; a name that somebody else holds by now stays."""
+    lock = socket_dir() / f"{name}{LOCK_SUFFIX}"
+    with contextlib.suppress(OSError):
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            socket_path(name).unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,54 @@
+"""The few statistics that a result needs, in plain Python: percentiles, unions of spans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+
+
+def percentile(ordered: Sequence[float], quantile: float) -> float:
+    """Linear interpolation between the two nearest of `ordered`, ascending and not empty."""
+    at = quantile * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def summary_ms(values_ns: Iterable[float]) -> dict[str, float | None]:
+    """Mean, percentiles and maximum of nanoseconds, in milliseconds; None without values."""
+    ordered = sorted(value / 1e6 for value in values_ns)
+    if not ordered:
+        return dict.fromkeys(("mean", *QUANTILES, "max"))
+    return {
+        "mean": sum(ordered) / len(ordered),
+        **{name: percentile(ordered, quantile) for name, quantile in QUANTILES.items()},
+        "max": ordered[-1],
+    }
+
+
+def stage_us(values_ns: Iterable[float]) -> dict[str, float | None]:
+    """p50 and p99 of nanoseconds, in microseconds; None without values."""
+    ordered = sorted(value / 1e3 for value in values_ns)
+    if not ordered:
+        return {"p50": None, "p99": None}
+    return {"p50": percentile(ordered, 0.5), "p99": percentile(ordered, 0.99)}
+
+
+def union(spans: Iterable[tuple[int, int]]) -> int:
+    """Length of the union of [start, end) spans: time in which at least one was open."""
+    total = 0
+    reached: int | None = None
+    for start, end in sorted(spans):
+        if reached is None or start > reached:
+            total += max(0, end - start)
+            reached = max(end, start)
+        elif end > reached:
+            total += end - reached
+            reached = end
+    return total
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two; `values` is not empty."""
+    return percentile(sorted(values), 0.5)
