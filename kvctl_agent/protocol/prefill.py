@@ -12,7 +12,7 @@ import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import LayoutError, LocalProtocolError
+from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
 from kvctl_agent.layout.chunks import ChunkCutter, grid
 from kvctl_agent.layout.plan import PlanInputs, aux_writer, shares_of_writer
 from kvctl_agent.protocol import events as ev
@@ -21,7 +21,7 @@ from kvctl_agent.protocol.local import pair
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill_rooms import STAGED, PrefillRooms, place
 from kvctl_agent.protocol.send_room import Leg, Part, PartState, SendRoom
-from kvctl_agent.protocol.tag import PartKey, PartKind
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey
 
 # What one peer, broken or hostile, can make us remember.
@@ -115,7 +115,7 @@ class PrefillMachine(PrefillRooms):
                 record.sent = (record.sent or 0) + event.key.hi - event.key.lo
                 done = room.forward_done_ns or None
                 self.telemetry.part(record, place(event.key), leg.peer, part.path, part.nbytes, event.moments, done)
-            if leg.sent:
+            if not leg.resend_ns:
                 leg.resend_ns = self.now_ns + 2 * self.timing.resend_ns
         self._progress(room)
 
@@ -346,17 +346,6 @@ class PrefillMachine(PrefillRooms):
         self._fall_back(room, leg, part, "ring-too-small", text)
         self._progress(room)
 
-    def _fall_back(self, room: SendRoom, leg: Leg, part: Part, reason: str, text: str) -> None:
-        who = self.peers[leg.peer].who
-        assert who is not None
-        assert leg.share is not None
-        self._unpark(room, leg, part)
-        part.path = self._fallback(who, leg.share, part.key.hi - part.key.lo, leg.pages_at(part.chunk))
-        self.telemetry.metrics.add("kvctl_fallbacks_total", 1, reason)
-        self.note("fallback", f"{text}: sent by {part.path}", "warning", room=room.room, peer=leg.peer)
-        if part.state is PartState.READY:
-            self._try(room, leg, part)
-
     def on_staging_revoke(self, peer: Peer, message: msg.StagingRevoke) -> None:
         revoked = msg.StagingRevoked(message.room, message.nonce, message.serial)
         found = self._find(peer, message.room, message.nonce)
@@ -371,6 +360,8 @@ class PrefillMachine(PrefillRooms):
         held = part.grant.serial if part.grant else 0
         if held == message.serial and part.state >= PartState.QUEUED:
             self.act(ev.Send(peer.name, msg.TooLate(message.room, message.nonce, message.serial)))
+            if part.state is PartState.SENT:  # its tag was lost, or is about to arrive
+                self.act(ev.Send(peer.name, msg.PartReady(leg.room, leg.nonce, [self._tag(leg, part)])))
             return
         part.revoked = max(part.revoked, message.serial)
         self.act(ev.Send(peer.name, revoked))
@@ -396,7 +387,18 @@ class PrefillMachine(PrefillRooms):
         self._retry_parked(peer)
 
     def on_part_ack(self, peer: Peer, message: msg.PartAck) -> None:
-        pass  # the receipt that matters is RoomDone; PartAck only says that the reader lives and knows the tags
+        found = self._find(peer, message.room, message.nonce)
+        if found is None:
+            return
+        _, leg = found
+        for data in message.tags:
+            try:
+                part = leg.parts.get(Tag.unpack(data).key)
+            except RemoteProtocolError:
+                self.drop("bad-tag")
+                continue
+            if part is not None and part.state is PartState.SENT:
+                part.confirmed = True
 
     def on_room_done(self, peer: Peer, message: msg.RoomDone) -> None:
         self.act(ev.Send(peer.name, msg.Ack(message.room, message.nonce, "room-done")))
@@ -453,51 +455,6 @@ class PrefillMachine(PrefillRooms):
             for leg in list(room.legs.values()):
                 if now >= leg.resend_ns > 0:
                     self._resend(room, leg)
-
-    def _check_deadline(self, room: SendRoom) -> None:
-        waited = self.now_ns - room.since_ns
-        stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
-        if room.state is RoomState.BOOTSTRAPPING and waited > self.timing.bootstrap_ns:
-            opened = f"{len(room.legs)} of {room.expected or '?'} decode ranks opened it"
-            self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {opened}"))
-        elif room.state is not RoomState.BOOTSTRAPPING and waited > self.timing.waiting_ns:
-            self._fail(room, self.failure("KV_ROOM_STUCK_TRANSFER", f"{stuck}: {self._missing(room)}"))
-
-    def _missing(self, room: SendRoom) -> str:
-        if not room.last:
-            return f"the engine gave {room.fed} pages and no last one"
-        for leg in room.legs.values():
-            for part in leg.parts.values():
-                if part.state is not PartState.SENT:
-                    waits = "a grant" if part.path == STAGED and part.grant is None else "the watermark or a worker"
-                    return f"{part.key} to {leg.peer} waits for {waits}"
-            if not leg.done:
-                return f"no RoomDone from {leg.peer}"
-        return "the engine did not finish it"
-
-    def _resend(self, room: SendRoom, leg: Leg) -> None:
-        """Say again what was not answered: requests without grants, tags without RoomDone, failures without Ack."""
-        leg.resend_ns = self.now_ns + self.timing.resend_ns
-        if not self.peers[leg.peer].usable:
-            return
-        if room.failure is not None:
-            if not leg.failed_acked:
-                self._say_failed(room, leg)
-            return
-        if leg.sent:
-            if not leg.done:
-                tags = [self._tag(leg, part) for part in leg.parts.values()]
-                if leg.aux_mine:
-                    tags.append(self._aux_tag(leg))
-                self.telemetry.metrics.add("kvctl_control_resends_total", 1, "part-ready")
-                self.act(ev.Send(leg.peer, msg.PartReady(leg.room, leg.nonce, tags)))
-            return
-        unanswered = [
-            part for part in leg.parts.values() if part.path == STAGED and part.requested and part.grant is None
-        ]
-        if unanswered:
-            self.telemetry.metrics.add("kvctl_control_resends_total", 1, "staging-request")
-            self._send_request(leg, unanswered)
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
         for room in list(self.rooms.values()):

@@ -115,6 +115,17 @@ class PrefillRooms(Machine):
         specs = [msg.PartSpec(part.key.chunk, part.key.lo, part.key.hi, part.nbytes) for part in parts]
         self.act(ev.Send(leg.peer, msg.StagingRequest(leg.room, leg.nonce, specs)))
 
+    def _fall_back(self, room: SendRoom, leg: Leg, part: Part, reason: str, text: str) -> None:
+        who = self.peers[leg.peer].who
+        assert who is not None
+        assert leg.share is not None
+        self._unpark(room, leg, part)
+        part.path = self._fallback(who, leg.share, part.key.hi - part.key.lo, leg.pages_at(part.chunk))
+        self.telemetry.metrics.add("kvctl_fallbacks_total", 1, reason)
+        self.note("fallback", f"{text}: sent by {part.path}", "warning", room=room.room, peer=leg.peer)
+        if part.state is PartState.READY:
+            self._try(room, leg, part)
+
     def _feed(self, room: SendRoom, leg: Leg, count: int, last: bool, at_ns: int) -> None:
         try:
             cells = leg.cutter.feed(count, last)
@@ -303,6 +314,56 @@ class PrefillRooms(Machine):
             openers = frozenset(room.legs)
             self._ended[room.room] = Ended(self.now_ns, room.state, room.failure, room.claimed, openers)
         self.telemetry.finish(room.record, self.now_ns)
+
+    # ---- time -------------------------------------------------------------------------------------------------
+
+    def _check_deadline(self, room: SendRoom) -> None:
+        waited = self.now_ns - room.since_ns
+        stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
+        if room.state is RoomState.BOOTSTRAPPING and waited > self.timing.bootstrap_ns:
+            opened = f"{len(room.legs)} of {room.expected or '?'} decode ranks opened it"
+            self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {opened}"))
+        elif room.state is not RoomState.BOOTSTRAPPING and waited > self.timing.waiting_ns:
+            self._fail(room, self.failure("KV_ROOM_STUCK_TRANSFER", f"{stuck}: {self._missing(room)}"))
+
+    def _missing(self, room: SendRoom) -> str:
+        if not room.last:
+            return f"the engine gave {room.fed} pages and no last one"
+        for leg in room.legs.values():
+            for part in leg.parts.values():
+                if part.state is not PartState.SENT:
+                    waits = "a grant" if part.path == STAGED and part.grant is None else "the watermark or a worker"
+                    return f"{part.key} to {leg.peer} waits for {waits}"
+            if not leg.done:
+                return f"no RoomDone from {leg.peer}"
+        return "the engine did not finish it"
+
+    def _resend(self, room: SendRoom, leg: Leg) -> None:
+        """Say again what was not answered: requests without grants, tags without RoomDone, failures without Ack."""
+        leg.resend_ns = self.now_ns + self.timing.resend_ns
+        if not self.peers[leg.peer].usable:
+            return
+        if room.failure is not None:
+            if not leg.failed_acked:
+                self._say_failed(room, leg)
+            return
+        if leg.done:
+            return
+        # A part whose tag was lost keeps its ring region, and so may keep others waiting: told before all are sent.
+        tags = [
+            self._tag(leg, part) for part in leg.parts.values() if part.state is PartState.SENT and not part.confirmed
+        ]
+        if leg.aux_mine and leg.aux_state is PartState.SENT:
+            tags.append(self._aux_tag(leg))
+        if tags or leg.sent:
+            self.telemetry.metrics.add("kvctl_control_resends_total", 1, "part-ready")
+            self.act(ev.Send(leg.peer, msg.PartReady(leg.room, leg.nonce, tags)))
+        unanswered = [
+            part for part in leg.parts.values() if part.path == STAGED and part.requested and part.grant is None
+        ]
+        if unanswered:
+            self.telemetry.metrics.add("kvctl_control_resends_total", 1, "staging-request")
+            self._send_request(leg, unanswered)
 
 
 def place(key: PartKey) -> tuple[int, int, tuple[int, int]]:

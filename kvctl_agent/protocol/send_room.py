@@ -30,7 +30,19 @@ class PartState(IntEnum):
 class Part:
     """One part owed to one decode rank."""
 
-    __slots__ = ("chunk", "grant", "key", "nbytes", "path", "ready_ns", "requested", "revoked", "src_pages", "state")
+    __slots__ = (
+        "chunk",
+        "confirmed",
+        "grant",
+        "key",
+        "nbytes",
+        "path",
+        "ready_ns",
+        "requested",
+        "revoked",
+        "src_pages",
+        "state",
+    )
 
     def __init__(self, key: PartKey, chunk: Chunk, nbytes: int) -> None:
         self.key = key
@@ -38,6 +50,7 @@ class Part:
         self.nbytes = nbytes
         self.path = ""  # chosen when staging is asked for or when its pages are ready
         self.state = PartState.PLANNED
+        self.confirmed = False  # the reader has said that it knows of it
         self.grant: Grant | None = None
         self.requested = False
         self.revoked = 0  # highest serial given back; grants up to it are ignored
