@@ -47,6 +47,7 @@ LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 16, 8, 32
 VOCABULARY = 512
 PREFILL_TP = 4
 STAGING_BUFFER_MB, STAGING_RING_MB = 4, 16  # the defaults are made for real models
+CLOSE_S = 15.0  # an agent closes within 5 s
 SEED = 20
 FIRST_ROOM = 9_000_000_000_000_000_000  # rooms are 64-bit numbers; routers draw them at random
 
@@ -214,7 +215,8 @@ def prefill_rank(tp: int, options: Options, report: Callable[[str, Any], None], 
         chunk_tokens=options.chunk_tokens,
         staging_buffer_mb=STAGING_BUFFER_MB,
     )
-    with agent.start():
+    with agent:
+        agent.start()
         agent.wait_ready(options.timeout_s)
         in_flight: deque[tuple[Any, list[int]]] = deque()
         for slot, prompt in enumerate(prompts):
@@ -253,7 +255,8 @@ def decode_rank(dp: int, options: Options, report: Callable[[str, Any], None], u
         chunk_tokens=options.chunk_tokens,
         staging_ring_mb=STAGING_RING_MB,
     )
-    with agent.start():
+    with agent:
+        agent.start()
         agent.wait_ready(options.timeout_s)
         receives = []
         for prompt in mine:
@@ -280,6 +283,7 @@ def succeed(transfer: Any, timeout_s: float) -> None:
 
 def worker(role: Callable[..., None], rank: int, options: Options, parent: Connection) -> None:
     """The body of every rank's process: errors go to the parent, and the process never outlives it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through the agent's `with`, so that it cleans up
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
 
     def until_told() -> None:
@@ -299,6 +303,8 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(CLOSE_S)
     os._exit(1)
 
 
@@ -333,7 +339,7 @@ class Ranks:
         for process, _pipe in self._ranks.values():
             process.terminate()
         for process, pipe in self._ranks.values():
-            process.join(5)
+            process.join(CLOSE_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -360,7 +366,7 @@ class Ranks:
                     kind, value = pipe.recv()
                 except EOFError:
                     process = self._ranks[names[pipe]][0]
-                    process.join(5)
+                    process.join(CLOSE_S)
                     raise RuntimeError(f"{names[pipe]} died with exit code {process.exitcode}") from None
                 if kind == "failed":
                     raise RuntimeError(f"{names[pipe]} failed:\n{value}")
@@ -372,7 +378,7 @@ class Ranks:
         for pipe in names:
             pipe.send("stop")
         for name, (process, _) in self._ranks.items():
-            process.join(15)
+            process.join(CLOSE_S)
             if process.exitcode != 0:
                 raise RuntimeError(f"{name} did not end well after its work: exit code {process.exitcode}")
         return found
@@ -412,9 +418,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(arguments, directory)
         try:
             with Ranks(options) as ranks:
-                model = build_model()
-                expected = [generate_undivided(model, prompt, options.new_tokens) for prompt in make_prompts(options)]
                 generated = ranks.gather()
+            model = build_model()
+            expected = [generate_undivided(model, prompt, options.new_tokens) for prompt in make_prompts(options)]
         except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -91,3 +94,20 @@ def test_every_token_equals_the_undivided_run() -> None:
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1] == "all 8 prompts token-identical"
     assert run.stdout.count("identical") == 9
+
+
+def test_a_rank_that_dies_ends_it_all_and_is_named(socket_dir: Path) -> None:
+    command = [sys.executable, str(EXAMPLE), "--prompts", "64", "--new-tokens", "200"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        victim = socket_dir / f"pd-{run.pid}-prefill-2.sock"
+        deadline = time.monotonic() + 60
+        while not victim.exists():
+            assert run.poll() is None, "it ended before its ranks were up"
+            assert time.monotonic() < deadline, "its ranks did not come up"
+            time.sleep(0.05)
+        os.kill(int(victim.with_suffix(".lock").read_text()), signal.SIGKILL)
+        _, errors = run.communicate(timeout=30)
+    assert run.returncode == 1
+    assert "prefill 2 died with exit code -9" in errors
+    assert [path.name for path in socket_dir.glob("*.sock")] == [victim.name], "the other ranks closed their agents"
+    victim.unlink()
