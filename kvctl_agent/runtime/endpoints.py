@@ -6,9 +6,11 @@ without keys anybody who can reach the port could open rooms.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import ipaddress
 import os
+import socket as socketlib
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -68,6 +70,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, max_
         if endpoint.startswith("ipc://"):
             path = Path(endpoint.removeprefix("ipc://"))
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_taken(path)
             socket.bind(endpoint)
             path.chmod(0o600)
         else:
@@ -89,6 +92,15 @@ def connect(
     return socket
 
 
+def _refuse_taken(path: Path) -> None:
+    """libzmq would take the path from a living holder without a word; a dead one's socket refuses connections."""
+    with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        code = probe.connect_ex(str(path))
+    if code not in (errno.ENOENT, errno.ECONNREFUSED):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
 def _options(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER)
@@ -108,7 +120,7 @@ def _tcp(endpoint: str) -> tuple[str, str]:
         host, port = parts.hostname, parts.netloc.rpartition(":")[2]
     except ValueError:
         host, port = None, ""
-    if parts.scheme != "tcp" or not host or not port:
+    if parts.scheme != "tcp" or not host or not (port.isdecimal() or port == "*"):
         raise ConfigError(f"{endpoint!r} is no endpoint: write ipc:///path or tcp://address:port")
     return (f"[{host}]" if ":" in host else host), port
 

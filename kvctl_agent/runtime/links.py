@@ -69,20 +69,33 @@ class Links:
             box.append(message)
 
     def flush(self) -> None:
-        """One frame to each peer that has something queued."""
+        """One frame to each peer that has something queued; several where one would be larger than peers accept."""
         outbox, self._outbox = self._outbox, {}
         metrics = self._telemetry.metrics
         for peer, messages in outbox.items():
-            frame = codec.encode(self._incarnation, messages)
             for message in messages:
                 metrics.add("kvctl_control_messages_total", 1, "out", type(message).__name__)
-            try:
-                if self._router is not None:
-                    self._router.send_multipart([peer.encode(), frame], zmq.NOBLOCK)
-                else:
-                    self._dealers[peer].send(frame, zmq.NOBLOCK)
-            except (zmq.ZMQError, KeyError):
-                metrics.add("kvctl_control_dropped_total", len(messages), "unsent")
+            self._send(peer, messages)
+
+    def _send(self, peer: str, messages: list[Message]) -> None:
+        frame = codec.encode(self._incarnation, messages)
+        if len(frame) > codec.MAX_FRAME_BYTES:
+            # The peer's socket would hang up, and everything else that is on its way would be lost with this frame.
+            if len(messages) == 1:
+                self._telemetry.metrics.add("kvctl_control_dropped_total", 1, "oversize")
+                self._log(peer, f"to {peer}: {type(messages[0]).__name__} of {len(frame)} bytes is too large to be sent")
+                return
+            half = len(messages) // 2
+            self._send(peer, messages[:half])
+            self._send(peer, messages[half:])
+            return
+        try:
+            if self._router is not None:
+                self._router.send_multipart([peer.encode(), frame], zmq.NOBLOCK)
+            else:
+                self._dealers[peer].send(frame, zmq.NOBLOCK)
+        except (zmq.ZMQError, KeyError):
+            self._telemetry.metrics.add("kvctl_control_dropped_total", len(messages), "unsent")
 
     def receive(self) -> Iterator[Received]:
         """What has come in, for at most a few hundred frames a turn so that nobody can starve the loop."""
@@ -109,11 +122,11 @@ class Links:
             incarnation, messages, unknown = codec.decode(frames[0])
         except RemoteProtocolError as error:
             metrics.add("kvctl_control_dropped_total", 1, "malformed")
-            self._log(peer, str(error))
+            self._log(peer, f"from {peer}: {error}")
             return
         if unknown:
             metrics.add("kvctl_control_dropped_total", unknown, "unknown-message")
-            self._log(peer, f"{unknown} control messages of unknown type or wrong fields")
+            self._log(peer, f"from {peer}: {unknown} control messages of unknown type or wrong fields")
         for message in messages:
             metrics.add("kvctl_control_messages_total", 1, "in", type(message).__name__)
             yield Received(peer, incarnation, message)
@@ -123,7 +136,7 @@ class Links:
         now = self._telemetry.clock.now_ns()
         if now - self._logged.get(peer, -_LOG_EVERY_NS) >= _LOG_EVERY_NS and len(self._logged) < 4096:
             self._logged[peer] = now
-            self._telemetry.recorder.record("protocol", f"from {peer}: {text}", "warning", peer=peer)
+            self._telemetry.recorder.record("protocol", text, "warning", peer=peer)
 
     def close(self) -> None:
         for socket in self.sockets():

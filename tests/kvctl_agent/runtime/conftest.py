@@ -1,0 +1,20 @@
+"""What the runtime's parts need: telemetry to count into, and a short private directory for sockets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvctl_agent.telemetry.hub import Telemetry
+
+
+@pytest.fixture
+def telemetry() -> Telemetry:
+    return Telemetry("here", "prefill", history=16, timeline_events=64, recorder_events=256)
+
+
+@pytest.fixture
+def directory(socket_dir: Path) -> Path:
+    """A directory that does not exist yet."""
+    return socket_dir / "run"

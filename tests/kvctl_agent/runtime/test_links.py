@@ -1,0 +1,246 @@
+"""The control channel between agents: frames, what is dropped and counted, what comes back after a restart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.events import Received
+from kvctl_agent.runtime.endpoints import connect
+from kvctl_agent.runtime.links import Links
+from kvctl_agent.telemetry.hub import Telemetry
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def make(zmq_context: Context, telemetry: Telemetry) -> Iterator[Callable[..., Links]]:
+    made: list[Links] = []
+
+    def new(name: str, incarnation: int = 1, telemetry: Telemetry = telemetry) -> Links:
+        made.append(Links(zmq_context, name, incarnation, telemetry))
+        return made[-1]
+
+    yield new
+    for links in made:
+        links.close()
+
+
+@pytest.fixture
+def served(make: Callable[..., Links], directory: Path) -> tuple[Links, str]:
+    links = make("prefill-0", 7)
+    return links, links.serve(f"ipc://{directory}/c")
+
+
+def receive(links: Links, count: int, timeout_s: float = 3.0) -> list[Received]:
+    got: list[Received] = []
+    deadline = time.monotonic() + timeout_s
+    while len(got) < count and time.monotonic() < deadline:
+        got += links.receive()
+        time.sleep(0.001)
+    return got
+
+
+def dropped(telemetry: Telemetry, reason: str) -> int:
+    return int(telemetry.metrics.total("kvctl_control_dropped_total", reason))
+
+
+def ack(room: int) -> msg.Ack:
+    return msg.Ack(room, 1, "room-done")
+
+
+def test_what_is_queued_in_a_turn_travels_in_one_frame_and_in_order(
+    make: Callable[..., Links], served: tuple[Links, str]
+) -> None:
+    server, endpoint = served
+    client = make("decode-0", 9)
+    assert client.connect("prefill-0", endpoint)
+    assert not client.connect("prefill-0", endpoint)
+    assert client.endpoint("prefill-0") == endpoint
+    for room in range(3):
+        client.queue("prefill-0", ack(room))
+    client.flush()
+    assert receive(server, 3) == [Received("decode-0", 9, ack(room)) for room in range(3)]
+    server.queue("decode-0", ack(5))
+    server.flush()
+    assert receive(client, 1) == [Received("prefill-0", 7, ack(5))]
+
+
+def test_a_message_to_nobody_is_counted_and_never_blocks(served: tuple[Links, str], telemetry: Telemetry) -> None:
+    server, _ = served
+    server.queue("stranger", ack(1))
+    server.queue("stranger", ack(2))
+    server.flush()
+    assert dropped(telemetry, "unsent") == 2
+
+
+def test_a_message_to_a_peer_that_was_never_connected_is_counted(
+    make: Callable[..., Links], telemetry: Telemetry
+) -> None:
+    client = make("decode-0")
+    client.queue("prefill-9", ack(1))
+    client.flush()
+    assert dropped(telemetry, "unsent") == 1
+
+
+def test_a_peer_that_does_not_read_costs_its_messages_and_no_time(
+    make: Callable[..., Links], directory: Path, telemetry: Telemetry
+) -> None:
+    client = make("decode-0")
+    client.connect("prefill-0", f"ipc://{directory}/nobody")
+    started = time.monotonic()
+    for room in range(20_500):
+        client.queue("prefill-0", ack(room))
+        client.flush()
+    assert time.monotonic() - started < 10
+    assert dropped(telemetry, "unsent") == 500
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b""], "malformed"),
+        ([b"garbage"], "malformed"),
+        ([codec.encode(1, [ack(1)]), b"second frame"], "malformed"),
+        ([codec.MAGIC[:-1] + b"\xff" + bytes(8) + b"\x90"], "malformed"),
+        ([codec.MAGIC + bytes(8) + b"\x81\xa1t\xa3ack"], "malformed"),
+        ([codec.MAGIC + bytes(8) + b"\x91\x81\xa1t\xa8surprise"], "unknown-message"),
+    ],
+)
+def test_what_is_no_control_message_is_counted_and_dropped(
+    zmq_context: Context,
+    served: tuple[Links, str],
+    telemetry: Telemetry,
+    frames: list[bytes],
+    reason: str,
+) -> None:
+    server, endpoint = served
+    stranger = connect(zmq_context, endpoint, b"stranger", 1 << 20)
+    stranger.send_multipart(frames)
+    stranger.send(codec.encode(3, [ack(1)]))
+    assert receive(server, 1) == [Received("stranger", 3, ack(1))]
+    assert dropped(telemetry, reason) == 1
+    stranger.close()
+
+
+def test_a_broken_peer_is_logged_once_a_minute_and_does_not_silence_others(
+    zmq_context: Context, served: tuple[Links, str], telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, endpoint = served
+    now = 10**12
+    monkeypatch.setattr(telemetry.clock, "now_ns", lambda: now, raising=False)
+    one, other = (connect(zmq_context, endpoint, name, 1 << 20) for name in (b"one", b"other"))
+
+    def provoke(socket: zmq.Socket[bytes]) -> list[tuple[str | None, str]]:
+        for _ in range(20):
+            socket.send(b"garbage")
+        socket.send(codec.encode(3, [ack(1)]))
+        assert receive(server, 1)
+        return [(row["peer"], row["severity"]) for row in telemetry.recorder.since(None, 100)["events"]]
+
+    assert provoke(one) == [("one", "warning")]
+    assert provoke(one) == [("one", "warning")]
+    assert provoke(other) == [("one", "warning"), ("other", "warning")]
+    now += 61 * 10**9
+    assert provoke(one) == [("one", "warning"), ("other", "warning"), ("one", "warning")]
+    assert dropped(telemetry, "malformed") == 80
+    for socket in (one, other):
+        socket.close()
+
+
+def test_a_name_that_is_no_text_is_read_all_the_same(zmq_context: Context, served: tuple[Links, str]) -> None:
+    server, endpoint = served
+    stranger = connect(zmq_context, endpoint, b"\xff\xfe", 1 << 20)
+    stranger.send(codec.encode(3, [ack(1)]))
+    assert [got.incarnation for got in receive(server, 1)] == [3]
+    stranger.close()
+
+
+def opening(nbytes: int, room: int) -> msg.RoomOpen:
+    return msg.RoomOpen(room, 1, bytes(nbytes), 0, nbytes // 4, {})
+
+
+def test_many_large_messages_leave_in_frames_that_the_peer_accepts(
+    make: Callable[..., Links], served: tuple[Links, str], telemetry: Telemetry
+) -> None:
+    """40 openings of 131,072 pages are 20 MiB, above the limit of a frame, in one turn."""
+    server, endpoint = served
+    client = make("decode-0")
+    client.connect("prefill-0", endpoint)
+    for room in range(40):
+        client.queue("prefill-0", opening(1 << 19, room))
+    client.flush()
+    got: list[Any] = [received.message for received in receive(server, 40, 10)]
+    assert [message.room for message in got] == list(range(40))
+    assert dropped(telemetry, "oversize") == 0
+
+
+def test_a_message_that_no_frame_can_hold_is_counted_and_spoils_no_other(
+    make: Callable[..., Links], served: tuple[Links, str], telemetry: Telemetry
+) -> None:
+    """Sent anyway it would cost the connection: the peer's socket hangs up at its limit."""
+    server, endpoint = served
+    client = make("decode-0")
+    client.connect("prefill-0", endpoint)
+    client.queue("prefill-0", ack(1))
+    client.queue("prefill-0", opening(codec.MAX_FRAME_BYTES + 4, 2))
+    client.queue("prefill-0", ack(3))
+    client.flush()
+    assert [received.message for received in receive(server, 2, 10)] == [ack(1), ack(3)]
+    assert dropped(telemetry, "oversize") == 1
+
+
+def test_a_frame_above_the_limit_never_reaches_the_loop(
+    zmq_context: Context, served: tuple[Links, str]
+) -> None:
+    server, endpoint = served
+    stranger = connect(zmq_context, endpoint, b"stranger", 1 << 20)
+    stranger.send(bytes(codec.MAX_FRAME_BYTES + 1))
+    other = connect(zmq_context, endpoint, b"other", 1 << 20)
+    other.send(codec.encode(3, [ack(1)]))
+    assert receive(server, 1) == [Received("other", 3, ack(1))]
+    stranger.close()
+    other.close()
+
+
+def test_a_restarted_peer_takes_over_its_name(make: Callable[..., Links], served: tuple[Links, str]) -> None:
+    server, endpoint = served
+    for incarnation in (1, 2):
+        client = make("decode-0", incarnation)
+        client.connect("prefill-0", endpoint)
+        client.queue("prefill-0", ack(incarnation))
+        client.flush()
+        assert receive(server, 1) == [Received("decode-0", incarnation, ack(incarnation))]
+        server.queue("decode-0", ack(10 + incarnation))
+        server.flush()
+        assert receive(client, 1) == [Received("prefill-0", 7, ack(10 + incarnation))]
+
+
+def test_a_peer_that_moved_is_connected_anew(make: Callable[..., Links], directory: Path) -> None:
+    client = make("decode-0")
+    for life in (1, 2):
+        server = make("prefill-0", life)
+        assert client.connect("prefill-0", server.serve(f"ipc://{directory}/{life}"))
+        client.queue("prefill-0", ack(life))
+        client.flush()
+        assert receive(server, 1) == [Received("decode-0", 1, ack(life))]
+
+
+def test_a_flood_is_read_in_turns(make: Callable[..., Links], served: tuple[Links, str]) -> None:
+    server, endpoint = served
+    client = make("decode-0")
+    client.connect("prefill-0", endpoint)
+    for room in range(1000):
+        client.queue("prefill-0", ack(room))
+        client.flush()
+    time.sleep(0.2)
+    first = len(list(server.receive()))
+    assert 0 < first <= 256
+    assert first + len(receive(server, 1000 - first)) == 1000

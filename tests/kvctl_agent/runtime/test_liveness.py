@@ -1,0 +1,42 @@
+"""Proof of death: a process that is gone or a zombie writes nothing; everything else is alive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from kvctl_agent.runtime.liveness import host_identity, is_dead
+
+
+def test_running_and_stopped_processes_are_alive_zombies_and_reaped_ones_are_not() -> None:
+    assert not is_dead(os.getpid())
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert not is_dead(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    assert not is_dead(process.pid)
+    process.kill()
+    deadline = time.monotonic() + 5
+    while not is_dead(process.pid):  # not reaped yet: a zombie
+        assert time.monotonic() < deadline
+    process.wait()
+    assert is_dead(process.pid)
+
+
+def test_a_name_with_brackets_and_spaces_is_read_past() -> None:
+    program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) Z (b'); print(flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    assert not is_dead(process.pid)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_processes_of_one_host_have_one_identity() -> None:
+    program = "from kvctl_agent.runtime.liveness import host_identity; print(host_identity())"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == host_identity()
