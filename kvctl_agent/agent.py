@@ -386,7 +386,7 @@ class Agent:
         Raises:
             LocalProtocolError: the room is in use here, or this is no running prefill agent.
         """
-        handle = Send(room, self._mailbox.put)
+        handle = Send(room, self._mailbox.put, self.pool.num_pages, self.pool.aux_slots)
         self._add(handle, "prefill")
         self._mailbox.put(ev.SendRoom(room))
         return handle
@@ -480,7 +480,7 @@ class Agent:
             return
         self.chooser.copy = measure_copies(self.buffers.whole(), self.buffers.whole()[:PIECE_BYTES])
         self.chooser.lane = cost
-        text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.us_per_descriptor:.1f} µs a descriptor"
+        text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
         self.telemetry.recorder.record("calibration", f"lane to {lane.peer}: {text}")
 
     # ---- the control loop's hands -----------------------------------------------------------------------------

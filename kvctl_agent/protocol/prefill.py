@@ -26,6 +26,7 @@ from kvctl_agent.protocol.tombstones import RoomKey
 
 # What one peer, broken or hostile, can make us remember.
 MAX_PEERS = 4096
+_DEADLINES_EVERY_NS = 1_000_000_000
 MAX_LEGS = 1 << 17
 MAX_CHUNKS = 1 << 16  # of one room
 
@@ -449,12 +450,16 @@ class PrefillMachine(PrefillRooms):
             if now - ended.at_ns < self.timing.bootstrap_ns and len(self._ended) < MAX_LEGS:
                 break
             del self._ended[number]
-        for room in list(self.rooms.values()):
-            if room.failure is None:
-                self._check_deadline(room)
-            for leg in list(room.legs.values()):
-                if now >= leg.resend_ns > 0:
-                    self._resend(room, leg)
+        for leg in list(self._legs.values()):
+            if now >= leg.resend_ns > 0 and (room := self.rooms.get(leg.room)) is not None:
+                self._resend(room, leg)
+        if now >= self._deadlines_due_ns:
+            # Engines may announce thousands of rooms long before they are opened: look at those seldom.
+            shortest = min(self.timing.bootstrap_ns, self.timing.waiting_ns)
+            self._deadlines_due_ns = now + min(_DEADLINES_EVERY_NS, shortest // 4)
+            for room in list(self.rooms.values()):
+                if room.failure is None:
+                    self._check_deadline(room)
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
         for room in list(self.rooms.values()):

@@ -1,14 +1,15 @@
 """Measures what a lane between two connected agents costs, for the cost model that chooses a path.
 
-A write of n descriptors of s bytes takes `us_per_write + n * (us_per_descriptor + s * us_per_byte)`. On lanes
-that copy with one system call per descriptor, the descriptor costs far more than its bytes when it is small; one
-big write runs at `write_gb_per_s`. All that is measured on the live lane, since it depends on engine, kernel,
-huge pages and where the peer is.
+A write costs its post and completion, plus so much for each descriptor, by its size. On lanes that copy with one
+system call per descriptor a small one costs far more than its bytes, and the curve bends between 4 and 64 KiB; so a
+few sizes are measured on the live lane and what lies between is interpolated. A model of two constants was tried
+first: noise in one of them made thousands of descriptors look free.
 """
 
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +17,12 @@ import numpy as np
 from kvctl_agent.errors import DeadlineExceeded, TransportError
 from kvctl_agent.transport.base import Addresses, Region, Sizes, Transport
 
-_BUDGET_S = 0.2
+_BUDGET_S = 0.15
 _WAIT_S = 2.0
 _BIG_BYTES = 16 << 20
-_SMALL_BYTES = 512
-_LARGER_BYTES = 4096
-_SMALL_COUNT = 512
-_LEAST_BYTES = 16 * 2 * _LARGER_BYTES
+_SIZES = (512, 4096, 32768, 262144)
+_COUNTS = (256, 256, 64, 8)
+_LEAST_BYTES = 2 * 262144
 
 
 class LaneCost(NamedTuple):
@@ -30,34 +30,41 @@ class LaneCost(NamedTuple):
 
     Attributes:
         write_gb_per_s: rate of one large contiguous write, 10⁹ bytes a second.
-        us_per_write: post and completion of a write, before its first byte.
-        us_per_descriptor: each descriptor, before its first byte.
-        us_per_kib: each KiB of small (0.5 to 4 KiB) descriptors.
+        us_per_write: post and completion of a write, whatever it holds.
+        us_by_bytes: (bytes, µs) of one descriptor, by ascending size.
     """
 
     write_gb_per_s: float
     us_per_write: float
-    us_per_descriptor: float
-    us_per_kib: float
+    us_by_bytes: tuple[tuple[int, float], ...]
+
+    def descriptor_us(self, nbytes: float) -> float:
+        """Predicted µs of one descriptor of `nbytes`: flat below the smallest size, the large rate above the largest."""
+        points = self.us_by_bytes
+        if nbytes <= points[0][0]:
+            return points[0][1]
+        for (below, low_us), (above, high_us) in pairwise(points):
+            if nbytes <= above:
+                return low_us + (high_us - low_us) * (nbytes - below) / (above - below)
+        largest, us = points[-1]
+        return us + (nbytes - largest) / (self.write_gb_per_s * 1e3)
 
     def write_us(self, descriptors: int, nbytes: int) -> float:
-        """Predicted time of a write of `nbytes` bytes in `descriptors` equal descriptors, in µs."""
-        each_kib = nbytes / max(descriptors, 1) / 1024
-        small_kib = min(each_kib, _LARGER_BYTES / 1024)
-        large_us = (each_kib - small_kib) * 1024 / (self.write_gb_per_s * 1e3)
-        return self.us_per_write + descriptors * (self.us_per_descriptor + small_kib * self.us_per_kib + large_us)
+        """Predicted µs of a write of `nbytes` bytes in `descriptors` equal descriptors."""
+        return self.us_per_write + descriptors * self.descriptor_us(nbytes / max(descriptors, 1))
 
 
 def measure_lane(transport: Transport, peer: str, local: Region, remote: Region) -> LaneCost:
-    """Writes `local` over `remote` for at most 0.3 s (one write of the slowest kind more, on a slow lane).
+    """Writes `local` over `remote` for about 0.15 s (one write of each kind at least, on a slow lane).
 
-    Sends no tags, so the peer notices nothing; `remote` is scratch memory.
+    All kinds are measured in turn, round after round, and each one's best counts: whatever else the machine is doing
+    hits them alike. Sends no tags, so the peer notices nothing; `remote` is scratch memory.
 
     Args:
         transport: with `peer` connected.
         peer: its name.
-        local: registered here, at least 128 KiB; touched before, or page faults are measured.
-        remote: registered there, at least 128 KiB; 16 MiB on both sides give the best figures.
+        local: registered here, at least 512 KiB; touched before, or page faults are measured.
+        remote: registered there, at least 512 KiB; 16 MiB on both sides give the best figures.
 
     Raises:
         DeadlineExceeded: a write was not complete after 2 s.
@@ -66,33 +73,29 @@ def measure_lane(transport: Transport, peer: str, local: Region, remote: Region)
     usable = min(local.nbytes, remote.nbytes)
     if usable < _LEAST_BYTES:
         raise TransportError(f"measuring a lane needs {_LEAST_BYTES} bytes on both sides, not {usable}")
-
-    def best_us(descriptors: int, each_bytes: int, budget_s: float) -> float:
-        # Every second place is left out, so that no engine merges neighbours into one copy.
-        offsets = np.arange(descriptors, dtype=np.uint64) * np.uint64(2 * each_bytes)
-        sizes = np.full(descriptors, each_bytes, np.uint64)
-        here, there = offsets + np.uint64(local.addr), offsets + np.uint64(remote.addr)
-        best = _write_us(transport, peer, here, there, sizes)
-        until = time.perf_counter() + budget_s - best / 1e6
-        while time.perf_counter() < until:
-            best = min(best, _write_us(transport, peer, here, there, sizes))
-        return best
-
-    share_s = _BUDGET_S / 4
-    one_us = best_us(1, _LARGER_BYTES, share_s)
-    count = min(_SMALL_COUNT, usable // (2 * _LARGER_BYTES))
-    small_us = best_us(count, _SMALL_BYTES, share_s)
-    larger_us = best_us(count, _LARGER_BYTES, share_s)
     big_bytes = min(_BIG_BYTES, usable)
-    big_us = best_us(1, big_bytes, share_s)
+    kinds = [(1, 64), (1, big_bytes)]
+    kinds += [(min(count, usable // (2 * size)), size) for count, size in zip(_COUNTS, _SIZES, strict=True)]
+    plans = [_plan(local, remote, count, size) for count, size in kinds]
+    best = [float("inf")] * len(plans)
+    until = time.perf_counter() + _BUDGET_S
+    while True:
+        for kind, plan in enumerate(plans):
+            best[kind] = min(best[kind], _write_us(transport, peer, *plan))
+        if time.perf_counter() >= until:
+            break
+    one_us, big_us, *many_us = best
+    points: list[tuple[int, float]] = []
+    for (count, size), us in zip(kinds[2:], many_us, strict=True):
+        each = max(us - one_us, 0.01 * us) / count
+        points.append((size, max(each, points[-1][1] if points else 0.0)))  # more bytes never cost less
+    return LaneCost(big_bytes / max(big_us - one_us, 0.001) / 1e3, one_us, tuple(points))
 
-    us_per_kib = max(0.0, (larger_us - small_us) / count / ((_LARGER_BYTES - _SMALL_BYTES) / 1024))
-    # `one_us` holds one descriptor of the larger size, which `larger_us` holds `count` times.
-    each_us = max(0.0, (larger_us - one_us) / (count - 1))
-    us_per_write = max(0.0, one_us - each_us)
-    us_per_descriptor = max(0.0, (small_us - us_per_write) / count - _SMALL_BYTES / 1024 * us_per_kib)
-    write_gb_per_s = big_bytes / max(big_us - us_per_write, 0.001) / 1e3
-    return LaneCost(write_gb_per_s, us_per_write, us_per_descriptor, us_per_kib)
+
+def _plan(local: Region, remote: Region, count: int, size: int) -> tuple[Addresses, Addresses, Sizes]:
+    # Every second place is left out, so that no engine merges neighbours into one copy.
+    offsets = np.arange(count, dtype=np.uint64) * np.uint64(2 * size)
+    return offsets + np.uint64(local.addr), offsets + np.uint64(remote.addr), np.full(count, size, np.uint64)
 
 
 def _write_us(transport: Transport, peer: str, here: Addresses, there: Addresses, sizes: Sizes) -> float:

@@ -24,7 +24,7 @@ def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str) -> None:
     assert took < 0.6  # 0.3 s on a machine of its own
     assert two.transport.arrivals() == []
     assert cost.write_gb_per_s > 0.5
-    assert 0 < cost.us_per_descriptor < 100
+    assert 0 < cost.descriptor_us(512) <= cost.descriptor_us(4096) < 100
 
     offsets = np.arange(256, dtype=np.uint64) * np.uint64(4096)
     best = 1e9
@@ -40,12 +40,14 @@ def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str) -> None:
 def test_too_little_memory_is_refused(crew: Any) -> None:
     one, two = crew.agent("loopback"), crew.agent("loopback")
     one.transport.connect("two", two.transport.metadata())
-    with pytest.raises(TransportError, match="131072 bytes on both sides, not 4096"):
+    with pytest.raises(TransportError, match="524288 bytes on both sides, not 4096"):
         measure_lane(one.transport, "two", Region(one.addr, 4096), Region(two.addr, 1 << 20))
 
 
 def test_the_cost_of_a_write_adds_up() -> None:
-    cost = LaneCost(write_gb_per_s=10.0, us_per_write=5.0, us_per_descriptor=2.0, us_per_kib=0.5)
-    assert cost.write_us(100, 100 * 1024) == pytest.approx(5 + 100 * (2 + 0.5))
-    # beyond 4 KiB a descriptor's bytes move at the rate of a large write
-    assert cost.write_us(1, 4096 + 1_000_000) == pytest.approx(5 + 2 + 2 + 100)
+    cost = LaneCost(write_gb_per_s=10.0, us_per_write=5.0, us_by_bytes=((512, 2.0), (4096, 3.0)))
+    assert cost.write_us(100, 100 * 512) == pytest.approx(5 + 100 * 2)
+    assert cost.write_us(100, 100 * 2304) == pytest.approx(5 + 100 * 2.5)  # half way between the two
+    assert cost.write_us(100, 100 * 8) == pytest.approx(5 + 100 * 2)  # a descriptor has a price whatever it holds
+    # beyond the largest size measured, bytes move at the rate of a large write
+    assert cost.write_us(1, 4096 + 1_000_000) == pytest.approx(5 + 3 + 100)
