@@ -1,6 +1,7 @@
 """`python -m kvctl_agent.rig plan` answers a bench's request; `... rank` is one process of its fleet.
 
-`plan` reads a `PlanRequest` from stdin and writes a `PlanReply` to stdout; it imports neither torch nor an engine.
+`plan` reads a `PlanRequest` from stdin and writes a `PlanReply` to stdout; it imports neither torch nor an engine,
+and says so where what it does need is not installed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from importlib.util import find_spec
 
 from kvctl_agent.contract.rig import PlanError, PlanReply
 from kvctl_agent.errors import ConfigError, LayoutError, TransportUnavailable
-from kvctl_agent.transport.environment import prepare_environment
-from kvctl_agent.transport.missing import unavailable
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command == "plan":
         sys.stdout.write(json.dumps(answer(sys.stdin.buffer.read())) + "\n")
         return 0
-    # Before numpy, torch or an engine is imported: they read it while they load.
+    from kvctl_agent.transport.environment import prepare_environment
+
+    # Before torch or an engine is imported: they read it while they load.
     prepare_environment()
     from kvctl_agent.rig.rank import serve
 
@@ -62,6 +63,8 @@ def _require(transport: str) -> None:
     Raises:
         TransportUnavailable: the engine's package is not installed.
     """
+    from kvctl_agent.transport.missing import unavailable
+
     if transport != "loopback" and find_spec(transport) is None:
         raise unavailable(transport, ModuleNotFoundError(f"No module named {transport!r}"))
 

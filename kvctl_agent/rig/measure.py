@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -63,3 +64,10 @@ def peak_rss_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
     raise OSError("/proc/self/status has no VmHWM")
+
+
+def forget_peak_rss() -> None:
+    """Start `peak_rss_bytes` anew: what a measurement of the machine took is no cost of the rank."""
+    # Kernels without CONFIG_PROC_PAGE_MONITOR have no such file; the peak then includes the measurement.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
