@@ -57,8 +57,10 @@ class Handle:
 class Send(Handle):
     """A room on a prefill rank. Calls come from the engine's scheduler thread; none blocks or synchronises."""
 
-    def __init__(self, room: int, post: Callable[[ev.Event], None]) -> None:
+    def __init__(self, room: int, post: Callable[[ev.Event], None], num_pages: int, aux_slots: int) -> None:
         super().__init__(room, post)
+        self._num_pages = num_pages
+        self._aux_slots = aux_slots
         self._last = False
         self._finished = False
 
@@ -80,11 +82,13 @@ class Send(Handle):
             last: nothing follows.
 
         Raises:
-            LocalProtocolError: pages after the last ones, or something that is no list of page numbers.
+            LocalProtocolError: pages after the last ones, a page outside the pool, or no list of page numbers.
         """
         if self._last:
             raise LocalProtocolError(f"room {self.room}: pages after the last ones")
         pages = page_array(indices)
+        if len(pages) and int(pages.max()) >= self._num_pages:
+            raise LocalProtocolError(f"room {self.room}: page {pages.max()} is outside the pool of {self._num_pages}")
         self._last = last
         self._post(ev.SendPages(self.room, pages, last, time.monotonic_ns()))
 
@@ -92,10 +96,12 @@ class Send(Handle):
         """Nothing follows but the aux row `aux_index`; also ends a room whose last chunk is empty.
 
         Raises:
-            LocalProtocolError: called twice.
+            LocalProtocolError: called twice, or the aux row is outside the pool.
         """
         if self._finished:
             raise LocalProtocolError(f"room {self.room} was finished already")
+        if aux_index is not None and not 0 <= aux_index < self._aux_slots:
+            raise LocalProtocolError(f"room {self.room}: aux row {aux_index} is outside the pool's {self._aux_slots}")
         self._last = self._finished = True
         self._post(ev.Finish(self.room, -1 if aux_index is None else aux_index, time.monotonic_ns()))
 
@@ -110,7 +116,10 @@ def page_array(indices: Any) -> ev.Pages:
     Raises:
         LocalProtocolError: not a flat list of integers in the range of a page number.
     """
-    pages = np.asarray(indices)
+    try:
+        pages = np.asarray(indices)
+    except (TypeError, ValueError) as error:  # ragged lists, tensors of another device
+        raise LocalProtocolError(f"pages: {error}") from None
     if pages.size == 0:
         return np.empty(0, np.int32)
     if pages.ndim != 1 or pages.dtype.kind not in "iu":

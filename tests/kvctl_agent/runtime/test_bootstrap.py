@@ -1,0 +1,154 @@
+"""The registry: who is there, who is missing, in words; whoever comes late or comes back is served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvctl_agent.errors import ConfigError
+from kvctl_agent.protocol.roster import MAX_REQUEST_BYTES, Lookup, Rank, Register, Request
+from kvctl_agent.runtime.bootstrap import RegistryClient, RegistryServer
+from kvctl_agent.runtime.endpoints import connect
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Ask = Callable[..., RegistryClient]
+
+
+@pytest.fixture
+def endpoint(directory: Path) -> str:
+    return f"ipc://{directory}/boot"
+
+
+@pytest.fixture
+def server(zmq_context: Context, endpoint: str) -> Iterator[RegistryServer]:
+    server = RegistryServer(zmq_context, endpoint)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def ask(zmq_context: Context, endpoint: str) -> Iterator[Ask]:
+    clients: list[RegistryClient] = []
+
+    def new(name: str, request: Request | None = None) -> RegistryClient:
+        clients.append(RegistryClient(zmq_context, endpoint, name, request or Lookup(name)))
+        return clients[-1]
+
+    yield new
+    for client in clients:
+        client.close()
+
+
+def rank(tp: int, size: int = 8, name: str = "", incarnation: int = 1) -> Register:
+    name = name or f"prefill-{tp}"
+    return Register(Rank(name, f"ipc:///{name}", incarnation, [0, 0, 0, tp], [1, 1, 1, size]))
+
+
+def turns(
+    server: RegistryServer | None, *clients: RegistryClient, until: Callable[[], bool], timeout_s: float = 3.0
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not until():
+        assert time.monotonic() < deadline, [client.roster for client in clients]
+        for client in clients:
+            client.turn(time.monotonic_ns())
+        if server is not None:
+            server.turn()
+        time.sleep(0.001)
+
+
+def test_who_waits_is_told_who_is_missing(server: RegistryServer, ask: Ask) -> None:
+    reader = ask("decode-0")
+    assert reader.roster.missing == f"no answer from the registry at {reader.endpoint}"
+    turns(server, reader, until=lambda: reader.roster.missing == "no prefill rank has registered")
+    assert not reader.complete
+    ranks = [ask(f"prefill-{tp}", rank(tp)) for tp in (0, 1, 4, 5, 6, 7)]
+    told = "6 of 8 prefill ranks registered, missing tp=2,3"
+    turns(server, reader, *ranks, until=lambda: reader.roster.missing == told)
+    assert not reader.complete
+    ranks += [ask(f"prefill-{tp}", rank(tp)) for tp in (3, 2)]
+    turns(server, reader, *ranks, until=lambda: reader.complete)
+    assert [known.name for known in reader.roster.ranks] == [f"prefill-{tp}" for tp in range(8)]
+
+
+def test_whoever_asks_before_the_registry_exists_is_answered_once_it_does(
+    zmq_context: Context, endpoint: str, ask: Ask
+) -> None:
+    reader, only = ask("decode-0"), ask("prefill-0", rank(0, 1))
+    for _ in range(50):
+        reader.turn(time.monotonic_ns())
+        only.turn(time.monotonic_ns())
+        time.sleep(0.002)
+    server = RegistryServer(zmq_context, endpoint)
+    turns(server, reader, only, until=lambda: reader.complete)
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        (rank(0, name="impostor"), "impostor claims tp=0, which prefill-0 holds"),
+        (rank(1, size=4), "prefill-1 is of an instance of sizes"),
+        (Register(Rank("odd", "ipc:///x", 1, [0, 0, 0, 9], [1, 1, 1, 8])), "odd: tp=9 is outside"),
+        (Register(Rank("odd", "ipc:///x", 1, [0], [1, 1, 1, 8])), "odd: "),
+        (Register(Rank("odd", "ipc:///x", 1, [0, 0, 0, 0], [0, 1, 1, 8])), "odd: "),
+    ],
+)
+def test_a_rank_that_does_not_fit_is_refused_in_words_and_changes_nothing(
+    server: RegistryServer, ask: Ask, request_: Register, text: str
+) -> None:
+    first, odd = ask("prefill-0", rank(0)), ask("odd", request_)
+    turns(server, first, until=lambda: bool(first.roster.ranks))
+    turns(server, odd, until=lambda: bool(odd.roster.refused))
+    assert odd.roster.refused.startswith(text)
+    assert not odd.complete
+    assert [known.name for known in odd.roster.ranks] == ["prefill-0"]
+
+
+def test_a_restarted_rank_replaces_itself_and_others_see_the_change(server: RegistryServer, ask: Ask) -> None:
+    reader, first = ask("decode-0"), ask("prefill-0", rank(0, 1))
+    turns(server, reader, first, until=lambda: reader.complete)
+    again = ask("prefill-0-again", rank(0, 1, incarnation=2))
+    turns(server, again, until=lambda: again.complete)
+    changes: list[bool] = []
+    reader.hurry()  # else it would ask after seconds, being complete
+    turns(server, until=lambda: changes.append(reader.turn(time.monotonic_ns())) or any(changes))
+    assert [known.incarnation for known in reader.roster.ranks] == [2]
+
+
+def test_an_answer_that_says_the_same_is_no_change(server: RegistryServer, ask: Ask) -> None:
+    only = ask("prefill-0", rank(0, 1))
+    changes: list[bool] = []
+    turns(server, until=lambda: changes.append(only.turn(time.monotonic_ns())) or any(changes))
+    for _ in range(3):
+        only.hurry()
+        deadline = time.monotonic() + 0.05
+        while time.monotonic() < deadline:
+            server.turn()
+            assert not only.turn(time.monotonic_ns())
+
+
+def test_garbage_at_either_end_is_ignored(
+    zmq_context: Context, endpoint: str, server: RegistryServer, ask: Ask
+) -> None:
+    stranger = connect(zmq_context, endpoint, b"stranger", 1 << 20)
+    for frames in ([b""], [b"garbage"], [b"a", b"b"], [bytes(MAX_REQUEST_BYTES + 1)]):
+        stranger.send_multipart(frames)
+    only = ask("prefill-0", rank(0, 1))
+    turns(server, only, until=lambda: only.complete)
+    server.socket.send_multipart([b"prefill-0", b"garbage"])
+    reader = ask("decode-0")
+    turns(server, only, reader, until=lambda: reader.complete)
+    assert only.complete
+    stranger.close()
+
+
+def test_a_second_registry_at_the_same_place_is_refused(
+    zmq_context: Context, endpoint: str, server: RegistryServer
+) -> None:
+    with pytest.raises(ConfigError, match="is another agent using it"):
+        RegistryServer(zmq_context, endpoint)

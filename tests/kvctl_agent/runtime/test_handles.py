@@ -1,0 +1,153 @@
+"""What the engine holds: calls that only enqueue, an order of calls that is checked, waits with a deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.runtime.handles import Receive, Send, page_array
+
+CAUSE: Failure = {"rank": "decode-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
+
+
+@pytest.fixture
+def posted() -> list[ev.Event]:
+    return []
+
+
+@pytest.fixture
+def send(posted: list[ev.Event]) -> Send:
+    return Send(7, posted.append, num_pages=100, aux_slots=4)
+
+
+class TestSend:
+    def test_calls_become_events_in_order(self, send: Send, posted: list[Any]) -> None:
+        before = time.monotonic_ns()
+        send.prefetch()
+        send.pages([3, 1])
+        send.pages(np.array([2]), last=True)
+        send.finish(aux_index=1)
+        prefetch, first, second, finish = posted
+        assert prefetch == ev.Prefetch(7)
+        assert (first.pages.tolist(), first.last) == ([3, 1], False)
+        assert (second.pages.tolist(), second.last) == ([2], True)
+        assert (finish.room, finish.aux_index) == (7, 1)
+        assert before <= first.at_ns <= second.at_ns <= finish.at_ns <= time.monotonic_ns()
+
+    def test_finish_without_an_aux_row(self, send: Send, posted: list[Any]) -> None:
+        send.finish()
+        assert posted[0].aux_index == -1
+
+    def test_pages_after_the_last_ones_are_an_error(self, send: Send, posted: list[Any]) -> None:
+        send.pages([1], last=True)
+        with pytest.raises(LocalProtocolError, match="room 7: pages after the last ones"):
+            send.pages([2])
+        send.finish()
+        with pytest.raises(LocalProtocolError, match="room 7 was finished already"):
+            send.finish()
+        assert len(posted) == 2
+
+    def test_pages_after_finish_are_an_error(self, send: Send) -> None:
+        send.finish()
+        with pytest.raises(LocalProtocolError, match="pages after the last ones"):
+            send.pages([])
+
+    @pytest.mark.parametrize("pages", [[100], [0, 5, 2**31 - 1]])
+    def test_a_page_outside_the_pool_is_refused_and_the_room_can_go_on(
+        self, send: Send, posted: list[Any], pages: list[int]
+    ) -> None:
+        with pytest.raises(LocalProtocolError, match=f"room 7: page {max(pages)} is outside the pool of 100"):
+            send.pages(pages, last=True)
+        assert posted == []
+        send.pages([99], last=True)
+
+    @pytest.mark.parametrize("row", [-1, 4])
+    def test_an_aux_row_outside_the_pool_is_refused(self, send: Send, posted: list[Any], row: int) -> None:
+        with pytest.raises(LocalProtocolError, match=f"room 7: aux row {row} is outside the pool's 4"):
+            send.finish(aux_index=row)
+        assert posted == []
+        send.finish(aux_index=3)
+
+    def test_sent_means_that_the_pages_may_be_released(self, send: Send) -> None:
+        assert not send.sent
+        send.release()
+        assert send.sent
+
+    def test_abort_names_the_reason(self, send: Send, posted: list[Any]) -> None:
+        send.abort("client went away")
+        assert posted == [ev.AbortRoom(7, "client went away")]
+
+
+class TestWait:
+    def test_the_deadline_returns_the_state_of_that_moment(self, send: Send) -> None:
+        send.tell(RoomState.TRANSFERRING, None)
+        started = time.monotonic()
+        assert send.wait(0.05) is RoomState.TRANSFERRING
+        assert 0.04 < time.monotonic() - started < 1
+
+    def test_an_ended_room_is_waited_for_until_its_pages_are_free(self, send: Send) -> None:
+        send.tell(RoomState.FAILED, CAUSE)
+        assert send.wait(0.02) is RoomState.FAILED
+        assert not send.released
+        threading.Timer(0.05, send.release).start()
+        started = time.monotonic()
+        assert send.wait(5) is RoomState.FAILED
+        assert send.released
+        assert time.monotonic() - started < 1
+        assert send.error == CAUSE
+
+    def test_a_zero_timeout_looks_once(self) -> None:
+        receive = Receive(1, lambda event: None)
+        assert receive.wait(0) is RoomState.BOOTSTRAPPING
+
+    def test_several_waiters_all_wake(self) -> None:
+        receive = Receive(1, lambda event: None)
+        states: list[RoomState] = []
+        threads = [threading.Thread(target=lambda: states.append(receive.wait(5))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        receive.tell(RoomState.SUCCESS, None)
+        receive.release()
+        for thread in threads:
+            thread.join()
+        assert states == [RoomState.SUCCESS] * 4
+
+
+class TestPageArray:
+    @pytest.mark.parametrize(
+        "pages", [[2, 0, 1], (2, 0, 1), np.array([2, 0, 1], np.int64), np.array([2, 0, 1], np.uint16)]
+    )
+    def test_any_flat_list_of_integers(self, pages: Any) -> None:
+        numbers = page_array(pages)
+        assert numbers.dtype == np.int32
+        assert numbers.tolist() == [2, 0, 1]
+
+    def test_a_torch_tensor(self) -> None:
+        torch = pytest.importorskip("torch")
+        assert page_array(torch.tensor([2, 0, 1])).tolist() == [2, 0, 1]
+
+    @pytest.mark.parametrize("nothing", [[], (), np.empty(0), np.empty((0, 3))])
+    def test_no_pages(self, nothing: Any) -> None:
+        assert page_array(nothing).tolist() == []
+
+    def test_it_is_a_copy(self) -> None:
+        theirs = np.array([1, 2], np.int32)
+        ours = page_array(theirs)
+        theirs[:] = 9
+        assert ours.tolist() == [1, 2]
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [5, [[1, 2]], [1.5], ["a"], "12", [True], [-1], [2**31], [2**70], [[1], [2, 3]], [None], {"a": 1}, object()],
+    )
+    def test_anything_else_is_named(self, wrong: Any) -> None:
+        with pytest.raises(LocalProtocolError, match="pages: "):
+            page_array(wrong)
