@@ -83,7 +83,9 @@ class Links:
             # The peer's socket would hang up, and everything else that is on its way would be lost with this frame.
             if len(messages) == 1:
                 self._telemetry.metrics.add("kvctl_control_dropped_total", 1, "oversize")
-                self._log(peer, f"to {peer}: {type(messages[0]).__name__} of {len(frame)} bytes is too large to be sent")
+                self._log(
+                    peer, f"to {peer}: {type(messages[0]).__name__} of {len(frame)} bytes is too large to be sent"
+                )
                 return
             half = len(messages) // 2
             self._send(peer, messages[:half])

@@ -19,6 +19,7 @@ from kvctl_agent.protocol.tag import PartKind
 from kvctl_agent.telemetry.metrics import Metrics
 
 _ACTIVE = 4  # parts on the wire at once
+_STUCK_NS = 50_000_000
 _SPIN_S = 20e-6
 _SLEEP_S = 500e-6
 _DRAIN_S = 0.01
@@ -74,7 +75,7 @@ class TransferWorker:
         patience = _SPIN_S
         while not (stopping and not self._active):
             moved = False
-            while len(self._active) < _ACTIVE and not stopping:
+            while self._has_place() and not stopping:
                 job = self._next(idle=not self._active and not moved)
                 if job is _NOTHING:
                     break
@@ -94,6 +95,14 @@ class TransferWorker:
                 time.sleep(patience)
                 patience = min(2 * patience, _SLEEP_S)
 
+    def _has_place(self) -> bool:
+        """Whether another part may begin. One that has been out for long no longer counts: its peer may have stopped,
+        and a few of those would hold up all others."""
+        if len(self._active) < _ACTIVE:
+            return True
+        since = time.monotonic_ns() - _STUCK_NS
+        return sum(flight.began_ns > since for flight in self._active) < _ACTIVE
+
     def _next(self, idle: bool) -> Job | object | None:
         """The next job; waits only when there is nothing else to do."""
         try:
@@ -105,7 +114,10 @@ class TransferWorker:
 
     def _begin(self, job: Job) -> None:
         if not isinstance(job, Transfer):
-            job()
+            try:
+                job()
+            except Exception:  # its owner hears of it; this thread must go on
+                self._metrics.add("kvctl_transport_errors_total", 1)
             return
         if job.fence.raised:
             self._report(PartSent(job.peer, job.room, job.nonce, job.kind, job.key, dropped=True))
@@ -117,19 +129,19 @@ class TransferWorker:
         path = self._aux if job.kind is PartKind.AUX else self._paths[job.path]
         try:
             self._active.append(path.start(lane, job))
-        except KvctlError as error:
-            self._failed(job, str(error), in_flight=False)
+        except Exception as error:
+            self._failed(job, _said(error), in_flight=False)
 
     def _advance(self, flight: Flight) -> bool:
         """Drive one flight; True when it is no longer active."""
         order = flight.order
         try:
             done = flight.advance()
-        except KvctlError as error:
+        except Exception as error:
             drained = flight.give_up()
             if not drained:
                 self._draining.append(flight)
-            self._failed(order, str(error), in_flight=not drained)
+            self._failed(order, _said(error), in_flight=not drained)
             return True
         if order.fence.raised and not done:
             self._draining.append(flight)
@@ -172,6 +184,11 @@ class TransferWorker:
                 in_flight,
             )
         )
+
+
+def _said(error: Exception) -> str:
+    """What failed a part. An error that is none of ours is a bug; it costs its part, not the thread."""
+    return str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
 
 
 _NOTHING = object()

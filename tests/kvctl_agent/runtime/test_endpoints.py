@@ -27,7 +27,8 @@ sys.stdin.read()
 
 class TestCheck:
     @pytest.mark.parametrize(
-        "endpoint", ["ipc:///tmp/x", "tcp://127.0.0.1:7000", "tcp://127.9.9.9:*", "tcp://localhost:0", "tcp://[::1]:7000"]
+        "endpoint",
+        ["ipc:///tmp/x", "tcp://127.0.0.1:7000", "tcp://127.9.9.9:*", "tcp://localhost:0", "tcp://[::1]:7000"],
     )
     def test_ipc_and_loopback_addresses_are_fine(self, endpoint: str) -> None:
         check_endpoint(endpoint, insecure=False)

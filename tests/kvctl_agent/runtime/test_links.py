@@ -197,9 +197,7 @@ def test_a_message_that_no_frame_can_hold_is_counted_and_spoils_no_other(
     assert dropped(telemetry, "oversize") == 1
 
 
-def test_a_frame_above_the_limit_never_reaches_the_loop(
-    zmq_context: Context, served: tuple[Links, str]
-) -> None:
+def test_a_frame_above_the_limit_never_reaches_the_loop(zmq_context: Context, served: tuple[Links, str]) -> None:
     server, endpoint = served
     stranger = connect(zmq_context, endpoint, b"stranger", 1 << 20)
     stranger.send(bytes(codec.MAX_FRAME_BYTES + 1))

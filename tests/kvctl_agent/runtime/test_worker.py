@@ -1,0 +1,267 @@
+"""Transfer workers: orders become flights, and nothing that a peer or an engine does stops the others.
+
+The paths here are stand-ins whose flights end when the test says so; real ones are tested with the agent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from queue import Empty, Queue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.errors import MemoryLayoutError, TransportError
+from kvctl_agent.paths.base import Flight, Lane
+from kvctl_agent.protocol.events import Event, Fence, PartFailed, PartSent, Transfer
+from kvctl_agent.protocol.tag import PartKey, PartKind
+from kvctl_agent.runtime.worker import TransferWorker
+from kvctl_agent.telemetry.hub import Telemetry
+
+NONE = np.empty(0, np.int32)
+
+
+class Wire:
+    """What the test decides about the flights of one peer."""
+
+    def __init__(self) -> None:
+        self.done = True
+        self.error: Exception | None = None
+        self.start_error: Exception | None = None
+        self.drained = True
+        self.started: list[int] = []
+        self.threads: set[str] = set()
+
+
+class StandInFlight(Flight):
+    def __init__(self, lane: Any, order: Transfer, wire: Wire) -> None:
+        super().__init__(lane, order)
+        self.wire = wire
+        self.posts, self.descriptors = 1, 3
+
+    def advance(self) -> bool:
+        self.wire.threads.add(threading.current_thread().name)
+        if self.wire.error is not None:
+            raise self.wire.error
+        return self.wire.done
+
+    def give_up(self) -> bool:
+        return self.wire.drained
+
+
+class Bench:
+    """A worker, its peers' wires, and what it reported."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
+        self.reported: Queue[Event] = Queue()
+        lanes: dict[str, Lane] = {name: Lane(name, None, None, None, 0) for name in self.wires}  # type: ignore[arg-type]
+        self.worker = TransferWorker(
+            "transfer", {"bulk": self, "staged": self}, self, lanes, self.reported.put, telemetry.metrics
+        )
+
+    def start(self, lane: Lane, order: Transfer) -> Flight:
+        """The one path."""
+        wire = self.wires[lane.peer]
+        if wire.start_error is not None:
+            raise wire.start_error
+        wire.started.append(order.room)
+        return StandInFlight(lane, order, wire)
+
+    def order(self, peer: str, room: int, fence: Fence | None = None, kind: PartKind = PartKind.KV) -> Fence:
+        fence = fence or Fence()
+        key = PartKey(0, 0, 0, 2)
+        order = Transfer(
+            peer, room, 1, kind, key, "bulk", None, NONE, NONE, -1, -1, None, b"t", fence, time.monotonic_ns(), 0
+        )
+        self.worker.put(order)
+        return fence
+
+    def report(self, timeout_s: float = 2.0) -> Any:
+        return self.reported.get(timeout=timeout_s)
+
+    def nothing_reported(self) -> bool:
+        try:
+            self.reported.get(timeout=0.05)
+        except Empty:
+            return True
+        return False
+
+
+@pytest.fixture
+def bench(telemetry: Telemetry) -> Iterator[Bench]:
+    bench = Bench(telemetry)
+    bench.worker.start()
+    yield bench
+    assert bench.worker.close(2)
+
+
+def test_a_part_is_reported_with_its_moments_and_counted(bench: Bench, telemetry: Telemetry) -> None:
+    before = time.monotonic_ns()
+    bench.order("good", 1)
+    sent = bench.report()
+    assert isinstance(sent, PartSent)
+    assert (sent.peer, sent.room, sent.dropped) == ("good", 1, False)
+    moments = list(sent.moments.values())
+    assert list(sent.moments) == ["ready", "gate", "queue", "gather", "post", "wire"]
+    assert moments == sorted(moments)
+    assert before <= moments[0]
+    assert moments[-1] <= time.monotonic_ns()
+    for metric, count in (("kvctl_writes_total", 1), ("kvctl_descriptors_total", 3), ("kvctl_engine_posts_total", 1)):
+        assert telemetry.metrics.total(metric, "bulk") == count
+
+
+def test_aux_rows_are_no_parts_in_the_counters(bench: Bench, telemetry: Telemetry) -> None:
+    bench.order("good", 1, kind=PartKind.AUX)
+    assert bench.report().kind is PartKind.AUX
+    assert telemetry.metrics.total("kvctl_writes_total") == 0
+
+
+@pytest.mark.parametrize("stuck", [1, 4, 20])
+def test_a_stopped_peer_holds_up_nobody_else(bench: Bench, stuck: int) -> None:
+    bench.wires["bad"].done = False
+    fences = [bench.order("bad", room) for room in range(stuck)]
+    for room in range(100, 130):
+        bench.order("good", room)
+    assert [bench.report().room for _ in range(30)] == list(range(100, 130))
+    # And when it goes on, so do its parts.
+    bench.wires["bad"].done = True
+    assert sorted(bench.report().room for _ in range(stuck)) == list(range(stuck))
+    assert not any(fence.raised for fence in fences)
+
+
+def test_a_waiting_worker_costs_little(bench: Bench) -> None:
+    bench.wires["bad"].done = False
+    fence = bench.order("bad", 1)
+    time.sleep(0.1)
+    cpu, since = time.process_time(), time.monotonic()
+    time.sleep(0.5)
+    assert (time.process_time() - cpu) / (time.monotonic() - since) < 0.25
+    fence.raised = True
+    assert bench.report().dropped
+
+
+class TestFence:
+    def test_a_queued_part_behind_a_raised_fence_is_dropped_unbegun(self, bench: Bench) -> None:
+        fence = Fence()
+        fence.raised = True
+        bench.order("good", 1, fence)
+        assert bench.report().dropped
+        assert bench.wires["good"].started == []
+
+    def test_a_part_in_flight_is_reported_over_only_when_the_engine_lets_go(self, bench: Bench) -> None:
+        wire = bench.wires["bad"]
+        wire.done = wire.drained = False
+        fence = bench.order("bad", 1)
+        while not wire.started:
+            time.sleep(0.001)
+        fence.raised = True
+        assert bench.nothing_reported()
+        bench.order("good", 2)
+        assert bench.report().room == 2
+        wire.drained = True
+        over = bench.report()
+        assert (over.room, over.dropped) == (1, True)
+
+    def test_a_part_that_was_complete_when_the_fence_rose_is_over_at_once(self, bench: Bench) -> None:
+        fence = Fence()
+        gate = threading.Event()
+        bench.worker.put(lambda: gate.wait(2))  # type: ignore[arg-type, return-value]
+        bench.order("good", 1, fence)
+        fence.raised = True
+        gate.set()
+        assert bench.report().dropped
+
+
+class TestFailure:
+    def test_an_engine_error_fails_the_part_with_its_text(self, bench: Bench, telemetry: Telemetry) -> None:
+        bench.wires["bad"].error = TransportError("nixl: the lane broke")
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert isinstance(failed, PartFailed)
+        assert (failed.code, failed.in_flight) == ("KV_TRANSPORT", False)
+        assert failed.text == "writer 0 chunk 0 layers 0-2 to bad by bulk: nixl: the lane broke"
+        assert telemetry.metrics.total("kvctl_transport_errors_total") == 1
+        assert bench.nothing_reported()
+
+    def test_what_may_still_land_is_said_and_followed_until_it_cannot(self, bench: Bench) -> None:
+        wire = bench.wires["bad"]
+        wire.error, wire.drained = TransportError("broken"), False
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert (type(failed), failed.in_flight) == (PartFailed, True)
+        assert bench.nothing_reported()
+        wire.drained = True
+        over = bench.report()
+        assert (type(over), over.dropped) == (PartSent, True)
+
+    def test_an_order_that_does_not_fit_fails(self, bench: Bench) -> None:
+        bench.wires["bad"].start_error = MemoryLayoutError("its grant is smaller")
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert failed.text.endswith("its grant is smaller")
+        assert not failed.in_flight
+
+    def test_a_peer_without_a_lane_fails(self, bench: Bench) -> None:
+        bench.order("stranger", 1)
+        assert "no connection to stranger" in bench.report().text
+
+    @pytest.mark.parametrize("where", ["start", "advance"])
+    def test_a_bug_costs_one_part_and_not_the_thread(self, bench: Bench, where: str) -> None:
+        wire = bench.wires["bad"]
+        if where == "start":
+            wire.start_error = IndexError("index 7 is out of bounds")
+        else:
+            wire.error = IndexError("index 7 is out of bounds")
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert isinstance(failed, PartFailed)
+        assert "IndexError: index 7 is out of bounds" in failed.text
+        bench.order("good", 2)
+        assert bench.report().room == 2
+
+
+class TestJobs:
+    def test_a_job_runs_on_the_thread_between_parts(self, bench: Bench) -> None:
+        names: list[str] = []
+        bench.order("good", 1)
+        bench.worker.put(lambda: names.append(threading.current_thread().name))
+        bench.order("good", 2)
+        assert [bench.report().room for _ in range(2)] == [1, 2]
+        assert set(names) == {"transfer"} == bench.wires["good"].threads
+
+    def test_a_job_that_raises_costs_only_itself(self, bench: Bench) -> None:
+        bench.worker.put(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        bench.order("good", 2)
+        assert bench.report().room == 2
+
+
+class TestClose:
+    def test_what_was_queued_is_done_first_and_what_comes_after_never_runs(self, telemetry: Telemetry) -> None:
+        bench = Bench(telemetry)
+        for room in range(20):
+            bench.order("good", room)
+        bench.worker.start()
+        assert bench.worker.close(2)
+        assert [bench.report().room for _ in range(20)] == list(range(20))
+        bench.order("good", 99)
+        assert bench.nothing_reported()
+        assert bench.worker.close(2)
+
+    def test_a_worker_that_was_never_started_is_closed(self, telemetry: Telemetry) -> None:
+        assert Bench(telemetry).worker.close(0.1)
+
+    def test_a_write_that_never_ends_keeps_it_until_its_fence_is_raised(self, telemetry: Telemetry) -> None:
+        bench = Bench(telemetry)
+        bench.worker.start()
+        wire = bench.wires["bad"]
+        wire.done = wire.drained = False
+        fence = bench.order("bad", 1)
+        while not wire.started:
+            time.sleep(0.001)
+        assert not bench.worker.close(0.1)
+        fence.raised = True
+        assert bench.worker.close(2)
