@@ -503,15 +503,28 @@ class Agent:
         if handle is None:
             return
         handle.tell(action.state, action.failure)
+        self._forget(handle)
         if self._on_state is not None:
             self._on_state(handle, action.state)
-        self._forget(handle)
 
     def released(self, room: int) -> None:
         handle = self._handles.get(room)
         if handle is not None:
             handle.release()
             self._forget(handle)
+
+    def refused(self, room: int, text: str) -> None:
+        handle = self._handles.get(room)
+        if handle is None:
+            return
+        handle.tell(
+            RoomState.FAILED,
+            {"rank": self.name, "code": "KV_ROOM_DUPLICATE", "at_ns": time.time_ns(), "text": text},
+        )
+        handle.release()
+        self._forget(handle)
+        if self._on_state is not None:
+            self._on_state(handle, RoomState.FAILED)
 
     def _forget(self, handle: Handle) -> None:
         if handle.state.finished and handle.released:

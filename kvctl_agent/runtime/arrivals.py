@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from kvctl_agent.errors import KvctlError, RemoteProtocolError
+from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copy import scatter_piece
 from kvctl_agent.memory.parts import PartLayout
@@ -26,6 +26,7 @@ _IDLE_S = 5e-3
 _SHORTEST_S = 50e-6
 _LONGEST_S = 1e-3
 _SHARE_OF_SILENCE = 1 / 8
+_RECORD_EVERY_NS = 60_000_000_000  # an engine that stays broken must not fill the recorder
 
 
 class ArrivalLoop:
@@ -48,6 +49,7 @@ class ArrivalLoop:
         self._orders: SimpleQueue[Scatter | None] = SimpleQueue()
         self._expecting = False
         self._stopping = False
+        self._record_ns = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -92,9 +94,11 @@ class ArrivalLoop:
     def _hear(self) -> bool:
         try:
             arrivals = self._transport.arrivals()
-        except KvctlError as error:
+        except Exception as error:
             self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
-            self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
+            if time.monotonic_ns() >= self._record_ns:
+                self._record_ns = time.monotonic_ns() + _RECORD_EVERY_NS
+                self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
             time.sleep(_IDLE_S)
             return False
         now = time.monotonic_ns()
@@ -110,7 +114,7 @@ class ArrivalLoop:
     def _try_scatter(self, order: Scatter) -> None:
         try:
             self._scatter(order)
-        except KvctlError as error:
+        except Exception as error:
             # Its pages were checked when the room was opened, so this is a bug of ours: the thread must outlive it.
             self._telemetry.recorder.record("scatter", f"{order.key}: {error}", "error", order.room)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from kvctl_agent.errors import KvctlError, LocalProtocolError
+from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import PeerState
@@ -32,13 +32,16 @@ class Hands(Protocol):
     """What the loop needs of the rest of the agent to carry out actions; called on the loop's thread."""
 
     def connect_peer(self, action: ev.ConnectPeer) -> None:
-        """Make the peer writable; raises KvctlError where it cannot be."""
+        """Make the peer writable; raises where it cannot be."""
 
     def drop_peer(self, peer: str) -> None: ...
 
     def state_changed(self, action: ev.StateChanged) -> None: ...
 
     def released(self, room: int) -> None: ...
+
+    def refused(self, room: int, text: str) -> None:
+        """The machine does not take this room of our engine."""
 
     def move(self, order: ev.Transfer | ev.Scatter) -> None:
         """Hand a part to a worker or to the arrival loop."""
@@ -105,8 +108,7 @@ class ControlLoop:
                 try:
                     self._turn()
                 except Exception as error:
-                    # A bug of ours must cost one event, not all rooms of this rank.
-                    self._telemetry.recorder.record("control", f"{type(error).__name__}: {error}", "error")
+                    self._record_bug(error)
         finally:
             self._links.flush()
             self._links.close()
@@ -149,9 +151,21 @@ class ControlLoop:
             actions = self._machine.handle(event, time.monotonic_ns())
         except LocalProtocolError as error:
             self._telemetry.recorder.record("engine", str(error), "error")
+            if isinstance(event, ev.SendRoom | ev.OpenRoom):
+                self._hands.refused(event.room, str(error))
+            return
+        except Exception as error:
+            self._record_bug(error)
             return
         for action in actions:
-            self._table[type(action)](action)
+            try:
+                self._table[type(action)](action)
+            except Exception as error:
+                self._record_bug(error)
+
+    def _record_bug(self, error: Exception) -> None:
+        """A bug, ours or one of the engine's callback, must cost one event or action, not all rooms of this rank."""
+        self._telemetry.recorder.record("control", f"{type(error).__name__}: {error}", "error")
 
     def _roster_changed(self) -> None:
         roster = self._client.roster
@@ -178,7 +192,7 @@ class ControlLoop:
     def _connect_peer(self, action: ev.ConnectPeer) -> None:
         try:
             self._hands.connect_peer(action)
-        except KvctlError as error:
+        except Exception as error:
             self._feed(ev.PeerUnusable(action.peer, str(error)))
         else:
             self._feed(ev.PeerConnected(action.peer))

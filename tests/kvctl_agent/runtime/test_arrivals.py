@@ -1,0 +1,194 @@
+"""The arrival loop: hears tags soon while bytes are expected, costs next to nothing otherwise, and outlives anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from queue import Empty, Queue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.errors import TransportError
+from kvctl_agent.layout.plan import Share
+from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.copy import gather_piece
+from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.protocol.events import Arrived, Scatter, Scattered
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.runtime.arrivals import ArrivalLoop
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.transport.base import Arrival
+
+KEY = PartKey(0, 0, 1, 3)
+TAG = Tag(PartKind.KV, 5, 7, 9, 11, KEY)
+
+
+class Tags:
+    """Stands for a transport: gives what the test puts in, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.waiting: list[bytes] = []
+        self.error: Exception | None = None
+        self.asked = 0
+
+    def arrivals(self) -> list[Arrival]:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        tags, self.waiting = self.waiting, []
+        return [Arrival("prefill-0", tag) for tag in tags]
+
+
+class Rig:
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.tags = Tags()
+        self.pool = KVPool.allocate(4, 16, 4, 4, 4, 8, 6, 2)
+        self.ring = RingMemory(1 << 20)
+        self.reported: Queue[Any] = Queue()
+        self.loop = ArrivalLoop("arrivals", self.tags, self.pool, self.ring, self.reported.put, telemetry)  # type: ignore[arg-type]
+
+    def report(self, timeout_s: float = 2.0) -> Any:
+        return self.reported.get(timeout=timeout_s)
+
+    def looks(self, seconds: float) -> float:
+        """How often a second it looks."""
+        before, since = self.tags.asked, time.monotonic()
+        time.sleep(seconds)
+        return (self.tags.asked - before) / (time.monotonic() - since)
+
+
+@pytest.fixture
+def rig(telemetry: Telemetry) -> Iterator[Rig]:
+    rig = Rig(telemetry)
+    rig.loop.start()
+    yield rig
+    assert rig.loop.close(2)
+    rig.ring.close()
+    rig.pool.close()
+
+
+def scatter(offset: int = 512, pages: Any = (3, 9), heads: int = 2, lo: int = 1, hi: int = 3) -> Scatter:
+    share = Share(0, 0, 0, 2, heads, 0, 4, 2, 4)
+    key = PartKey(0, 0, lo, hi)
+    return Scatter(21, offset, key, share, np.array(pages, np.int32), 7, 9, time.monotonic_ns())
+
+
+def test_a_tag_is_reported_with_its_moment(rig: Rig) -> None:
+    before = time.monotonic_ns()
+    rig.tags.waiting = [TAG.pack(), TAG._replace(serial=12).pack()]
+    first, second = rig.report(), rig.report()
+    assert (first.tag, second.tag.serial) == (TAG, 12)
+    assert before <= first.at_ns <= time.monotonic_ns()
+
+
+@pytest.mark.parametrize("garbage", [b"x", bytes(49), TAG.pack() + b"!"])
+def test_garbage_is_counted_and_spoils_nothing(rig: Rig, telemetry: Telemetry, garbage: bytes) -> None:
+    rig.tags.waiting = [garbage, TAG.pack()]
+    assert rig.report().tag == TAG
+    assert telemetry.metrics.total("kvctl_tags_dropped_total", "malformed") == 1
+
+
+def test_it_looks_often_while_bytes_are_expected_and_seldom_otherwise(rig: Rig) -> None:
+    seldom = rig.looks(0.3)
+    rig.loop.expect(True)
+    often = rig.looks(0.3)
+    rig.loop.expect(False)
+    again = rig.looks(0.3)
+    assert seldom < 250
+    assert again < 250
+    assert often > 2 * max(seldom, again)
+
+
+def test_idle_it_costs_less_than_a_hundredth_of_a_core(rig: Rig) -> None:
+    time.sleep(0.05)
+    cpu, since = time.process_time(), time.monotonic()
+    time.sleep(1)
+    assert (time.process_time() - cpu) / (time.monotonic() - since) < 0.03
+
+
+def test_expecting_wakes_it_from_its_long_pause(rig: Rig) -> None:
+    waits: list[float] = []
+    for _ in range(9):
+        rig.loop.expect(False)
+        time.sleep(0.012)
+        rig.tags.waiting = [TAG.pack()]
+        since = time.monotonic()
+        rig.loop.expect(True)
+        rig.report()
+        waits.append(time.monotonic() - since)
+    assert sorted(waits)[4] < 0.0025
+
+
+class TestScatter:
+    def test_a_landed_part_is_copied_to_exactly_its_pages(self, rig: Rig) -> None:
+        source = KVPool.allocate(4, 16, 4, 2, 4, 8, 6, 2)
+        random = np.random.default_rng(1)
+        for layer in range(4):
+            for kv in (0, 1):
+                source.block(layer, kv)[:] = random.integers(0, 256, source.block(layer, kv).shape, np.uint8)
+        part = PartLayout(1, 2, 2, 4, 2, 16, 12)
+        region = rig.ring.view(512, part.region_bytes)
+        for piece in part.pieces():
+            gather_piece(piece, RowIndex(source, np.array([5, 2], np.int32), 0, 2), region[piece.offset :])
+        rig.loop.put(scatter())
+        done = rig.report()
+        assert isinstance(done, Scattered)
+        assert done.serial == 21
+        for layer in range(4):
+            for kv, dim in ((0, 16), (1, 12)):
+                got = rig.pool.block(layer, kv).reshape(16, 4, 4, dim)
+                wanted = np.zeros_like(got)
+                if 1 <= layer < 3:
+                    wanted[[3, 9], :, 2:4] = source.block(layer, kv).reshape(16, 4, 2, dim)[[5, 2]]
+                assert np.array_equal(got, wanted)
+        source.close()
+
+    @pytest.mark.parametrize(
+        "wrong", [scatter(offset=1 << 20), scatter(pages=(99,)), scatter(heads=3), scatter(lo=3, hi=9)]
+    )
+    def test_an_order_that_does_not_fit_is_recorded_and_the_thread_goes_on(
+        self, rig: Rig, telemetry: Telemetry, wrong: Scatter
+    ) -> None:
+        rig.loop.put(wrong)
+        rig.loop.put(scatter())
+        assert rig.report().serial == 21
+        errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
+        assert [(row["kind"], row["room"]) for row in errors] == [("scatter", "7")]
+
+
+@pytest.mark.parametrize("error", [TransportError("the engine broke"), RuntimeError("a bug")])
+def test_an_engine_that_fails_to_answer_is_recorded_and_asked_again(
+    rig: Rig, telemetry: Telemetry, error: Exception
+) -> None:
+    rig.tags.error = error
+    time.sleep(0.05)
+    rig.tags.waiting, rig.tags.error = [TAG.pack()], None
+    assert isinstance(rig.report(), Arrived)
+    assert telemetry.metrics.total("kvctl_transport_errors_total") > 0
+    texts = {row["text"] for row in telemetry.recorder.since(None, 1000)["events"]}
+    assert any(str(error) in text for text in texts)
+
+
+def test_a_failing_engine_does_not_flood_the_recorder(rig: Rig, telemetry: Telemetry) -> None:
+    rig.loop.expect(True)
+    rig.tags.error = TransportError("the engine broke")
+    time.sleep(0.3)
+    assert len(telemetry.recorder.since(None, 1000)["events"]) <= 3
+    rig.tags.error = None
+
+
+def test_close_ends_it_in_the_middle_of_a_pause(telemetry: Telemetry) -> None:
+    rig = Rig(telemetry)
+    assert rig.loop.close(0.1)  # never started
+    rig = Rig(telemetry)
+    rig.loop.start()
+    since = time.monotonic()
+    assert rig.loop.close(2)
+    assert time.monotonic() - since < 0.5
+    rig.tags.waiting = [TAG.pack()]
+    with pytest.raises(Empty):
+        rig.reported.get(timeout=0.05)
