@@ -9,15 +9,23 @@ assigns through a strided page view, whose index is the page list itself. A call
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.parts import Piece, Span
 from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.memory.slab import Bytes
 
+Planes = npt.NDArray[np.uint8]
+
 
 def gather_piece(piece: Piece, rows: RowIndex, out: Bytes) -> int:
     """Gather all spans of `piece` into `out[:piece.nbytes]`; returns the bytes written."""
+    if _by_page(piece, rows):
+        planes, staged = _planes(piece, rows, out, "out")
+        for page, lo, hi in rows.runs(0, len(rows)):
+            staged[:, lo:hi] = planes[:, page : page + hi - lo]
+        return piece.nbytes
     done = 0
     for span in piece.spans:
         done += gather(span, rows, out[done:])
@@ -26,10 +34,37 @@ def gather_piece(piece: Piece, rows: RowIndex, out: Bytes) -> int:
 
 def scatter_piece(piece: Piece, rows: RowIndex, src: Bytes) -> int:
     """Scatter `src[:piece.nbytes]` to all spans of `piece`; returns the bytes read."""
+    if _by_page(piece, rows):
+        planes, staged = _planes(piece, rows, src, "src")
+        for page, lo, hi in rows.runs(0, len(rows)):
+            planes[:, page : page + hi - lo] = staged[:, lo:hi]
+        return piece.nbytes
     done = 0
     for span in piece.spans:
         done += scatter(span, rows, src[done:])
     return done
+
+
+def _by_page(piece: Piece, rows: RowIndex) -> bool:
+    """Whether one call per run of pages, through all layers of the piece, is fewer calls than one per layer.
+
+    So it is for short rooms: a page of 32 layers is one call instead of 64. Pieces of several spans hold whole blocks
+    of consecutive layers (see `PartLayout.pieces`).
+    """
+    return rows.slice.planes is not None and len(piece.spans) > rows.run_count
+
+
+def _planes(piece: Piece, rows: RowIndex, array: Bytes, name: str) -> tuple[Planes, Planes]:
+    """The piece's layers of the pool, and staging in the same shape `[planes, pages, page_size, slice bytes]`."""
+    planes = rows.slice.planes
+    assert planes is not None
+    first, last = piece.spans[0], piece.spans[-1]
+    lo, hi = 2 * first.layer + first.kv, 2 * last.layer + last.kv + 1
+    shape = (hi - lo, len(rows), *planes.shape[2:])
+    whole = all((span.page_lo, span.page_hi) == (0, len(rows)) for span in piece.spans)
+    if hi - lo != len(piece.spans) or not whole or hi > len(planes) or array.nbytes < piece.nbytes:
+        raise MemoryLayoutError(f"{name}: {array.nbytes} bytes do not hold {piece}, or it lies outside the pool")
+    return planes[lo:hi], array[: piece.nbytes].reshape(shape)
 
 
 def gather(span: Span, rows: RowIndex, out: Bytes) -> int:

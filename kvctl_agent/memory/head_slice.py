@@ -6,6 +6,7 @@ Making these views costs more than copying a short block, so a pool keeps them f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -33,6 +34,8 @@ class HeadSlice:
             `[num_pages, page_size]`, which takes any slice.
         runs: per (layer, kv) uint8 `[num_pages, page_size, slice bytes]`, strided, for runs of pages.
         take_rows, put_rows: (K, V) row types under which staging matches `takes` and `puts`.
+        planes: uint8 `[2 * layers, num_pages, page_size, slice bytes]`, strided, over K and V of all layers at once,
+            where they lie at one distance and K and V rows are alike; else None.
     """
 
     def __init__(self, blocks: Sequence[tuple[Bytes, Bytes]], where: PoolAddresses, head: int, heads: int) -> None:
@@ -52,6 +55,7 @@ class HeadSlice:
         self.takes = [tuple(self._take(pair[kv], where, kv) for kv in (K, V)) for pair in blocks]
         self.puts = [tuple(self._put(pair[kv], where, kv) for kv in (K, V)) for pair in blocks]
         self.runs = [tuple(self._strided(pair[kv], where, kv, np.dtype(np.uint8)) for kv in (K, V)) for pair in blocks]
+        self.planes = self._planes(blocks, where)
 
     def _take(self, block: Bytes, where: PoolAddresses, kv: int) -> Rows:
         shifted = block[self.head * where.row_bytes(kv) :]
@@ -69,6 +73,19 @@ class HeadSlice:
             buffer=block,
             offset=self.head * where.row_bytes(kv),
             strides=(where.page_bytes(kv), where.token_bytes(kv), item.itemsize),
+        )
+
+    def _planes(self, blocks: Sequence[tuple[Bytes, Bytes]], where: PoolAddresses) -> npt.NDArray[np.uint8] | None:
+        flat = [block for pair in blocks for block in pair]
+        distances = {after.ctypes.data - before.ctypes.data for before, after in pairwise(flat)}
+        if len(distances) != 1 or where.k_row_bytes != where.v_row_bytes:
+            return None
+        (distance,) = distances
+        # as_strided, because no single array need span all blocks: a pool may be made of separate tensors.
+        return np.lib.stride_tricks.as_strided(
+            flat[0][self.head * where.row_bytes(K) :],
+            (len(flat), where.num_pages, where.page_size, self.heads * where.row_bytes(K)),
+            (distance, where.page_bytes(K), where.token_bytes(K), 1),
         )
 
 

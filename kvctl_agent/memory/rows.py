@@ -25,6 +25,7 @@ class RowIndex:
     Attributes:
         pages: int64 `[num_pages]`, in the part's order.
         slice: the views of the head slice in every layer of the pool.
+        run_count: ascending runs that the pages fall into.
         as_runs: the pages lie mostly in long ascending runs, which copy faster as runs.
     """
 
@@ -42,8 +43,10 @@ class RowIndex:
         self.slice = pool.head_slice(head, heads)
         self.pages: Indices = np.ascontiguousarray(given, dtype=np.int64)
         self._run_starts = np.flatnonzero(np.diff(self.pages, prepend=self.pages[0] - 2) != 1)
-        run_count = len(self._run_starts)
-        self.as_runs = run_count == 1 or len(self.pages) * min(self.slice.page_bytes) >= run_count * _RUN_BYTES
+        self.run_count = len(self._run_starts)
+        self.as_runs = (
+            self.run_count == 1 or len(self.pages) * min(self.slice.page_bytes) >= self.run_count * _RUN_BYTES
+        )
         self._units: Indices | None = None
 
     def __len__(self) -> int:
