@@ -1,0 +1,134 @@
+"""Frames and tags: whatever bytes come, the worst is a RemoteProtocolError; one bad message spoils only itself."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.messages import PROTOCOL_VERSION
+from kvctl_agent.protocol.tag import TAG_BYTES, PartKey, PartKind, Tag
+
+WHO = msg.Introduction("d", "decode", [0] * 4, [1] * 4, 0, {"page_size": 1}, {"k_bases": [1]}, "nixl", b"\0", "h", 1)
+EVERY: list[msg.Message] = [
+    msg.Hello(1, WHO),
+    msg.HelloAck(1, WHO, 7, ["page_size 64 ≠ 32"]),
+    msg.Heartbeat(1, 2, 3, [4, 5, 6]),
+    msg.RoomOpen(2**64 - 1, 2**64 - 1, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3),
+    msg.RoomAccepted(1, 2),
+    msg.RoomRefused(1, 2, "CODE", "text"),
+    msg.StagingRequest(1, 2, [msg.PartSpec(0, 0, 32, 512)]),
+    msg.StagingGrants(1, 2, [msg.Grant(0, 0, 32, 1, 0, 512, 0)], [0, 0, 0]),
+    msg.StagingRefused(1, 2, 0, 0, 32, 512, 256),
+    msg.StagingRevoke(1, 2, 0, 0, 32, 9),
+    msg.StagingRevoked(1, 2, 9),
+    msg.TooLate(1, 2, 9),
+    msg.Watermark(1, 2, 3),
+    msg.PartReady(1, 2, [b"tag"]),
+    msg.PartAck(1, 2, [b"tag"]),
+    msg.RoomDone(1, 2),
+    msg.RoomFailed(1, 2, "decode-0", "CODE", 3, "text"),
+    msg.Ack(1, 2, "room-done"),
+    msg.RoomAbort(1, 2, "decode-0", "CODE", 3, "text"),
+    msg.RoomDrained(1, 2),
+]
+
+
+def raw(*messages: Any) -> bytes:
+    return codec.MAGIC + (7).to_bytes(8, "little") + msgspec.msgpack.encode(list(messages))
+
+
+def test_every_message_survives_the_round_trip() -> None:
+    assert {type(message) for message in EVERY} == set(msg.Message.__subclasses__())
+    assert codec.decode(codec.encode(2**64 - 1, EVERY)) == (2**64 - 1, EVERY, 0)
+
+
+def test_an_unknown_field_is_ignored_so_that_additions_are_possible() -> None:
+    frame = raw({"t": "room-done", "room": 1, "nonce": 2, "mood": "fine"})
+    assert codec.decode(frame) == (7, [msg.RoomDone(1, 2)], 0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"t": "no-such-message"},
+        {"t": "room-done", "room": 1},
+        {"t": "room-done", "room": -1, "nonce": 2},
+        {"t": "room-done", "room": "1", "nonce": 2},
+        {"t": "room-open", "room": 1, "nonce": 2, "pages": b"", "prefix_pages": -1, "total_pages": 0, "inputs": {}},
+        {"t": "room-open", "room": 1, "nonce": 2, "pages": b"", "prefix_pages": 0, "total_pages": 2**31, "inputs": {}},
+        {"t": "staging-request", "room": 1, "nonce": 2, "parts": [{"chunk": 0, "lo": 0, "hi": 65536, "nbytes": 1}]},
+        {"t": "staging-request", "room": 1, "nonce": 2, "parts": [{"chunk": 0, "lo": -1, "hi": 1, "nbytes": 1}]},
+        {"t": "heartbeat", "sent_ns": 1, "watermark": [1, 2, 3, 4]},
+        {"t": "room-failed", "room": 1, "nonce": 2, "rank": "d", "code": "C", "at_ns": 1, "text": "x" * 5000},
+        ["room-done", 1, 2],
+        None,
+        {},
+    ],
+)
+def test_one_bad_message_spoils_only_itself(bad: Any) -> None:
+    good = {"t": "room-done", "room": 1, "nonce": 2}
+    assert codec.decode(raw(good, bad, good)) == (7, [msg.RoomDone(1, 2)] * 2, 1)
+
+
+def test_another_version_is_refused_with_both_numbers() -> None:
+    frame = bytearray(codec.encode(7, EVERY))
+    frame[4] = PROTOCOL_VERSION + 1
+    with pytest.raises(RemoteProtocolError, match=f"version {PROTOCOL_VERSION + 1} ≠ {PROTOCOL_VERSION}"):
+        codec.decode(bytes(frame))
+
+
+def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
+    with pytest.raises(RemoteProtocolError, match="exceeds the limit"):
+        codec.decode(bytes(codec.MAX_FRAME_BYTES + 1))
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(codec.MAGIC)
+@example(codec.MAGIC + bytes(8))
+@example(codec.MAGIC + bytes(8) + b"\xdd\xff\xff\xff\xff")
+@example(codec.MAGIC + bytes(8) + b"\x91" * 5000)
+@example(codec.MAGIC + bytes(8) + b"\x91\xdb\xff\xff\xff\xff")
+def test_random_bytes_raise_nothing_but_remote_protocol_error(data: bytes) -> None:
+    for frame in (data, codec.MAGIC + bytes(8) + data):
+        with contextlib.suppress(RemoteProtocolError):
+            codec.decode(frame)
+
+
+@given(st.sampled_from(EVERY), st.data())
+def test_a_frame_with_flipped_bytes_raises_nothing_else(message: msg.Message, data: st.DataObject) -> None:
+    frame = bytearray(codec.encode(7, [message, msg.RoomDone(1, 2)]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(RemoteProtocolError):
+        codec.decode(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+
+
+u64 = st.integers(0, 2**64 - 1)
+keys = st.builds(PartKey, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 65534), st.just(65535))
+
+
+@given(st.builds(Tag, st.sampled_from(PartKind), u64, u64, u64, u64, keys))
+def test_a_tag_survives_the_round_trip(tag: Tag) -> None:
+    assert Tag.unpack(tag.pack()) == tag
+    assert len(tag.pack()) == TAG_BYTES
+
+
+@given(st.one_of(st.binary(max_size=80), st.binary(min_size=TAG_BYTES, max_size=TAG_BYTES)))
+def test_random_bytes_are_a_tag_or_a_remote_protocol_error(data: bytes) -> None:
+    for candidate in (data, b"\xc7" + data[1:]):
+        with contextlib.suppress(RemoteProtocolError):
+            assert Tag.unpack(candidate).pack() == candidate
+
+
+def test_a_tag_without_layers_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="empty layer range 3-3"):
+        Tag.unpack(Tag(PartKind.KV, 1, 1, 1, 0, PartKey(0, 0, 3, 3)).pack())

@@ -1,0 +1,309 @@
+"""Rooms that fail: the first cause everywhere, queued parts dropped, nothing reused before all have drained."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulation import SECOND, TIMING, World, direct
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import events as ev
+
+
+def under_way(steps: int, *, ring: int = 2) -> World:
+    """Two rooms and two writers, some way into their transfer."""
+    world = World(Side(tp=2), Side(), ring=ring, chunk_pages=1)
+    world.connect()
+    for room in (7, 8):
+        world.receive(room, 4)
+        world.send(room, 4)
+    for _ in range(steps):
+        if places := world.ready():
+            world.happen(world.pool.pop(places[0]))
+    return world
+
+
+STAGES = [0, 5, 12, 20, 30, 40, 60]
+
+
+@pytest.mark.parametrize("steps", STAGES)
+@pytest.mark.parametrize("by", ["decode-0", "prefill-0", "prefill-1"])
+def test_an_abort_fails_the_room_everywhere_with_its_cause_and_no_other_room(by: str, steps: int) -> None:
+    """An aborted room's allocation pins the watermark: all of the ring is free again."""
+    world = under_way(steps)
+    world.feed(by, ev.AbortRoom(7, "enough"))
+    world.settle(ticks=130)
+    aborted, other = world.rooms["decode-0", 7, 1000], world.rooms["decode-0", 8, 1001]
+    assert other.state is RoomState.SUCCESS
+    if aborted.state is RoomState.FAILED:
+        causes = [aborted.failure, *(world.sent_failures[name, 7] for name in world.prefill_names)]
+        assert {cause["code"] for cause in causes} == {"ABORTED"}
+        assert {cause["text"].rpartition(": ")[2] for cause in causes} == {"enough"}
+    world.check_empty()
+
+
+def test_the_first_cause_wins_on_every_rank() -> None:
+    world = under_way(30)
+    world.feed("prefill-1", ev.AbortRoom(7, "the first"))
+    world.flush()
+    for name in ("prefill-0", "decode-0", "prefill-1"):
+        world.feed(name, ev.AbortRoom(7, "a later one"))
+    world.settle()
+    room = world.rooms["decode-0", 7, 1000]
+    assert room.failure["text"] == "the first"
+    assert room.failure["rank"] == "prefill-1"
+    assert [world.sent_failures[name, 7]["text"] for name in world.prefill_names] == ["the first"] * 2
+
+
+def test_pages_are_released_only_after_all_writers_have_drained() -> None:
+    world = World(Side(tp=2), Side(), choose=direct)
+    world.connect()
+    room = world.receive(7, 2)
+    world.send(7, 2)
+    while len(world.flying) < 2:
+        place = next(n for n in world.ready() if world.pool[n].kind != "complete")
+        world.happen(world.pool.pop(place))
+    world.feed("decode-0", ev.AbortRoom(7, "enough"))
+    while places := [place for place in world.ready() if world.pool[place].kind != "complete"]:
+        world.happen(world.pool.pop(places[0]))
+    assert room.state is RoomState.FAILED
+    assert not room.released
+    assert ("prefill-0", 7) not in world.sent_released
+    world.settle()
+    assert room.released
+
+
+def test_parts_behind_the_fence_are_dropped_and_not_written() -> None:
+    world = World(Side(), Side(), choose=direct, chunk_pages=1)
+    world.connect()
+    world.receive(7, 3)
+    world.send(7, 3)
+    while not [item for item in world.pool if item.kind == "begin"]:
+        world.happen(world.pool.pop(world.ready()[0]))
+    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+    world.settle()
+    assert not world.rooms["decode-0", 7, 1000].written
+    world.check_empty()
+
+
+def test_a_part_that_failed_with_bytes_in_flight_holds_its_room_until_the_engine_lets_go() -> None:
+    world = World(Side(), Side(), choose=direct)
+    world.connect()
+    room = world.receive(7, 2)
+    world.send(7, 2)
+    while not world.flying:
+        world.happen(world.pool.pop(world.ready()[0]))
+    order = world.flying[0].order
+    failed = ev.PartFailed("decode-0", 7, 1000, order.kind, order.key, "KV_TRANSPORT", "the wire broke", True)
+    world.feed("prefill-0", failed)
+    while places := [place for place in world.ready() if world.pool[place].kind != "complete"]:
+        world.happen(world.pool.pop(places[0]))
+    assert world.sent["prefill-0", 7] is RoomState.FAILED
+    assert room.failure["text"] == "the wire broke"
+    assert not room.released
+    assert ("prefill-0", 7) not in world.sent_released
+    world.settle()
+    assert room.released
+
+
+def test_a_page_count_that_differs_fails_that_room_alone_and_names_both_counts() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    for room, pages in [(7, 5), (8, 4)]:
+        world.receive(room, 4)
+        world.send(room, pages)
+    world.settle()
+    wrong, right = world.rooms["decode-0", 7, 1000], world.rooms["decode-0", 8, 1001]
+    assert right.state is RoomState.SUCCESS
+    assert wrong.failure["code"] == "KV_PLAN_MISMATCH"
+    assert "this side computed 5 pages, decode-0 expects 4" in wrong.failure["text"]
+    assert not wrong.written
+    world.check_empty()
+
+
+def test_too_many_pages_are_noticed_before_a_cell_of_another_length_is_sent() -> None:
+    world = World(Side(), Side(), chunk_pages=4, choose=direct)
+    world.connect()
+    room = world.receive(7, 6)
+    world.flush()
+    world.feed("prefill-0", ev.SendRoom(7))
+    world.feed("prefill-0", ev.SendPages(7, np.arange(8, dtype=np.int32), False, 1))
+    assert not [item for item in world.pool if item.kind == "begin"]
+    world.flush()
+    assert "computed 8 pages, decode-0 expects 6" in room.failure["text"]
+
+
+def test_a_failure_in_one_leg_stops_all_legs_of_the_room() -> None:
+    """The pages fit one decode rank and not the other: nothing may leave for either after the failure."""
+    world = World(Side(), Side(tp=2), choose=direct)
+    world.connect()
+    world.receive(7, 5, reader=0)
+    world.receive(7, 4, reader=1)
+    world.flush()
+    world.send(7, 4)
+    world.settle()
+    assert {room.state for room in world.rooms.values()} == {RoomState.FAILED}
+    assert not any(room.written for room in world.rooms.values())
+    world.check_empty()
+
+
+def test_a_decode_rank_that_expects_an_aux_row_learns_that_there_is_none() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    room = world.receive(7, 2, aux=3)
+    world.send(7, 2, aux=-1)
+    world.settle()
+    assert room.failure["code"] == "KV_PLAN_MISMATCH"
+    assert "expects an aux row" in room.failure["text"]
+
+
+def test_wrong_pages_are_refused_with_the_reason() -> None:
+    world = World(Side(), Side(), num_pages=50)
+    world.connect()
+    outside = world.receive(7, 2, first_page=49)
+    beyond = world.receive(8, 2, first_page=0, aux=64)
+    world.flush()
+    assert "page 50 is outside decode-0's pool" in outside.failure["text"]
+    assert "aux row 64 is outside decode-0's pool" in beyond.failure["text"]
+    assert world.p().idle
+    assert world.d().idle
+
+
+def test_our_own_wrong_page_list_fails_that_room_here() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    room = world.receive(7, 5, prefix=5, aux=-1)
+    wrong = world.receive(8, 0, aux=-1, extra=3)
+    assert "3 pages for 0..0" in wrong.failure["text"]
+    assert wrong.released
+    world.flush()
+    assert room.state is RoomState.SUCCESS
+
+
+def test_an_abort_before_the_other_side_comes_is_told_when_it_comes() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    world.send(7, 2)
+    world.flush()
+    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+    room = world.receive(7, 2)
+    world.settle(ticks=1)
+    assert room.failure["code"] == "ABORTED"
+    assert "enough" in room.failure["text"]
+
+
+def test_prefill_that_comes_after_the_room_has_failed_is_told_so() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    world.receive(7, 2)
+    world.flush()
+    world.feed("decode-0", ev.AbortRoom(7, "enough"))
+    world.flush()
+    world.send(7, 2)
+    world.settle(ticks=1)
+    assert world.sent_failures["prefill-0", 7]["text"] == "enough"
+
+
+def test_prefill_that_comes_while_a_failed_room_is_not_yet_acknowledged_gets_its_pages_back() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    world.receive(7, 2)
+    world.flush()
+    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+    world.feed("prefill-0", ev.SendRoom(7))
+    assert world.sent["prefill-0", 7] is RoomState.FAILED
+    assert ("prefill-0", 7) in world.sent_released
+
+
+def test_a_refusal_that_was_lost_is_given_again() -> None:
+    world = World(Side(), Side(), num_pages=50)
+    world.connect()
+    room = world.receive(7, 2, first_page=49)
+    world.happen(world.pool.pop())
+    world.pool.clear()
+    world.settle(ticks=3)
+    assert room.state is RoomState.FAILED
+
+
+class TestDeadlines:
+    """Silence is not success: every wait has a deadline that names what was waited for."""
+
+    def failure(self, world: World, limit_ns: int) -> str:
+        end = world.now_ns + limit_ns + 5 * SECOND
+        while world.now_ns < end:
+            world.tick(SECOND)
+            world.flush()
+        (room,) = world.rooms.values()
+        assert room.released
+        return f"{room.failure['code']} {room.failure['text']}"
+
+    def test_an_instance_that_is_not_complete(self) -> None:
+        world = World(Side(tp=2), Side())
+        world.paused.add("prefill-1")
+        world.receive(7, 2)
+        text = self.failure(world, TIMING.bootstrap_ns)
+        assert "KV_ROOM_STUCK_BOOTSTRAP" in text
+        assert "not accepted by prefill-1" in text
+
+    def test_an_engine_that_never_computes(self) -> None:
+        world = World(Side(), Side())
+        world.connect()
+        world.receive(7, 2)
+        text = self.failure(world, TIMING.waiting_ns)
+        assert "KV_ROOM_STUCK" in text
+        assert "chunk 0 layers 0-2 did not arrive" in text or "gave 0 pages" in text
+
+    def test_a_decode_rank_that_never_opens(self) -> None:
+        world = World(Side(), Side(tp=2))
+        world.connect()
+        world.receive(7, 2)
+        world.send(7, 2)
+        while not world.sent["prefill-0", 7].finished:
+            world.flush()
+            world.tick(SECOND)
+        assert TIMING.bootstrap_ns < world.now_ns < TIMING.bootstrap_ns + 5 * SECOND
+        failure = world.sent_failures["prefill-0", 7]
+        assert failure["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
+        assert "1 of 2 decode ranks opened it" in failure["text"]
+
+    def test_an_aux_row_that_never_comes(self) -> None:
+        world = World(Side(), Side())
+        world.connect()
+        world.receive(7, 2)
+        world.flush()
+        world.feed("prefill-0", ev.SendRoom(7))
+        world.source.update({("prefill-0", page): (7, page) for page in range(2)})
+        world.feed("prefill-0", ev.SendPages(7, np.arange(2, dtype=np.int32), True, 1))
+        text = self.failure(world, TIMING.waiting_ns)
+        assert "the aux row did not arrive" in text or "the engine did not finish it" in text
+
+    def test_a_room_that_moves_on_meets_no_deadline(self) -> None:
+        world = World(Side(), Side(), chunk_pages=1, ring=64)
+        world.connect()
+        room = world.receive(7, 5)
+        world.flush()
+        world.feed("prefill-0", ev.SendRoom(7))
+        for page in range(5):
+            world.source["prefill-0", page] = (7, page)
+            world.feed("prefill-0", ev.SendPages(7, np.array([page], np.int32), page == 4, 1))
+            for _ in range(TIMING.waiting_ns // SECOND * 2 // 3):
+                world.flush()
+                world.tick(SECOND)
+        world.feed("prefill-0", ev.Finish(7, 1, 1))
+        world.flush()
+        assert room.state is RoomState.SUCCESS
+
+
+def test_a_stopped_writer_does_not_keep_the_ring_from_others() -> None:
+    """An abort while a writer is stopped: its own region waits for its word, and is free as soon as it is given."""
+    world = under_way(34, ring=2)
+    world.paused.add("prefill-0")
+    world.feed("decode-0", ev.AbortRoom(7, "enough"))
+    for _ in range(5):
+        world.tick(SECOND)
+        world.flush()
+    assert not world.rooms["decode-0", 7, 1000].released
+    world.paused.clear()
+    world.settle()
+    assert world.d().book.ring.used_bytes == 0

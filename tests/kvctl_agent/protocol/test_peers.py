@@ -1,0 +1,363 @@
+"""Peers that fall silent, come back, die, or are of another make."""
+
+from __future__ import annotations
+
+import pytest
+from simulation import MS, SECOND, TIMING, World, direct
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.peer import Peer, PeerState
+from kvctl_agent.protocol.prefill import MAX_PEERS
+from kvctl_agent.protocol.ring import Position
+
+
+def silence(world: World, name: str, seconds: float) -> None:
+    """An agent is stopped for so long while the others go on."""
+    world.paused.add(name)
+    for _ in range(round(seconds)):
+        world.tick(SECOND)
+        world.flush()
+    world.paused.discard(name)
+
+
+def in_flight(*, choose: object = None) -> World:
+    """One room with a write of prefill-0 that has begun and has not completed."""
+    world = World(Side(tp=2), Side(), **({"choose": choose} if choose else {}))  # type: ignore[arg-type]
+    world.connect()
+    world.receive(7, 4)
+    world.send(7, 4)
+    while not [write for write in world.flying if write.writer == "prefill-0"]:
+        place = next(n for n in world.ready() if world.pool[n].kind != "complete")
+        world.happen(world.pool.pop(place))
+    return world
+
+
+class TestStates:
+    def peer(self) -> Peer:
+        peer = Peer("decode-0", TIMING)
+        peer.state = PeerState.READY
+        peer.heard_ns = 0
+        return peer
+
+    def test_silence_makes_suspect_and_then_lost(self) -> None:
+        peer = self.peer()
+        assert peer.check(TIMING.suspect_ns - 1) is None
+        assert peer.check(TIMING.suspect_ns) is PeerState.SUSPECT
+        assert peer.check(TIMING.suspect_ns) is None
+        assert peer.check(TIMING.lost_ns) is PeerState.LOST
+        assert peer.check(2 * TIMING.lost_ns) is None
+
+    def test_anything_heard_ends_a_suspicion(self) -> None:
+        peer = self.peer()
+        peer.check(TIMING.suspect_ns)
+        assert peer.heard(TIMING.suspect_ns)
+        assert not peer.heard(TIMING.suspect_ns)
+        assert peer.state is PeerState.READY
+
+    def test_the_lease_ends_after_half_the_suspect_time(self) -> None:
+        peer = self.peer()
+        assert peer.may_post(TIMING.suspect_ns // 2)
+        assert not peer.may_post(TIMING.suspect_ns // 2 + 1)
+        assert peer.state is PeerState.READY
+
+    def test_round_trips_come_from_echoes(self) -> None:
+        peer = self.peer()
+        peer.heartbeat(msg.Heartbeat(sent_ns=5, echo_ns=100, held_ns=30), 150)
+        assert peer.rtt_ns == 20
+        peer.heartbeat(msg.Heartbeat(sent_ns=6, echo_ns=1 << 60, held_ns=0), 160)
+        assert peer.rtt_ns == 20, "nonsense changes nothing"
+        beat = peer.due_heartbeat(170, [])
+        assert beat is not None
+        assert (beat.echo_ns, beat.held_ns) == (6, 10)
+        assert peer.due_heartbeat(171, []) is None
+
+
+def test_a_parked_part_goes_on_when_the_lease_is_renewed() -> None:
+    world = World(Side(), Side(), choose=direct)
+    world.connect()
+    room = world.receive(7, 2)
+    world.flush()
+    world.now_ns += TIMING.lease_ns + MS
+    world.send(7, 2)
+    world.flush()
+    assert len(world.p().parked()) == 1, "nothing is posted to a peer that was not heard from lately"
+    world.tick(SECOND)
+    world.flush()
+    assert world.p().parked() == []
+    assert room.state is RoomState.SUCCESS
+
+
+def test_a_peer_that_is_suspect_and_comes_back_loses_nothing() -> None:
+    world = in_flight()
+    silence(world, "prefill-0", 5)
+    assert world.d().peers["prefill-0"].state is PeerState.SUSPECT
+    world.settle()
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+
+
+def test_a_lost_peer_fails_its_rooms_and_is_named_with_its_incarnation() -> None:
+    world = in_flight()
+    life = world.p().local.incarnation
+    world.kill("prefill-0", proven=False)
+    world.paused.add("prefill-0")
+    for _ in range(20):
+        world.tick(SECOND)
+        world.flush()
+    failure = world.rooms["decode-0", 7, 1000].failure
+    assert failure["code"] == "KV_PEER_LOST"
+    assert f"peer prefill-0 (incarnation {life:016x}) lost: silent for 15" in failure["text"]
+    assert world.sent_failures["prefill-1", 7]["text"] == failure["text"], "the same cause on every rank"
+
+
+@pytest.mark.parametrize("choose", [None, direct])
+def test_lost_but_not_proven_dead_is_quarantined_until_it_says_that_it_has_drained(choose: object) -> None:
+    world = in_flight(choose=choose)
+    room = world.rooms["decode-0", 7, 1000]
+    silence(world, "prefill-0", 20)
+    assert room.state is RoomState.FAILED
+    assert not room.released
+    assert world.d().quarantined_bytes > 0
+    held = sum(holding.region.end - holding.region.offset for holding in world.d().book.holdings())
+    assert world.d().book.quarantined_bytes == (0 if choose else held)
+    world.settle()
+    assert room.released
+    assert world.d().quarantined_bytes == 0
+    world.check_empty()
+
+
+@pytest.mark.parametrize("choose", [None, direct])
+def test_proof_of_death_ends_a_quarantine(choose: object) -> None:
+    world = in_flight(choose=choose)
+    room = world.rooms["decode-0", 7, 1000]
+    silence(world, "prefill-0", 20)
+    world.kill("prefill-0", proven=True)
+    assert room.released
+    assert world.d().quarantined_bytes == 0
+    world.settle()
+    world.check_empty()
+
+
+@pytest.mark.parametrize("choose", [None, direct])
+def test_a_new_incarnation_is_proof_even_when_the_old_one_was_given_up_long_ago(choose: object) -> None:
+    world = in_flight(choose=choose)
+    room = world.rooms["decode-0", 7, 1000]
+    silence(world, "prefill-0", 20)
+    assert not room.released
+    world.restart("prefill-0", proven=False)
+    world.settle()
+    assert room.released
+    assert world.d().peers["prefill-0"].state is PeerState.READY
+    world.check_empty()
+
+
+def test_a_tag_of_a_quarantined_region_ends_its_quarantine() -> None:
+    world = in_flight()
+    world.paused.add("prefill-0")
+    for _ in range(20):
+        world.tick(SECOND)
+        world.flush()
+    held = world.d().book.quarantined_bytes
+    assert held
+    complete = next(item for item in world.pool if item.kind == "complete" and item.to == "prefill-0")
+    world.pool.remove(complete)
+    world.happen(complete)
+    world.flush()
+    assert world.d().book.quarantined_bytes < held
+    world.paused.clear()
+    world.settle()
+    world.check_empty()
+
+
+def test_a_restarted_peer_works_again_without_a_restart_of_the_other_side() -> None:
+    for name in ("prefill-0", "decode-0"):
+        world = World(Side(tp=2), Side())
+        world.connect()
+        world.restart(name)
+        world.settle(ticks=3)
+        room = world.receive(7, 4)
+        world.send(7, 4)
+        world.settle(ticks=3)
+        assert room.state is RoomState.SUCCESS
+
+
+def test_a_restart_that_nobody_proves_is_found_out_by_a_hello_to_the_suspect() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    world.restart("prefill-0", proven=False)
+    start = world.now_ns
+    while world.d().peers["prefill-0"].incarnation != world.p().local.incarnation:
+        world.tick(SECOND // 2)
+        world.flush()
+    assert world.now_ns - start < TIMING.suspect_ns + 2 * SECOND
+
+
+def test_an_old_watermark_does_not_open_grants_of_a_new_incarnation() -> None:
+    """Nor does an old high sequence mask new ones."""
+    world = World(Side(), Side())
+    world.connect()
+    old = world.d().local.incarnation
+    world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 99)))
+    assert world.p().peers["decode-0"].gate.position == Position(9, 512)
+    world.restart("decode-0")
+    world.connect()
+    gate = world.p().peers["decode-0"].gate
+    assert gate.position == Position(0, 0)
+    world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 100)))
+    assert gate.position == Position(0, 0)
+    world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.Watermark(1, 0, 1)))
+    assert gate.position == Position(1, 0)
+
+
+def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:
+    world = World(Side(), Side())
+    old = {item.to: item for item in world.pool if item.kind == "message"}["prefill-0"]
+    world.connect()
+    answer = msg.HelloAck(1, world.p().local.introduction(), world.d().local.incarnation)
+    first = world.p().local.incarnation
+    world.restart("prefill-0", proven=False)
+    for _ in range(6):
+        world.tick(SECOND)
+        world.flush()
+    second = world.p().local.incarnation
+    world.feed("decode-0", ev.Received("prefill-0", first, answer))
+    assert world.d().peers["prefill-0"].incarnation == second
+    world.restart("decode-0", proven=False)
+    world.flush()
+    world.happen(old)
+    assert world.p().peers["decode-0"].incarnation == world.d().local.incarnation
+
+
+def test_an_answer_to_the_hello_of_a_life_before_is_no_answer() -> None:
+    """Else decode would take for ready a rank that has not met it."""
+    world = World(Side(), Side())
+    stale = msg.HelloAck(1, world.p().local.introduction(), world.d().local.incarnation)
+    world.restart("decode-0", proven=False)
+    world.feed("decode-0", ev.Received("prefill-0", world.p().local.incarnation, stale))
+    assert world.d().peers["prefill-0"].state is PeerState.CONNECTING
+    world.connect()
+    assert world.d().peers["prefill-0"].state is PeerState.READY
+
+
+def test_one_sided_loss_is_noticed_by_the_other_side() -> None:
+    """Prefill gave decode up and failed the room while decode heard it well: decode learns of it, with the cause."""
+    world = World(Side(), Side())
+    world.connect()
+    room = world.receive(7, 2)
+    world.flush()
+    for _ in range(16):
+        world.tick(SECOND)
+        world.pool = [item for item in world.pool if item.to != "prefill-0"]
+        world.flush()
+    world.settle(ticks=10)
+    assert room.failure["code"] == "KV_PEER_LOST"
+    assert world.now_ns < 40 * SECOND
+
+
+def test_hellos_while_the_transport_connects_connect_once() -> None:
+    world = World(Side(), Side())
+    hello = next(item for item in world.pool if item.to == "prefill-0")
+    for _ in range(3):
+        world.happen(hello)
+    assert len([item for item in world.pool if item.kind == "event"]) == 1
+
+
+def test_a_transport_that_cannot_reach_decode_is_told_to_it() -> None:
+    world = World(Side(), Side())
+    room = world.receive(7, 2)
+    hello = next(item for item in world.pool if item.to == "prefill-0")
+    world.pool.clear()
+    world.happen(hello)
+    world.pool.clear()
+    world.feed("prefill-0", ev.PeerUnusable("decode-0", "no lane to it"))
+    world.flush()
+    assert room.failure["code"] == "KV_COMPAT_MISMATCH"
+    assert "prefill-0 refused: no lane to it" in room.failure["text"]
+
+
+def mismatched(**changes: object) -> World:
+    """A decode rank that differs from its prefill instance."""
+    world = World(Side(tp=2), Side())
+    local = world.d().local
+    fields = {name: getattr(local, name) for name in local.__struct_fields__} | changes
+    world.machines["decode-0"] = world._machine(type(local)(**fields))
+    world.pool.clear()
+    world.feed("decode-0", ev.RosterKnown(world.prefill_names))
+    return world
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({"page_size": 2}, "page_size 1 ≠ 2"),
+        ({"chunk_pages": 4}, "chunk_pages 2 ≠ 4"),
+        ({"transport": "mooncake"}, "transport simulated ≠ mooncake"),
+        ({"shape": ModelShape(3, 2, 32, 32, 2)}, "shape.num_layers 2 ≠ 3"),
+        ({"pool": {}}, "its pool does not say num_pages"),
+        ({"pool": {"num_pages": [1], "aux_slots": 1}}, "its pool does not say num_pages"),
+        ({"pool": {"num_pages": 1, "aux_slots": -1}}, "its pool does not say aux_slots"),
+    ],
+)
+def test_a_mismatch_is_refused_at_hello_and_names_the_factor(changes: dict[str, object], factor: str) -> None:
+    world = mismatched(**changes)
+    world.rooms.clear()
+    room = world.receive(7, 2)
+    world.flush()
+    assert room.failure["code"] == "KV_COMPAT_MISMATCH"
+    assert factor in room.failure["text"]
+    later = world.receive(8, 2)
+    assert later.state is RoomState.FAILED, "nor does a later room wait for what cannot be"
+
+
+def test_a_refused_peer_is_asked_again_so_that_its_restart_is_seen() -> None:
+    world = mismatched(chunk_pages=4)
+    world.flush()
+    assert world.d().peers["prefill-0"].state is PeerState.REFUSED
+    before = world.d().telemetry.recorder.since(None, 100)["next"]
+    for _ in range(10):
+        world.tick(SECOND)
+        world.flush()
+    assert world.d().telemetry.recorder.since(None, 100)["next"] == before, "the same refusal is noted once"
+    for name in world.prefill_names:
+        world.chunk_pages = 4
+        world.restart(name, proven=False)
+    for _ in range(5):
+        world.tick(SECOND)
+        world.flush()
+    assert world.d().missing_peers == []
+
+
+def test_another_version_is_refused_with_both_numbers() -> None:
+    world = World(Side(), Side())
+    hello = msg.Hello(9, world.d().local.introduction())
+    world.pool.clear()
+    world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, hello))
+    answer = codec.decode(world.pool[0].what)[1][0]
+    assert isinstance(answer, msg.HelloAck)
+    assert answer.differences == ["protocol version 1 ≠ 9"]
+
+
+def test_a_rank_that_does_not_fit_the_roster_is_refused() -> None:
+    world = World(Side(tp=2), Side())
+    me = world.d().local.incarnation
+    wrong = world.p(1).local.introduction()
+    world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, wrong, me)))
+    assert world.d().peers["prefill-0"].differences == ("it says that it is rank 1, the roster says otherwise",)
+    other = World(Side(tp=4), Side()).p(0).local.introduction()
+    world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(1, other, me)))
+    assert world.d().peers["prefill-0"].differences == ("2 ranks on the roster ≠ 4 by its sizes",)
+
+
+def test_peers_that_nobody_needs_do_not_grow_without_bound() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    who = world.d().local.introduction()
+    for number in range(MAX_PEERS + 10):
+        world.feed("prefill-0", ev.Received(f"stranger-{number}", 500, msg.Hello(9, who)))
+        world.pool.clear()
+    assert len(world.p().peers) <= MAX_PEERS
+    assert world.p().peers["decode-0"].state is PeerState.READY

@@ -1,0 +1,174 @@
+"""The ring: an endless log over a fixed region, and the watermark that says what of it may be written."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.protocol.ring import ALIGNMENT, Position, Region, Ring, may_write
+
+UNIT = ALIGNMENT
+
+
+def ring(units: int) -> Ring:
+    return Ring(units * UNIT)
+
+
+def open_now(ring: Ring, region: Region) -> bool:
+    return may_write(region.round, region.end, ring.watermark)
+
+
+def test_regions_follow_each_other_and_wrap_into_the_next_round() -> None:
+    log = ring(3)
+    regions = [log.allocate(UNIT) for _ in range(4)]
+    assert [(region.offset // UNIT, region.end // UNIT, region.round) for region in regions] == [
+        (0, 1, 0),
+        (1, 2, 0),
+        (2, 3, 0),
+        (0, 1, 1),
+    ]
+
+
+def test_a_request_that_fits_is_granted_even_when_all_bytes_are_in_use() -> None:
+    log = ring(2)
+    for _ in range(10):
+        log.allocate(2 * UNIT)
+    assert log.used_bytes == 20 * UNIT
+    assert log.high_water_bytes == log.size_bytes
+
+
+def test_a_region_that_does_not_fit_before_the_end_starts_the_next_round() -> None:
+    log = ring(3)
+    log.allocate(2 * UNIT)
+    assert log.allocate(2 * UNIT)[1:] == (0, 2 * UNIT, 1)
+
+
+def test_sizes_are_aligned_up() -> None:
+    log = ring(4)
+    assert log.allocate(1).end == UNIT
+    assert log.allocate(UNIT + 1).end == 3 * UNIT
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 3 * UNIT + 1, 1 << 70])
+def test_what_can_never_fit_is_refused(nbytes: int) -> None:
+    log = ring(3)
+    assert not log.fits(nbytes)
+    with pytest.raises(LocalProtocolError, match=f"{nbytes} bytes cannot fit a staging ring of {3 * UNIT} bytes"):
+        log.allocate(nbytes)
+    assert log.watermark == Position(0, 0)
+
+
+def test_a_ring_of_no_bytes_fits_nothing() -> None:
+    assert not Ring(0).fits(1)
+
+
+def test_round_0_is_always_open() -> None:
+    assert may_write(0, 1 << 40, Position(0, 0))
+
+
+def test_a_region_of_the_next_round_opens_when_the_tail_has_passed_its_end() -> None:
+    assert not may_write(1, 2 * UNIT, Position(0, UNIT))
+    assert may_write(1, 2 * UNIT, Position(0, 2 * UNIT))
+    assert may_write(1, 2 * UNIT, Position(1, 0))
+    assert not may_write(2, UNIT, Position(0, 2 * UNIT))
+
+
+def test_the_watermark_is_the_oldest_region_not_yet_freed() -> None:
+    log = ring(3)
+    first, second, third = (log.allocate(UNIT) for _ in range(3))
+    assert log.watermark == Position(0, 0)
+    assert not log.free(second.serial)
+    assert log.watermark == Position(0, 0)
+    assert log.free(first.serial)
+    assert log.watermark == Position(0, 2 * UNIT)
+    assert log.live == (third,)
+
+
+def test_freeing_in_any_order_ends_in_the_same_place() -> None:
+    for order in [(0, 1, 2), (2, 1, 0), (1, 2, 0)]:
+        log = ring(3)
+        regions = [log.allocate(UNIT) for _ in range(3)]
+        for place in order:
+            log.free(regions[place].serial)
+        assert log.watermark == Position(1, 0)
+        assert log.head == 0
+
+
+def test_empty_ring_gates_nobody() -> None:
+    """Head left mid-ring with nothing live: the next round starts at 0, and everything that fits is open."""
+    log = ring(3)
+    log.free(log.allocate(2 * UNIT).serial)
+    region = log.allocate(3 * UNIT)
+    assert region.offset == 0
+    assert open_now(log, region)
+
+
+def test_freeing_twice_changes_nothing() -> None:
+    log = ring(3)
+    region = log.allocate(UNIT)
+    log.allocate(UNIT)
+    assert log.free(region.serial)
+    before = (log.watermark, log.used_bytes, log.sequence)
+    assert not log.free(region.serial)
+    assert not log.free(999)
+    assert (log.watermark, log.used_bytes, log.sequence) == before
+
+
+def test_the_sequence_grows_with_each_move_of_the_watermark_and_only_then() -> None:
+    log = ring(3)
+    first, second, third = (log.allocate(UNIT) for _ in range(3))
+    log.free(second.serial)
+    assert log.sequence == 0
+    log.free(first.serial)
+    log.free(third.serial)
+    assert log.sequence == 2
+
+
+def test_a_serial_is_never_used_again() -> None:
+    log = ring(1)
+    seen: set[int] = set()
+    for _ in range(20):
+        serial = log.allocate(UNIT).serial
+        assert serial not in seen
+        assert serial > 0, "0 stands for no grant"
+        seen.add(serial)
+        log.free(serial)
+
+
+steps = st.lists(st.one_of(st.integers(1, 4), st.integers(-6, -1)), max_size=60)
+
+
+@given(units=st.integers(1, 5), script=steps)
+def test_no_two_writers_that_obey_the_watermark_meet(units: int, script: list[int]) -> None:
+    """A positive step asks for so many units, a negative one frees one of the live regions; any open one may write."""
+    log = ring(units)
+    live: list[Region] = []
+    begun: set[int] = set()
+    for step in script:
+        if step > 0:
+            if log.fits(step * UNIT):
+                live.append(log.allocate(step * UNIT))
+        elif live:
+            region = live.pop(-step % len(live))
+            begun.discard(region.serial)
+            log.free(region.serial)
+        begun.update(region.serial for region in live if open_now(log, region))
+        writers = [region for region in live if region.serial in begun]
+        for place, one in enumerate(writers):
+            for other in writers[:place]:
+                assert one.end <= other.offset or other.end <= one.offset, (one, other)
+        if live:
+            assert open_now(log, live[0]), "the oldest is always open, so there is always progress"
+        assert log.used_bytes == sum(region.end - region.offset for region in live)
+
+
+@given(units=st.integers(1, 5), sizes=st.lists(st.integers(1, 5), max_size=30))
+def test_regions_open_in_the_order_in_which_they_were_given(units: int, sizes: list[int]) -> None:
+    log = ring(units)
+    live = [log.allocate(size * UNIT) for size in sizes if size <= units]
+    while live:
+        opened = [open_now(log, region) for region in live]
+        assert opened == sorted(opened, reverse=True)
+        log.free(live.pop(0).serial)

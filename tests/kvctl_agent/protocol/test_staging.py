@@ -1,0 +1,371 @@
+"""Grants between a writer and a ring: asked for, given once, gated, taken back, refused."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from simulation import SECOND, TIMING, UNIT, World, direct
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.ring import Position, Ring
+from kvctl_agent.protocol.send_room import Part
+from kvctl_agent.protocol.staging import RegionState, StagingBook
+from kvctl_agent.protocol.tag import PartKey, Tag
+from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
+
+ROOM = RoomKey("prefill-0", 7, 1)
+
+
+def asked(pages: int = 2, *, ring: int = 4, prefill: Side | None = None) -> World:
+    """One room, opened and prefetched at every writer, with no message of staging delivered yet."""
+    world = World(prefill or Side(), Side(), ring=ring, chunk_pages=1)
+    world.connect()
+    world.receive(7, pages, aux=-1)
+    world.flush()
+    for rank in range(world.prefill.size):
+        world.feed(f"prefill-{rank}", ev.SendRoom(7))
+        world.feed(f"prefill-{rank}", ev.Prefetch(7))
+    return world
+
+
+def said(world: World, to: str) -> list[msg.Message]:
+    """Messages on their way to one agent, taken off the wire."""
+    found = [item for item in world.pool if item.kind == "message" and item.to == to]
+    world.pool = [item for item in world.pool if item not in found]
+    return [message for item in found for message in codec.decode(item.what)[1]]
+
+
+def give(world: World, *messages: msg.Message, to: str = "prefill-0", by: str = "decode-0") -> None:
+    for message in messages:
+        world.feed(to, ev.Received(by, world.machines[by].local.incarnation, message))
+
+
+def pages(world: World, count: int, *, last: bool = True, rank: int = 0) -> None:
+    name = f"prefill-{rank}"
+    first = len(world.source)
+    indices = np.arange(first, first + count, dtype=np.int32)
+    for position, page in enumerate(indices.tolist()):
+        world.source[name, page] = (7, position)
+    world.feed(name, ev.SendPages(7, indices, last, 1))
+
+
+def part(world: World, chunk: int = 0) -> Part:
+    return world.p()._legs["decode-0", 7, 1000].parts[PartKey(0, chunk, 0, 2)]
+
+
+def test_all_parts_of_a_room_are_asked_for_in_one_message() -> None:
+    world = asked(3)
+    (request,) = said(world, "decode-0")
+    assert isinstance(request, msg.StagingRequest)
+    assert [spec.chunk for spec in request.parts] == [0, 1, 2]
+    world.feed("prefill-0", ev.Prefetch(7))
+    assert said(world, "decode-0") == []
+
+
+def test_the_same_request_gets_the_same_grant() -> None:
+    world = asked(3)
+    (request,) = said(world, "decode-0")
+    give(world, request, request, to="decode-0", by="prefill-0")
+    first, second = said(world, "prefill-0")
+    assert isinstance(first, msg.StagingGrants)
+    assert first == second
+    assert len(world.d().book) == 3
+
+
+def test_a_request_for_what_the_plan_does_not_know_changes_only_a_counter() -> None:
+    world = asked(2)
+    said(world, "decode-0")
+    odd = [(0, 0, 3, UNIT * 2), (2, 0, 2, 2 * UNIT), (0, 1, 1, UNIT), (0, 0, 2, UNIT), (0, 0, 2, 0), (0, 0, 2, 1 << 61)]
+    give(world, msg.StagingRequest(7, 1000, [msg.PartSpec(*spec) for spec in odd]), to="decode-0", by="prefill-0")
+    assert said(world, "prefill-0") == []
+    assert len(world.d().book) == 0
+    assert world.d().telemetry.metrics.total("kvctl_control_dropped_total", "unknown-part") == len(odd)
+
+
+def test_no_two_grants_cover_the_same_layers() -> None:
+    world = asked(1)
+    said(world, "decode-0")
+    for lo, hi in [(0, 2), (0, 1), (1, 2)]:
+        spec = msg.PartSpec(0, lo, hi, UNIT * (hi - lo))
+        give(world, msg.StagingRequest(7, 1000, [spec]), to="decode-0", by="prefill-0")
+    assert [holding.key[2:] for holding in world.d().book.holdings()] == [(0, 2)]
+
+
+def test_layer_groups_of_one_cell_are_granted_and_landed_one_by_one() -> None:
+    world = asked(1)
+    said(world, "decode-0")
+    specs = [msg.PartSpec(0, 0, 1, UNIT), msg.PartSpec(0, 1, 2, UNIT)]
+    give(world, msg.StagingRequest(7, 1000, specs[:1]), to="decode-0", by="prefill-0")
+    room = world.d().rooms[7]
+    assert room.land(PartKey(0, 0, 0, 1))
+    give(world, msg.StagingRequest(7, 1000, specs), to="decode-0", by="prefill-0")
+    assert [holding.key[2:] for holding in world.d().book.holdings()] == [(0, 1), (1, 2)]
+
+
+def test_a_request_for_a_room_that_is_over_is_answered_so_that_nobody_waits() -> None:
+    world = asked(1)
+    give(world, msg.StagingRequest(99, 5, []), to="decode-0", by="prefill-0")
+    answer = said(world, "prefill-0")[-1]
+    assert isinstance(answer, msg.RoomFailed)
+    assert (answer.room, answer.code) == (99, "KV_ROOM_UNKNOWN")
+
+
+def test_no_grants_while_the_room_has_failed() -> None:
+    world = asked(1)
+    (request,) = said(world, "decode-0")
+    world.feed("decode-0", ev.AbortRoom(7, "enough"))
+    said(world, "prefill-0")
+    give(world, request, to="decode-0", by="prefill-0")
+    assert said(world, "prefill-0") == []
+    assert len(world.d().book) == 0
+
+
+def test_a_gated_part_is_parked_and_holds_no_place_with_a_worker() -> None:
+    world = asked(4, ring=4)
+    world.flush()
+    pages(world, 4)
+    orders = [item for item in world.pool if item.kind == "begin"]
+    assert [order.what.order.key.chunk for order in orders] == [0, 1]
+    assert [parked.key.chunk for _, parked in world.p().parked()] == [2, 3]
+    assert world.p()._legs["decode-0", 7, 1000].in_flight == 2
+
+
+def test_parked_parts_of_two_rooms_with_one_nonce_are_told_apart() -> None:
+    world = World(Side(), Side(), ring=2, chunk_pages=1)
+    world.connect()
+    for room in (7, 8):
+        world.receive(room, 3, nonce=5)
+        world.send(room, 3)
+    world.settle(ticks=3)
+    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
+
+
+def test_the_watermark_is_told_to_those_whose_grants_it_opens() -> None:
+    book = StagingBook(2 * UNIT)
+    keys = [PartKey(0, 0, 0, 2), PartKey(0, 1, 0, 2), PartKey(1, 0, 0, 2)]
+    peers = ["prefill-0", "prefill-0", "prefill-1"]
+    held = [book.grant(ROOM._replace(peer=peer), key, UNIT, 0) for peer, key in zip(peers, keys, strict=True)]
+    assert book.gates_somebody
+    assert not book.free(held[1].region.serial)
+    assert book.opened() == []
+    assert book.free(held[0].region.serial)
+    assert book.opened() == ["prefill-1"]
+    assert book.opened() == []
+    assert not book.gates_somebody
+
+
+def test_a_gated_grant_that_is_given_back_gates_nobody() -> None:
+    book = StagingBook(UNIT)
+    book.grant(ROOM, PartKey(0, 0, 0, 2), UNIT, 0)
+    book.free(book.grant(ROOM, PartKey(0, 1, 0, 2), UNIT, 0).region.serial)
+    assert not book.gates_somebody
+
+
+def test_a_late_or_restarted_subscriber_hears_the_watermark_from_a_heartbeat() -> None:
+    """A late or restarted subscriber never hears the watermark."""
+    world = asked(3, ring=2)
+    world.flush()
+    pages(world, 3)
+    while places := world.ready():
+        item = world.pool.pop(places[0])
+        if item.kind != "message" or not isinstance(codec.decode(item.what)[1][0], msg.Watermark):
+            world.happen(item)
+    assert len(world.p().parked()) == 2
+    for _ in range(3):
+        world.tick(SECOND)
+        world.flush()
+    assert world.p().parked() == []
+
+
+def granted(world: World) -> msg.StagingGrants:
+    (request,) = said(world, "decode-0")
+    give(world, request, to="decode-0", by="prefill-0")
+    (grants,) = said(world, "prefill-0")
+    assert isinstance(grants, msg.StagingGrants)
+    return grants
+
+
+def test_a_grant_up_to_the_revoked_serial_is_ignored_and_a_later_one_is_taken() -> None:
+    world = asked(1)
+    grants = granted(world)
+    serial = grants.grants[0].serial
+    give(world, msg.StagingRevoke(7, 1000, 0, 0, 2, serial))
+    assert said(world, "decode-0")[0] == msg.StagingRevoked(7, 1000, serial)
+    give(world, grants)
+    assert part(world).grant is None
+    later = msg.Grant(0, 0, 2, serial + 1, 0, 2 * UNIT, 0)
+    give(world, msg.StagingGrants(7, 1000, [later], grants.watermark))
+    assert part(world).grant == later
+
+
+def test_a_revoked_part_is_asked_for_again() -> None:
+    world = asked(1)
+    grants = granted(world)
+    give(world, grants, msg.StagingRevoke(7, 1000, 0, 0, 2, grants.grants[0].serial))
+    revoked, request = said(world, "decode-0")
+    assert isinstance(revoked, msg.StagingRevoked)
+    assert isinstance(request, msg.StagingRequest)
+
+
+def test_a_revoke_of_a_part_that_was_handed_on_is_too_late() -> None:
+    world = asked(1)
+    grants = granted(world)
+    give(world, grants)
+    pages(world, 1)
+    give(world, msg.StagingRevoke(7, 1000, 0, 0, 2, grants.grants[0].serial))
+    assert said(world, "decode-0") == [msg.TooLate(7, 1000, grants.grants[0].serial)]
+
+
+def test_a_writer_that_has_buried_the_room_gives_the_grant_back() -> None:
+    world = asked(1)
+    grants = granted(world)
+    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+    world.settle()
+    give(world, msg.StagingRevoke(7, 1000, 0, 0, 2, grants.grants[0].serial))
+    assert said(world, "decode-0") == [msg.StagingRevoked(7, 1000, grants.grants[0].serial)]
+
+
+def test_while_a_revoke_is_open_the_part_gets_no_answer_and_afterwards_a_new_serial() -> None:
+    world = asked(1)
+    (request,) = said(world, "decode-0")
+    give(world, request, to="decode-0", by="prefill-0")
+    said(world, "prefill-0")
+    (holding,) = world.d().book.holdings()
+    holding.state = RegionState.REVOKING
+    give(world, request, to="decode-0", by="prefill-0")
+    assert said(world, "prefill-0") == []
+    serial = holding.region.serial
+    give(world, msg.StagingRevoked(7, 1000, serial), request, to="decode-0", by="prefill-0")
+    (grants,) = said(world, "prefill-0")
+    assert isinstance(grants, msg.StagingGrants)
+    assert grants.grants[0].serial > serial
+
+
+@pytest.mark.parametrize("answer", [msg.StagingRevoked, msg.TooLate])
+def test_answers_to_a_revoke_that_name_another_serial_are_ignored(answer: type[msg.StagingRevoked]) -> None:
+    world = asked(1)
+    granted(world)
+    (holding,) = world.d().book.holdings()
+    give(world, answer(7, 1000, holding.region.serial), to="decode-0", by="prefill-0")
+    assert holding.state is RegionState.GRANTED
+    holding.state = RegionState.REVOKING
+    give(world, answer(7, 1000, holding.region.serial + 1), to="decode-0", by="prefill-0")
+    assert holding.state is RegionState.REVOKING
+    assert len(world.d().book) == 1
+
+
+def test_an_unwritten_grant_that_pins_the_ring_is_taken_back() -> None:
+    """A cycle through memory held by rooms that wait for the watermark."""
+    world = World(Side(), Side(), ring=2, chunk_pages=1)
+    world.connect()
+    for room in (7, 8):
+        world.receive(room, 1, aux=-1)
+    world.flush()
+    for room in (7, 8):
+        world.feed("prefill-0", ev.SendRoom(room))
+        world.feed("prefill-0", ev.Prefetch(room))
+        world.flush()
+    world.source["prefill-0", 0] = (8, 0)
+    world.feed("prefill-0", ev.SendPages(8, np.zeros(1, np.int32), True, 1))
+    world.feed("prefill-0", ev.Finish(8, 1, 1))
+    assert [leg.room for leg, _ in world.p().parked()] == [8], "room 7 holds the ring and its engine is not done"
+    ended = world.now_ns + 3 * TIMING.revoke_ns
+    while not world.rooms["decode-0", 8, 1001].state.finished and world.now_ns < ended:
+        world.tick(SECOND)
+        world.flush()
+    assert world.rooms["decode-0", 8, 1001].state is RoomState.SUCCESS
+    assert world.d().telemetry.metrics.total("kvctl_ring_revokes_total") == 1
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.WAITING_FOR_INPUT
+    world.source["prefill-0", 1] = (7, 0)
+    world.feed("prefill-0", ev.SendPages(7, np.ones(1, np.int32), True, 1))
+    world.feed("prefill-0", ev.Finish(7, 1, 1))
+    world.sent = {("prefill-0", 7): RoomState.SUCCESS, ("prefill-0", 8): RoomState.SUCCESS}
+    world.settle()
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+
+
+def test_nothing_is_revoked_while_nobody_waits() -> None:
+    world = asked(2, ring=8)
+    world.flush()
+    for _ in range(30):
+        world.tick(SECOND)
+        world.flush()
+    assert world.counts["StagingRevoke"] == 0
+
+
+def test_a_tag_of_a_grant_that_was_given_back_changes_nothing() -> None:
+    """Reuse under an in-flight write: only the very grant is believed."""
+    world = asked(1)
+    world.flush()
+    pages(world, 1)
+    world.feed("prefill-0", ev.Finish(7, 1, 1))
+    (begin,) = [item for item in world.pool if item.kind == "begin"]
+    (holding,) = world.d().book.holdings()
+    world.d()._free([holding])
+    world.pool.remove(begin)
+    tag = begin.what.order.tag
+    world.feed("decode-0", ev.Arrived(Tag.unpack(tag), 1))
+    assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "stale-grant") == 1
+    assert not [item for item in world.pool if item.kind == "scatter"]
+
+
+def test_a_grant_outside_the_ring_is_not_written() -> None:
+    world = asked(1)
+    said(world, "decode-0")
+    for grant in (msg.Grant(0, 0, 2, 1, 3 * UNIT, 5 * UNIT, 0), msg.Grant(0, 0, 2, 1, 0, UNIT, 0)):
+        give(world, msg.StagingGrants(7, 1000, [grant], [0, 0, 0]))
+    assert part(world).grant is None
+
+
+def test_with_the_direct_path_no_ring_is_asked_for() -> None:
+    """With staging off the plain path runs: features cost nothing when unused."""
+    world = World(Side(tp=2), Side(), choose=direct)
+    world.connect()
+    world.receive(7, 4)
+    world.send(7, 4)
+    world.settle()
+    assert set(world.counts) == {"Hello", "HelloAck", "RoomOpen", "RoomAccepted", "RoomDone", "Ack"}
+    assert world.d().book.ring.high_water_bytes == 0
+
+
+def test_the_book_forgets_everything_of_a_region_that_is_free() -> None:
+    dice = random.Random(3)
+    book, ring = StagingBook(3 * UNIT), Ring(3 * UNIT)
+    live: list[int] = []
+    for step in range(300):
+        if dice.random() < 0.55:
+            live.append(book.grant(ROOM, PartKey(0, step, 0, 2), UNIT, 0).region.serial)
+            ring.allocate(UNIT)
+        elif live:
+            serial = live.pop(dice.randrange(len(live)))
+            if dice.random() < 0.5:
+                book.quarantine(book.find(serial))  # type: ignore[arg-type]
+            assert book.free(serial) == ring.free(serial)
+            book.opened()
+        assert book.ring.watermark == ring.watermark
+    for serial in live:
+        book.free(serial)
+    assert [*book._by_serial, *book._by_part, *book._by_room, *book._gated] == []
+    assert book.quarantined_bytes == 0
+    assert book.ring.watermark == Position(book.ring.round, 0)
+
+
+def test_tombstones_expire_and_are_bounded() -> None:
+    """Per-room sets that only grow."""
+    graves: Tombstones[bool] = Tombstones(lifetime_ns=10, capacity=3)
+    for number in range(5):
+        graves.bury(RoomKey("p", number, 1), True, number)
+    assert len(graves) == 3
+    assert not graves.holds(RoomKey("p", 1, 1))
+    graves.bury(RoomKey("p", 2, 1), True, 9)
+    graves.expire(13)
+    assert graves.holds(RoomKey("p", 2, 1)), "buried again, so it lives longer"
+    assert not graves.holds(RoomKey("p", 3, 1))
+    graves.expire(100)
+    assert len(graves) == 0
