@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvctl_agent.memory.addresses import PoolAddresses
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.memory.addresses import K, PoolAddresses, V
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.transport.base import Prepared, Transport, Write
@@ -22,7 +24,6 @@ SLICE = "slice"
 STAGED = "staged"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Lane:
     """What a path needs to write to one peer.
 
@@ -31,15 +32,23 @@ class Lane:
         pool: our pool, the source.
         theirs: the peer's pool, the destination.
         ring_base: address of the peer's staging ring; 0 where it has none.
+        planes: (ours, theirs, page bytes), each int64 `[2 * layers]` in the order K, V of layer 0, K, V of layer 1 …
         prepared: descriptor lists of the peer's pool by (first head, heads), made at first use.
     """
 
-    peer: str
-    transport: Transport
-    pool: KVPool
-    theirs: PoolAddresses
-    ring_base: int
-    prepared: dict[tuple[int, int], Prepared] = field(default_factory=dict)
+    def __init__(self, peer: str, transport: Transport, pool: KVPool, theirs: PoolAddresses, ring_base: int) -> None:
+        self.peer = peer
+        self.transport = transport
+        self.pool = pool
+        self.theirs = theirs
+        self.ring_base = ring_base
+        page_bytes = np.array([theirs.page_bytes(kv) for _ in theirs.k_bases for kv in (K, V)], np.int64)
+        self.planes = _bases(pool.addresses()), _bases(theirs), page_bytes
+        self.prepared: dict[tuple[int, int], Prepared] = {}
+
+
+def _bases(pool: PoolAddresses) -> npt.NDArray[np.int64]:
+    return np.array([base for pair in zip(pool.k_bases, pool.v_bases, strict=True) for base in pair], np.int64)
 
 
 class Flight(ABC):
@@ -53,10 +62,10 @@ class Flight(ABC):
         posts: submissions to the engine.
     """
 
-    def __init__(self, lane: Lane, order: Transfer) -> None:
+    def __init__(self, lane: Lane, order: Transfer, began_ns: int) -> None:
         self.lane = lane
         self.order = order
-        self.began_ns = time.monotonic_ns()
+        self.began_ns = began_ns
         self.gather_ns = 0
         self.post_ns = 0
         self.descriptors = 0
@@ -98,11 +107,10 @@ class Flight(ABC):
 class WriteFlight(Flight):
     """A part that is one write."""
 
-    def __init__(self, lane: Lane, order: Transfer, post: Callable[[], Write]) -> None:
-        super().__init__(lane, order)
-        since = time.monotonic_ns()
+    def __init__(self, lane: Lane, order: Transfer, began_ns: int, post: Callable[[], Write]) -> None:
+        super().__init__(lane, order, began_ns)
         self._write = post()
-        self.count(self._write, since)
+        self.count(self._write, began_ns)
 
     def advance(self) -> bool:
         return self._write.poll()

@@ -5,12 +5,13 @@ Needs the same heads on both sides. The aux row, one small write, travels the sa
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.runs import page_run_arrays
-from kvctl_agent.memory.addresses import K, V
 from kvctl_agent.paths.base import Flight, Lane, WriteFlight
 from kvctl_agent.protocol.events import Transfer
 
@@ -24,24 +25,20 @@ class BulkPath:
         share = order.share
         if share is None or not share.whole_rows:
             raise MemoryLayoutError(f"bulk needs the same heads on both sides, {order.key} has {share}")
-        ours, theirs = lane.pool.addresses(), lane.theirs
+        began_ns = time.monotonic_ns()
         runs = page_run_arrays(order.src_pages, order.dst_pages)
-        here: list[_Numbers] = []
-        there: list[_Numbers] = []
-        sizes: list[_Numbers] = []
-        for layer in range(order.key.lo, order.key.hi):
-            for kv in (K, V):
-                page_bytes = theirs.page_bytes(kv)
-                here.append(ours.base(layer, kv) + runs.src_first * page_bytes)
-                there.append(theirs.base(layer, kv) + runs.dst_first * page_bytes)
-                sizes.append(runs.counts * page_bytes)
-        return _post(lane, order, np.concatenate(here), np.concatenate(there), np.concatenate(sizes))
+        part = slice(2 * order.key.lo, 2 * order.key.hi)
+        ours, theirs, page_bytes = (plane[part, None] for plane in lane.planes)
+        here = (ours + runs.src_first * page_bytes).reshape(-1)
+        there = (theirs + runs.dst_first * page_bytes).reshape(-1)
+        return _post(lane, order, began_ns, here, there, (runs.counts * page_bytes).reshape(-1))
 
 
 class AuxPath:
     """The aux row of a room."""
 
     def start(self, lane: Lane, order: Transfer) -> Flight:
+        began_ns = time.monotonic_ns()
         ours, theirs = lane.pool.addresses(), lane.theirs
         if not 0 <= order.src_aux < ours.aux_slots or ours.aux_row_bytes != theirs.aux_row_bytes:
             raise MemoryLayoutError(
@@ -50,9 +47,9 @@ class AuxPath:
             )
         here = np.array([ours.aux_addr(order.src_aux)], np.int64)
         there = np.array([theirs.aux_addr(order.dst_aux)], np.int64)
-        return _post(lane, order, here, there, np.array([ours.aux_row_bytes], np.int64))
+        return _post(lane, order, began_ns, here, there, np.array([ours.aux_row_bytes], np.int64))
 
 
-def _post(lane: Lane, order: Transfer, here: _Numbers, there: _Numbers, sizes: _Numbers) -> Flight:
+def _post(lane: Lane, order: Transfer, began_ns: int, here: _Numbers, there: _Numbers, sizes: _Numbers) -> Flight:
     addresses = here.astype(np.uint64), there.astype(np.uint64), sizes.astype(np.uint64)
-    return WriteFlight(lane, order, lambda: lane.transport.write(lane.peer, *addresses, order.tag))
+    return WriteFlight(lane, order, began_ns, lambda: lane.transport.write(lane.peer, *addresses, order.tag))

@@ -7,6 +7,8 @@ sorted by source, so that the engine merges rows that are neighbours on both sid
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,6 +29,7 @@ class SlicePath:
         share = order.share
         if share is None:
             raise MemoryLayoutError(f"{order.key} owes no heads")
+        began_ns = time.monotonic_ns()
         ours, theirs = lane.pool.addresses(), lane.theirs
         here = self._ours.get((share.src_head, share.heads))
         if here is None:
@@ -41,7 +44,9 @@ class SlicePath:
         src = _numbers(ours, order.src_pages[sort], layers)
         dst = _numbers(theirs, order.dst_pages[sort], layers)
         prepared = here, src, there, dst
-        return WriteFlight(lane, order, lambda: lane.transport.write_prepared(lane.peer, *prepared, order.tag))
+        return WriteFlight(
+            lane, order, began_ns, lambda: lane.transport.write_prepared(lane.peer, *prepared, order.tag)
+        )
 
 
 def _rows(pool: PoolAddresses, head: int, heads: int) -> tuple[Addresses, Sizes]:

@@ -30,7 +30,7 @@ class StagedFlight(Flight):
     """A part that moves piece by piece; when all buffers are in use it simply waits its turn."""
 
     def __init__(self, lane: Lane, order: Transfer, buffers: StagingBuffers, share: Share, grant: Grant) -> None:
-        super().__init__(lane, order)
+        super().__init__(lane, order, time.monotonic_ns())
         pool = lane.pool
         layout = PartLayout(
             first_layer=order.key.lo,

@@ -38,7 +38,7 @@ class ArrivalLoop:
         transport: Transport,
         pool: KVPool,
         ring: RingMemory | None,
-        report: Callable[[Event], None],
+        report: Callable[..., None],
         telemetry: Telemetry,
     ) -> None:
         self._transport = transport
@@ -101,15 +101,17 @@ class ArrivalLoop:
                 self._telemetry.recorder.record("transport", f"cannot poll arrivals: {error}", "error")
             time.sleep(_IDLE_S)
             return False
+        if not arrivals:
+            return False
         now = time.monotonic_ns()
+        events: list[Event] = []
         for arrival in arrivals:
             try:
-                tag = Tag.unpack(arrival.tag)
+                events.append(Arrived(Tag.unpack(arrival.tag), now))
             except RemoteProtocolError:
                 self._telemetry.metrics.add("kvctl_tags_dropped_total", 1, "malformed")
-                continue
-            self._report(Arrived(tag, now))
-        return bool(arrivals)
+        self._report(*events)
+        return True
 
     def _try_scatter(self, order: Scatter) -> None:
         try:

@@ -110,7 +110,7 @@ class ControlLoop:
                 except Exception as error:
                     self._record_bug(error)
         finally:
-            self._links.flush()
+            self._links.flush(everything=True)
             self._links.close()
             self._client.close()
             if self._server is not None:
@@ -127,7 +127,8 @@ class ControlLoop:
             for socket in sockets - self._polled:
                 self._poller.register(socket, zmq.POLLIN)
             self._polled = sockets
-        self._poller.poll(max(0, (self._tick_ns - time.monotonic_ns()) // 1_000_000 + 1))
+        due = min(self._tick_ns, self._links.due_ns or self._tick_ns)
+        self._poller.poll(max(0, (due - time.monotonic_ns()) // 1_000_000 + 1))
 
     def _turn(self) -> None:
         for event in self._mailbox.take():

@@ -39,7 +39,7 @@ class LaneCost(NamedTuple):
     us_by_bytes: tuple[tuple[int, float], ...]
 
     def descriptor_us(self, nbytes: float) -> float:
-        """Predicted µs of one descriptor of `nbytes`: flat below the smallest size, the large rate above the largest."""
+        """Predicted µs of one descriptor: flat below the smallest size, the large rate above the largest."""
         points = self.us_by_bytes
         if nbytes <= points[0][0]:
             return points[0][1]
