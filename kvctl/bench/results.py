@@ -60,7 +60,8 @@ class Results:
         every = [finished for laps in self._laps.values() for finished in laps]
         causes = [text for finished in every for text in finished.failures.values()]
         wrong = [mismatch for finished in every for mismatch in _mismatches(finished)]
-        lines = [f"{causes.count(text)} rooms failed: {text}" for text in dict.fromkeys(causes)][:_MOST_LINES]
+        counts = {text: causes.count(text) for text in dict.fromkeys(causes)}
+        lines = [f"{count} room{'s' * (count > 1)} failed: {text}" for text, count in counts.items()][:_MOST_LINES]
         return lines + [_explained(mismatch) for mismatch in wrong[:_MOST_LINES]]
 
     def floor(self, kind: str) -> float | None:

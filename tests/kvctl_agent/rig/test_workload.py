@@ -67,8 +67,7 @@ def test_lots_cover_all_rooms_and_fit_in_memory(concurrency: int, rooms: int, ro
     lots = workload.cut(rooms, lot.rooms)
     assert [index for first, end in lots for index in range(first, end)] == list(range(rooms))
     assert all(0 < end - first <= min(most, rooms) for first, end in lots)
-    assert 1 <= lot.in_flight <= min(concurrency, most, rooms)
-    assert lot.in_flight <= lot.rooms or lot.in_flight == min(concurrency, rooms)
+    assert lot.in_flight == min(concurrency, most, rooms)
 
 
 @given(pages=st.lists(st.integers(1, 9), min_size=1, max_size=40), size=st.integers(1, 12), groups=st.integers(1, 4))

@@ -1,0 +1,296 @@
+"""`kvctl bench` from the outside: real processes, real transports, and everything that can happen to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+TINY = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--tokens", "40", "--rooms", "6"]
+# Rooms without end, so that there is time to interfere.
+LONG = [
+    "--layers",
+    "2",
+    "--kv-heads",
+    "4",
+    "--head-dim",
+    "16",
+    "--tokens",
+    "64",
+    "--rooms",
+    "20000",
+    "--path",
+    "staged",
+]
+LOOPBACK = ["--transport", "loopback"]
+FOUR_TO_TWO = ["--prefill-tp", "4", "--decode-dp", "2"]
+
+Run = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def spawn(tmp_path: Path, socket_dir: Path) -> Iterator[Run]:
+    """Starts `kvctl bench` with a temporary directory of its own; what it leaves there fails the test."""
+    started: list[subprocess.Popen[str]] = []
+    temporary = socket_dir / "t"
+    temporary.mkdir()
+
+    def start(*options: str) -> subprocess.Popen[str]:
+        bench = subprocess.Popen(
+            [sys.executable, "-m", "kvctl", "bench", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(temporary), "NO_COLOR": "1"},
+        )
+        started.append(bench)
+        return bench
+
+    yield start
+    for bench in started:
+        bench.kill()
+        bench.communicate()
+    left = [path.name for path in temporary.iterdir()]
+    assert left == []
+    assert ranks_of(socket_dir) == []
+    temporary.rmdir()
+
+
+def finish(bench: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, str, str]:
+    out, err = bench.communicate(timeout=timeout_s)
+    return bench.returncode, out, err
+
+
+def ranks_of(directory: Path) -> list[int]:
+    """Rig processes that use this socket directory: those that any bench of this test has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"kvctl_agent.rig" in words and f"KVCTL_SOCKET_DIR={directory}".encode() in (
+                (entry / "environ").read_bytes().split(b"\0")
+            ):
+                found.append(int(entry.name))
+    return found
+
+
+def pid_of(directory: Path, name: str) -> int:
+    """The process of a rank, once it holds its name and moves rooms."""
+    return int((directory / f"{name}.lock").read_text())
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 40) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition never came true"
+        time.sleep(0.02)
+
+
+def running(bench: subprocess.Popen[str]) -> None:
+    """Wait until rooms move: `-v` says so on stderr."""
+    assert bench.stderr is not None
+    seen = []
+    for line in bench.stderr:
+        seen.append(line)
+        if "kvctl: staged, lot 1" in line:
+            time.sleep(0.3)
+            return
+    raise AssertionError("".join(seen))
+
+
+@pytest.mark.parametrize("transport", ["loopback", "nixl"])
+def test_every_path_of_unequal_layouts_verifies(spawn: Run, transport: str, tmp_path: Path):
+    saved = tmp_path / "result.json"
+    bench = spawn(*FOUR_TO_TWO, *TINY, "--transport", transport, "--save", str(saved))
+    code, out, err = finish(bench)
+    assert (code, err) == (0, "")
+    document = orjson.loads(saved.read_bytes())
+    assert document["verified"] is True
+    assert [run["path"] for run in document["runs"]] == ["slice", "staged", "auto"]
+    assert {(run["rooms"], run["failed"], run["verified"]) for run in document["runs"]} == {(6, 0, True)}
+    assert [run["writes_per_room"] for run in document["runs"]] == [4, 4, 4]
+    assert document["runs"][0]["descriptors_per_room"] == 4 * 2 * 2 * 48  # writers, layers, K and V, whole-page tokens
+    assert all(run["latency_ms"]["p50"] > 0 and run["gb_per_s"] > 0 for run in document["runs"])
+    assert document["floors"]["memcpy_gb_per_s"] > 0
+    assert document["floors"]["transport_write_gb_per_s"] > 0
+    assert document["env"]["nixl"]
+    header, *lines = out.splitlines()
+    assert header.split("\t")[0] == "path"
+    assert [line.split("\t")[0] for line in lines] == ["slice", "staged", "auto"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--prefill-tp", "2", "--decode-tp", "2", "--path", "bulk,staged"],
+        ["--prefill-tp", "1", "--decode-tp", "4", "--path", "staged,slice"],
+        ["--prefill-tp", "8", "--decode-dp", "2", "--path", "staged"],
+        ["--prefill-dp", "2", "--decode-dp", "2", "--path", "bulk,staged", "--chunk-tokens", "32"],
+        ["--decode-dp", "2", "--prefix-hit", "0.5", "--tokens", "16..200", "--concurrency", "5"],
+        ["--dtype", "fp8", "--head-dim", "20", "--page-size", "3", "--page-order", "contiguous"],
+        ["--sweep", "concurrency=1,3", "--sweep", "tokens=16,50", "--path", "auto", "--repeat", "2"],
+        ["--verify", "sample", "--workers", "2", "--ring-mb", "1"],
+    ],
+    ids=" ".join,
+)
+def test_layouts_and_loads_verify(spawn: Run, options: list[str]):
+    code, out, err = finish(spawn(*LOOPBACK, *TINY, *options, "-o", "json"))
+    assert (code, err) == (0, "")
+    runs = orjson.loads(out)["data"]
+    assert runs
+    assert all(run["verified"] and run["verified_parts"] > 0 for run in runs)
+
+
+def test_a_baseline_passes_and_fails(spawn: Run, tmp_path: Path):
+    saved = tmp_path / "result.json"
+    options = [*LOOPBACK, *TINY, "--path", "staged"]
+    assert finish(spawn(*options, "--save", str(saved)))[0] == 0
+    code, _, err = finish(spawn(*options, "--baseline", str(saved), "--max-regress", "100%"))
+    assert (code, err.startswith("kvctl: PASS")) == (0, True)
+    document = orjson.loads(saved.read_bytes())
+    document["runs"][0]["gb_per_s"] *= 1e6
+    saved.write_bytes(orjson.dumps(document))
+    code, _, err = finish(spawn(*options, "--baseline", str(saved)))
+    assert code == 1
+    assert "kvctl: FAIL: staged at concurrency 4, 40 tokens" in err
+
+
+def test_unverified_is_said_and_is_no_failure(spawn: Run):
+    code, out, _ = finish(spawn(*LOOPBACK, *TINY, "--path", "staged", "--verify", "off", "-o", "table"))
+    assert code == 0
+    assert "nothing was verified" in out
+
+
+def test_the_plan_moves_nothing(spawn: Run, socket_dir: Path):
+    code, out, err = finish(spawn("--prefill-tp", "4", "--decode-dp", "2", "--plan", "-o", "json"))
+    assert (code, err) == (0, "")
+    shares = orjson.loads(out)["data"]
+    assert len(shares) == 8
+    assert shares[1] == {
+        "writer": "prefill-1",
+        "reader": "decode-0",
+        "heads": [2, 4],
+        "layers": [0, 32],
+        "bytes": 32 << 20,
+        "parts": 1,
+        "descriptors": {"bulk": None, "slice": 65536, "staged": 1},
+    }
+    assert list(socket_dir.glob("*.lock")) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--prefill-tp", "3"], "8 % 3 = 2"),
+        (["--prefill-tp", "3", "--decode-tp", "7"], "choose a tp of 1, 2, 4, 8"),
+        (["--decode-cp", "2"], "decode cp=2"),
+        (["--page-size", "0"], "page_size is 0"),
+        (["--model", "lama-3.1-8b"], "did you mean llama-3.1-8b"),
+        (["--prefill-tp", "4", "--ring-mb", "16"], "need 33554432 bytes, the ring has 16777216"),
+        (["--prefill-tp", "4", "--path", "bulk"], "a prefill rank holds 2 and a decode rank 8"),
+        (["--path", "quick"], "--path 'quick' is unknown"),
+        (["--transport", "nixel"], "did you mean nixl"),
+        (["--tokens", "none"], "'none' is not a whole number"),
+        (["--sweep", "speed=1"], "'speed=1': write concurrency=1,4,16"),
+        (["--sweep", "tokens=1", "--sweep", "tokens=2"], "swept once"),
+        (["--max-regress", "much"], "write 5%"),
+        (["--baseline", "/nowhere.json"], "/nowhere.json cannot be read"),
+        (["--columns", "speed"], "speed"),
+        (["--tokens", "100000000"], "one room of 100000000 tokens needs"),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error_that_says_why(spawn: Run, options: list[str], text: str):
+    code, out, err = finish(spawn(*options))
+    assert (code, out) == (2, "")
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_a_missing_engine_names_the_extra(spawn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # A finder in front of all others that knows of no nixl.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u\nreal = u.find_spec\nu.find_spec = lambda name, *a: None if name == 'nixl' else real(name, *a)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, _, err = finish(spawn())
+    assert code == 1
+    assert "pip install 'kvctl[nixl]'" in err
+    assert "--transport loopback" in err
+
+
+@pytest.mark.parametrize("transport", ["loopback", "nixl"])
+@pytest.mark.parametrize("victim", ["prefill-2", "decode-1"])
+def test_a_rank_that_is_killed_ends_the_bench_and_is_named(spawn: Run, socket_dir: Path, transport: str, victim: str):
+    bench = spawn(*FOUR_TO_TWO, *LONG, "--transport", transport, "-v")
+    running(bench)
+    pid = pid_of(socket_dir, victim)
+    started = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    code, _, err = finish(bench, 20)
+    assert time.monotonic() - started < 20
+    assert code == 1
+    assert f'rank "{victim}" (pid {pid}) was killed by SIGKILL during staged, lot 1 of' in err
+    assert "Traceback" not in err
+
+
+def test_interrupting_prints_what_there_is_and_leaves_nothing(spawn: Run):
+    bench = spawn(*LOOPBACK, *TINY, "--repeat", "1000", "--path", "slice,staged", "-v")
+    assert bench.stderr is not None
+    for line in bench.stderr:
+        if "verifying staged" in line:
+            break
+    time.sleep(0.5)
+    bench.send_signal(signal.SIGINT)
+    code, out, err = finish(bench, 20)
+    assert code == 130
+    assert [line.split("\t")[0] for line in out.splitlines()] == ["path", "slice", "staged"]
+    assert "Traceback" not in err
+
+
+def test_interrupting_before_anything_was_measured_prints_nothing(spawn: Run, socket_dir: Path):
+    bench = spawn(*LOOPBACK, *TINY)
+    wait_for(lambda: ranks_of(socket_dir))
+    bench.send_signal(signal.SIGINT)
+    code, out, err = finish(bench, 20)
+    assert (code, out, err) == (130, "", "")
+
+
+def test_killing_the_bench_takes_the_ranks_and_their_files_along(spawn: Run, socket_dir: Path):
+    bench = spawn(*LOOPBACK, *FOUR_TO_TWO, *LONG, "-v")
+    running(bench)
+    bench.kill()
+    wait_for(lambda: not ranks_of(socket_dir), 10)
+
+
+def test_held_fleets_can_be_watched_and_two_of_them_share_the_machine(spawn: Run, socket_dir: Path):
+    held = spawn(*LOOPBACK, *TINY, "--path", "staged", "--hold")
+    assert held.stdout is not None
+    assert held.stdout.readline().startswith("path\t")
+    wait_for(lambda: (socket_dir / "decode-0.sock").exists())
+    status: Any = subprocess.run(
+        [sys.executable, "-m", "kvctl", "status", "-o", "json"], capture_output=True, text=True, check=False, timeout=20
+    )
+    assert status.returncode == 0, status.stderr
+    assert {"prefill-0", "decode-0"} <= set(status.stdout.replace('"', " ").split())
+    code, _, err = finish(spawn(*LOOPBACK, *TINY, "--path", "staged"))
+    assert (code, err) == (0, "")
+    held.send_signal(signal.SIGINT)
+    code, _, err = finish(held, 20)
+    assert code == 0
+    assert "holding the fleet" in err
+
+
+def test_progress_is_told_only_to_those_who_ask(spawn: Run):
+    _, _, quiet = finish(spawn(*LOOPBACK, *TINY, "--path", "staged"))
+    _, _, verbose = finish(spawn(*LOOPBACK, *TINY, "--path", "staged", "-v"))
+    assert quiet == ""
+    assert verbose.splitlines()[:2] == ["kvctl: starting 2 ranks", "kvctl: measuring the memcpy floor"]
