@@ -8,6 +8,8 @@ assigns through a strided page view, whose index is the page list itself. A call
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -61,8 +63,7 @@ def _planes(piece: Piece, rows: RowIndex, array: Bytes, name: str) -> tuple[Plan
     first, last = piece.spans[0], piece.spans[-1]
     lo, hi = 2 * first.layer + first.kv, 2 * last.layer + last.kv + 1
     shape = (hi - lo, len(rows), *planes.shape[2:])
-    whole = all((span.page_lo, span.page_hi) == (0, len(rows)) for span in piece.spans)
-    if hi - lo != len(piece.spans) or not whole or hi > len(planes) or array.nbytes < piece.nbytes:
+    if hi > len(planes) or piece.nbytes != math.prod(shape) or array.nbytes < piece.nbytes:
         raise MemoryLayoutError(f"{name}: {array.nbytes} bytes do not hold {piece}, or it lies outside the pool")
     return planes[lo:hi], array[: piece.nbytes].reshape(shape)
 

@@ -7,6 +7,7 @@ part alone, so the region carries no header. Pure arithmetic.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvctl_agent.errors import MemoryLayoutError
@@ -90,29 +91,36 @@ class PartLayout:
     def pieces(self, target_bytes: int = PIECE_BYTES) -> tuple[Piece, ...]:
         """Cut the region into pieces of at most `target_bytes`, or one page where a page is larger.
 
-        Blocks below the target are grouped; larger ones are split evenly by pages, so that no piece is a sliver.
+        Blocks below the target are grouped, whole and in order; larger ones are split evenly by pages, so that no
+        piece is a sliver.
         """
-        pieces: list[Piece] = []
-        group: list[Span] = []
-        start = end = 0
-        for layer in range(self.first_layer, self.first_layer + self.num_layers):
-            for kv in (K, V):
-                offset, nbytes = self.block(layer, kv)
-                if group and offset + nbytes - start > target_bytes:
-                    pieces.append(Piece(start, offset - start, tuple(group)))
-                    group, start = [], offset
-                end = offset + nbytes
-                if nbytes <= target_bytes:
-                    group.append(Span(layer, kv, 0, self.num_pages))
-                    continue
-                page_bytes = self.page_bytes(kv)
-                for page_lo, page_hi in _even(self.num_pages, max(1, target_bytes // page_bytes)):
-                    span = Span(layer, kv, page_lo, page_hi)
-                    pieces.append(Piece(offset + page_lo * page_bytes, (page_hi - page_lo) * page_bytes, (span,)))
-                start = end
-        if group:
-            pieces.append(Piece(start, end - start, tuple(group)))
-        return tuple(pieces)
+        return _pieces(self, target_bytes)
+
+
+# Parts are many and their shapes few: most rooms of a prompt length share one.
+@lru_cache(maxsize=256)
+def _pieces(part: PartLayout, target_bytes: int) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    group: list[Span] = []
+    start = end = 0
+    for layer in range(part.first_layer, part.first_layer + part.num_layers):
+        for kv in (K, V):
+            offset, nbytes = part.block(layer, kv)
+            if group and offset + nbytes - start > target_bytes:
+                pieces.append(Piece(start, offset - start, tuple(group)))
+                group, start = [], offset
+            end = offset + nbytes
+            if nbytes <= target_bytes:
+                group.append(Span(layer, kv, 0, part.num_pages))
+                continue
+            page_bytes = part.page_bytes(kv)
+            for page_lo, page_hi in _even(part.num_pages, max(1, target_bytes // page_bytes)):
+                span = Span(layer, kv, page_lo, page_hi)
+                pieces.append(Piece(offset + page_lo * page_bytes, (page_hi - page_lo) * page_bytes, (span,)))
+            start = end
+    if group:
+        pieces.append(Piece(start, end - start, tuple(group)))
+    return tuple(pieces)
 
 
 def _even(total: int, most: int) -> list[tuple[int, int]]:

@@ -16,6 +16,9 @@ from kvctl_agent.memory.pool import KVPool
 _RUN_BYTES = 128 << 10
 
 
+_ZERO = np.zeros(1, np.int64)
+
+
 class RowIndex:
     """The pages of one part and its head slice in one pool.
 
@@ -42,7 +45,8 @@ class RowIndex:
             )
         self.slice = pool.head_slice(head, heads)
         self.pages: Indices = np.ascontiguousarray(given, dtype=np.int64)
-        self._run_starts = np.flatnonzero(np.diff(self.pages, prepend=self.pages[0] - 2) != 1)
+        steps = self.pages[1:] - self.pages[:-1]
+        self._run_starts = np.concatenate((_ZERO, np.flatnonzero(steps != 1) + 1))
         self.run_count = len(self._run_starts)
         self.as_runs = (
             self.run_count == 1 or len(self.pages) * min(self.slice.page_bytes) >= self.run_count * _RUN_BYTES

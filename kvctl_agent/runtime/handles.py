@@ -15,6 +15,9 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
 
 
+_MAX_PAGE = int(np.iinfo(np.int32).max)
+
+
 class Handle:
     """State of one room as the control loop last told it."""
 
@@ -124,6 +127,6 @@ def page_array(indices: Any) -> ev.Pages:
         return np.empty(0, np.int32)
     if pages.ndim != 1 or pages.dtype.kind not in "iu":
         raise LocalProtocolError(f"pages: {pages.dtype} {pages.shape}, expected a flat list of integers")
-    if int(pages.min()) < 0 or int(pages.max()) > np.iinfo(np.int32).max:
+    if int(pages.min()) < 0 or int(pages.max()) > _MAX_PAGE:
         raise LocalProtocolError(f"pages: {pages.min()}..{pages.max()} are no page numbers")
     return pages.astype(np.int32)  # a copy: the engine may reuse its array at once
