@@ -14,7 +14,6 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
 
-
 _MAX_PAGE = int(np.iinfo(np.int32).max)
 
 
