@@ -1,4 +1,4 @@
-"""The arrival loop: hears tags soon while bytes are expected, costs next to nothing otherwise, and outlives anything."""
+"""The arrival loop: hears tags soon while bytes are expected, costs little otherwise, and outlives anything."""
 
 from __future__ import annotations
 

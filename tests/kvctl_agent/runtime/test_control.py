@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,8 @@ def test_a_peer_that_cannot_be_connected_is_unusable(rig: Rig) -> None:
     for error in (TransportError("no lane"), ValueError("a bug")):
         rig.hands.error = error
         rig.mailbox.put(ev.SendRoom(1))
-        until(lambda error=error: ev.PeerUnusable("prefill-0", str(error)) in rig.machine.handled)
+        unusable = ev.PeerUnusable("prefill-0", str(error))
+        until(partial(rig.machine.handled.__contains__, unusable))
 
 
 def test_ticks_come_ten_times_a_second_also_under_load(rig: Rig) -> None:

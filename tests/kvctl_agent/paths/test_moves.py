@@ -1,0 +1,168 @@
+"""Every path moves exactly the planned bytes between two real transports, for any two layouts that fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.memory.buffers import StagingBuffers
+from kvctl_agent.paths.bulk import AuxPath, BulkPath
+from kvctl_agent.paths.slice import SlicePath
+from kvctl_agent.paths.staged import StagedPath
+from kvctl_agent.protocol.tag import PartKind
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2 to tp1": {},
+    "tp1 to tp4": {"prefill_tp": 1, "decode_tp": 4},
+    "odd intersections, tp6 to tp4": {"heads": 24, "prefill_tp": 6, "decode_tp": 4, "k_dim": 8, "v_dim": 8},
+    "replicated heads, tp8 to tp2": {"heads": 4, "prefill_tp": 8, "decode_tp": 2},
+    "K wider than V": {"k_dim": 24, "v_dim": 16, "prefill_tp": 4, "decode_tp": 2},
+    "one token a page": {"page_size": 1, "pages": 64},
+    "16 tokens a page": {"page_size": 16, "pages": 12, "prefill_tp": 4, "decode_tp": 2},
+    "single bytes": {"dtype_bytes": 1, "k_dim": 1, "v_dim": 3, "page_size": 3},
+}
+
+
+def pages(kind: str, count: int, total: int) -> tuple[Any, Any]:
+    """Source and destination pages."""
+    random = np.random.default_rng(7)
+    if kind == "random":
+        return random.permutation(total)[:count], random.permutation(total)[:count]
+    if kind == "descending":
+        return np.arange(count)[::-1] + 1, np.arange(count)[::-1]
+    return np.arange(count), np.arange(count) + total - count
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["random", "contiguous", "descending"])
+def test_slice_and_staged_serve_any_two_layouts(
+    ends: Any, geometry: Any, buffers: StagingBuffers, layout: str, kind: str
+) -> None:
+    made = ends(geometry(**LAYOUTS[layout]))
+    by_writer = [SlicePath() for _ in made.writers]  # a slice path belongs to one rank's pool
+    staged = StagedPath(buffers)
+    for name in ("slice", "staged"):
+        made.poison()
+        for share in made.geometry.shares():
+            src, dst = pages(kind, 9, made.geometry.pages)
+            made.expect(share, src, dst, (1, 3))
+            if name == "slice":
+                made.fly(by_writer[share.writer], share, src, dst, layers=(1, 3))
+            else:
+                made.fly(staged, share, src, dst, layers=(1, 3), grant=made.grant(share, 9, (1, 3)))
+                made.scatter(share, dst, (1, 3), 4096)
+        made.check()
+    assert buffers.in_use == 0
+
+
+@pytest.mark.parametrize("kind", ["random", "contiguous", "descending"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_bulk_moves_whole_pages_between_ranks_of_the_same_heads(
+    ends: Any, geometry: Any, page_size: int, kind: str
+) -> None:
+    made = ends(geometry(prefill_tp=4, decode_tp=4, page_size=page_size, k_dim=24))
+    for share in made.geometry.shares():
+        src, dst = pages(kind, 9, made.geometry.pages)
+        made.expect(share, src, dst)
+        made.fly(BulkPath(), share, src, dst)
+    made.check()
+
+
+def test_bulk_merges_neighbours_into_one_descriptor_for_each_layer_and_k_or_v(ends: Any, geometry: Any) -> None:
+    made = ends(geometry(prefill_tp=1, decode_tp=1))
+    share, path = made.geometry.shares()[0], BulkPath()
+
+    def descriptors(src: Any, dst: Any, layers: tuple[int, int] = (0, 3)) -> int:
+        flight = made.fly(path, share, src, dst, layers=layers)
+        assert flight.posts == 1
+        count: int = flight.descriptors
+        return count
+
+    assert descriptors(range(10), range(20, 30)) == 6
+    assert descriptors(range(10), range(20, 30), (1, 2)) == 2
+    assert descriptors([9, 8, 7], [3, 2, 1]) == 6, "pages handed out downwards are neighbours too"
+    assert descriptors([0, 1, 2, 3], [0, 1, 9, 10]) == 12
+    assert descriptors([0, 2, 4], [5, 7, 9]) == 18
+
+
+def test_bulk_refuses_what_only_differs_in_heads(ends: Any, geometry: Any) -> None:
+    made = ends(geometry(prefill_tp=2, decode_tp=1))
+    share = made.geometry.shares()[0]
+    for wrong in (share, None):
+        with pytest.raises(MemoryLayoutError, match="bulk needs the same heads on both sides"):
+            BulkPath().start(made.lane(share), made.order(wrong, [1], [1]))
+
+
+class TestSlice:
+    def test_one_descriptor_for_each_token_row(self, ends: Any, geometry: Any) -> None:
+        made = ends(geometry())
+        flight = made.fly(SlicePath(), made.geometry.shares()[0], [1, 2, 3], [7, 6, 5])
+        assert flight.descriptors == 3 * 4 * 3 * 2
+        assert flight.posts == 1
+
+    def test_lists_are_prepared_once_for_a_peer_and_a_head_slice(
+        self, ends: Any, geometry: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = ends(geometry(prefill_tp=1, decode_tp=2))
+        first, second = made.geometry.shares()
+        prepared: list[str] = []
+        for name in ("prepare_local", "prepare_remote"):
+            real = getattr(made.here, name)
+            monkeypatch.setattr(
+                made.here, name, lambda *args, real=real, name=name: (prepared.append(name), real(*args))[1]
+            )
+        path, lane, other = SlicePath(), made.lane(first), made.lane(second)
+        for turn in range(4):
+            made.fly(path, first, [turn], [turn], lane=lane)
+        assert prepared == ["prepare_local", "prepare_remote"]
+        for turn in range(4):
+            made.fly(path, second, [turn], [turn], lane=other)
+        assert prepared == ["prepare_local", "prepare_remote"] * 2
+        made.fly(path, first, [9], [9], lane=made.lane(first))  # the peer came back: only its side is new
+        assert prepared[4:] == ["prepare_remote"]
+
+    def test_neighbours_reach_the_engine_next_to_each_other(
+        self, ends: Any, geometry: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Engines merge rows that follow each other on both sides, and only if they are told so in that order."""
+        made = ends(geometry(prefill_tp=1, decode_tp=1))
+        seen: list[tuple[Any, Any]] = []
+        real = made.here.write_prepared
+
+        def spy(peer: str, local: Any, here: Any, remote: Any, there: Any, tag: Any) -> Any:
+            seen.append((here, there))
+            return real(peer, local, here, remote, there, tag)
+
+        monkeypatch.setattr(made.here, "write_prepared", spy)
+        made.fly(SlicePath(), made.geometry.shares()[0], [5, 4, 3], [9, 8, 7])
+        here, there = seen[0]
+        breaks = np.count_nonzero((np.diff(here) != 1) | (np.diff(there) != 1))
+        assert breaks == 2 * 3 - 1, "one run for each layer and K or V"
+
+    def test_a_rank_that_owes_nothing_is_a_local_error(self, ends: Any, geometry: Any) -> None:
+        made = ends(geometry())
+        with pytest.raises(MemoryLayoutError, match="owes no heads"):
+            SlicePath().start(made.lane(made.geometry.shares()[0]), made.order(None, [1], [1]))
+
+
+class TestAux:
+    def test_the_row_lands_in_its_slot_and_nowhere_else(self, ends: Any, geometry: Any, landed: Any) -> None:
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        wanted = made.readers[0].aux.copy()
+        wanted[3] = made.writers[0].aux[1]
+        order = made.order(None, [], [], kind=PartKind.AUX, src_aux=1, dst_aux=3)
+        landed(AuxPath().start(made.lane(share), order))
+        assert made.tags(1) == [b"tag"]
+        assert np.array_equal(made.readers[0].aux, wanted)
+        made.check()
+
+    @pytest.mark.parametrize("row", [-1, 4])
+    def test_a_row_that_was_not_given_says_what_to_do(self, ends: Any, geometry: Any, row: int) -> None:
+        made = ends(geometry())
+        order = made.order(None, [], [], kind=PartKind.AUX, src_aux=row, dst_aux=3)
+        with pytest.raises(MemoryLayoutError, match=r"give finish\(\) an aux row"):
+            AuxPath().start(made.lane(made.geometry.shares()[0]), order)
