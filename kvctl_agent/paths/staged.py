@@ -80,10 +80,10 @@ class StagedFlight(Flight):
         buffer = self._buffers.acquire()
         if buffer is None:
             return False
+        self._held = buffer
         since = time.monotonic_ns()
         gather_piece(self._pieces[self._next], self._rows, buffer.array)
         self.gather_ns += time.monotonic_ns() - since
-        self._held = buffer
         return True
 
     def _post(self, tag: bytes | None) -> None:

@@ -88,7 +88,9 @@ class Ends:
         pool, theirs = self.writers[share.writer], self.readers[share.reader].addresses()
         return Lane("reader", self.here, pool, theirs, self.ring.addr)
 
-    def order(self, share: Share | None, src: Any, dst: Any, layers: tuple[int, int] | None = None, **more: Any) -> Transfer:
+    def order(
+        self, share: Share | None, src: Any, dst: Any, layers: tuple[int, int] | None = None, **more: Any
+    ) -> Transfer:
         lo, hi = layers or (0, self.geometry.layers)
         defaults: dict[str, Any] = {
             "peer": "reader",
@@ -136,7 +138,9 @@ class Ends:
         for layer in range(*(layers or (0, g.layers))):
             for kv in (0, 1):
                 image = self.image[share.reader, layer, kv]
-                image.reshape(g.grid(reader, layer, kv).shape)[dst, :, theirs] = g.grid(writer, layer, kv)[src][:, :, ours]
+                image.reshape(g.grid(reader, layer, kv).shape)[dst, :, theirs] = g.grid(writer, layer, kv)[src][
+                    :, :, ours
+                ]
 
     def check(self) -> None:
         """Every byte of every reader's pool is what was planned, and no other was touched."""

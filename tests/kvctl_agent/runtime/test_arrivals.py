@@ -49,7 +49,14 @@ class Rig:
         self.pool = KVPool.allocate(4, 16, 4, 4, 4, 8, 6, 2)
         self.ring = RingMemory(1 << 20)
         self.reported: Queue[Any] = Queue()
-        self.loop = ArrivalLoop("arrivals", self.tags, self.pool, self.ring, self.reported.put, telemetry)  # type: ignore[arg-type]
+        self.loop = ArrivalLoop(
+            "arrivals",
+            self.tags,
+            self.pool,
+            self.ring,
+            lambda *events: [self.reported.put(event) for event in events],
+            telemetry,
+        )  # type: ignore[arg-type]
 
     def report(self, timeout_s: float = 2.0) -> Any:
         return self.reported.get(timeout=timeout_s)

@@ -52,8 +52,8 @@ def dropped(telemetry: Telemetry, reason: str) -> int:
     return int(telemetry.metrics.total("kvctl_control_dropped_total", reason))
 
 
-def ack(room: int) -> msg.Ack:
-    return msg.Ack(room, 1, "room-done")
+def drained(room: int) -> msg.RoomDrained:
+    return msg.RoomDrained(room, 1)
 
 
 def test_what_is_queued_in_a_turn_travels_in_one_frame_and_in_order(
@@ -65,18 +65,41 @@ def test_what_is_queued_in_a_turn_travels_in_one_frame_and_in_order(
     assert not client.connect("prefill-0", endpoint)
     assert client.endpoint("prefill-0") == endpoint
     for room in range(3):
-        client.queue("prefill-0", ack(room))
+        client.queue("prefill-0", drained(room))
     client.flush()
-    assert receive(server, 3) == [Received("decode-0", 9, ack(room)) for room in range(3)]
-    server.queue("decode-0", ack(5))
+    assert receive(server, 3) == [Received("decode-0", 9, drained(room)) for room in range(3)]
+    server.queue("decode-0", drained(5))
     server.flush()
-    assert receive(client, 1) == [Received("prefill-0", 7, ack(5))]
+    assert receive(client, 1) == [Received("prefill-0", 7, drained(5))]
+
+
+def test_what_nobody_waits_for_rides_along_or_leaves_soon(
+    make: Callable[..., Links], served: tuple[Links, str]
+) -> None:
+    server, endpoint = served
+    client = make("decode-0", 9)
+    client.connect("prefill-0", endpoint)
+    patient = msg.Ack(4, 1, "room-done")
+    client.queue("prefill-0", patient)
+    assert client.due_ns is not None
+    client.flush()
+    assert receive(server, 1, 0.002) == []  # too early, and nothing to ride with
+    client.queue("prefill-0", drained(1))
+    client.flush()
+    assert [got.message for got in receive(server, 2)] == [drained(1), patient]
+    assert client.due_ns is None
+
+    client.queue("prefill-0", patient)
+    while time.monotonic_ns() < client.due_ns:
+        time.sleep(0.001)
+    client.flush()
+    assert [got.message for got in receive(server, 1)] == [patient]
 
 
 def test_a_message_to_nobody_is_counted_and_never_blocks(served: tuple[Links, str], telemetry: Telemetry) -> None:
     server, _ = served
-    server.queue("stranger", ack(1))
-    server.queue("stranger", ack(2))
+    server.queue("stranger", drained(1))
+    server.queue("stranger", drained(2))
     server.flush()
     assert dropped(telemetry, "unsent") == 2
 
@@ -85,7 +108,7 @@ def test_a_message_to_a_peer_that_was_never_connected_is_counted(
     make: Callable[..., Links], telemetry: Telemetry
 ) -> None:
     client = make("decode-0")
-    client.queue("prefill-9", ack(1))
+    client.queue("prefill-9", drained(1))
     client.flush()
     assert dropped(telemetry, "unsent") == 1
 
@@ -97,7 +120,7 @@ def test_a_peer_that_does_not_read_costs_its_messages_and_no_time(
     client.connect("prefill-0", f"ipc://{directory}/nobody")
     started = time.monotonic()
     for room in range(20_500):
-        client.queue("prefill-0", ack(room))
+        client.queue("prefill-0", drained(room))
         client.flush()
     assert time.monotonic() - started < 10
     assert dropped(telemetry, "unsent") == 500
@@ -108,7 +131,7 @@ def test_a_peer_that_does_not_read_costs_its_messages_and_no_time(
     [
         ([b""], "malformed"),
         ([b"garbage"], "malformed"),
-        ([codec.encode(1, [ack(1)]), b"second frame"], "malformed"),
+        ([codec.encode(1, [drained(1)]), b"second frame"], "malformed"),
         ([codec.MAGIC[:-1] + b"\xff" + bytes(8) + b"\x90"], "malformed"),
         ([codec.MAGIC + bytes(8) + b"\x81\xa1t\xa3ack"], "malformed"),
         ([codec.MAGIC + bytes(8) + b"\x91\x81\xa1t\xa8surprise"], "unknown-message"),
@@ -124,8 +147,8 @@ def test_what_is_no_control_message_is_counted_and_dropped(
     server, endpoint = served
     stranger = connect(zmq_context, endpoint, b"stranger", 1 << 20)
     stranger.send_multipart(frames)
-    stranger.send(codec.encode(3, [ack(1)]))
-    assert receive(server, 1) == [Received("stranger", 3, ack(1))]
+    stranger.send(codec.encode(3, [drained(1)]))
+    assert receive(server, 1) == [Received("stranger", 3, drained(1))]
     assert dropped(telemetry, reason) == 1
     stranger.close()
 
@@ -141,7 +164,7 @@ def test_a_broken_peer_is_logged_once_a_minute_and_does_not_silence_others(
     def provoke(socket: zmq.Socket[bytes]) -> list[tuple[str | None, str]]:
         for _ in range(20):
             socket.send(b"garbage")
-        socket.send(codec.encode(3, [ack(1)]))
+        socket.send(codec.encode(3, [drained(1)]))
         assert receive(server, 1)
         return [(row["peer"], row["severity"]) for row in telemetry.recorder.since(None, 100)["events"]]
 
@@ -158,7 +181,7 @@ def test_a_broken_peer_is_logged_once_a_minute_and_does_not_silence_others(
 def test_a_name_that_is_no_text_is_read_all_the_same(zmq_context: Context, served: tuple[Links, str]) -> None:
     server, endpoint = served
     stranger = connect(zmq_context, endpoint, b"\xff\xfe", 1 << 20)
-    stranger.send(codec.encode(3, [ack(1)]))
+    stranger.send(codec.encode(3, [drained(1)]))
     assert [got.incarnation for got in receive(server, 1)] == [3]
     stranger.close()
 
@@ -189,11 +212,11 @@ def test_a_message_that_no_frame_can_hold_is_counted_and_spoils_no_other(
     server, endpoint = served
     client = make("decode-0")
     client.connect("prefill-0", endpoint)
-    client.queue("prefill-0", ack(1))
+    client.queue("prefill-0", drained(1))
     client.queue("prefill-0", opening(codec.MAX_FRAME_BYTES + 4, 2))
-    client.queue("prefill-0", ack(3))
+    client.queue("prefill-0", drained(3))
     client.flush()
-    assert [received.message for received in receive(server, 2, 10)] == [ack(1), ack(3)]
+    assert [received.message for received in receive(server, 2, 10)] == [drained(1), drained(3)]
     assert dropped(telemetry, "oversize") == 1
 
 
@@ -202,8 +225,8 @@ def test_a_frame_above_the_limit_never_reaches_the_loop(zmq_context: Context, se
     stranger = connect(zmq_context, endpoint, b"stranger", 1 << 20)
     stranger.send(bytes(codec.MAX_FRAME_BYTES + 1))
     other = connect(zmq_context, endpoint, b"other", 1 << 20)
-    other.send(codec.encode(3, [ack(1)]))
-    assert receive(server, 1) == [Received("other", 3, ack(1))]
+    other.send(codec.encode(3, [drained(1)]))
+    assert receive(server, 1) == [Received("other", 3, drained(1))]
     stranger.close()
     other.close()
 
@@ -213,12 +236,12 @@ def test_a_restarted_peer_takes_over_its_name(make: Callable[..., Links], served
     for incarnation in (1, 2):
         client = make("decode-0", incarnation)
         client.connect("prefill-0", endpoint)
-        client.queue("prefill-0", ack(incarnation))
+        client.queue("prefill-0", drained(incarnation))
         client.flush()
-        assert receive(server, 1) == [Received("decode-0", incarnation, ack(incarnation))]
-        server.queue("decode-0", ack(10 + incarnation))
+        assert receive(server, 1) == [Received("decode-0", incarnation, drained(incarnation))]
+        server.queue("decode-0", drained(10 + incarnation))
         server.flush()
-        assert receive(client, 1) == [Received("prefill-0", 7, ack(10 + incarnation))]
+        assert receive(client, 1) == [Received("prefill-0", 7, drained(10 + incarnation))]
 
 
 def test_a_peer_that_moved_is_connected_anew(make: Callable[..., Links], directory: Path) -> None:
@@ -226,9 +249,9 @@ def test_a_peer_that_moved_is_connected_anew(make: Callable[..., Links], directo
     for life in (1, 2):
         server = make("prefill-0", life)
         assert client.connect("prefill-0", server.serve(f"ipc://{directory}/{life}"))
-        client.queue("prefill-0", ack(life))
+        client.queue("prefill-0", drained(life))
         client.flush()
-        assert receive(server, 1) == [Received("decode-0", 1, ack(life))]
+        assert receive(server, 1) == [Received("decode-0", 1, drained(life))]
 
 
 def test_a_flood_is_read_in_turns(make: Callable[..., Links], served: tuple[Links, str]) -> None:
@@ -236,7 +259,7 @@ def test_a_flood_is_read_in_turns(make: Callable[..., Links], served: tuple[Link
     client = make("decode-0")
     client.connect("prefill-0", endpoint)
     for room in range(1000):
-        client.queue("prefill-0", ack(room))
+        client.queue("prefill-0", drained(room))
         client.flush()
     time.sleep(0.2)
     first = len(list(server.receive()))

@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 from queue import Empty, Queue
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ class Wire:
 
 class StandInFlight(Flight):
     def __init__(self, lane: Any, order: Transfer, wire: Wire) -> None:
-        super().__init__(lane, order)
+        super().__init__(lane, order, time.monotonic_ns())
         self.wire = wire
         self.posts, self.descriptors = 1, 3
 
@@ -58,7 +59,7 @@ class Bench:
     def __init__(self, telemetry: Telemetry) -> None:
         self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
         self.reported: Queue[Event] = Queue()
-        lanes: dict[str, Lane] = {name: Lane(name, None, None, None, 0) for name in self.wires}  # type: ignore[arg-type]
+        lanes = {name: cast(Lane, SimpleNamespace(peer=name)) for name in self.wires}
         self.worker = TransferWorker(
             "transfer", {"bulk": self, "staged": self}, self, lanes, self.reported.put, telemetry.metrics
         )

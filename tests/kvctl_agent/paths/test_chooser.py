@@ -1,0 +1,142 @@
+"""Which path a part takes: what is fixed, what cannot be, and the cheapest one by costs that the test makes up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.layout.plan import Share
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.memory.buffers import StagingBuffers
+from kvctl_agent.paths.calibration import measure_copies
+from kvctl_agent.paths.chooser import Chooser, CopyCost
+from kvctl_agent.transport.probe import LaneCost
+
+SHAPE = ModelShape(32, 8, 128, 128, 2)
+SAME = Share(0, 0, 0, 0, 2, 0, 32, 2, 2)  # both ends hold exactly these heads
+CUT = Share(0, 0, 0, 2, 2, 0, 32, 2, 8)  # the reader holds more
+RUN = np.arange(64, dtype=np.int32)
+SCATTERED = (RUN * 7) % 1021
+RING = 1 << 30
+
+FREE_DESCRIPTORS = LaneCost(10.0, 1.0, ((512, 0.0), (1 << 18, 1.0)))
+DEAR_DESCRIPTORS = LaneCost(10.0, 10.0, ((512, 50.0), (1 << 18, 80.0)))
+FREE_COPIES = CopyCost((256, 32768), (1.0, 1.0))
+DEAR_COPIES = CopyCost((256, 32768), (1e6, 1e6))
+
+
+def chooser(
+    path: str = "auto", staging: str = "auto", lane: LaneCost | None = None, copy: CopyCost | None = None
+) -> Chooser:
+    made = Chooser(SHAPE, 16, path, staging)
+    made.lane, made.copy = lane, copy
+    return made
+
+
+class TestFixed:
+    @pytest.mark.parametrize("path", ["slice", "staged"])
+    @pytest.mark.parametrize("share", [SAME, CUT])
+    def test_a_fixed_path_is_taken_whatever_it_costs(self, path: str, share: Share) -> None:
+        made = chooser(path, lane=DEAR_DESCRIPTORS, copy=DEAR_COPIES)
+        assert made.choose(RING, share, 32, SCATTERED) == path
+
+    def test_bulk_is_taken_where_it_is_possible_and_slice_where_it_is_not(self) -> None:
+        assert chooser("bulk").choose(RING, SAME, 32, RUN) == "bulk"
+        assert chooser("bulk").choose(RING, CUT, 32, RUN) == "slice"
+
+    def test_the_path_may_be_changed_while_running(self) -> None:
+        made = chooser("staged")
+        made.path = "slice"
+        assert made.choose(RING, SAME, 32, RUN) == "slice"
+
+
+class TestWithoutStaging:
+    @pytest.mark.parametrize(("staging", "ring"), [("off", RING), ("auto", 0), ("on", 0), ("off", 0)])
+    def test_without_a_ring_or_with_staging_off_the_direct_paths_remain(self, staging: str, ring: int) -> None:
+        made = chooser(staging=staging, lane=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert made.choose(ring, SAME, 32, SCATTERED) == "bulk"
+        assert made.choose(ring, CUT, 32, SCATTERED) == "slice"
+
+    def test_the_fallback_of_a_part_that_can_have_no_region(self) -> None:
+        assert chooser("staged").without_ring(SAME) == "bulk"
+        assert chooser("staged").without_ring(CUT) == "slice"
+
+
+class TestAuto:
+    def test_staging_on_prefers_it_whatever_it_costs(self) -> None:
+        made = chooser(staging="on", lane=FREE_DESCRIPTORS, copy=DEAR_COPIES)
+        assert made.choose(RING, SAME, 32, RUN) == "staged"
+        assert made.choose(RING, CUT, 32, RUN) == "staged"
+
+    def test_before_anything_was_measured_scattered_heads_are_staged(self) -> None:
+        assert chooser().choose(RING, CUT, 32, SCATTERED) == "staged"
+
+    def test_dear_descriptors_are_avoided(self) -> None:
+        made = chooser(lane=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert made.choose(RING, CUT, 32, SCATTERED) == "staged"
+        assert made.choose(RING, SAME, 32, SCATTERED) == "staged"
+
+    def test_dear_copies_are_avoided(self) -> None:
+        made = chooser(lane=FREE_DESCRIPTORS, copy=DEAR_COPIES)
+        assert made.choose(RING, CUT, 32, SCATTERED) == "slice"
+        assert made.choose(RING, SAME, 32, SCATTERED) == "bulk"
+
+    def test_the_readers_page_runs_decide_between_bulk_and_staged(self) -> None:
+        made = chooser(lane=DEAR_DESCRIPTORS, copy=CopyCost((256,), (500.0,)))
+        assert made.choose(RING, SAME, 8, RUN) == "bulk"
+        assert made.choose(RING, SAME, 8, SCATTERED) == "staged"
+
+    @pytest.mark.parametrize("lane", [FREE_DESCRIPTORS, DEAR_DESCRIPTORS])
+    @pytest.mark.parametrize("copy", [FREE_COPIES, DEAR_COPIES])
+    @pytest.mark.parametrize("share", [SAME, CUT])
+    @pytest.mark.parametrize("pages", [RUN, SCATTERED, RUN[:1]])
+    def test_it_is_the_cheapest_of_the_costs_it_states(
+        self, lane: LaneCost, copy: CopyCost, share: Share, pages: Any
+    ) -> None:
+        made = chooser(lane=lane, copy=copy)
+        costs = made.costs(share, 4, pages)
+        assert all(cost > 0 for cost in costs.values())
+        assert costs[made.choose(RING, share, 4, pages)] == min(costs.values())
+
+    def test_what_is_impossible_has_no_cost(self) -> None:
+        made = chooser(lane=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert "bulk" not in made.costs(CUT, 4, RUN)
+        assert {"bulk", "staged"} <= set(made.costs(SAME, 4, RUN))
+
+    def test_the_order_in_which_pages_were_handed_out_does_not_matter(self) -> None:
+        made = chooser(lane=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert made.costs(SAME, 4, RUN[::-1])["bulk"] == made.costs(SAME, 4, RUN)["bulk"]
+        assert made.costs(SAME, 4, SCATTERED)["bulk"] > made.costs(SAME, 4, RUN)["bulk"]
+
+    def test_costs_grow_with_layers_and_pages(self) -> None:
+        made = chooser(lane=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        for share, path in ((SAME, "bulk"), (SAME, "staged"), (CUT, "slice"), (CUT, "staged")):
+            small, wide, deep = (
+                made.costs(share, layers, pages)[path]
+                for layers, pages in ((4, SCATTERED[:8]), (4, SCATTERED), (32, SCATTERED[:8]))
+            )
+            assert small < wide
+            assert small < deep
+
+
+class TestCopyCost:
+    def test_the_rate_of_the_nearest_smaller_row_applies(self) -> None:
+        cost = CopyCost((256, 1024), (400.0, 100.0))
+        assert [cost.us(1 << 20, row) for row in (1, 256, 1023, 1024, 1 << 20)] == [400, 400, 400, 100, 100]
+        assert cost.us(1 << 19, 256) == 200
+
+    def test_measured_on_this_machine_it_is_a_rate_of_memory(self) -> None:
+        """Between a thousandth and a thousand times what memory does, and no larger rows dearer than tiny ones."""
+        buffers = StagingBuffers(16, 1 << 20)
+        before = buffers.acquire()
+        assert before is not None
+        cost = measure_copies(buffers.whole(), before.array)
+        buffers.release(before)
+        buffers.close()
+        assert list(cost.row_bytes) == sorted(cost.row_bytes)
+        assert len(cost.us_per_mib) == len(cost.row_bytes)
+        for us in cost.us_per_mib:
+            assert 1 < us < 100_000
+        assert cost.us_per_mib[-1] < 3 * cost.us_per_mib[0]

@@ -1,0 +1,311 @@
+"""Pieces of a staged part: bounded buffers, the tag after all bytes, and nothing reused under a write that may land.
+
+The transport here completes writes when the test says so, late and out of order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.errors import MemoryLayoutError, PeerDisconnected
+from kvctl_agent.layout.plan import Share
+from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
+from kvctl_agent.memory.copy import gather_piece
+from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.paths.base import Flight, Lane
+from kvctl_agent.paths.staged import StagedPath
+from kvctl_agent.protocol.events import Fence, Transfer
+from kvctl_agent.protocol.messages import Grant
+from kvctl_agent.protocol.tag import PartKey, PartKind
+
+PAGES = np.array([3, 9, 4, 1, 15, 0, 2, 8, 7, 11, 13, 12], np.int32)
+SHARE = Share(0, 0, 1, 0, 2, 0, 4, 4, 2)
+PART = PartLayout(0, 4, len(PAGES), 4, 2, 32, 32)
+
+
+class LateWrite:
+    """A write whose bytes land, and whose tag is heard, when the test completes it."""
+
+    def __init__(self, here: int, there: int, nbytes: int, tag: bytes | None) -> None:
+        self.here, self.there, self.bytes, self.tag, self.descriptors = here, there, nbytes, tag, 1
+        self.error: Exception | None = None
+        self.finished = False
+        self.given_up = False
+
+    def complete(self) -> None:
+        ctypes.memmove(self.there, self.here, self.bytes)
+        self.finished = True
+
+    def poll(self) -> bool:
+        assert not self.given_up, "poll after release"
+        if self.error is not None:
+            raise self.error
+        return self.finished
+
+    def release(self) -> bool:
+        self.given_up = True
+        return self.finished or self.error is not None
+
+
+class LateTransport:
+    def __init__(self) -> None:
+        self.writes: list[LateWrite] = []
+        self.error: Exception | None = None
+
+    def write(self, peer: str, here: Any, there: Any, sizes: Any, tag: bytes | None) -> LateWrite:
+        if self.error is not None:
+            raise self.error
+        assert len(here) == 1, "a piece is one descriptor"
+        self.writes.append(LateWrite(int(here[0]), int(there[0]), int(sizes[0]), tag))
+        return self.writes[-1]
+
+    @property
+    def open(self) -> list[LateWrite]:
+        return [write for write in self.writes if not write.finished]
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.pool = KVPool.allocate(4, 16, 4, 4, 4, 16, 16, 2)
+        random = np.random.default_rng(1)
+        for layer in range(4):
+            for kv in (0, 1):
+                block = self.pool.block(layer, kv)
+                block[:] = random.integers(0, 256, block.nbytes, np.uint8)
+        self.ring = RingMemory(1 << 20)
+        self.transport = LateTransport()
+        self.fence = Fence()
+        self.buffers = StagingBuffers(1, 1)
+
+    def staging(self, count: int, nbytes: int = 4096) -> StagedPath:
+        self.buffers.close()
+        self.buffers = StagingBuffers(count, nbytes)
+        return StagedPath(self.buffers)
+
+    def start(self, path: StagedPath, offset: int = 512, **changes: Any) -> Flight:
+        order: dict[str, Any] = {
+            "peer": "reader",
+            "room": 1,
+            "nonce": 1,
+            "kind": PartKind.KV,
+            "key": PartKey(0, 0, 0, 4),
+            "path": "staged",
+            "share": SHARE,
+            "src_pages": PAGES,
+            "dst_pages": PAGES,
+            "src_aux": -1,
+            "dst_aux": -1,
+            "grant": Grant(0, 0, 4, 1, offset, offset + PART.region_bytes, 0),
+            "tag": b"tag",
+            "fence": self.fence,
+            "ready_ns": 1,
+            "opened_ns": 1,
+        }
+        lane = Lane("reader", self.transport, self.pool, self.pool.addresses(), self.ring.addr)  # type: ignore[arg-type]
+        return path.start(lane, Transfer(**{**order, **changes}))
+
+    def landed(self, offset: int = 512) -> bool:
+        """Whether the region holds the whole part and the ring nothing else."""
+        wanted = np.zeros(1 << 20, np.uint8)
+        region = wanted[offset : offset + PART.region_bytes]
+        for piece in PART.pieces():
+            gather_piece(piece, RowIndex(self.pool, PAGES, 1, 2), region[piece.offset :])
+        return bool(np.array_equal(self.ring.view(0, 1 << 20), wanted))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    for closing in (bench.buffers, bench.ring, bench.pool):
+        closing.close()
+
+
+def drive(bench: Bench, flight: Flight, pick: Callable[[list[LateWrite]], LateWrite]) -> list[LateWrite]:
+    """Complete one open write at a time until the part is through; in the order in which that was done."""
+    order: list[LateWrite] = []
+    while not flight.advance():
+        assert bench.transport.open, "the flight waits for nothing"
+        order.append(pick(bench.transport.open))
+        order[-1].complete()
+    return order
+
+
+@pytest.mark.parametrize("order", ["first", "last", "random"])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_the_whole_part_lands_however_late_its_pieces_complete(bench: Bench, count: int, order: str) -> None:
+    random = np.random.default_rng(count)
+    picks: dict[str, Callable[[list[LateWrite]], LateWrite]] = {
+        "first": lambda writes: writes[0],
+        "last": lambda writes: writes[-1],
+        "random": lambda writes: writes[int(random.integers(len(writes)))],
+    }
+    flight = bench.start(bench.staging(count))
+    completed = drive(bench, flight, picks[order])
+    assert bench.landed()
+    assert len(completed) > 2, "too few pieces to say anything"
+    assert flight.posts == flight.descriptors == len(completed) == len(bench.transport.writes)
+    assert [write.tag for write in bench.transport.writes] == [None] * (len(completed) - 1) + [b"tag"]
+    assert bench.buffers.in_use == 0
+    assert bench.buffers.high_water <= count
+
+
+def test_the_tag_leaves_only_when_all_other_pieces_are_complete(bench: Bench) -> None:
+    flight = bench.start(bench.staging(8))
+    while not (bench.transport.writes and bench.transport.writes[-1].tag):
+        before = [write for write in bench.transport.writes if not write.finished]
+        assert not flight.advance()
+        if bench.transport.writes[-1].tag is None:
+            bench.transport.open[-1].complete()
+        else:
+            assert all(write.finished for write in before)
+    assert [write.tag for write in bench.transport.open] == [b"tag"]
+    assert not flight.advance(), "the tagged write is not complete"
+    bench.transport.open[0].complete()
+    assert flight.advance()
+    assert bench.landed()
+
+
+def test_a_buffer_is_not_filled_again_before_its_write_is_complete(bench: Bench) -> None:
+    """With late completion the bytes are read from the buffer at the end: reuse would land another piece's bytes."""
+    path = bench.staging(3)
+    first, second = bench.start(path), bench.start(path, offset=1 << 16)
+    flights = [first, second]
+    while flights:
+        flights = [flight for flight in flights if not flight.advance()]
+        addresses = [write.here for write in bench.transport.open]
+        assert len(set(addresses)) == len(addresses) <= 3
+        if bench.transport.open:
+            bench.transport.open[-1].complete()
+    region = bench.ring.view(512, PART.nbytes).copy()
+    assert np.array_equal(bench.ring.view(1 << 16, PART.nbytes), region)
+    assert bench.buffers.in_use == 0
+
+
+def test_without_a_free_buffer_a_part_waits_its_turn_and_posts_nothing(bench: Bench) -> None:
+    path = bench.staging(2)
+    taken = [bench.buffers.acquire(), bench.buffers.acquire()]
+    flight = bench.start(path)
+    for _ in range(3):
+        assert not flight.advance()
+    assert bench.transport.writes == []
+    for buffer in taken:
+        assert buffer is not None
+        bench.buffers.release(buffer)
+    drive(bench, flight, lambda writes: writes[0])
+    assert bench.landed()
+
+
+def test_a_part_of_one_piece_is_one_tagged_write(bench: Bench) -> None:
+    flight = bench.start(bench.staging(2, 1 << 20))
+    assert not flight.advance()
+    assert [write.tag for write in bench.transport.writes] == [b"tag"]
+    drive(bench, flight, lambda writes: writes[0])
+    assert bench.landed()
+
+
+class TestFence:
+    def test_raised_in_the_middle_it_stops_and_returns_what_is_not_in_flight(self, bench: Bench) -> None:
+        flight = bench.start(bench.staging(2))
+        assert not flight.advance()
+        posted = len(bench.transport.writes)
+        bench.fence.raised = True
+        assert not flight.advance(), "writes are in flight"
+        assert len(bench.transport.writes) == posted
+        assert bench.buffers.in_use == len(bench.transport.open)
+        for write in bench.transport.open:
+            write.complete()
+        assert flight.advance()
+        assert len(bench.transport.writes) == posted
+        assert all(write.tag is None for write in bench.transport.writes), "a stopped part says nothing"
+        assert bench.buffers.in_use == 0
+
+    def test_given_up_behind_it_its_buffers_come_back_one_by_one(self, bench: Bench) -> None:
+        flight = bench.start(bench.staging(4))
+        assert not flight.advance()
+        bench.fence.raised = True
+        assert not flight.advance()
+        flying = bench.transport.open
+        assert len(flying) > 1
+        for left in range(len(flying), 0, -1):
+            assert not flight.give_up()
+            assert bench.buffers.in_use == left
+            flying[left - 1].complete()
+        assert flight.give_up()
+        assert flight.give_up(), "again changes nothing"
+        assert bench.buffers.in_use == 0
+
+    def test_raised_before_the_first_look_nothing_is_posted(self, bench: Bench) -> None:
+        flight = bench.start(bench.staging(2))
+        bench.fence.raised = True
+        assert flight.advance()
+        assert bench.buffers.in_use == 0
+        assert bench.transport.writes == []
+
+
+class TestFailure:
+    def test_a_refused_post_keeps_only_what_is_in_flight(self, bench: Bench) -> None:
+        flight = bench.start(bench.staging(8))
+        assert not flight.advance()
+        bench.transport.open[0].complete()
+        bench.transport.error = PeerDisconnected("gone")
+        with pytest.raises(PeerDisconnected):
+            flight.advance()
+        assert not flight.give_up()
+        assert bench.buffers.in_use == len(bench.transport.open) > 0
+        for write in bench.transport.open:
+            write.complete()
+        assert flight.give_up()
+        assert bench.buffers.in_use == 0
+
+    def test_a_write_that_fails_late_takes_only_itself_along(self, bench: Bench) -> None:
+        flight = bench.start(bench.staging(8))
+        assert not flight.advance()
+        bench.transport.open[0].error = PeerDisconnected("gone")
+        with pytest.raises(PeerDisconnected):
+            flight.advance()
+        assert not flight.give_up()
+        others = [write for write in bench.transport.open if write.error is None]
+        assert bench.buffers.in_use == len(others) > 0, "what the engine may still read stays out of use"
+        for write in others:
+            write.complete()
+        assert flight.give_up()
+        assert bench.buffers.in_use == 0
+
+    def test_a_failed_gather_returns_its_buffer(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(*args: Any) -> None:
+            raise MemoryLayoutError("a page is gone")
+
+        monkeypatch.setattr("kvctl_agent.paths.staged.gather_piece", broken)
+        with pytest.raises(MemoryLayoutError, match="a page is gone"):
+            flight = bench.start(bench.staging(2))
+            try:
+                flight.advance()
+            finally:
+                assert flight.give_up()
+        assert bench.buffers.in_use == 0
+
+
+class TestRefusal:
+    def test_a_grant_that_is_too_small(self, bench: Bench) -> None:
+        small = Grant(0, 0, 4, 1, 512, 512 + PART.region_bytes - 256, 0)
+        with pytest.raises(MemoryLayoutError, match=r"writer 0 chunk 0 layers 0-4 needs \d+ bytes, its grant"):
+            bench.start(bench.staging(2), grant=small)
+        assert bench.buffers.in_use == 0
+
+    @pytest.mark.parametrize("missing", ["share", "grant"])
+    def test_no_grant_or_nothing_owed(self, bench: Bench, missing: str) -> None:
+        with pytest.raises(MemoryLayoutError, match="has no staging grant"):
+            bench.start(bench.staging(2), **{missing: None})
+
+    def test_pages_outside_the_pool(self, bench: Bench) -> None:
+        with pytest.raises(MemoryLayoutError, match="16"):
+            bench.start(bench.staging(2), src_pages=np.where(PAGES == 15, 16, PAGES).astype(np.int32))
+        assert bench.buffers.in_use == 0
