@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import secrets
 import threading
@@ -221,42 +222,48 @@ class Agent:
         """
         if self._state != "new":
             raise LocalProtocolError(f"agent {self.name} was started before; make a new one")
-        self._admin.start()
-        server: RegistryServer | None = None
-        self.links = links = Links(self._context, self.name, self.incarnation, self.telemetry)
+        self._state = "running"
         try:
+            self._admin.start()
+            self._control = self._build_control()
+            self._start_threads()
+            self._control.start()
+        except BaseException:
+            self.close()
+            raise
+        _close_at_exit(self)
+        return self
+
+    def _build_control(self) -> ControlLoop:
+        """Bind and connect the control sockets; the loop owns them from here on."""
+        with contextlib.ExitStack() as undo:
+            self.links = Links(self._context, self.name, self.incarnation, self.telemetry)
+            undo.callback(self.links.close)
             request: Register | Lookup = Lookup(self.name)
+            server: RegistryServer | None = None
             if self.role == "prefill":
                 if self.local.unique_rank == 0:
                     server = RegistryServer(self._context, self._bootstrap)
-                endpoint = links.serve(endpoints.control_address(self._bootstrap, self.name))
+                    undo.callback(server.close)
+                endpoint = self.links.serve(endpoints.control_address(self._bootstrap, self.name))
                 side, coord = self.local.side, list(self.local.coord)
                 sizes = [side.dp, side.pp, side.cp, side.tp]
                 request = Register(RegisteredRank(self.name, endpoint, self.incarnation, coord, sizes))
             self.registry = RegistryClient(self._context, self._bootstrap, self.name, request)
-        except BaseException:
-            if server is not None:
-                server.close()
-            links.close()
-            self._context.term()
-            self._admin.close()
-            raise
-        self._start_threads()
-        self._control = ControlLoop(
-            f"{self.name}-control",
-            self.machine,
-            self,
-            links,
-            self._mailbox,
-            self.registry,
-            server,
-            self.telemetry,
-            self.local.host,
-        )
-        self._control.start()
-        self._state = "running"
-        _close_at_exit(self)
-        return self
+            undo.callback(self.registry.close)
+            control = ControlLoop(
+                f"{self.name}-control",
+                self.machine,
+                self,
+                self.links,
+                self._mailbox,
+                self.registry,
+                server,
+                self.telemetry,
+                self.local.host,
+            )
+            undo.pop_all()
+            return control
 
     def _start_threads(self) -> None:
         if self.role == "decode":
@@ -349,8 +356,8 @@ class Agent:
         if self._control is not None:
             ended &= self._control.close(max(0.1, deadline - time.monotonic()))
         for handle in list(self._handles.values()):
+            # Not released: whoever writes to these pages has not said that nothing is in flight.
             handle.tell(RoomState.FAILED, self._closing_failure())
-            handle.release()
         self._handles.clear()
         self._admin.close()
         self.transport.close()

@@ -93,10 +93,12 @@ class ControlLoop:
         self._thread.start()
 
     def close(self, timeout: float) -> bool:
-        """Stop after the current turn and close the sockets; True when the thread has ended."""
+        """Stop after the current turn and close the sockets; True when the thread has ended, or never began."""
         self._stopping = True
         self._mailbox.wake()
-        if self._thread.is_alive():
+        if self._thread.ident is None:
+            self._release()
+        elif self._thread.is_alive():
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -111,10 +113,13 @@ class ControlLoop:
                     self._record_bug(error)
         finally:
             self._links.flush(everything=True)
-            self._links.close()
-            self._client.close()
-            if self._server is not None:
-                self._server.close()
+            self._release()
+
+    def _release(self) -> None:
+        self._links.close()
+        self._client.close()
+        if self._server is not None:
+            self._server.close()
 
     def _poll(self) -> None:
         sockets = {self._client.socket, *self._links.sockets()}
