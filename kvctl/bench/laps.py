@@ -1,7 +1,7 @@
-"""The order of a bench: every path runs every lot before the next lot begins.
+"""The order of a bench: every load and every path runs its first lot before any runs its second.
 
-Machines drift while a bench runs, and so paths are compared lap by lap on the same rooms rather than one after the
-other. A lap is one lot of one load on one path: filled, run, verified.
+Machines drift while a bench runs, so what is compared runs in turns, paths on the same rooms. A lap is one lot of one
+load on one path: filled, run, verified.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Course:
         """
         loads = self._plan["loads"]
         for repeat in range(self._repeat):
-            for load, planned in enumerate(loads):
-                for lot in range(len(planned["lots"])):
+            for lot in range(max(len(planned["lots"]) for planned in loads)):
+                for load in (load for load, planned in enumerate(loads) if lot < len(planned["lots"])):
                     for path in self._plan["paths"]:
                         yield self._lap(load, lot, repeat, path)
 

@@ -29,6 +29,7 @@ def tie_to_parent(parent_pid: int) -> None:
         Abandoned: it is dead already.
     """
     signal.signal(signal.SIGTERM, _abandoned)
+    # The kernel means the parent's thread that started us: the bench starts ranks from its main thread.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
