@@ -55,7 +55,7 @@ from kvctl_agent.transport.base import Region, Transport
 from kvctl_agent.transport.probe import LaneCost, measure_lane
 from kvctl_agent.transport.registry import open_transport
 
-_SCRATCH_BYTES = 16 << 20  # at the end of a ring: where writers measure their lane
+_SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
 _MAX_ROOM = (1 << 64) - 1
 _JOB_S = 10.0
 
@@ -472,7 +472,10 @@ class Agent:
         if who is None or not who.scratch_bytes or self.buffers is None:
             raise LocalProtocolError(f"{lane.peer} offers no scratch memory to measure the lane with")
         scratch = Region(who.scratch_base, who.scratch_bytes)
-        return measure_lane(self.transport, lane.peer, Region(*self.buffers.region()), scratch)
+        # Read from the pool where it is large: its pages are as cold as those that will be sent.
+        sources = [*self.pool.regions(), self.buffers.region()]
+        source = max(sources, key=lambda region: region.nbytes)
+        return measure_lane(self.transport, lane.peer, Region(*source), scratch)
 
     def _calibrate(self) -> None:
         """Once, on a worker, when the first peer is there: what `auto` decides by."""
@@ -485,7 +488,7 @@ class Agent:
         except KvctlError as error:
             self.telemetry.recorder.record("calibration", f"auto stages everything: {error}", "warning")
             return
-        self.chooser.copy = measure_copies(self.buffers.whole(), self.buffers.whole()[:PIECE_BYTES])
+        self.chooser.copy = measure_copies(self.buffers.whole())
         self.chooser.lane = cost
         text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
         self.telemetry.recorder.record("calibration", f"lane to {lane.peer}: {text}")

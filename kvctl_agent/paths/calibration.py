@@ -11,29 +11,30 @@ from kvctl_agent.paths.chooser import CopyCost
 
 _ROWS = (256, 512, 1024, 2048, 8192, 32768)
 _PIECE = 1 << 20
-_TRIES = 3
+_ROUNDS = 6
 
 
-def measure_copies(source: Bytes, target: Bytes) -> CopyCost:
-    """Time random-row gathers of several row sizes from `source` into a cache-sized `target`.
+def measure_copies(memory: Bytes) -> CopyCost:
+    """Time gathers of random rows into a piece that stays in cache, and scatters out of it.
+
+    All are measured in turn, round after round, and each one's best counts.
 
     Args:
-        source: uint8 memory much larger than the caches' share, touched before; staging buffers at start will do.
-        target: uint8, at least 1 MiB.
+        memory: uint8, touched before, overwritten; larger than the caches, so that its rows are as cold as a pool's.
     """
     random = np.random.default_rng(0)
-    costs: list[float] = []
-    for row_bytes in _ROWS:
-        row = np.dtype((np.void, row_bytes))
-        rows = source[: source.nbytes // row_bytes * row_bytes].view(row)
-        out = target[:_PIECE].view(row)
-        best = float("inf")
-        for _ in range(_TRIES):
-            index = random.permutation(len(rows))[: len(out)]
-            if len(index) < len(out):
-                index = np.resize(index, len(out))
+    hot, cold = memory[:_PIECE], memory[_PIECE:]
+    gather = [float("inf")] * len(_ROWS)
+    scatter = [float("inf")] * len(_ROWS)
+    for _ in range(_ROUNDS):
+        for place, row_bytes in enumerate(_ROWS):
+            row = np.dtype((np.void, row_bytes))
+            rows, piece = cold[: cold.nbytes // row_bytes * row_bytes].view(row), hot.view(row)
+            index = random.integers(len(rows), size=len(piece))
             since = time.perf_counter()
-            np.take(rows, index, out=out, mode="clip")
-            best = min(best, time.perf_counter() - since)
-        costs.append(best * 1e6)
-    return CopyCost(_ROWS, tuple(costs))
+            np.take(rows, index, out=piece, mode="clip")
+            between = time.perf_counter()
+            rows[index] = piece
+            gather[place] = min(gather[place], (between - since) * 1e6)
+            scatter[place] = min(scatter[place], (time.perf_counter() - between) * 1e6)
+    return CopyCost(_ROWS, tuple(gather), tuple(scatter))

@@ -31,11 +31,17 @@ class CopyCost:
     """Row copies on this machine: µs per MiB by row size, ascending; the rate of the nearest smaller row applies."""
 
     row_bytes: tuple[int, ...]
-    us_per_mib: tuple[float, ...]
+    gather_us_per_mib: tuple[float, ...]
+    scatter_us_per_mib: tuple[float, ...]
 
-    def us(self, nbytes: int, row_bytes: int) -> float:
-        place = max(0, bisect_right(self.row_bytes, row_bytes) - 1)
-        return nbytes / (1 << 20) * self.us_per_mib[place]
+    def gather_us(self, nbytes: int, row_bytes: int) -> float:
+        return nbytes / (1 << 20) * self.gather_us_per_mib[self._place(row_bytes)]
+
+    def scatter_us(self, nbytes: int, row_bytes: int) -> float:
+        return nbytes / (1 << 20) * self.scatter_us_per_mib[self._place(row_bytes)]
+
+    def _place(self, row_bytes: int) -> int:
+        return max(0, bisect_right(self.row_bytes, row_bytes) - 1)
 
 
 class Chooser:
@@ -84,7 +90,7 @@ class Chooser:
         source_row = row * self._page_size if share.heads == share.src_pool_heads else row
         target_row = row * self._page_size if share.heads == share.dst_pool_heads else row
         staged = self.lane.write_us(1, nbytes) + _STAGED_FIXED_US
-        staged += self.copy.us(nbytes, source_row) + self.copy.us(nbytes, target_row)
+        staged += self.copy.gather_us(nbytes, source_row) + self.copy.scatter_us(nbytes, target_row)
         costs = {STAGED: staged}
         if share.whole_rows:
             runs = 1 + int(np.count_nonzero(np.diff(np.sort(dst_pages)) != 1)) if pages else 1

@@ -58,13 +58,15 @@ def measure_lane(transport: Transport, peer: str, local: Region, remote: Region)
     """Writes `local` over `remote` for about 0.15 s (one write of each kind at least, on a slow lane).
 
     All kinds are measured in turn, round after round, and each one's best counts: whatever else the machine is doing
-    hits them alike. Sends no tags, so the peer notices nothing; `remote` is scratch memory.
+    hits them alike. Descriptors lie anywhere in the two regions, new in each round, because pages do too: a
+    descriptor whose memory no cache holds costs two to three times as much as one in a hot corner. Sends no tags, so
+    the peer notices nothing; `remote` is scratch memory.
 
     Args:
         transport: with `peer` connected.
         peer: its name.
-        local: registered here, at least 512 KiB; touched before, or page faults are measured.
-        remote: registered there, at least 512 KiB; 16 MiB on both sides give the best figures.
+        local: registered here, at least 512 KiB; touched before, or page faults are measured. Only read.
+        remote: registered there, at least 512 KiB; both larger than the caches give figures that hold for pools.
 
     Raises:
         DeadlineExceeded: a write was not complete after 2 s.
@@ -76,12 +78,13 @@ def measure_lane(transport: Transport, peer: str, local: Region, remote: Region)
     big_bytes = min(_BIG_BYTES, usable)
     kinds = [(1, 64), (1, big_bytes)]
     kinds += [(min(count, usable // (2 * size)), size) for count, size in zip(_COUNTS, _SIZES, strict=True)]
-    plans = [_plan(local, remote, count, size) for count, size in kinds]
-    best = [float("inf")] * len(plans)
+    best = [float("inf")] * len(kinds)
+    random = np.random.default_rng(0)
     until = time.perf_counter() + _BUDGET_S
     while True:
-        for kind, plan in enumerate(plans):
-            best[kind] = min(best[kind], _write_us(transport, peer, *plan))
+        for kind, (count, size) in enumerate(kinds):
+            here, there = _scattered(random, local, count, size), _scattered(random, remote, count, size)
+            best[kind] = min(best[kind], _write_us(transport, peer, here, there, np.full(count, size, np.uint64)))
         if time.perf_counter() >= until:
             break
     one_us, big_us, *many_us = best
@@ -92,10 +95,11 @@ def measure_lane(transport: Transport, peer: str, local: Region, remote: Region)
     return LaneCost(big_bytes / max(big_us - one_us, 0.001) / 1e3, one_us, tuple(points))
 
 
-def _plan(local: Region, remote: Region, count: int, size: int) -> tuple[Addresses, Addresses, Sizes]:
-    # Every second place is left out, so that no engine merges neighbours into one copy.
-    offsets = np.arange(count, dtype=np.uint64) * np.uint64(2 * size)
-    return offsets + np.uint64(local.addr), offsets + np.uint64(remote.addr), np.full(count, size, np.uint64)
+def _scattered(random: np.random.Generator, region: Region, count: int, size: int) -> Addresses:
+    """`count` addresses in `region`, no two of them neighbours: an engine would merge those into one copy."""
+    places = region.nbytes // (2 * size) or 1
+    slots = random.choice(places, count, replace=False, shuffle=False) if count > 1 else random.integers(places, size=1)
+    return slots.astype(np.uint64) * np.uint64(2 * size) + np.uint64(region.addr)
 
 
 def _write_us(transport: Transport, peer: str, here: Addresses, there: Addresses, sizes: Sizes) -> float:
