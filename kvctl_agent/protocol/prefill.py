@@ -115,7 +115,10 @@ class PrefillMachine(PrefillRooms):
                 record = room.record
                 record.sent = (record.sent or 0) + event.key.hi - event.key.lo
                 done = room.forward_done_ns or None
-                self.telemetry.part(record, place(event.key), leg.peer, part.path, part.nbytes, event.moments, done)
+                assert leg.share is not None
+                tokens = part.chunk.count * self.local.page_size  # without the region's alignment
+                nbytes = leg.share.payload_bytes(self.local.shape, tokens, event.key.hi - event.key.lo)
+                self.telemetry.part(record, place(event.key), leg.peer, part.path, nbytes, event.moments, done)
             if not leg.resend_ns:
                 leg.resend_ns = self.now_ns + 2 * self.timing.resend_ns
         self._progress(room)

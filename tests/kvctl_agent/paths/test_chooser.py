@@ -23,8 +23,8 @@ RING = 1 << 30
 
 FREE_DESCRIPTORS = LaneCost(10.0, 1.0, ((512, 0.0), (1 << 18, 1.0)))
 DEAR_DESCRIPTORS = LaneCost(10.0, 10.0, ((512, 50.0), (1 << 18, 80.0)))
-FREE_COPIES = CopyCost((256, 32768), (1.0, 1.0))
-DEAR_COPIES = CopyCost((256, 32768), (1e6, 1e6))
+FREE_COPIES = CopyCost((256, 32768), (1.0, 1.0), (1.0, 1.0))
+DEAR_COPIES = CopyCost((256, 32768), (1e6, 1e6), (1e6, 1e6))
 
 
 def chooser(
@@ -84,7 +84,7 @@ class TestAuto:
         assert made.choose(RING, SAME, 32, SCATTERED) == "bulk"
 
     def test_the_readers_page_runs_decide_between_bulk_and_staged(self) -> None:
-        made = chooser(lane=DEAR_DESCRIPTORS, copy=CopyCost((256,), (500.0,)))
+        made = chooser(lane=DEAR_DESCRIPTORS, copy=CopyCost((256,), (500.0,), (500.0,)))
         assert made.choose(RING, SAME, 8, RUN) == "bulk"
         assert made.choose(RING, SAME, 8, SCATTERED) == "staged"
 
