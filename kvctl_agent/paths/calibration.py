@@ -30,11 +30,11 @@ def measure_copies(memory: Bytes) -> CopyCost:
         for place, row_bytes in enumerate(_ROWS):
             row = np.dtype((np.void, row_bytes))
             rows, piece = cold[: cold.nbytes // row_bytes * row_bytes].view(row), hot.view(row)
-            index = random.integers(len(rows), size=len(piece))
+            sources, targets = random.integers(len(rows), size=(2, len(piece)))  # what was read is no longer cold
             since = time.perf_counter()
-            np.take(rows, index, out=piece, mode="clip")
+            np.take(rows, sources, out=piece, mode="clip")
             between = time.perf_counter()
-            rows[index] = piece
+            rows[targets] = piece
             gather[place] = min(gather[place], (between - since) * 1e6)
             scatter[place] = min(scatter[place], (time.perf_counter() - between) * 1e6)
     return CopyCost(_ROWS, tuple(gather), tuple(scatter))

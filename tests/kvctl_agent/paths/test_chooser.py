@@ -123,20 +123,19 @@ class TestAuto:
 
 class TestCopyCost:
     def test_the_rate_of_the_nearest_smaller_row_applies(self) -> None:
-        cost = CopyCost((256, 1024), (400.0, 100.0))
-        assert [cost.us(1 << 20, row) for row in (1, 256, 1023, 1024, 1 << 20)] == [400, 400, 400, 100, 100]
-        assert cost.us(1 << 19, 256) == 200
+        cost = CopyCost((256, 1024), (400.0, 100.0), (40.0, 10.0))
+        assert [cost.gather_us(1 << 20, row) for row in (1, 256, 1023, 1024, 1 << 20)] == [400, 400, 400, 100, 100]
+        assert cost.gather_us(1 << 19, 256) == 200
+        assert cost.scatter_us(1 << 20, 512) == 40
 
     def test_measured_on_this_machine_it_is_a_rate_of_memory(self) -> None:
         """Between a thousandth and a thousand times what memory does, and no larger rows dearer than tiny ones."""
         buffers = StagingBuffers(16, 1 << 20)
-        before = buffers.acquire()
-        assert before is not None
-        cost = measure_copies(buffers.whole(), before.array)
-        buffers.release(before)
+        cost = measure_copies(buffers.whole())
         buffers.close()
         assert list(cost.row_bytes) == sorted(cost.row_bytes)
-        assert len(cost.us_per_mib) == len(cost.row_bytes)
-        for us in cost.us_per_mib:
-            assert 1 < us < 100_000
-        assert cost.us_per_mib[-1] < 3 * cost.us_per_mib[0]
+        for rates in (cost.gather_us_per_mib, cost.scatter_us_per_mib):
+            assert len(rates) == len(cost.row_bytes)
+            for us in rates:
+                assert 1 < us < 100_000
+            assert rates[-1] < 3 * rates[0]
