@@ -62,6 +62,11 @@ class Channel:
         """Report a command done."""
         self._send(Reply(kind="answer", to=command.do, data=dict(data)))
 
+    def last_answer(self, command: Command, data: Mapping[str, Any]) -> None:
+        """Report the last command done: from now on the bench may hang up and be right."""
+        self._closing = True
+        self.answer(command, data)
+
     def progress(self, to: str, doing: str) -> None:
         """Say what this rank does now, so that a missed deadline can name it."""
         self._send(Reply(kind="progress", to=to, data=dict(Progress(doing=doing))))

@@ -53,7 +53,7 @@ class _Rank:
                 doing = command.do
                 if isinstance(command, Stop):
                     self.close()
-                    self._channel.answer(command, Stopped(peak_rss_bytes=measure.peak_rss_bytes()))
+                    self._channel.last_answer(command, Stopped(peak_rss_bytes=measure.peak_rss_bytes()))
                     self._channel.close()
                     return 0
                 self._channel.answer(command, self._obey(command))
