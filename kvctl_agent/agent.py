@@ -122,8 +122,8 @@ class Agent:
         self._lanes: dict[str, Lane] = {}
         self._calibrating = False
         self._state: Literal["new", "running", "draining", "closed"] = "new"
-        self._mailbox = Mailbox()
         self.transport: Transport = open_transport(settings["transport"], name, _params(settings["transport_params"]))
+        self._mailbox = Mailbox()
         self.buffers: StagingBuffers | None = None
         self.ring: RingMemory | None = None
         self.workers: list[TransferWorker] = []
@@ -296,7 +296,7 @@ class Agent:
         """
         deadline = time.monotonic() + timeout
         while (waiting := self.waiting_for()) is not None:
-            for peer in self.machine.peers.values():
+            for peer in list(self.machine.peers.values()):
                 if self.role == "decode" and peer.differences:
                     raise ConfigError(f"{peer.name} and {self.name} do not fit: {'; '.join(peer.differences)}")
             if self.registry is not None and self.registry.roster.refused:
@@ -453,13 +453,13 @@ class Agent:
 
         def job() -> None:
             try:
-                result.append(self._measure(next(iter(self._lanes.values()))))
+                result.append(self._measure(self._first_lane()))
             except KvctlError as error:
                 result.append(error)
             done.set()
 
-        if not self.workers or not self._lanes:
-            raise LocalProtocolError(f"{self.name} has no lane to measure")
+        if self._state not in ("running", "draining") or not self.workers or not self._lanes:
+            raise LocalProtocolError(f"{self.name} ({self._state}) has no lane to measure")
         self.workers[0].put(job)
         if not done.wait(_JOB_S):
             raise DeadlineExceeded(f"{self.name}: the transfer worker did not measure the lane within {_JOB_S:g} s")
@@ -467,8 +467,14 @@ class Agent:
             raise result[0]
         return result[0]
 
+    def _first_lane(self) -> Lane:
+        for lane in list(self._lanes.values()):
+            return lane
+        raise LocalProtocolError(f"{self.name} has no lane to measure: its peers are gone")
+
     def _measure(self, lane: Lane) -> LaneCost:
-        who = self.machine.peers[lane.peer].who
+        peer = self.machine.peers.get(lane.peer)
+        who = peer.who if peer is not None else None
         if who is None or not who.scratch_bytes or self.buffers is None:
             raise LocalProtocolError(f"{lane.peer} offers no scratch memory to measure the lane with")
         scratch = Region(who.scratch_base, who.scratch_bytes)
@@ -479,11 +485,11 @@ class Agent:
 
     def _calibrate(self) -> None:
         """Once, on a worker, when the first peer is there: what `auto` decides by."""
-        lane = next(iter(self._lanes.values()), None)
         assert self.buffers is not None
-        if lane is None or self.chooser.lane is not None:
+        if self.chooser.lane is not None:
             return
         try:
+            lane = self._first_lane()
             cost = self._measure(lane)
         except KvctlError as error:
             self.telemetry.recorder.record("calibration", f"auto stages everything: {error}", "warning")

@@ -207,8 +207,8 @@ class DecodeMachine(DecodeRooms):
         if found := self._find(peer, message.room, message.nonce):
             room, leg = found
             leg.acked = leg.drained = True  # it has nothing of the room, nor will have
-            text = f"{peer.name} refused room {room.room}: {message.text}"
-            self._fail(room, self.failure(message.code, text))
+            cause = message
+            self._fail(room, {"rank": cause.rank, "code": cause.code, "at_ns": cause.at_ns, "text": cause.text})
             self._drained(room, peer)
 
     def on_staging_request(self, peer: Peer, message: msg.StagingRequest) -> None:

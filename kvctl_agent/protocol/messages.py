@@ -102,9 +102,13 @@ class RoomAccepted(Message, frozen=True, tag="room-accepted"):
 
 
 class RoomRefused(Message, frozen=True, tag="room-refused"):
+    """Prefill → decode: nothing of this room is here, nor will be; carries the first cause."""
+
     room: U64
     nonce: U64
+    rank: Name
     code: Name
+    at_ns: U64
     text: Text
 
 

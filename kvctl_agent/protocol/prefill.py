@@ -315,7 +315,8 @@ class PrefillMachine(PrefillRooms):
         peer, number, nonce = key
         self._graves.bury(key, failure, self.now_ns)
         self.note("room-refused", failure["text"], "warning", room=number, peer=peer)
-        self.act(ev.Send(peer, msg.RoomRefused(number, nonce, failure["code"], failure["text"])))
+        refused = msg.RoomRefused(number, nonce, failure["rank"], failure["code"], failure["at_ns"], failure["text"])
+        self.act(ev.Send(peer, refused))
 
     def on_staging_grants(self, peer: Peer, message: msg.StagingGrants) -> None:
         self._hear_watermark(peer, message.watermark)

@@ -144,6 +144,7 @@ class Fleet:
         return self._pools[-1]
 
     def _agent(self, role: Any, name: str, rank: Rank, pool: KVPool, config: dict[str, Any]) -> Agent:
+        name = config.pop("name", name)
         small = {"staging_buffer_mb": 4, "staging_ring_mb": 1, "resend_s": 0.1, "transport": self.transport}
         return Agent(
             role=role, rank=rank, pool=pool, name=name, bootstrap=self.bootstrap, **{**small, **self.config, **config}
@@ -295,7 +296,7 @@ def make_fleet(no_leaks: None, socket_dir: Path) -> Iterator[MakeFleet]:
         transport: str = "loopback",
         prefill: tuple[int, int] = (1, 2),
         decode: tuple[int, int] = (1, 1),
-        model: Model = Model(),  # noqa: B008 - frozen
+        model: Model = Model(),
         **config: Any,
     ) -> Fleet:
         fleets.append(Fleet(socket_dir / str(len(fleets)), transport, model, prefill, decode, **config))

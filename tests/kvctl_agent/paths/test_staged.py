@@ -284,12 +284,10 @@ class TestFailure:
             raise MemoryLayoutError("a page is gone")
 
         monkeypatch.setattr("kvctl_agent.paths.staged.gather_piece", broken)
+        flight = bench.start(bench.staging(2))
         with pytest.raises(MemoryLayoutError, match="a page is gone"):
-            flight = bench.start(bench.staging(2))
-            try:
-                flight.advance()
-            finally:
-                assert flight.give_up()
+            flight.advance()
+        assert flight.give_up()
         assert bench.buffers.in_use == 0
 
 

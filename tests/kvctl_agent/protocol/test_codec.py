@@ -23,7 +23,7 @@ EVERY: list[msg.Message] = [
     msg.Heartbeat(1, 2, 3, [4, 5, 6]),
     msg.RoomOpen(2**64 - 1, 2**64 - 1, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3),
     msg.RoomAccepted(1, 2),
-    msg.RoomRefused(1, 2, "CODE", "text"),
+    msg.RoomRefused(1, 2, "prefill-0", "CODE", 3, "text"),
     msg.StagingRequest(1, 2, [msg.PartSpec(0, 0, 32, 512)]),
     msg.StagingGrants(1, 2, [msg.Grant(0, 0, 32, 1, 0, 512, 0)], [0, 0, 0]),
     msg.StagingRefused(1, 2, 0, 0, 32, 512, 256),

@@ -1,0 +1,450 @@
+"""Rooms that fail: the first cause on every rank, pages back only when nothing is in flight, other rooms unharmed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import AdminError, ConfigError, DeadlineExceeded, LayoutError, LocalProtocolError
+
+FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
+
+
+def wait(condition: Any, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture(params=["nixl", "loopback"])
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+class TestAbort:
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    @pytest.mark.parametrize("moment", ["opened", "computing", "gated"])
+    def test_it_fails_on_every_rank_with_the_reason_and_leaves_nothing(
+        self, make_fleet: Any, model: Any, transport: str, side: str, moment: str
+    ) -> None:
+        wide = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=160, layers=2)
+        fleet = make_fleet(transport, decode=(1, 2), prefill=(1, 2), model=wide, path="staged", chunk_tokens=64).start()
+        room, other = (fleet.claim(fleet.receive(fleet.room(number, 16))) for number in (1, 2))
+        if moment != "opened":
+            for send in room.sends:
+                send.prefetch()
+                send.pages(room.src[:9])
+        if moment == "gated":
+            wait(lambda: fleet.held())
+        victim = room.sends[0] if side == "prefill" else room.receives["decode-1"]
+        victim.abort("client went away")
+        assert room.wait(5) == FAILED
+        culprit = "prefill-0" if side == "prefill" else "decode-1"
+        assert {(error["rank"], error["code"], error["text"]) for error in room.errors()} == {
+            (culprit, "ABORTED", "client went away")
+        }
+        assert len(room.errors()) == 4
+        fleet.feed(other)
+        assert other.wait() == SUCCESS
+        fleet.expect(other)
+        fleet.settle()
+        fleet.check(but=(room,))
+        fleet.recycle(room)
+        fleet.run(3, 30)
+        fleet.check(but=(room,))
+        assert fleet.errors() == []
+
+    def test_under_load_the_others_are_whole_and_the_aborted_ones_drained(
+        self, make_fleet: Any, model: Any, transport: str
+    ) -> None:
+        wide = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=1000, layers=2)
+        fleet = make_fleet(transport, model=wide, path="staged", chunk_tokens=32).start()
+        rooms = [fleet.claim(fleet.receive(fleet.room(number, 8))) for number in range(100)]
+        random = np.random.default_rng(11)
+        aborted = []
+        for room in rooms:
+            fleet.feed(room, (3,))
+            if room.number % 3 == 0:
+                aborted.append(room)
+                handles = room.handles
+                handles[int(random.integers(len(handles)))].abort("enough")
+        for room in rooms:
+            states = room.wait(20)
+            assert len(states) == 1, (room.number, states)
+            assert room in aborted or states == SUCCESS, room.errors()
+            if states == SUCCESS:
+                fleet.expect(room)
+        assert sum(room.wait(0) == FAILED for room in aborted) > 10, "every abort came too late"
+        fleet.settle()
+        fleet.check(but=tuple(room for room in aborted if room.wait(0) == FAILED))
+        assert fleet.errors() == []
+
+    def test_pages_come_back_only_when_the_writers_have_drained(self, make_fleet: Any) -> None:
+        """The one worker is busy elsewhere with the part in its queue: until it is through, pages are not free."""
+        fleet = make_fleet(prefill=(1, 1), path="slice", workers=1).start()
+        fleet.run(1, 4)
+        gate = threading.Event()
+        fleet.prefill[0].workers[0].put(gate.wait)  # type: ignore[arg-type]
+        room = fleet.feed(fleet.claim(fleet.receive(fleet.room(2, 8))))
+        (receive,) = room.receives.values()
+        wait(lambda: fleet.total(fleet.prefill, "kvctl_control_messages_total", "in", "RoomOpen") == 2)
+        time.sleep(0.05)
+        receive.abort("enough")
+        wait(lambda: receive.state is RoomState.FAILED)
+        assert receive.wait(0.1) is RoomState.FAILED
+        assert not receive.released
+        assert not room.sends[0].sent
+        gate.set()
+        assert room.wait(2) == FAILED
+        assert receive.released
+        assert room.sends[0].sent
+        fleet.check()
+
+    def test_after_success_it_changes_nothing(self, make_fleet: Any) -> None:
+        fleet = make_fleet().start()
+        room = fleet.run(1, 4)
+        for handle in room.handles:
+            handle.abort("too late")
+        fleet.run(2, 4)
+        assert room.wait(0) == SUCCESS
+        fleet.check()
+
+    def test_a_room_that_only_one_side_knows(self, make_fleet: Any) -> None:
+        fleet = make_fleet().start()
+        here, there = fleet.claim(fleet.room(1, 4)), fleet.receive(fleet.room(2, 4))
+        for handle in here.handles + there.handles:
+            handle.abort("nobody came")
+        assert here.wait(2) == there.wait(2) == FAILED
+        fleet.settle()
+
+
+class TestDisagreement:
+    @pytest.mark.parametrize("computed", [8, 10])
+    def test_on_the_length_of_the_prompt(self, make_fleet: Any, computed: int) -> None:
+        fleet = make_fleet().start()
+        room = fleet.claim(fleet.receive(fleet.room(1, 9)))
+        for send in room.sends:
+            send.pages(np.arange(computed), last=True)
+            send.finish()
+        assert room.wait(5) == FAILED
+        assert {error["code"] for error in room.errors()} == {"KV_PLAN_MISMATCH"}
+        assert f"computed {computed} pages, decode-0 expects 9" in room.errors()[0]["text"]
+        fleet.settle()
+        fleet.run(2, 9)
+
+    @pytest.mark.parametrize(
+        ("changes", "factor"),
+        [
+            ({"page_size": 8}, "page_size 4 ≠ 8"),
+            ({"dtype_bytes": 1}, "shape.dtype_bytes 2 ≠ 1"),
+            ({"layers": 3}, "shape.num_layers 2 ≠ 3"),
+            ({"heads": 16}, "shape.num_kv_heads 8 ≠ 16"),
+            ({"v_dim": 16}, "shape.v_dim 8 ≠ 16"),
+        ],
+    )
+    def test_on_the_geometry_is_named_while_waiting(
+        self, make_fleet: Any, model: Any, changes: dict[str, int], factor: str
+    ) -> None:
+        fleet, odd = make_fleet(prefill=(1, 1)), make_fleet(prefill=(1, 1), model=model(**changes))
+        odd.bootstrap = fleet.bootstrap
+        fleet.prefill = [fleet.prefill_agent(0).start()]
+        odd.decode = [odd.decode_agent(0).start()]
+        with pytest.raises(ConfigError, match=f"prefill-0 and decode-0 do not fit: .*{factor}"):
+            odd.decode[0].wait_ready(5)
+        assert factor in odd.decode[0].observe.peers()[0]["differences"]
+        assert [row["state"] for row in fleet.prefill[0].observe.peers()] == ["refused"]
+        # And a room says so too, at once.
+        receive = odd.decode[0].receive(1, [0, 1])
+        assert receive.wait(5) is RoomState.FAILED
+        assert receive.error is not None
+        assert factor in receive.error["text"]
+
+    def test_on_the_chunk_grid(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1))
+        fleet.prefill = [fleet.prefill_agent(0).start()]
+        fleet.decode = [fleet.decode_agent(0, chunk_tokens=64).start()]
+        with pytest.raises(ConfigError, match="chunk_pages 2048 ≠ 16"):
+            fleet.decode[0].wait_ready(5)
+
+
+class TestReady:
+    def test_who_waits_in_vain_is_told_for_whom(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 4))
+        fleet.decode = [fleet.decode_agent(0).start()]
+        with pytest.raises(DeadlineExceeded, match=r"decode-0 was not ready after 0.1 s: no answer from the registry"):
+            fleet.decode[0].wait_ready(0.1)
+        fleet.prefill = [fleet.prefill_agent(number).start() for number in (0, 3)]
+        for agent in fleet.prefill:
+            agent.wait_ready(5)
+        wait(lambda: fleet.decode[0].waiting_for() == "2 of 4 prefill ranks registered, missing tp=1,2")
+        with pytest.raises(DeadlineExceeded, match="2 of 4 prefill ranks registered, missing tp=1,2"):
+            fleet.decode[0].wait_ready(0.05)
+        assert fleet.decode[0].observe.status()["waiting_for"] == "2 of 4 prefill ranks registered, missing tp=1,2"
+        fleet.prefill += [fleet.prefill_agent(number).start() for number in (1, 2)]
+        fleet.decode[0].wait_ready(5)
+        fleet.run(1, 4)
+        fleet.check()
+
+    def test_an_agent_that_was_not_started_says_so(self, make_fleet: Any) -> None:
+        fleet = make_fleet()
+        fleet.decode = [fleet.decode_agent(0)]
+        with pytest.raises(DeadlineExceeded, match="it has not been started"):
+            fleet.decode[0].wait_ready(0.02)
+
+    def test_a_rank_that_claims_anothers_place_is_refused(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 2)).start()
+        impostor = fleet.prefill_agent(1, name="impostor")
+        fleet.prefill.append(impostor)
+        with pytest.raises(ConfigError, match="the registry refuses impostor claims tp=1, which prefill-1 holds"):
+            impostor.start().wait_ready(5)
+        impostor.close()
+        fleet.prefill.pop()
+        fleet.run(1, 4)
+        fleet.check()
+
+
+class TestNames:
+    def test_a_second_agent_of_a_living_ones_name_is_refused(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1)).start()
+        second = fleet.decode_agent(0)
+        with pytest.raises(AdminError, match="decode-0"):
+            second.start()
+        second.close()
+        fleet.run(1, 4)
+        fleet.decode[0].close()
+        fleet.decode = [fleet.decode_agent(0).start()]
+        fleet.decode[0].wait_ready(5)
+        fleet.run(2, 4)
+        fleet.check()
+
+    def test_a_second_registry_at_the_same_place_is_refused_and_the_first_goes_on(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1)).start()
+        rival = fleet.prefill_agent(0, name="rival")
+        with pytest.raises(ConfigError, match=r"cannot bind ipc://.*is another agent using it"):
+            rival.start()
+        rival.close()
+        with pytest.raises(LocalProtocolError):
+            rival.start()
+        fleet.run(1, 4)
+        fleet.check()
+
+    @pytest.mark.parametrize(
+        ("config", "error"),
+        [
+            ({"bootstrap": "tcp://0.0.0.0:7000"}, "not a loopback address"),
+            ({"bootstrap": "tcp://127.0.0.1"}, "is no endpoint"),
+            ({"transport": "carrier-pigeon"}, "carrier-pigeon"),
+            ({"transport_params": "speed"}, "'speed' is no name=value pair"),
+            ({"colour": "red"}, "colour"),
+            ({"role": "spectator"}, "must be 'prefill' or 'decode'"),
+        ],
+    )
+    def test_a_wrong_setting_is_named_and_leaves_nothing_open(
+        self, make_fleet: Any, config: dict[str, str], error: str
+    ) -> None:
+        from kvctl_agent import Agent, Rank
+
+        fleet = make_fleet()
+        settings: dict[str, Any] = {
+            "role": "prefill",
+            "bootstrap": fleet.bootstrap,
+            "transport": "loopback",
+            "staging_buffer_mb": 4,
+            **config,
+        }
+        pool = fleet.model.pool(1)
+        with pytest.raises(ConfigError, match=error):
+            Agent(rank=Rank(), pool=pool, name="a", **settings)
+        pool.close()
+
+
+class TestCalls:
+    def test_what_an_engine_may_not_do(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1)).start()
+        prefill, decode = fleet.prefill[0], fleet.decode[0]
+        for call, text in (
+            (lambda: decode.send(1), r"decode-0 \(decode, running\) takes no prefill rooms"),
+            (lambda: prefill.receive(1, [0]), r"prefill-0 \(prefill, running\) takes no decode rooms"),
+            (lambda: decode.receive(2**64, [0]), "18446744073709551616 is no unsigned 64-bit number"),
+            (lambda: decode.receive(-1, [0]), "-1 is no unsigned 64-bit number"),
+            (lambda: decode.receive(1, [64]), "page 64 is outside the pool of 64"),
+            (lambda: decode.receive(1, [0], aux_index=8), "aux row 8 is outside the pool's 8"),
+            (lambda: decode.start(), "decode-0 was started before"),
+            (lambda: decode.measure_lane(), r"decode-0 \(running\) has no lane to measure"),
+        ):
+            with pytest.raises(LocalProtocolError, match=text):
+                call()
+        with pytest.raises(LayoutError, match="not page-aligned"):
+            decode.receive(1, [0], prefix_tokens=3)
+        with pytest.raises(ConfigError, match="must be auto, bulk, slice or staged"):
+            prefill.set_path("teleport")
+        first = decode.receive(2**64 - 1, [0])
+        with pytest.raises(LocalProtocolError, match="room 18446744073709551615 is in use on decode-0"):
+            decode.receive(2**64 - 1, [1])
+        first.abort("test is over")
+
+    def test_a_room_that_the_machine_still_knows_fails_the_new_handle(self, make_fleet: Any) -> None:
+        """Its predecessor has ended here, but a peer has not answered yet."""
+        fleet = make_fleet(prefill=(1, 1)).start()
+        room = fleet.run(1, 4)
+        fleet.settle()
+        decode = fleet.decode[0]
+        decode.machine.rooms[1] = object()
+        again = decode.receive(1, room.dst["decode-0"])
+        assert again.wait(2) is RoomState.FAILED
+        del decode.machine.rooms[1]
+        assert again.error is not None
+        assert again.error["code"] == "KV_ROOM_DUPLICATE"
+        fleet.recycle(room)
+        fleet.run(1, 4)
+        fleet.check()
+
+    def test_a_callback_that_raises_costs_nobody_anything(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1)).start()
+
+        def broken(*args: Any) -> None:
+            raise RuntimeError("the engine's own bug")
+
+        for agent in fleet.prefill + fleet.decode:
+            agent._on_state = broken
+        fleet.run(1, 9)
+        fleet.check()
+        assert any("the engine's own bug" in text for text in fleet.errors())
+
+
+class TestDeadlines:
+    def test_a_room_that_nobody_opens_says_what_it_waited_for(self, make_fleet: Any) -> None:
+        fleet = make_fleet(bootstrap_timeout_s=0.3).start()
+        here, there = fleet.claim(fleet.room(1, 4)), fleet.receive(fleet.room(2, 4))
+        assert here.wait(3) == FAILED
+        assert {error["code"] for error in here.errors()} == {"KV_ROOM_STUCK_BOOTSTRAP"}
+        assert "stuck in Bootstrapping for 0." in here.errors()[0]["text"]
+        assert "decode ranks opened it" in here.errors()[0]["text"]
+        there.receives["decode-0"].abort("test is over")
+        there.wait(3)
+
+    def test_a_room_that_is_never_computed(self, make_fleet: Any) -> None:
+        fleet = make_fleet(waiting_timeout_s=0.3).start()
+        room = fleet.claim(fleet.receive(fleet.room(1, 4)))
+        assert room.wait(3) == FAILED
+        for error in room.errors():
+            assert error["code"].startswith("KV_ROOM_STUCK")
+        fleet.settle()
+
+
+class TestClose:
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_rooms_in_flight_fail_with_a_cause_and_within_the_deadline(
+        self, make_fleet: Any, transport: str, side: str
+    ) -> None:
+        fleet = make_fleet(transport).start()
+        rooms = [fleet.claim(fleet.receive(fleet.room(number, 3))) for number in range(10)]
+        for room in rooms[::2]:
+            for send in room.sends:
+                send.pages(room.src[:2])
+        agent = fleet.prefill[1] if side == "prefill" else fleet.decode[0]
+        since = time.monotonic()
+        agent.close(4)
+        assert time.monotonic() - since < 4
+        for room in rooms:
+            assert room.wait(5) == FAILED
+            for error in room.errors():
+                assert error["text"] == f"agent {agent.name} is closing"
+                assert (error["rank"], error["code"]) == (agent.name, "ABORTED")
+
+    def test_with_every_peer_gone_it_still_ends(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1)).start()
+        rooms = [fleet.receive(fleet.room(number, 3)) for number in range(5)]
+        fleet.prefill[0]._control.close(1)  # it no longer answers, but its process lives
+        since = time.monotonic()
+        fleet.decode[0].close(1.0)
+        assert time.monotonic() - since < 2.5
+        for room in rooms:
+            (receive,) = room.receives.values()
+            assert receive.state is RoomState.FAILED
+            assert receive.error is not None
+            assert "closing" in receive.error["text"] or "closed" in receive.error["text"]
+
+    def test_after_it_nothing_can_be_asked_and_closing_again_is_fine(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1)).start()
+        room = fleet.claim(fleet.room(9, 4))
+        for agent in fleet.prefill + fleet.decode:
+            agent.close()
+            agent.close()
+        with pytest.raises(LocalProtocolError, match="closed"):
+            fleet.prefill[0].send(1)
+        with pytest.raises(LocalProtocolError, match="closed"):
+            fleet.decode[0].receive(1, [0])
+        since = time.monotonic()
+        with pytest.raises(LocalProtocolError):
+            fleet.prefill[0].measure_lane()
+        assert time.monotonic() - since < 1
+        room.sends[0].pages([1])
+        room.sends[0].abort("late")
+        assert room.wait(0) == FAILED
+
+    def test_one_that_was_never_started(self, make_fleet: Any) -> None:
+        fleet = make_fleet()
+        for agent in (fleet.prefill_agent(0), fleet.decode_agent(0)):
+            agent.close()
+            with pytest.raises(LocalProtocolError):
+                agent.start()
+
+    def test_as_a_context(self, make_fleet: Any) -> None:
+        fleet = make_fleet()
+        with fleet.prefill_agent(0).start() as agent:
+            agent.wait_ready(5)
+        with pytest.raises(LocalProtocolError):
+            agent.send(1)
+
+
+class TestDrain:
+    def test_it_takes_no_new_rooms_and_waits_for_the_old_ones(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1)).start()
+        room = fleet.claim(fleet.receive(fleet.room(12, 4)))
+        with pytest.raises(DeadlineExceeded, match=r"prefill-0: rooms still in flight after 0.05 s: 12"):
+            fleet.prefill[0].drain(0.05)
+        with pytest.raises(LocalProtocolError, match="draining"):
+            fleet.prefill[0].send(13)
+        fleet.feed(room)
+        fleet.prefill[0].drain(5)
+        fleet.decode[0].drain(5)
+        assert room.wait(0) == SUCCESS
+        fleet.expect(room)
+        fleet.check()
+
+
+class TestCalibration:
+    def test_it_touches_no_buffer_that_is_in_use(self, make_fleet: Any) -> None:
+        """Another worker may be sending already: what it gathered must not be overwritten."""
+        fleet = make_fleet(prefill=(1, 1), workers=2).start()
+        agent = fleet.prefill[0]
+        fleet.run(1, 4)
+        wait(lambda: agent.chooser.lane is not None)
+        held = []
+        while (buffer := agent.buffers.acquire()) is not None:
+            buffer.array[:] = 0x5A
+            held.append(buffer)
+        agent.buffers.release(held.pop())
+        agent.chooser.lane = None
+        done = threading.Event()
+        agent.workers[0].put(lambda: (agent._calibrate(), done.set()))
+        assert done.wait(5)
+        assert agent.chooser.lane is not None
+        for buffer in held:
+            assert bool((buffer.array == 0x5A).all())
+            agent.buffers.release(buffer)
+
+    def test_measuring_on_request_gives_sane_costs(self, make_fleet: Any, transport: str) -> None:
+        fleet = make_fleet(transport, prefill=(1, 1)).start()
+        cost = fleet.prefill[0].measure_lane()
+        assert 0.01 < cost.write_gb_per_s < 1000
+        assert 0 < cost.write_us(1, 4096) < 1e5
+        assert cost.write_us(1000, 1 << 20) > cost.write_us(1, 1 << 20)
