@@ -1,0 +1,178 @@
+"""A peer that says anything that the codec lets through: nothing raises, nothing grows, nobody else is harmed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import UNIT, World
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+
+# Numbers that are right, nearly right, and at every edge of a field.
+NUMBERS = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    255,
+    UNIT,
+    2 * UNIT,
+    1000,
+    1001,
+    65535,
+    65536,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**62,
+    2**63,
+    2**64 - 1,
+    -1,
+]
+number = st.sampled_from(NUMBERS)
+text = st.sampled_from(["", "prefill", "decode", "room-done", "room-failed", "x" * 300, "\0"])
+blob = st.sampled_from([b"", b"\0", b"\1\0\0\0", b"\xff" * 4, b"\0" * 8, b"\0" * 4096])
+plan = st.dictionaries(st.sampled_from(["page_size", "plan_version", "prefill.tp", "odd"]), number | text, max_size=3)
+lists = st.lists(number, max_size=5)
+who = st.builds(
+    dict,
+    name=text,
+    role=text,
+    coord=lists,
+    sizes=lists,
+    unique_rank=number,
+    plan=plan,
+    pool=st.dictionaries(st.sampled_from(["num_pages", "aux_slots", "k_bases"]), number | text | lists, max_size=3),
+    transport=text,
+    metadata=blob,
+    host=text,
+    pid=number,
+    ring_base=number,
+    ring_bytes=number,
+)
+tags = st.builds(
+    lambda kind, numbers, key: Tag(kind, *(n % 2**64 for n in numbers), PartKey(*key)).pack(),
+    st.sampled_from(PartKind),
+    st.tuples(number, number, number, number),
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(1, 65535)),
+)
+part = st.fixed_dictionaries({"chunk": number, "lo": number, "hi": number, "nbytes": number})
+grant = st.fixed_dictionaries(
+    {"chunk": number, "lo": number, "hi": number, "serial": number, "offset": number, "end": number, "round": number}
+)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "who": who,
+    "version": number,
+    "to": number,
+    "differences": st.lists(text, max_size=2),
+    "watermark": lists,
+    "pages": blob,
+    "inputs": plan | st.sampled_from([World(Side(tp=2), decode).inputs.to_wire() for decode in (Side(), Side(dp=2))]),
+    "parts": st.lists(part, max_size=3),
+    "grants": st.lists(grant, max_size=3),
+    "tags": st.lists(tags | blob, max_size=3),
+    "code": text,
+    "text": text,
+    "rank": text,
+    "of": text,
+    "room": st.sampled_from([7, 8, 2**64 - 1]),
+    "nonce": st.sampled_from([0, 1000, 1001, 2**64 - 1]),
+}
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> bytes:
+    """A frame with one message of any type, with any fields."""
+    kind = draw(st.sampled_from(msg.Message.__subclasses__()))
+    fields = {name: draw(FIELDS.get(name, number)) for name in kind.__struct_fields__}
+    body = codec._encoder.encode([{"t": kind.__struct_config__.tag, **fields}])
+    return codec.MAGIC + bytes(8) + body
+
+
+def feed(world: World, to: str, by: str, incarnation: int, frame: bytes) -> None:
+    for message in codec.decode(frame)[1]:
+        world.feed(to, ev.Received(by, incarnation, message))
+
+
+@settings(max_examples=150)
+@given(frames=st.lists(hostile(), min_size=1, max_size=12), seed=st.integers(0, 1000), stray=st.booleans())
+def test_a_peer_may_say_anything(frames: list[bytes], seed: int, stray: bool) -> None:
+    """From the real peer's mouth or a stranger's: no exception, and the other dp rank's room is not harmed."""
+    world = World(Side(tp=2), Side(dp=2), ring=4)
+    world.connect()
+    world.receive(8, 3, reader=1, nonce=1001)
+    world.send(8, 3)
+    hostile_room = world.receive(7, 3, reader=0, nonce=1000)
+    dice = random.Random(seed)
+    world.stir(dice, dice.randrange(60))
+    life = world.d(0).local.incarnation
+    for frame in frames:
+        feed(world, "prefill-0", "stranger" if stray else "decode-0", life, frame)
+    # What the hostile rank is told goes nowhere; the oracle is not asked about its memory.
+    world.kill("decode-0")
+    del hostile_room
+    world.settle()
+    assert world.rooms["decode-1", 8, 1001].state is RoomState.SUCCESS
+
+
+@settings(max_examples=150)
+@given(frames=st.lists(hostile(), min_size=1, max_size=12), seed=st.integers(0, 1000))
+def test_a_prefill_rank_may_say_anything(frames: list[bytes], seed: int) -> None:
+    world = World(Side(tp=2), Side(), ring=4)
+    world.connect()
+    world.receive(7, 3, nonce=1000)
+    world.send(7, 3)
+    dice = random.Random(seed)
+    world.stir(dice, dice.randrange(60))
+    machine = world.d()
+    life = machine.peers["prefill-0"].incarnation
+    for frame in frames:
+        for message in codec.decode(frame)[1]:
+            machine.handle(ev.Received("prefill-0", life, message), world.now_ns)
+    machine.handle(ev.Tick(), world.now_ns + 1)
+
+
+def test_tags_of_another_writer_are_not_believed_from_this_one() -> None:
+    world = World(Side(tp=2), Side())
+    world.connect()
+    world.receive(7, 2, aux=-1)
+    world.flush()
+    tag = Tag(PartKind.KV, world.d().local.incarnation, 7, 1000, 0, PartKey(1, 0, 0, 2)).pack()
+    world.feed("decode-0", ev.Received("prefill-0", world.p(0).local.incarnation, msg.PartReady(7, 1000, [tag])))
+    assert not world.d().rooms[7].landed
+    world.feed("decode-0", ev.Received("prefill-1", world.p(1).local.incarnation, msg.PartReady(7, 1000, [tag])))
+    assert world.d().rooms[7].landed
+
+
+@pytest.mark.parametrize("pages", [b"\0", b"\0" * 3, b"\0" * 5, b"\0" * 4096])
+def test_a_page_list_of_the_wrong_length_is_refused(pages: bytes) -> None:
+    world = World(Side(), Side())
+    world.connect()
+    inputs = world.inputs.to_wire()
+    world.feed(
+        "prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.RoomOpen(7, 1, pages, 0, 1, inputs))
+    )
+    answer = codec.decode(world.pool[-1].what)[1][0]
+    assert isinstance(answer, msg.RoomRefused)
+    assert f"{len(pages)} bytes of page numbers for pages 0..1" in answer.text
+    assert world.p().idle
+
+
+def test_a_mismatch_at_open_names_the_factor() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    inputs = world.inputs.to_wire() | {"chunk_pages": 64}
+    world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.RoomOpen(7, 1, b"", 0, 0, inputs)))
+    answer = codec.decode(world.pool[-1].what)[1][0]
+    assert isinstance(answer, msg.RoomRefused)
+    assert answer.text == "chunk_pages 2 ≠ 64"
