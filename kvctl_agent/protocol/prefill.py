@@ -430,6 +430,7 @@ class PrefillMachine(PrefillRooms):
             key = RoomKey(peer.name, message.room, message.nonce)
             if not self._graves.holds(key):
                 self._graves.bury(key, _failure_of(message), self.now_ns)
+                self._never_opened(message)
             self.act(ev.Send(peer.name, msg.RoomDrained(message.room, message.nonce)))
             return
         room, leg = found
@@ -437,6 +438,14 @@ class PrefillMachine(PrefillRooms):
         leg.drained_said = False  # it asks again, so our answer was lost
         self._fail(room, _failure_of(message))
         self._progress(room)
+
+    def _never_opened(self, message: msg.RoomAbort) -> None:
+        """Its RoomOpen was lost: our engine, which waits for it or is yet to come, must not wait for ever."""
+        room = self.rooms.get(message.room)
+        if room is None and message.room not in self._ended:
+            room = self._new_room(message.room)
+        if room is not None and not room.opened:
+            self._fail(room, _failure_of(message))
 
     def on_ack(self, peer: Peer, message: msg.Ack) -> None:
         found = self._find(peer, message.room, message.nonce)
