@@ -6,7 +6,6 @@ round trip, where that offset is larger than its error.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,7 @@ class PartLife:
 
 @dataclass(slots=True)
 class JoinedRoom:
-    """One life (nonce) of a room over all the ranks that know it.
+    """One life of a room over all the ranks that know it.
 
     Attributes:
         state: the ranks' states combined by `min`, which lets Failed win.
@@ -54,16 +53,38 @@ class JoinedRoom:
 
 def join(details: Iterable[RoomDetail], clocks: Mapping[str, ClockOffset]) -> list[JoinedRoom]:
     """Joins what all the ranks say of one room number; a reused number gives several, the newest first."""
-    by_nonce: dict[str, list[RoomDetail]] = defaultdict(list)
-    for detail in details:
-        by_nonce[detail["nonce"]].append(detail)
-    rooms = [_join_one(nonce, ranks, clocks) for nonce, ranks in by_nonce.items()]
+    shifts = {agent: clock.correction_ns for agent, clock in clocks.items()}
+    rooms = [_join_one(ranks, clocks, shifts) for ranks in _lives(details, shifts)]
     return sorted(rooms, key=lambda room: room.started_at_ns, reverse=True)
 
 
-def _join_one(nonce: str, ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset]) -> JoinedRoom:
+def _lives(details: Iterable[RoomDetail], shifts: Mapping[str, int]) -> list[list[RoomDetail]]:
+    """Sorts records into lives of the room number: those that overlap in time, at most one of each rank.
+
+    Nonces cannot tell: each decode rank mints its own for its share of the room.
+    """
+
+    def opened(rank: RoomDetail) -> int:
+        return rank["opened_at_ns"] - shifts.get(rank["agent"], 0)
+
+    def still_on(rank: RoomDetail, at_ns: int) -> bool:
+        finished = rank["finished_at_ns"]
+        return finished is None or finished - shifts.get(rank["agent"], 0) >= at_ns
+
+    lives: list[list[RoomDetail]] = []
+    for detail in sorted(details, key=opened):
+        for life in reversed(lives):
+            alone = all(rank["agent"] != detail["agent"] for rank in life)
+            if alone and any(still_on(rank, opened(detail)) for rank in life):
+                life.append(detail)
+                break
+        else:
+            lives.append([detail])
+    return lives
+
+
+def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts: Mapping[str, int]) -> JoinedRoom:
     ranks = sorted(ranks, key=lambda rank: (rank["role"] != "prefill", rank["agent"]))
-    shifts = {agent: clock.correction_ns for agent, clock in clocks.items()}
     events: list[dict[str, Any]] = [
         {**event, "at_ns": event["at_ns"] - shifts.get(event["agent"], 0)}
         for rank in ranks
@@ -80,7 +101,7 @@ def _join_one(nonce: str, ranks: list[RoomDetail], clocks: Mapping[str, ClockOff
     ]
     return JoinedRoom(
         room=ranks[0]["room"],
-        nonce=nonce,
+        nonce=ranks[-1]["nonce"],  # decode ranks come last, and theirs are the nonces
         state=min((rank["state"] for rank in ranks), key=_state_order),
         ranks=ranks,
         clocks={rank["agent"]: clocks[rank["agent"]] for rank in ranks if rank["agent"] in clocks},

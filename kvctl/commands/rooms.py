@@ -100,7 +100,9 @@ def show(settings: Settings, room: str) -> None:
     def read(survey: Survey) -> Report:
         answers = survey.answers("room")
         answered = len(answers) + survey.set_unknown_rooms_aside()
-        joined = join((data for _, data in answers), {agent.name: agent.clock for agent in survey.agents})
+        joined = join(
+            (detail for _, data in answers for detail in data), {agent.name: agent.clock for agent in survey.agents}
+        )
         return _room_report(room, joined, answered, survey.faults)
 
     run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)

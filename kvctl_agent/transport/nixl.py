@@ -195,7 +195,7 @@ class NixlTransport:
         return {
             "engine": f"nixl {self._engine.version}",
             "backend": self._backend,
-            "lanes": [settings.get("UCX_TLS", "what UCX chooses")],
+            "lanes": [settings.get("UCX_TLS", "UCX default")],
             "environment": settings,
             "progress_delay_us": nixl_binding.PROGRESS_DELAY_US,
         }

@@ -351,7 +351,7 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
     def room(args: dict[str, Any]) -> Any:
         if args["room"] != int(ROOM) or name == "decode-1":
             raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"room {args['room']} is not known here")
-        return room_detail(name, failed)
+        return [room_detail(name, failed)]
 
     def rooms(args: dict[str, Any]) -> Any:
         rows = [room_row(name), room_row(name, "7", age_ns=9 * S, state="WaitingForInput")]

@@ -74,3 +74,25 @@ def test_a_reused_number_is_two_rooms_the_newest_first(canned: Any) -> None:
     rooms = join([*details(canned), newer], clocks())
     assert [room.nonce for room in rooms] == ["2", canned.NONCE]
     assert rooms[0].parts == []
+
+
+def test_ranks_of_one_room_are_joined_whatever_their_nonces(canned: Any) -> None:
+    """Each decode rank mints its own nonce."""
+    apart = details(canned)
+    for number, detail in enumerate(apart):
+        detail["nonce"] = str(number)
+    (room,) = join(apart, clocks())
+    assert len(room.ranks) == 3
+
+
+def test_a_number_used_again_is_another_life(canned: Any) -> None:
+    first, second = details(canned), details(canned)
+    for detail in first:
+        detail["finished_at_ns"] = detail["opened_at_ns"] + canned.S
+    for detail in second:
+        detail["opened_at_ns"] += 10 * canned.S
+        for event in detail["timeline"]:
+            event["at_ns"] += 10 * canned.S
+    rooms = join([*second, *first], clocks())
+    assert [len(room.ranks) for room in rooms] == [3, 3]
+    assert rooms[0].started_at_ns - rooms[1].started_at_ns == 10 * canned.S
