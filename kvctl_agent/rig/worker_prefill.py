@@ -27,6 +27,8 @@ class PrefillWorker(Worker):
         forwards: dict[int, tuple[int, int]] = {}
         rows: list[list[int]] = []
         sends = {number: self.agent.send(number) for number in self.content.rooms}
+        for send in sends.values():
+            send.prefetch()  # a forward takes no time here, so it is about to start whenever the room opens
         pending = set(sends)
         while pending:
             change = self.next_change(deadline_ns)
@@ -60,7 +62,6 @@ class PrefillWorker(Worker):
     def _forward(self, room: Room, send: Send) -> tuple[int, int]:
         """Hand over one room, chunk by chunk; (forward start, forward done: the last page is computed)."""
         started_ns = done_ns = time.monotonic_ns()
-        send.prefetch()
         pages = self.content.pages[room.number]
         step = chunk_pages(int(self.start.config["chunk_tokens"]), self.start.page_size)
         for first in range(0, len(pages), step):
