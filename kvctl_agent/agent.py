@@ -149,6 +149,7 @@ class Agent:
         self._control: ControlLoop | None = None
         self.links: Links | None = None
         self.registry: RegistryClient | None = None
+        self._at_exit = _close_at_exit(self)
 
     # ---- building ---------------------------------------------------------------------------------------------
 
@@ -231,7 +232,6 @@ class Agent:
         except BaseException:
             self.close()
             raise
-        _close_at_exit(self)
         return self
 
     def _build_control(self) -> ControlLoop:
@@ -362,8 +362,9 @@ class Agent:
         self._admin.close()
         self.transport.close()
         self._mailbox.close()
+        atexit.unregister(self._at_exit)
         if ended:
-            self._context.term()
+            self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
             # Memory goes last, and only when no thread can touch it any more.
             for memory in (self.buffers, self.ring):
                 if memory is not None:
@@ -572,7 +573,7 @@ def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def _close_at_exit(agent: Agent) -> None:
+def _close_at_exit(agent: Agent) -> Callable[[], None]:
     """An engine that forgets to close still exits cleanly; the reference is weak so that this keeps nothing alive."""
     reference = weakref.ref(agent)
 
@@ -580,4 +581,4 @@ def _close_at_exit(agent: Agent) -> None:
         if (alive := reference()) is not None:
             alive.close()
 
-    atexit.register(close)
+    return atexit.register(close)

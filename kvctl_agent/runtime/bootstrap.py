@@ -40,7 +40,7 @@ class RegistryServer:
                 continue  # a stranger, or somebody who has gone; who needs an answer asks again
 
     def close(self) -> None:
-        self.socket.close(0)
+        endpoints.close(self.socket)
 
 
 class RegistryClient:

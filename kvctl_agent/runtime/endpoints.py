@@ -81,6 +81,16 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, max_
     return socket
 
 
+def close(socket: zmq.Socket[bytes]) -> None:
+    """Close a bound socket, and remove its path, which libzmq leaves behind; while we hold it nobody else can."""
+    if socket.closed:
+        return
+    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    if endpoint.startswith("ipc://"):
+        Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+    socket.close(_LINGER_MS)
+
+
 def connect(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, max_bytes: int
 ) -> zmq.Socket[bytes]:

@@ -168,7 +168,9 @@ class Links:
             self._telemetry.recorder.record("protocol", text, "warning", peer=peer)
 
     def close(self) -> None:
-        for socket in self.sockets():
-            socket.close(0)
+        if self._router is not None:
+            endpoints.close(self._router)
+        for dealer in self._dealers.values():
+            dealer.close(0)
         self._dealers.clear()
         self._router = None

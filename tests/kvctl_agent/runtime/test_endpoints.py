@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.runtime.endpoints import bind, check_endpoint, connect, control_address
+from kvctl_agent.runtime.endpoints import bind, check_endpoint, close, connect, control_address
 
 Context = zmq.Context[zmq.Socket[bytes]]
 BINDER = """
@@ -75,6 +75,14 @@ class TestBind:
         assert directory.stat().st_mode & 0o777 == 0o700
         assert (directory / "s").stat().st_mode & 0o777 == 0o600
         socket.close()
+
+    def test_closing_removes_the_path_and_may_be_repeated(self, zmq_context: Context, directory: Path) -> None:
+        for endpoint in (f"ipc://{directory}/s", "tcp://127.0.0.1:*"):
+            socket = bind(zmq_context, zmq.ROUTER, endpoint, 1 << 20)
+            close(socket)
+            close(socket)
+            assert socket.closed
+        assert list(directory.iterdir()) == []
 
     def test_a_taken_port_is_refused(self, zmq_context: Context) -> None:
         first = bind(zmq_context, zmq.ROUTER, "tcp://127.0.0.1:*", 1 << 20)

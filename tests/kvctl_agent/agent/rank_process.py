@@ -1,0 +1,137 @@
+"""One rank in a process of its own, driven by the tests: JSON lines in on stdin, out on the descriptor in argv.
+
+Both roles compute the same bytes for a page from its number, so a decode rank can tell on its own whether what it
+got is right. stdout stays untouched, so that a test sees whatever an engine prints there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from kvctl_agent.transport.environment import prepare_environment
+
+prepare_environment()
+
+import numpy as np  # noqa: E402
+
+from kvctl_agent import Agent, KVPool, Rank, RoomState  # noqa: E402
+
+LAYERS, HEADS, ROW_BYTES, PAGE_SIZE, PAGES, ROOM_PAGES = 2, 4, 64, 4, 1024, 6
+
+
+def truth(layer: int, kv: int) -> np.ndarray:
+    """Every page of the prefill ranks: uint8 [pages, page_size, heads of the model, row bytes]."""
+    shape = (PAGES, PAGE_SIZE, HEADS, ROW_BYTES)
+    return np.random.default_rng([layer, kv]).integers(0, 256, shape, np.uint8)
+
+
+def source(room: int) -> np.ndarray:
+    """Pages of a room on every prefill rank."""
+    return np.random.default_rng(room).permutation(PAGES)[:ROOM_PAGES]
+
+
+class Worker:
+    def __init__(self, role: Any, number: int, size: int, bootstrap: str, config: dict[str, Any]) -> None:
+        tp = size if role == "prefill" else 1
+        self.heads = HEADS // tp
+        self.lo = number * self.heads if role == "prefill" else 0
+        self.pool = KVPool.allocate(LAYERS, PAGES, PAGE_SIZE, self.heads, HEADS, ROW_BYTES, ROW_BYTES, 1)
+        if role == "prefill":
+            for layer in range(LAYERS):
+                for kv in (0, 1):
+                    ours = truth(layer, kv)[:, :, self.lo : self.lo + self.heads]
+                    self.pool.block(layer, kv)[:] = ours.reshape(-1)
+        rank = Rank(tp=number, tp_size=size) if role == "prefill" else Rank(dp=number, dp_size=size)
+        small = {"staging_buffer_mb": 4, "staging_ring_mb": 1, "path": "staged", "resend_s": 0.2}
+        self.agent = Agent(
+            role=role, rank=rank, pool=self.pool, name=f"{role}-{number}", bootstrap=bootstrap, **{**small, **config}
+        )
+        self.rooms: dict[int, Any] = {}
+        self.pages: dict[int, np.ndarray] = {}
+
+    def start(self) -> None:
+        self.agent.start()
+
+    def ready(self, timeout: float) -> None:
+        self.agent.wait_ready(timeout)
+
+    def receive(self, rooms: list[int]) -> None:
+        """Each room of a number has its own place in the pool."""
+        for room in rooms:
+            slot = room % (PAGES // ROOM_PAGES) * ROOM_PAGES
+            self.pages[room] = np.arange(slot, slot + ROOM_PAGES)[::-1]
+            self.rooms[room] = self.agent.receive(room, self.pages[room])
+
+    def claim(self, rooms: list[int]) -> None:
+        for room in rooms:
+            self.rooms[room] = self.agent.send(room)
+
+    def known(self, rooms: list[int]) -> None:
+        """Until decode has opened all of these."""
+        deadline = time.monotonic() + 10
+        while any(self.rooms[room].state < RoomState.WAITING_FOR_INPUT for room in rooms):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def feed(self, rooms: list[int]) -> None:
+        for room in rooms:
+            self.rooms[room].pages(source(room), last=True)
+            self.rooms[room].finish()
+
+    def wait(self, rooms: list[int], timeout: float) -> dict[str, Any]:
+        """State, first cause, and whether pages are free, by room; with the time that the slowest took."""
+        since = time.monotonic()
+        states = {}
+        for room in rooms:
+            handle = self.rooms[room]
+            state = handle.wait(max(0.0, timeout - (time.monotonic() - since)))
+            states[str(room)] = {"state": state.name, "error": handle.error, "released": handle.released}
+        return {"rooms": states, "seconds": time.monotonic() - since}
+
+    def verify(self, rooms: list[int]) -> list[int]:
+        """Those of the rooms whose bytes are wrong."""
+        wrong = set()
+        for layer in range(LAYERS):
+            for kv in (0, 1):
+                found, wanted = self.pool.block(layer, kv).reshape(PAGES, -1), truth(layer, kv).reshape(PAGES, -1)
+                wrong |= {room for room in rooms if not np.array_equal(found[self.pages[room]], wanted[source(room)])}
+        return sorted(wrong)
+
+    def cpu(self, seconds: float) -> float:
+        """CPU time of all threads of this process, as a share of one core."""
+        since, cpu = time.monotonic(), time.process_time()
+        time.sleep(seconds)
+        return (time.process_time() - cpu) / (time.monotonic() - since)
+
+    def events(self) -> list[str]:
+        return [event["text"] for event in self.agent.observe.events()["events"]]
+
+    def peers(self) -> dict[str, str]:
+        return {row["peer"]: row["state"] for row in self.agent.observe.peers()}
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+def main() -> None:
+    role, number, size, bootstrap, config, answers = sys.argv[1:7]
+    worker = Worker(role, int(number), int(size), bootstrap, json.loads(config))
+    with os.fdopen(int(answers), "w") as out:
+        print(json.dumps({"pid": os.getpid()}), file=out, flush=True)
+        for line in sys.stdin:
+            ask = json.loads(line)
+            do = ask.pop("do")
+            if do == "raise":
+                raise RuntimeError("the engine's own")
+            if do == "exit":
+                sys.exit(ask["code"])
+            print(json.dumps({"answer": getattr(worker, do)(**ask)}), file=out, flush=True)
+    # No close here: whoever forgets it must still end cleanly.
+
+
+if __name__ == "__main__":
+    main()
