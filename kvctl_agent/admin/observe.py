@@ -74,7 +74,7 @@ class Observer:
     def __init__(self, agent: Observed) -> None:
         self._agent = agent
         self._started_ns = time.monotonic_ns()
-        self._lanes: dict[str, Any] | None = None
+        self._lanes: dict[str, str | list[str]] | None = None
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
         """What the admin server serves: every declared command that is not the server's own."""
@@ -107,7 +107,7 @@ class Observer:
         agent, telemetry = self._agent, self._agent.telemetry
         coord, side, pool = agent.local.coord, agent.local.side, agent.pool
         if self._lanes is None:
-            self._lanes = agent.transport.describe()
+            self._lanes = {key: _shown(value) for key, value in agent.transport.describe().items()}
         peers: dict[str, int] = {}
         for peer in list(agent.machine.peers.values()):
             peers[peer.state.value] = peers.get(peer.state.value, 0) + 1
@@ -325,3 +325,10 @@ class Observer:
 
 def _axes(coord: Coord) -> dict[str, int]:
     return dict(zip(coord._fields, coord, strict=True))
+
+
+def _shown(value: Any) -> str | list[str]:
+    """What an engine says of itself, as text."""
+    if isinstance(value, dict):
+        return [f"{name}={one}" for name, one in value.items()]
+    return [str(one) for one in value] if isinstance(value, list) else str(value)
