@@ -218,8 +218,7 @@ class DecodeRooms(Machine):
                 return "late"
         elif holding is None and not room.grantable(key):
             return "duplicate"
-        if not room.land(key):
-            return "duplicate"
+        room.land(key)
         self._begun(room)
         if holding is not None and tag.serial:
             self.book.land(holding, at_ns)

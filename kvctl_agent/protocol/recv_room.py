@@ -115,15 +115,11 @@ class RecvRoom:
         bits = mask(key.lo, key.hi)
         return bits & wanted == bits
 
-    def land(self, key: PartKey) -> bool:
-        """Mark a part as landed; False when any of it had landed before."""
+    def land(self, key: PartKey) -> None:
+        """Mark a part as landed, none of which had landed before."""
         cell = (key.writer, key.chunk)
-        bits, before = mask(key.lo, key.hi), self.landed.get(cell, 0)
-        if bits & before:
-            return False
-        self.landed[cell] = before | bits
+        self.landed[cell] = self.landed.get(cell, 0) | mask(key.lo, key.hi)
         self.record.landed = (self.record.landed or 0) + key.hi - key.lo
-        return True
 
     def settle(self, key: PartKey) -> None:
         """Mark a landed part as being in its pages."""

@@ -98,9 +98,7 @@ class StagingBook:
         return self.ring.free(serial)
 
     def land(self, holding: Holding, at_ns: int) -> None:
-        """Its write is over, whatever was feared of it: it is being scattered, and then free."""
-        if holding.state is RegionState.QUARANTINED:
-            self.quarantined_bytes -= holding.region.end - holding.region.offset
+        """Its write is over: it is being scattered, and then free."""
         holding.state = RegionState.LANDED
         holding.at_ns = at_ns
 

@@ -16,7 +16,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.ring import Position, Ring
 from kvctl_agent.protocol.send_room import Part
 from kvctl_agent.protocol.staging import RegionState, StagingBook
-from kvctl_agent.protocol.tag import PartKey, Tag
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
 
 ROOM = RoomKey("prefill-0", 7, 1)
@@ -103,7 +103,7 @@ def test_layer_groups_of_one_cell_are_granted_and_landed_one_by_one() -> None:
     specs = [msg.PartSpec(0, 0, 1, UNIT), msg.PartSpec(0, 1, 2, UNIT)]
     give(world, msg.StagingRequest(7, 1000, specs[:1]), to="decode-0", by="prefill-0")
     room = world.d().rooms[7]
-    assert room.land(PartKey(0, 0, 0, 1))
+    room.land(PartKey(0, 0, 0, 1))
     give(world, msg.StagingRequest(7, 1000, specs), to="decode-0", by="prefill-0")
     assert [holding.key[2:] for holding in world.d().book.holdings()] == [(0, 1), (1, 2)]
 
@@ -313,6 +313,26 @@ def test_a_tag_of_a_grant_that_was_given_back_changes_nothing() -> None:
     world.feed("decode-0", ev.Arrived(Tag.unpack(tag), 1))
     assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "stale-grant") == 1
     assert not [item for item in world.pool if item.kind == "scatter"]
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_a_tag_that_names_another_grant_than_the_live_one_changes_nothing(other: int) -> None:
+    world = asked(1)
+    serial = granted(world).grants[0].serial
+    tag = Tag(PartKind.KV, world.d().local.incarnation, 7, 1000, serial + other, PartKey(0, 0, 0, 2))
+    world.feed("decode-0", ev.Arrived(tag, 1))
+    assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "stale-grant") == 1
+    assert not world.d().rooms[7].landed
+
+
+def test_a_tag_without_a_grant_that_covers_half_of_a_granted_part_changes_nothing() -> None:
+    world = asked(1)
+    granted(world)
+    world.feed(
+        "decode-0", ev.Arrived(Tag(PartKind.KV, world.d().local.incarnation, 7, 1000, 0, PartKey(0, 0, 0, 1)), 1)
+    )
+    assert not world.d().rooms[7].landed
+    assert len(world.d().book) == 1
 
 
 def test_a_grant_outside_the_ring_is_not_written() -> None:
