@@ -61,9 +61,10 @@ class DecodeMachine(DecodeRooms):
         """Make the plan and open the room everywhere, once the whole instance is there."""
         if room.legs or not self.roster or not all(map(self._ready, self.roster)):
             return
-        inputs = self.peers[self.roster[0]].inputs
+        first = self.peers[self.roster[0]]
+        inputs = first.inputs
         assert inputs is not None
-        reader = self.local.unique_rank
+        reader = self.rank
         opening = room.opening
         try:
             shares = shares_to_reader(inputs, room.room, reader)
@@ -80,7 +81,7 @@ class DecodeMachine(DecodeRooms):
             opening.pages,
             opening.prefix_pages,
             opening.total_pages,
-            inputs.to_wire(),
+            first.wire,
             opening.aux_index,
         )
         for name in self.roster:

@@ -22,6 +22,7 @@ class Machine:
 
     def __init__(self, local: Local, timing: Timing, telemetry: Telemetry) -> None:
         self.local = local
+        self.rank = local.unique_rank
         self.timing = timing
         self.telemetry = telemetry
         self.peers: dict[str, Peer] = {}

@@ -11,6 +11,7 @@ from collections import deque
 from enum import StrEnum
 
 from kvctl_agent.layout.plan import PlanInputs
+from kvctl_agent.layout.side import Coord
 from kvctl_agent.protocol.gate import Gate
 from kvctl_agent.protocol.local import Timing
 from kvctl_agent.protocol.messages import Heartbeat, Introduction
@@ -31,6 +32,7 @@ class Peer:
         proven_dead: the process has ended, so nothing of it can be in flight.
         past: incarnations proven to have ended; what still comes from one is late, never a return.
         hello_due_ns: when to say Hello again; 0 when none is unanswered.
+        at, wire: its place in its instance and the plan inputs as they travel, once it has been met.
         gate: on a writer, the view of this reader's ring.
     """
 
@@ -38,6 +40,7 @@ class Peer:
         "_echo_ns",
         "_echo_since_ns",
         "_heartbeat_due_ns",
+        "at",
         "differences",
         "errors_total",
         "gate",
@@ -54,6 +57,7 @@ class Peer:
         "timing",
         "watermark_sent",
         "who",
+        "wire",
     )
 
     def __init__(self, name: str, timing: Timing) -> None:
@@ -63,6 +67,8 @@ class Peer:
         self.incarnation = 0
         self.who: Introduction | None = None
         self.inputs: PlanInputs | None = None
+        self.wire: dict[str, int | str] = {}
+        self.at = Coord(0, 0, 0, 0)
         self.gate = Gate()
         self.heard_ns = 0
         self.hello_due_ns = 0
@@ -93,6 +99,9 @@ class Peer:
         self.incarnation = incarnation
         self.who = who
         self.inputs = inputs
+        if inputs is not None:
+            self.wire = inputs.to_wire()
+            self.at = Coord(*who.coord)
         self.differences = differences
         self.gate = Gate()
         self.proven_dead = False

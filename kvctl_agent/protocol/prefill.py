@@ -6,8 +6,6 @@ decode rank, so that grants are there when data is. What then may happen to a ro
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
@@ -241,7 +239,7 @@ class PrefillMachine(PrefillRooms):
 
     def _leg_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> Leg:
         """What we owe for this opening; raises LayoutError where the two sides do not agree on it."""
-        if message.inputs != _wire(inputs):
+        if message.inputs != peer.wire:
             factors = inputs.diff(PlanInputs.from_wire(message.inputs))
             raise LayoutError("; ".join(map(str, factors)))
         wanted = message.total_pages - message.prefix_pages
@@ -260,9 +258,8 @@ class PrefillMachine(PrefillRooms):
         if message.aux_index >= int(peer.who.pool["aux_slots"]):  # type: ignore[arg-type]
             raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
         reader = peer.who.unique_rank
-        at = inputs.decode.coord(reader)
-        me = self.local.unique_rank
-        owed = [share for share in shares_of_writer(inputs, message.room, at.dp, me) if share.reader == reader]
+        me = self.rank
+        owed = [share for share in shares_of_writer(inputs, message.room, peer.at.dp, me) if share.reader == reader]
         share = owed[0] if owed else None
         parts: dict[PartKey, Part] = {}
         if share is not None:
@@ -274,7 +271,7 @@ class PrefillMachine(PrefillRooms):
         return Leg(
             message.room,
             peer.name,
-            at,
+            peer.at,
             message.nonce,
             share,
             pages,
@@ -300,9 +297,7 @@ class PrefillMachine(PrefillRooms):
             return ended.failure
         if room.failure is not None:
             return room.failure
-        who = self.peers[key.peer].who
-        assert who is not None
-        at = inputs.decode.coord(who.unique_rank)
+        at = self.peers[key.peer].at
         for leg in room.legs.values():
             theirs = self.peers[leg.peer].inputs
             if leg.peer == key.peer or leg.reader == at or leg.reader.dp != at.dp or theirs != inputs:
@@ -326,7 +321,7 @@ class PrefillMachine(PrefillRooms):
         room, leg = found
         assert peer.who is not None
         for grant in message.grants:
-            part = leg.parts.get(PartKey(self.local.unique_rank, grant.chunk, grant.lo, grant.hi))
+            part = leg.parts.get(PartKey(self.rank, grant.chunk, grant.lo, grant.hi))
             if part is None or grant.offset + part.nbytes > grant.end or grant.end > peer.who.ring_bytes:
                 self.drop("unknown-part")
             elif part.path != STAGED or part.grant is not None or grant.serial <= part.revoked:
@@ -343,7 +338,7 @@ class PrefillMachine(PrefillRooms):
         if found is None:
             return
         room, leg = found
-        part = leg.parts.get(PartKey(self.local.unique_rank, message.chunk, message.lo, message.hi))
+        part = leg.parts.get(PartKey(self.rank, message.chunk, message.lo, message.hi))
         if part is None or part.path != STAGED or part.grant is not None or room.failure is not None:
             self.drop("late")
             return
@@ -358,7 +353,7 @@ class PrefillMachine(PrefillRooms):
             self.act(ev.Send(peer.name, revoked))  # of a room that is over nothing is in flight, nor will be
             return
         room, leg = found
-        part = leg.parts.get(PartKey(self.local.unique_rank, message.chunk, message.lo, message.hi))
+        part = leg.parts.get(PartKey(self.rank, message.chunk, message.lo, message.hi))
         if part is None:
             self.drop("unknown-part")
             return
@@ -482,11 +477,6 @@ class PrefillMachine(PrefillRooms):
             leg.failed_acked = True
             self._fail(room, self.failure("KV_PEER_LOST", text))
             self._progress(room)
-
-
-@lru_cache(maxsize=64)
-def _wire(inputs: PlanInputs) -> dict[str, int | str]:
-    return inputs.to_wire()
 
 
 def _failure_of(message: msg.RoomFailed | msg.RoomAbort) -> Failure:

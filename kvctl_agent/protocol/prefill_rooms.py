@@ -142,7 +142,7 @@ class PrefillRooms(Machine):
             return
         for cell in cells:
             # Both sides cut the same grid, and the total is checked above: every cell is one that the reader expects.
-            part = leg.parts[PartKey(self.local.unique_rank, cell.index, leg.share.layer_lo, leg.share.layer_hi)]
+            part = leg.parts[PartKey(self.rank, cell.index, leg.share.layer_lo, leg.share.layer_hi)]
             part.src_pages = room.source(cell)
             part.ready_ns = at_ns
             part.state = PartState.READY
@@ -205,7 +205,7 @@ class PrefillRooms(Machine):
                 room=leg.room,
                 nonce=leg.nonce,
                 kind=PartKind.AUX,
-                key=PartKey(self.local.unique_rank, 0, 0, 0),
+                key=PartKey(self.rank, 0, 0, 0),
                 path="bulk",
                 share=None,
                 src_pages=none,
@@ -225,7 +225,7 @@ class PrefillRooms(Machine):
         return Tag(PartKind.KV, self.peers[leg.peer].incarnation, leg.room, leg.nonce, serial, part.key).pack()
 
     def _aux_tag(self, leg: Leg) -> bytes:
-        key = PartKey(self.local.unique_rank, 0, 0, 0)
+        key = PartKey(self.rank, 0, 0, 0)
         return Tag(PartKind.AUX, self.peers[leg.peer].incarnation, leg.room, leg.nonce, 0, key).pack()
 
     def _park(self, room: SendRoom, leg: Leg, part: Part) -> None:

@@ -11,6 +11,7 @@ from kvctl_agent.errors import LayoutError, RemoteProtocolError
 from kvctl_agent.layout.side import Coord, Side
 
 MAX_REQUEST_BYTES = 1 << 16
+_SHOWN = 32  # missing ranks that are named
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -79,10 +80,12 @@ class Registry:
         return Roster(ranks, self._side.size if self._side else 0, self._missing(), refused)
 
     def _register(self, rank: Rank) -> str:
+        if len(rank.sizes) != 4 or len(rank.coord) != 4:
+            return f"{rank.name}: sizes and coordinates need the four axes dp, pp, cp, tp"
         try:
             side = Side(*rank.sizes)
             unique = side.unique_rank(Coord(*rank.coord))
-        except (LayoutError, TypeError) as error:
+        except LayoutError as error:
             return f"{rank.name}: {error}"
         if self._side is None:
             self._side = side
@@ -102,8 +105,11 @@ class Registry:
         absent = [unique for unique in range(side.size) if unique not in self._ranks]
         if not absent:
             return ""
+        shown = absent[:_SHOWN]
         if side.size == side.tp:
-            names = "tp=" + ",".join(str(unique) for unique in absent)
+            names = "tp=" + ",".join(str(unique) for unique in shown)
         else:
-            names = "; ".join(side.label(side.coord(unique)) for unique in absent)
+            names = "; ".join(side.label(side.coord(unique)) for unique in shown)
+        if len(absent) > _SHOWN:
+            names += f" and {len(absent) - _SHOWN} more"
         return f"{side.size - len(absent)} of {side.size} prefill ranks registered, missing {names}"
