@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ SCRIPT = Path(__file__).with_name("rank_process.py")
 class RankProcess:
     """`rank_process.py`; asks are methods by the names of its `Worker`."""
 
-    def __init__(self, role: str, number: int, size: int, bootstrap: str, logs: Path, **config: Any) -> None:
+    def __init__(
+        self, role: str, number: int, size: int, bootstrap: str, logs: Path, directory: Path, **config: Any
+    ) -> None:
         self.name = f"{role}-{number}"
         reader, writer = os.pipe()
         self._stdout, self._stderr = logs / f"{self.name}.out", logs / f"{self.name}.err"
@@ -35,7 +39,7 @@ class RankProcess:
                 stdout=out,
                 stderr=err,
                 pass_fds=[writer],
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "KVCTL_SOCKET_DIR": str(directory)},
             )
         os.close(writer)
         self._answers = os.fdopen(reader)
@@ -96,6 +100,7 @@ class Cluster:
     """A prefill instance of some TP size and a decode instance of some DP size, a process for each rank."""
 
     def __init__(self, directory: Path, logs: Path, prefill: int, decode: int, **config: Any) -> None:
+        self.directory = directory
         self.bootstrap = f"ipc://{directory}/boot"
         self.sizes = {"prefill": prefill, "decode": decode}
         self.config = config
@@ -108,7 +113,8 @@ class Cluster:
             old.close()
         logs = self._logs / str(len(list(self._logs.iterdir())))
         logs.mkdir()
-        rank = RankProcess(role, number, self.sizes[role], self.bootstrap, logs, **{**self.config, **config})
+        place = (role, number, self.sizes[role], self.bootstrap, logs, self.directory)
+        rank = RankProcess(*place, **{**self.config, **config})
         self.ranks[rank.name] = rank
         return rank
 
@@ -145,6 +151,20 @@ class Cluster:
                 stack.callback(rank.close)
 
 
+@pytest.fixture(scope="module", params=["nixl", "loopback"])
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two prefill and two decode ranks that the tests of a module share, since processes take seconds to start."""
+    directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
+    patience = {"suspect_s": 1.0, "heartbeat_s": 0.2}
+    made = Cluster(directory, tmp_path_factory.mktemp("logs"), 2, 2, transport=request.param, **patience)
+    yield made.start()
+    made.close()
+    left = [path.name for path in directory.rglob("*") if path.is_socket()]
+    shutil.rmtree(directory)
+    # A killed rank leaves its socket; the one that came back in its place has removed it.
+    assert left == []
+
+
 @pytest.fixture
 def make_cluster(no_leaks: None, socket_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     clusters: list[Cluster] = []
@@ -152,7 +172,7 @@ def make_cluster(no_leaks: None, socket_dir: Path, tmp_path: Path) -> Iterator[C
     def make(transport: str = "loopback", prefill: int = 2, decode: int = 2, **config: Any) -> Cluster:
         logs = tmp_path / str(len(clusters))
         logs.mkdir()
-        clusters.append(Cluster(socket_dir / "run", logs, prefill, decode, transport=transport, **config))
+        clusters.append(Cluster(socket_dir, logs, prefill, decode, transport=transport, **config))
         return clusters[-1]
 
     yield make

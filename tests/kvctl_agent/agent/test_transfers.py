@@ -22,8 +22,13 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("transport", ["nixl", "loopback"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Over NIXL too, where the layout changes what descriptors look like.
+NIXL = ("tp4 to dp2", "same heads, tp2 to tp2", "odd intersections, tp6 to tp4", "replicated heads, tp4 to tp1")
+
+
+@pytest.mark.parametrize(
+    ("transport", "layout"), [*(("loopback", layout) for layout in LAYOUTS), *(("nixl", layout) for layout in NIXL)]
+)
 def test_every_layout_by_every_path(make_fleet: Any, model: Any, layout: str, transport: str) -> None:
     sizes = {**LAYOUTS[layout], "model": model(**LAYOUTS[layout].get("model", {}))}
     fleet = make_fleet(transport, **sizes, chunk_tokens=4 * sizes["model"].page_size).start()
