@@ -8,8 +8,10 @@ is each transport's own affair and is hidden behind these few promises:
   Tags of one peer's *different* writes may overtake each other.
 - **Duty to poll.** A posted write makes progress only inside calls of the side that posted it: call
   `Write.poll()` until it is True, or hand the write over with `Write.release()`, after which `arrivals()` and
-  `close()` of the same transport drive it. The target need not call anything for a write to finish, but it
-  learns of tags only in `arrivals()`.
+  `close()` of the same transport drive it. Besides, both sides call `arrivals()` or `progress()` now and then,
+  every few milliseconds while anything is going on: there may be no thread that does it for them. Only in such
+  calls does a target let a first write to it wire up, and only in them do tags leave that could not leave at once
+  (after `tell`, but also behind a write that is complete).
 - **Nothing is recalled.** There is no cancel: a write that was posted may land until it is complete.
 - **No call blocks on a peer.** `write` may copy (that is the engine moving the bytes), but never waits for an
   answer; a stopped peer is a `poll()` that stays False, and the caller's deadline decides.
@@ -177,17 +179,26 @@ class Transport(Protocol):
         ...
 
     def tell(self, peer: str, tag: bytes) -> None:
-        """Sends a bare tag (a part of zero bytes); what cannot leave at once leaves in later `arrivals()`.
+        """Sends a bare tag (a part of zero bytes); what cannot leave at once leaves in later calls.
 
         Raises:
             PeerDisconnected, TransportError: as `write`.
         """
         ...
 
+    def progress(self) -> None:
+        """Lets the engine work without taking arrivals: answers peers that connect, sends what is queued, drives
+        released writes on.
+
+        Raises:
+            TransportError: the engine failed, or the transport is closed.
+        """
+        ...
+
     def arrivals(self) -> list[Arrival]:
         """Tags that landed since the last call, without waiting; their bytes are visible.
 
-        A tag is 1 to `MAX_TAG_BYTES` bytes of any value. Also drives released writes on.
+        A tag is 1 to `MAX_TAG_BYTES` bytes of any value. Does what `progress` does, too.
         """
         ...
 

@@ -5,7 +5,8 @@ host too), tags are datagrams on a unix socket. It exists so that a machine with
 and tests can use a transport that starts in a millisecond. It is no test double: bytes move between processes.
 
 What it adds to the promises of `base`: the copy happens inside `write`, and a peer that exited is noticed before
-a byte is written. A tag that finds the peer's socket full waits here; `Write.poll` and `arrivals` send it on.
+a byte is written. A tag that finds the peer's socket full waits here; `Write.poll`, `progress` and `arrivals`
+send it on.
 """
 
 from __future__ import annotations
@@ -171,12 +172,15 @@ class LoopbackTransport:
         known.check_alive()
         known.enqueue(self._header + check_tag(tag))
 
-    def arrivals(self) -> list[Arrival]:
+    def progress(self) -> None:
         self._check_open()
         for peer in list(self._peers.values()):
             # Whoever posts to a peer that is gone is told; those who only listen have nothing to learn here.
             with contextlib.suppress(PeerDisconnected):
                 peer.flush()
+
+    def arrivals(self) -> list[Arrival]:
+        self.progress()
         landed: list[Arrival] = []
         while len(landed) < _ARRIVALS_MAX:
             try:

@@ -17,10 +17,12 @@ released writes) of the side that posted it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
@@ -54,6 +56,7 @@ class NixlTransport:
         self._prepared: list[NixlPrepared] = []
         self._registered: list[Any] = []
         self._peers_lock = threading.RLock()
+        self._landed: deque[Arrival] = deque()
 
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
@@ -175,20 +178,18 @@ class NixlTransport:
         except self._engine.errors as error:
             raise self._error(error, "cannot send a tag", known) from error
 
+    def progress(self) -> None:
+        self._landed.extend(self._notified())
+
     def arrivals(self) -> list[Arrival]:
-        self._check_open()
-        self._in_flight.drain_on()
-        try:
-            notified: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
-        except self._engine.errors as error:
-            raise TransportError(f"nixl: cannot collect tags: {error}") from error
-        if not notified:
-            return []
-        return [
-            Arrival(self._keys.get(sender) or _agent_name(sender), tag)
-            for sender, tags in notified.items()
-            for tag in tags
-        ]
+        fresh = self._notified()
+        if not self._landed:
+            return fresh
+        landed: list[Arrival] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                landed.append(self._landed.popleft())
+        return landed + fresh
 
     def describe(self) -> dict[str, Any]:
         settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(("UCX_", "NIXL_"))}
@@ -215,6 +216,21 @@ class NixlTransport:
         self._engine = self._engine._replace(agent=None)
         self._in_flight = InFlight(self._engine)
         del self._agent
+
+    def _notified(self) -> list[Arrival]:
+        """Drives the engine, and what was released, on; what the engine then has to tell."""
+        self._check_open()
+        self._in_flight.drain_on()
+        try:
+            # The only call of the binding that drives UCX whatever is in flight; it hands out tags, wanted or not.
+            notified: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
+        except self._engine.errors as error:
+            raise TransportError(f"nixl: cannot collect tags: {error}") from error
+        return [
+            Arrival(self._keys.get(sender) or _agent_name(sender), tag)
+            for sender, tags in notified.items()
+            for tag in tags
+        ]
 
     def _prepare(self, owner: str, addrs: Addresses, sizes: Sizes, whose: str) -> int:
         try:
