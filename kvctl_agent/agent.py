@@ -441,6 +441,7 @@ class Agent:
         if path not in (AUTO, BULK, SLICE, STAGED):
             raise ConfigError(f"path {path!r}: must be auto, bulk, slice or staged")
         self.chooser.path = path
+        self._calibrate_once()
 
     def measure_lane(self) -> LaneCost:
         """Prefill: measure the lane to the first connected peer, between parts.
@@ -484,8 +485,15 @@ class Agent:
         source = max(sources, key=lambda region: region.nbytes)
         return measure_lane(self.transport, lane.peer, Region(*source), scratch)
 
+    def _calibrate_once(self) -> None:
+        """Have a worker measure, when the first peer is there and costs decide; the first rooms wait for it."""
+        costs_decide = self.chooser.path == AUTO and self.chooser.staging == "auto"
+        if costs_decide and self.workers and self._lanes and not self._calibrating:
+            self._calibrating = True
+            self.workers[0].put(self._calibrate)
+
     def _calibrate(self) -> None:
-        """Once, on a worker, when the first peer is there: what `auto` decides by."""
+        """On a worker: what `auto` decides by."""
         assert self.buffers is not None
         if self.chooser.lane is not None:
             return
@@ -507,9 +515,7 @@ class Agent:
         theirs = PoolAddresses.from_wire(who.pool)
         self.transport.connect(action.peer, who.metadata)
         self._lanes[action.peer] = Lane(action.peer, self.transport, self.pool, theirs, who.ring_base)
-        if not self._calibrating and self.workers:
-            self._calibrating = True
-            self.workers[0].put(self._calibrate)
+        self._calibrate_once()
 
     def drop_peer(self, peer: str) -> None:
         self._lanes.pop(peer, None)
@@ -558,7 +564,7 @@ class Agent:
 
     def turned(self) -> None:
         if self._arrivals is not None:
-            self._arrivals.expect(not self.machine.idle)
+            self._arrivals.expect(self.machine.open_rooms)
 
 
 def _params(text: str) -> dict[str, str]:

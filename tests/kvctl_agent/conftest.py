@@ -145,7 +145,9 @@ class Fleet:
 
     def _agent(self, role: Any, name: str, rank: Rank, pool: KVPool, config: dict[str, Any]) -> Agent:
         name = config.pop("name", name)
-        small = {"staging_buffer_mb": 4, "staging_ring_mb": 1, "resend_s": 0.1, "transport": self.transport}
+        # A fixed path, since `auto` measures first.
+        small: dict[str, Any] = {"staging_buffer_mb": 4, "staging_ring_mb": 1, "resend_s": 0.1, "path": "staged"}
+        small["transport"] = self.transport
         return Agent(
             role=role, rank=rank, pool=pool, name=name, bootstrap=self.bootstrap, **{**small, **self.config, **config}
         )

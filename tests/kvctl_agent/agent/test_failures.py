@@ -422,9 +422,23 @@ class TestDrain:
 
 
 class TestCalibration:
+    def test_it_is_made_when_costs_decide_and_not_before(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1)).start()
+        chooser = fleet.prefill[0].chooser
+        fleet.run(1, 4)
+        assert chooser.lane is None
+        fleet.set_path("auto")
+        wait(lambda: chooser.lane is not None)
+        first = chooser.lane
+        fleet.set_path("auto")
+        fleet.run(2, 4)
+        assert chooser.lane is first
+        (text,) = fleet.events("calibration")
+        assert text.startswith("lane to decode-0: one write ")
+
     def test_it_touches_no_buffer_that_is_in_use(self, make_fleet: Any) -> None:
         """Another worker may be sending already: what it gathered must not be overwritten."""
-        fleet = make_fleet(prefill=(1, 1), workers=2).start()
+        fleet = make_fleet(prefill=(1, 1), workers=2, path="auto").start()
         agent = fleet.prefill[0]
         fleet.run(1, 4)
         wait(lambda: agent.chooser.lane is not None)

@@ -237,7 +237,7 @@ class TestRingTooSmall:
         assert any("raise staging_ring_mb" in text for text in fleet.events("staging-refused"))
 
     def test_staging_off_needs_no_ring_and_no_grant(self, make_fleet: Any) -> None:
-        fleet = make_fleet(prefill=(1, 2), decode=(1, 1), staging="off").start()
+        fleet = make_fleet(prefill=(1, 2), decode=(1, 1), staging="off", path="auto").start()
         assert fleet.decode[0].ring is None
         assert fleet.decode[0].observe.status()["ring"] is None
         fleet.run(1, 9, aux=1)
