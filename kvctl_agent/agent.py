@@ -281,6 +281,7 @@ class Agent:
                 paths,
                 AuxPath(),
                 self._lanes,
+                self.transport.progress,
                 self._mailbox.put,
                 self.telemetry.metrics,
             )

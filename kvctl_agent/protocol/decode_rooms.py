@@ -38,13 +38,8 @@ class DecodeRooms(Machine):
         self._graves: Tombstones[bool] = Tombstones(timing.bootstrap_ns)  # whether the room had succeeded
 
     @property
-    def idle(self) -> bool:
-        return not self.rooms
-
-    @property
-    def expecting(self) -> bool:
-        """Whether bytes may arrive now: the arrival loop looks often then, and rarely otherwise."""
-        return self._expecting > 0
+    def open_rooms(self) -> int:
+        return len(self.rooms)
 
     @property
     def missing_peers(self) -> list[str]:

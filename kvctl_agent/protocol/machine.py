@@ -51,8 +51,8 @@ class Machine:
         return self._actions
 
     @property
-    def idle(self) -> bool:
-        """Whether no room is open."""
+    def open_rooms(self) -> int:
+        """Rooms that are open between us and a peer, once for each peer on a prefill rank."""
         raise NotImplementedError
 
     # ---- what subclasses may override -------------------------------------------------------------------------

@@ -62,8 +62,8 @@ class PrefillRooms(Machine):
         self._ended: dict[int, Ended] = {}  # rooms that ended before all who take part had come, oldest first
 
     @property
-    def idle(self) -> bool:
-        return not self.rooms
+    def open_rooms(self) -> int:
+        return len(self._legs)
 
     def parked(self) -> list[tuple[Leg, Part]]:
         """Parts that are ready and may not go yet. Safe to read from another thread."""

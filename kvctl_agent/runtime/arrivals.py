@@ -23,14 +23,15 @@ from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
 
 _IDLE_S = 5e-3
-_SHORTEST_S = 50e-6
+_SHORTEST_S = 50e-6  # a room that is alone; with more in flight none of them waits for this look
+_MANY_ROOMS = 8
 _LONGEST_S = 1e-3
 _SHARE_OF_SILENCE = 1 / 8
 _RECORD_EVERY_NS = 60_000_000_000  # an engine that stays broken must not fill the recorder
 
 
 class ArrivalLoop:
-    """One thread; `expecting` is set by the control loop while rooms are open."""
+    """One thread; the control loop tells it how many rooms are open."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class ArrivalLoop:
         self._report = report
         self._telemetry = telemetry
         self._orders: SimpleQueue[Scatter | None] = SimpleQueue()
-        self._expecting = False
+        self._rooms = 0
         self._stopping = False
         self._record_ns = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -58,11 +59,11 @@ class ArrivalLoop:
     def put(self, order: Scatter) -> None:
         self._orders.put(order)
 
-    def expect(self, expecting: bool) -> None:
-        """Look often, or seldom."""
-        if expecting and not self._expecting:
+    def expect(self, rooms: int) -> None:
+        """Look seldom while no room is open, often while one is, and a little less often while many are."""
+        if rooms and not self._rooms:
             self._orders.put(None)  # it may be in its long pause
-        self._expecting = expecting
+        self._rooms = rooms
 
     def close(self, timeout: float) -> bool:
         """Stop; True when the thread has ended."""
@@ -78,9 +79,10 @@ class ArrivalLoop:
             if self._hear():
                 heard = time.monotonic()
             pause = _IDLE_S
-            if self._expecting:
+            if self._rooms:
                 silence = time.monotonic() - heard
-                pause = min(max(silence * _SHARE_OF_SILENCE, _SHORTEST_S), _LONGEST_S)
+                shortest = _SHORTEST_S * min(self._rooms, _MANY_ROOMS)
+                pause = min(max(silence * _SHARE_OF_SILENCE, shortest), _LONGEST_S)
             try:
                 order = self._orders.get(timeout=pause)
                 while True:

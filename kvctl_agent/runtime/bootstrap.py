@@ -53,7 +53,7 @@ class RegistryClient:
         self.roster = roster.Roster([], 0, f"no answer from the registry at {endpoint}")
         self._request = roster.encode(request)
         self.socket = endpoints.connect(context, endpoint, name.encode(), roster.MAX_REQUEST_BYTES << 8)
-        self._due_ns = 0
+        self.due_ns = 0
 
     @property
     def complete(self) -> bool:
@@ -61,7 +61,7 @@ class RegistryClient:
 
     def hurry(self) -> None:
         """Ask again at once: a peer was lost and may be back elsewhere."""
-        self._due_ns = 0
+        self.due_ns = 0
 
     def turn(self, now_ns: int) -> bool:
         """Read answers and ask when it is time; True when the roster has changed."""
@@ -75,8 +75,8 @@ class RegistryClient:
                 break
             changed |= answer != self.roster
             self.roster = answer
-        if now_ns >= self._due_ns:
-            self._due_ns = now_ns + (_REPEAT_EVERY_NS if self.complete else _ASK_EVERY_NS)
+        if now_ns >= self.due_ns:
+            self.due_ns = now_ns + (_REPEAT_EVERY_NS if self.complete else _ASK_EVERY_NS)
             with contextlib.suppress(zmq.ZMQError):
                 self.socket.send(self._request, zmq.NOBLOCK)
         return changed

@@ -8,7 +8,7 @@ and dropped, and the machines say it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import zmq
 
@@ -37,6 +37,7 @@ class Links:
         self._identity = name.encode()
         self._incarnation = incarnation
         self._telemetry = telemetry
+        self.changes = 0  # grows whenever `sockets` gives others than before
         self._router: zmq.Socket[bytes] | None = None
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._endpoints: dict[str, str] = {}
@@ -47,6 +48,7 @@ class Links:
 
     def serve(self, endpoint: str) -> str:
         """Bind the ROUTER; returns the endpoint to register (with the port that was found)."""
+        self.changes += 1
         self._router = endpoints.bind(self._context, zmq.ROUTER, endpoint, codec.MAX_FRAME_BYTES)
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -57,6 +59,7 @@ class Links:
         old = self._dealers.pop(peer, None)
         if old is not None:
             old.close(0)
+        self.changes += 1
         self._dealers[peer] = endpoints.connect(self._context, endpoint, self._identity, codec.MAX_FRAME_BYTES)
         self._endpoints[peer] = endpoint
         return True
@@ -126,22 +129,18 @@ class Links:
         except (zmq.ZMQError, KeyError):
             self._telemetry.metrics.add("kvctl_control_dropped_total", len(messages), "unsent")
 
-    def receive(self) -> Iterator[Received]:
-        """What has come in, for at most a few hundred frames a turn so that nobody can starve the loop."""
-        if self._router is not None:
-            for _ in range(_FRAMES_A_TURN):
-                try:
-                    frames = self._router.recv_multipart(zmq.NOBLOCK)
-                except zmq.ZMQError:
-                    break
+    def receive(self, ready: Container[object]) -> Iterator[Received]:
+        """What has come in at the sockets in `ready`.
+
+        At most a few hundred frames a turn and socket, so that nobody can starve the loop.
+        """
+        if self._router is not None and self._router in ready:
+            for frames in _frames(self._router):
                 yield from self._read(frames[0][:_MAX_NAME_BYTES].decode(errors="replace"), frames[1:])
-        for peer, dealer in self._dealers.items():
-            for _ in range(_FRAMES_A_TURN):
-                try:
-                    frame = dealer.recv_multipart(zmq.NOBLOCK)
-                except zmq.ZMQError:
-                    break
-                yield from self._read(peer, frame)
+        for peer, dealer in list(self._dealers.items()):
+            if dealer in ready:
+                for frames in _frames(dealer):
+                    yield from self._read(peer, frames)
 
     def _read(self, peer: str, frames: list[bytes]) -> Iterator[Received]:
         metrics = self._telemetry.metrics
@@ -174,3 +173,11 @@ class Links:
             dealer.close(0)
         self._dealers.clear()
         self._router = None
+
+
+def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    for _ in range(_FRAMES_A_TURN):
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return

@@ -23,6 +23,10 @@ _STUCK_NS = 50_000_000
 _SPIN_S = 20e-6
 _SLEEP_S = 500e-6
 _DRAIN_S = 0.01
+# An engine without work of its own still has tags to send and peers to answer, and does so only when it is called.
+_AFTERMATH_S = 5e-3
+_AFTERMATH_TURNS = 20
+_IDLE_S = 0.1
 
 Job = Transfer | Callable[[], None]
 
@@ -34,6 +38,7 @@ class TransferWorker:
         paths: by name; private to this worker.
         aux: the path of aux rows.
         lanes: by peer; written by the control loop, an entry is replaced and never changed.
+        progress: lets the engine work; called now and then while there is nothing else to do.
         report: puts events into the control loop's mailbox.
     """
 
@@ -43,17 +48,20 @@ class TransferWorker:
         paths: Mapping[str, Path],
         aux: Path,
         lanes: Mapping[str, Lane],
+        progress: Callable[[], None],
         report: Callable[[Event], None],
         metrics: Metrics,
     ) -> None:
         self._paths = paths
         self._aux = aux
         self._lanes = lanes
+        self._progress = progress
         self._report = report
         self._metrics = metrics
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._active: list[Flight] = []
         self._draining: list[Flight] = []
+        self._idle_turns = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -78,6 +86,7 @@ class TransferWorker:
             while self._has_place() and not stopping:
                 job = self._next(idle=not self._active and not moved)
                 if job is _NOTHING:
+                    self._let_engine_work()
                     break
                 if job is None:
                     stopping = True
@@ -106,11 +115,23 @@ class TransferWorker:
     def _next(self, idle: bool) -> Job | object | None:
         """The next job; waits only when there is nothing else to do."""
         try:
-            if not idle:
-                return self._jobs.get_nowait()
-            return self._jobs.get(timeout=_DRAIN_S if self._draining else None)
+            job = self._jobs.get(timeout=self._idle_s()) if idle else self._jobs.get_nowait()
         except Empty:
             return _NOTHING
+        self._idle_turns = 0
+        return job
+
+    def _idle_s(self) -> float:
+        if self._draining:
+            return _DRAIN_S
+        return _AFTERMATH_S if self._idle_turns < _AFTERMATH_TURNS else _IDLE_S
+
+    def _let_engine_work(self) -> None:
+        self._idle_turns += 1
+        try:
+            self._progress()
+        except KvctlError:
+            self._metrics.add("kvctl_transport_errors_total", 1)
 
     def _begin(self, job: Job) -> None:
         if not isinstance(job, Transfer):

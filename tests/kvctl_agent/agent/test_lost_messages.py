@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import pytest
@@ -23,9 +23,9 @@ class BadLine:
         self._held: list[Received] = []
         self.lost = self.doubled = self.late = 0
 
-    def receive(self) -> Iterator[Received]:
+    def receive(self, ready: Container[object]) -> Iterator[Received]:
         held, self._held = self._held, []
-        for received in self._real():
+        for received in self._real(ready):
             if self._random.random() >= self._hurt:
                 yield received
                 continue

@@ -166,8 +166,8 @@ def test_wrong_pages_are_refused_with_the_reason() -> None:
     world.flush()
     assert "page 50 is outside decode-0's pool" in outside.failure["text"]
     assert "aux row 64 is outside decode-0's pool" in beyond.failure["text"]
-    assert world.p().idle
-    assert world.d().idle
+    assert not world.p().open_rooms
+    assert not world.d().open_rooms
 
 
 def test_our_own_wrong_page_list_fails_that_room_here() -> None:

@@ -165,7 +165,7 @@ def test_a_page_list_of_the_wrong_length_is_refused(pages: bytes) -> None:
     answer = codec.decode(world.pool[-1].what)[1][0]
     assert isinstance(answer, msg.RoomRefused)
     assert f"{len(pages)} bytes of page numbers for pages 0..1" in answer.text
-    assert world.p().idle
+    assert not world.p().open_rooms
 
 
 def test_a_mismatch_at_open_names_the_factor() -> None:

@@ -257,10 +257,10 @@ def test_a_late_room_open_meets_a_tombstone_and_not_a_zombie() -> None:
     world.send(7, 2)
     world.settle()
     world.happen(opening)
-    assert world.p().idle
+    assert not world.p().open_rooms
     assert dropped(world, "prefill-0", "tombstone") == 1
     world.flush()
-    assert world.d().idle
+    assert not world.d().open_rooms
 
 
 def test_a_room_number_is_used_once_at_a_time() -> None:

@@ -101,9 +101,9 @@ def test_garbage_is_counted_and_spoils_nothing(rig: Rig, telemetry: Telemetry, g
 
 def test_it_looks_often_while_bytes_are_expected_and_seldom_otherwise(rig: Rig) -> None:
     seldom = rig.looks(0.3)
-    rig.loop.expect(True)
+    rig.loop.expect(1)
     often = rig.looks(0.3)
-    rig.loop.expect(False)
+    rig.loop.expect(0)
     again = rig.looks(0.3)
     assert seldom < 250
     assert again < 250
@@ -120,11 +120,11 @@ def test_idle_it_costs_less_than_a_hundredth_of_a_core(rig: Rig) -> None:
 def test_expecting_wakes_it_from_its_long_pause(rig: Rig) -> None:
     waits: list[float] = []
     for _ in range(9):
-        rig.loop.expect(False)
+        rig.loop.expect(0)
         time.sleep(0.012)
         rig.tags.waiting = [TAG.pack()]
         since = time.monotonic()
-        rig.loop.expect(True)
+        rig.loop.expect(1)
         rig.report()
         waits.append(time.monotonic() - since)
     assert sorted(waits)[4] < 0.0025
@@ -181,7 +181,7 @@ def test_an_engine_that_fails_to_answer_is_recorded_and_asked_again(
 
 
 def test_a_failing_engine_does_not_flood_the_recorder(rig: Rig, telemetry: Telemetry) -> None:
-    rig.loop.expect(True)
+    rig.loop.expect(1)
     rig.tags.error = TransportError("the engine broke")
     time.sleep(0.3)
     assert len(telemetry.recorder.since(None, 1000)["events"]) <= 3

@@ -43,8 +43,7 @@ class StandInMachine:
         self.peers: dict[str, Any] = {}
         self.handled: list[Any] = []
         self.answers: dict[int, list[ev.Action] | Exception] = {}
-        self.idle = True
-        self.expecting = False
+        self.open_rooms = 0
 
     def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
         self.handled.append(event)

@@ -59,10 +59,14 @@ class Bench:
     def __init__(self, telemetry: Telemetry) -> None:
         self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
         self.reported: Queue[Event] = Queue()
+        self.progressed = 0
         lanes = {name: cast(Lane, SimpleNamespace(peer=name)) for name in self.wires}
         self.worker = TransferWorker(
-            "transfer", {"bulk": self, "staged": self}, self, lanes, self.reported.put, telemetry.metrics
+            "transfer", {"bulk": self, "staged": self}, self, lanes, self.progress, self.reported.put, telemetry.metrics
         )
+
+    def progress(self) -> None:
+        self.progressed += 1
 
     def start(self, lane: Lane, order: Transfer) -> Flight:
         """The one path."""
@@ -266,3 +270,18 @@ class TestClose:
         assert not bench.worker.close(0.1)
         fence.raised = True
         assert bench.worker.close(2)
+
+
+def test_without_work_it_lets_the_engine_work_often_at_first_and_seldom_later(bench: Bench) -> None:
+    """A tag may still be inside an engine that has no thread of its own."""
+    bench.order("good", 1)
+    bench.report()
+    before = bench.progressed
+    time.sleep(0.08)
+    soon = bench.progressed - before
+    time.sleep(0.3)
+    before = bench.progressed
+    time.sleep(0.3)
+    later = bench.progressed - before
+    assert soon >= 5
+    assert 1 <= later <= 5
