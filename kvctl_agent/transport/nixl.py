@@ -10,9 +10,12 @@ the life of handles in `nixl_requests`; names and metadata here:
 - A dead peer shows once as "remote disconnect"; after that NIXL has dropped it, and other writes to it end as
   "not found". Both become `PeerDisconnected`.
 
-Which calls make progress: the agent's progress thread wires up, receives bytes and tags and sends what `tell` was
-given, so a target needs no calls; the tag behind a write's bytes leaves in `Write.poll` (or `arrivals`, for
-released writes) of the side that posted it.
+Which calls make progress: no thread of the engine does (why is in `nixl_binding`), so every wire-up, tag and byte
+moves inside calls. Any call that posts, polls or collects drives all peers of the agent; what it receives is kept
+for the next `arrivals`. The bytes of a write on one host are copied by the writer's own post, but the first write
+to a peer waits until both sides have been in a few calls. The tag behind a write's bytes leaves in `Write.poll` (or
+`arrivals` and `progress`, for released writes) of the side that posted it. A complete write's tag is with UCX: mostly
+it is in the target's queue; where that was full, or the lane is a socket that is, our later calls send it on.
 """
 
 from __future__ import annotations
@@ -198,7 +201,6 @@ class NixlTransport:
             "backend": self._backend,
             "lanes": [settings.get("UCX_TLS", "UCX default")],
             "environment": settings,
-            "progress_delay_us": nixl_binding.PROGRESS_DELAY_US,
         }
 
     def close(self) -> None:
@@ -212,7 +214,7 @@ class NixlTransport:
             prepared.release(self._engine)
         for descriptors in self._registered:
             self._agent.deregisterMem(descriptors, [])
-        # The agent's destructor joins its progress thread; every reference to it must go.
+        # The engine ends in the agent's destructor; every reference to it must go.
         self._engine = self._engine._replace(agent=None)
         self._in_flight = InFlight(self._engine)
         del self._agent

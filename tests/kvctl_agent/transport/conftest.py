@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,14 +21,20 @@ import kvctl_agent
 from kvctl_agent.transport import Arrival, Region, Transport, Write, open_transport
 
 POOL_BYTES = 4 << 20
+DUTY_S = 0.005
 REPOSITORY = Path(kvctl_agent.__file__).parents[1]
 PEER = Path(__file__).with_name("peer.py")
 
 
 class Agent:
-    """A transport of this process with a registered pool of its own."""
+    """A transport of this process with a registered pool of its own.
 
-    def __init__(self, engine: str, name: str) -> None:
+    Whoever waits for one agent does the duty of all `neighbours`: they may be each other's targets, and no other
+    thread drives them.
+    """
+
+    def __init__(self, engine: str, name: str, neighbours: list[Agent]) -> None:
+        self._neighbours = neighbours
         self.transport: Transport = open_transport(engine, name)
         self.pool = np.zeros(POOL_BYTES, np.uint8)
         self.addr = self.pool.ctypes.data
@@ -43,7 +50,7 @@ class Agent:
         landed: list[Arrival] = []
         while len(landed) < count and time.monotonic() < until:
             landed += self.transport.arrivals()
-            time.sleep(0.0002)
+            self.wait()
         return landed
 
     def finish(self, write: Write, timeout_s: float = 5.0) -> None:
@@ -51,13 +58,28 @@ class Agent:
         until = time.monotonic() + timeout_s
         while not write.poll():
             assert time.monotonic() < until, "the write does not complete"
-            time.sleep(0.0002)
+            self.wait()
+
+    def wait(self) -> None:
+        """What a thread does between two looks."""
+        do_duty(self._neighbours)
+        time.sleep(0.0002)
+
+
+def do_duty(agents: list[Agent]) -> None:
+    """Lets the engines of agents work that are not looked at now."""
+    for agent in agents:
+        agent.transport.progress()
 
 
 class PeerProcess:
-    """`peer.py` with one agent; asserts at the end that it exited cleanly and printed nothing on stdout."""
+    """`peer.py` with one agent; asserts at the end that it exited cleanly and printed nothing on stdout.
 
-    def __init__(self, engine: str, name: str, logs: Path, env: dict[str, str] | None = None) -> None:
+    Waiting for its answers does the duty of `ours`, the agents of this process.
+    """
+
+    def __init__(self, engine: str, name: str, logs: Path, ours: list[Agent], env: dict[str, str]) -> None:
+        self._ours = ours
         reader, writer = os.pipe()
         self._stdout, self._stderr = logs / "stdout", logs / "stderr"
         with self._stdout.open("wb") as out, self._stderr.open("wb") as err:
@@ -67,12 +89,12 @@ class PeerProcess:
                 stdout=out,
                 stderr=err,
                 pass_fds=[writer],
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **(env or {})},
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **env},
             )
         os.close(writer)
-        self._answers = os.fdopen(reader)
+        self._answers = os.fdopen(reader, "rb", buffering=0)
         try:
-            hello = self._answer()
+            hello = self.answer()
         except AssertionError:
             self.close()
             raise
@@ -85,7 +107,7 @@ class PeerProcess:
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
         """Runs one command there."""
         self.send(do, **fields)
-        return self._answer()
+        return self.answer()
 
     def send(self, do: str, **fields: Any) -> None:
         assert self.process.stdin is not None
@@ -119,11 +141,17 @@ class PeerProcess:
         assert killed or code == 0, f"the peer exited with {code}: {self._stderr.read_text()}"
         assert self._stdout.read_text() == ""
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._answers.readline()
-        if not line:
-            self.process.wait()
-            raise AssertionError(f"the peer died: {self._stderr.read_text()}")
+    def answer(self) -> dict[str, Any]:
+        """What it says to the last command sent."""
+        line = b""
+        while not line.endswith(b"\n"):
+            while not select.select([self._answers], [], [], DUTY_S)[0]:
+                do_duty(self._ours)
+            more = self._answers.read(1 << 16)
+            if not more:
+                self.process.wait()
+                raise AssertionError(f"the peer died: {self._stderr.read_text()}")
+            line += more
         told: dict[str, Any] = json.loads(line)
         return told
 
@@ -145,14 +173,15 @@ class Crew:
 
     def agent(self, engine: str, name: str = "here") -> Agent:
         """An agent in this process."""
-        self._agents.append(Agent(engine, name))
-        return self._agents[-1]
+        agent = Agent(engine, name, self._agents)
+        self._agents.append(agent)
+        return agent
 
     def peer(self, engine: str, name: str = "peer", **env: str) -> PeerProcess:
         """An agent in a process of its own."""
         logs = self._logs / str(len(self._peers))
         logs.mkdir()
-        self._peers.append(PeerProcess(engine, name, logs, env))
+        self._peers.append(PeerProcess(engine, name, logs, self._agents, env))
         return self._peers[-1]
 
     def close(self) -> None:

@@ -1,14 +1,17 @@
 """A second process with one agent, driven by the tests: JSON lines in on stdin, out on the descriptor in argv.
 
-stdout stays untouched, so that a test sees whatever an engine prints there.
+Between commands it does its duty towards the transport every few milliseconds, as a rank's threads do. stdout stays
+untouched, so that a test sees whatever an engine prints there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,23 @@ import numpy as np
 from kvctl_agent.transport import Region, Transport, open_transport
 
 POOL_BYTES = 4 << 20
+DUTY_S = 0.005
+
+
+def commands(transport: Transport) -> Iterator[dict[str, Any]]:
+    """The commands on stdin; in between the engine is let work."""
+    stdin = sys.stdin.fileno()
+    pending = b""
+    while True:
+        while b"\n" not in pending:
+            while not select.select([stdin], [], [], DUTY_S)[0]:
+                transport.progress()
+            more = os.read(stdin, 1 << 16)
+            if not more:
+                return
+            pending += more
+        line, _, pending = pending.partition(b"\n")
+        yield json.loads(line)
 
 
 def collect(transport: Transport, pool: np.ndarray, count: int, timeout_s: float) -> list[dict[str, Any]]:
@@ -53,8 +73,7 @@ def main() -> None:
             print(json.dumps(fields), file=out, flush=True)
 
         answer(metadata=transport.metadata().hex(), addr=pool.ctypes.data, pid=os.getpid())
-        for line in sys.stdin:
-            ask = json.loads(line)
+        for ask in commands(transport):
             match ask.pop("do"):
                 case "connect":
                     answer(done=transport.connect(ask["peer"], bytes.fromhex(ask["metadata"])))

@@ -75,7 +75,7 @@ def test_the_bytes_are_there_when_the_tag_is_seen(pair: Pair) -> None:
         agent.pool[:] = value
         peer.send("collect", count=1, timeout_s=5.0)
         agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(1 << 20), bytes([value])))
-        (landed,) = peer._answer()["arrivals"]
+        (landed,) = peer.answer()["arrivals"]
         assert (landed["tag"], landed["first"]) == (bytes([value]).hex(), value)
 
 
@@ -151,7 +151,7 @@ def test_a_released_write_still_tells_its_tag(pair: Pair) -> None:
         write.release()
     peer.send("collect", count=8, timeout_s=5.0)
     agent.collect(1, timeout_s=0.3)
-    assert sorted(a["tag"] for a in peer._answer()["arrivals"]) == sorted(f"r{n}".encode().hex() for n in range(8))
+    assert sorted(a["tag"] for a in peer.answer()["arrivals"]) == sorted(f"r{n}".encode().hex() for n in range(8))
     assert all(write.release() for write in writes)
 
 
