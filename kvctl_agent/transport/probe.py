@@ -18,6 +18,7 @@ from kvctl_agent.errors import DeadlineExceeded, TransportError
 from kvctl_agent.transport.base import Addresses, Region, Sizes, Transport
 
 _BUDGET_S = 0.15
+_LEAST_ROUNDS = 5
 _WAIT_S = 2.0
 _BIG_BYTES = 16 << 20
 _SIZES = (512, 4096, 32768, 262144)
@@ -80,17 +81,21 @@ def measure_lane(transport: Transport, peer: str, local: Region, remote: Region)
     kinds += [(min(count, usable // (2 * size)), size) for count, size in zip(_COUNTS, _SIZES, strict=True)]
     best = [float("inf")] * len(kinds)
     random = np.random.default_rng(0)
+    # The first write of a connection waits until both ends are wired up, which says nothing about the next.
+    _write_us(
+        transport, peer, _scattered(random, local, 1, 64), _scattered(random, remote, 1, 64), np.full(1, 64, "u8")
+    )
     until = time.perf_counter() + _BUDGET_S
-    while True:
+    rounds = 0
+    while time.perf_counter() < until or rounds < _LEAST_ROUNDS:
+        rounds += 1
         for kind, (count, size) in enumerate(kinds):
             here, there = _scattered(random, local, count, size), _scattered(random, remote, count, size)
             best[kind] = min(best[kind], _write_us(transport, peer, here, there, np.full(count, size, np.uint64)))
-        if time.perf_counter() >= until:
-            break
     one_us, big_us, *many_us = best
     points: list[tuple[int, float]] = []
     for (count, size), us in zip(kinds[2:], many_us, strict=True):
-        each = max(us - one_us, 0.01 * us) / count
+        each = max(us - one_us, us / 2) / count  # the half: where a write of one was never measured in peace
         points.append((size, max(each, points[-1][1] if points else 0.0)))  # more bytes never cost less
     return LaneCost(big_bytes / max(big_us - one_us, 0.001) / 1e3, one_us, tuple(points))
 
