@@ -25,6 +25,7 @@ from kvctl_agent.layout.chunks import chunk_pages, prefix_pages
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
+from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.parts import PIECE_BYTES
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.base import BULK, SLICE, STAGED, Lane, Path
@@ -58,6 +59,7 @@ from kvctl_agent.transport.registry import open_transport
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
 _MAX_ROOM = (1 << 64) - 1
 _JOB_S = 10.0
+_FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
 
 OnState = Callable[[Send | Receive, RoomState], None]
 
@@ -127,6 +129,7 @@ class Agent:
         self.buffers: StagingBuffers | None = None
         self.ring: RingMemory | None = None
         self.workers: list[TransferWorker] = []
+        self._crew: CopyCrew | None = None
         self._arrivals: ArrivalLoop | None = None
         try:
             self._build_memory()
@@ -169,7 +172,13 @@ class Agent:
         configured: int | None = self.settings["workers"]
         if configured is not None:
             return configured
-        return 1 if len(os.sched_getaffinity(0)) <= 4 else 4
+        return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 4
+
+    def _copy_threads(self) -> int:
+        configured: int | None = self.settings["copy_threads"]
+        if configured is not None:
+            return configured
+        return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
 
     def _build_machine(self) -> Machine:
         settings, pool, ring = self.settings, self.pool, self.ring
@@ -266,16 +275,17 @@ class Agent:
             return control
 
     def _start_threads(self) -> None:
+        crew = self._crew = CopyCrew(self._copy_threads(), f"{self.name}-copy")
         if self.role == "decode":
             report = self._mailbox.put
             self._arrivals = ArrivalLoop(
-                f"{self.name}-arrivals", self.transport, self.pool, self.ring, report, self.telemetry
+                f"{self.name}-arrivals", self.transport, self.pool, self.ring, crew, report, self.telemetry
             )
             self._arrivals.start()
             return
         assert self.buffers is not None
         for number in range(self._worker_count()):
-            paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: StagedPath(self.buffers)}
+            paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: StagedPath(self.buffers, crew)}
             worker = TransferWorker(
                 f"{self.name}-transfer-{number}",
                 paths,
@@ -365,6 +375,8 @@ class Agent:
         self._mailbox.close()
         atexit.unregister(self._at_exit)
         if ended:
+            if self._crew is not None:
+                self._crew.close()
             self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
             # Memory goes last, and only when no thread can touch it any more.
             for memory in (self.buffers, self.ring):

@@ -92,6 +92,14 @@ KEYS: tuple[Key, ...] = (
         sglang="SGLANG_DISAGGREGATION_QUEUE_SIZE",
     ),
     Key(
+        "copy_threads",
+        int,
+        None,
+        "Threads that gather or scatter one part; automatic: 1 on up to 4 cores, else 2.",
+        minimum=1,
+        maximum=16,
+    ),
+    Key(
         "chunk_tokens",
         int,
         8192,

@@ -18,7 +18,7 @@ def copy_threads() -> int:
 class CopyCrew:
     """A caller and `threads - 1` helpers that work through a list of jobs; with one thread, just the caller.
 
-    Helpers are ordinary (not daemon) threads: whoever makes a crew closes it.
+    Whoever makes a crew closes it; helpers are daemons, so that a process which forgets still ends.
     """
 
     def __init__(self, threads: int | None = None, name: str = "kvctl-copy") -> None:
@@ -27,7 +27,8 @@ class CopyCrew:
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         self._closed = False
         self._helpers = [
-            threading.Thread(target=self._help, name=f"{name}-{number}") for number in range(1, self.threads)
+            threading.Thread(target=self._help, name=f"{name}-{number}", daemon=True)
+            for number in range(1, self.threads)
         ]
         for helper in self._helpers:
             helper.start()

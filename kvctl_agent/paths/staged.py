@@ -8,6 +8,7 @@ piece, and only after all others are complete, because tags of different writes 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.plan import Share
 from kvctl_agent.memory.buffers import Buffer, StagingBuffers
 from kvctl_agent.memory.copy import gather_piece
+from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.parts import PIECE_BYTES, PartLayout
 from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.paths.base import Flight, Lane
@@ -29,7 +31,9 @@ _IN_FLIGHT = 4
 class StagedFlight(Flight):
     """A part that moves piece by piece; when all buffers are in use it simply waits its turn."""
 
-    def __init__(self, lane: Lane, order: Transfer, buffers: StagingBuffers, share: Share, grant: Grant) -> None:
+    def __init__(
+        self, lane: Lane, order: Transfer, buffers: StagingBuffers, crew: CopyCrew, share: Share, grant: Grant
+    ) -> None:
         super().__init__(lane, order, time.monotonic_ns())
         pool = lane.pool
         layout = PartLayout(
@@ -44,18 +48,19 @@ class StagedFlight(Flight):
         if layout.region_bytes > grant.end - grant.offset:
             raise MemoryLayoutError(f"{order.key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")
         self._buffers = buffers
+        self._crew = crew
         self._rows = RowIndex(pool, order.src_pages, share.src_head, share.heads)
         self._target = lane.ring_base + grant.offset
         self._pieces = layout.pieces(min(PIECE_BYTES, buffers.buffer_bytes))
         self._next = 0
         self._wired: list[tuple[Write, Buffer]] = []
-        self._held: Buffer | None = None  # gathered, not yet posted: the last piece waits for all others
+        self._held: list[Buffer] = []  # gathered, not yet posted; the last piece waits here for all others
 
     def advance(self) -> bool:
         self._reap()
         fence = self.order.fence
         while self._next < len(self._pieces) and not fence.raised:
-            if self._held is None and (len(self._wired) >= _IN_FLIGHT or not self._gather()):
+            if not self._held and (len(self._wired) >= _IN_FLIGHT or not self._gather()):
                 return False
             self._reap()
             last = self._next == len(self._pieces) - 1
@@ -77,25 +82,27 @@ class StagedFlight(Flight):
         return not self._wired
 
     def _gather(self) -> bool:
-        buffer = self._buffers.acquire()
-        if buffer is None:
-            return False
-        self._held = buffer
+        """Gather the next piece, or as many as there are threads; False when no buffer is free."""
+        pieces = self._pieces[self._next : self._next + self._crew.threads]
+        for _ in pieces:
+            buffer = self._buffers.acquire()
+            if buffer is None:
+                break
+            self._held.append(buffer)
         since = time.monotonic_ns()
-        gather_piece(self._pieces[self._next], self._rows, buffer.array)
+        work = zip(pieces, self._held, strict=False)  # as many pieces as there were buffers
+        self._crew.run([partial(gather_piece, piece, self._rows, buffer.array) for piece, buffer in work])
         self.gather_ns += time.monotonic_ns() - since
-        return True
+        return bool(self._held)
 
     def _post(self, tag: bytes | None) -> None:
-        buffer, piece = self._held, self._pieces[self._next]
-        assert buffer is not None
+        buffer, piece = self._held[0], self._pieces[self._next]
         here = np.array([buffer.addr], np.uint64)
         there = np.array([self._target + piece.offset], np.uint64)
         since = time.monotonic_ns()
         write = self.lane.transport.write(self.lane.peer, here, there, np.array([piece.nbytes], np.uint64), tag)
         self.count(write, since)
-        self._wired.append((write, buffer))
-        self._held = None
+        self._wired.append((write, self._held.pop(0)))
         self._next += 1
 
     def _reap(self) -> None:
@@ -106,18 +113,18 @@ class StagedFlight(Flight):
                 self._buffers.release(buffer)
 
     def _drop_held(self) -> None:
-        if self._held is not None:
-            self._buffers.release(self._held)
-            self._held = None
+        while self._held:
+            self._buffers.release(self._held.pop())
 
 
 class StagedPath:
-    """Gathers into `buffers`, at least one piece each."""
+    """Gathers into `buffers`, at least one piece each, with the threads of `crew`."""
 
-    def __init__(self, buffers: StagingBuffers) -> None:
+    def __init__(self, buffers: StagingBuffers, crew: CopyCrew) -> None:
         self._buffers = buffers
+        self._crew = crew
 
     def start(self, lane: Lane, order: Transfer) -> Flight:
         if order.share is None or order.grant is None:
             raise MemoryLayoutError(f"{order.key} has no staging grant")
-        return StagedFlight(lane, order, self._buffers, order.share, order.grant)
+        return StagedFlight(lane, order, self._buffers, self._crew, order.share, order.grant)

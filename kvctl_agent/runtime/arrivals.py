@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copy import scatter_piece
+from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.parts import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
@@ -39,12 +41,14 @@ class ArrivalLoop:
         transport: Transport,
         pool: KVPool,
         ring: RingMemory | None,
+        crew: CopyCrew,
         report: Callable[..., None],
         telemetry: Telemetry,
     ) -> None:
         self._transport = transport
         self._pool = pool
         self._ring = ring
+        self._crew = crew
         self._report = report
         self._telemetry = telemetry
         self._orders: SimpleQueue[Scatter | None] = SimpleQueue()
@@ -136,6 +140,5 @@ class ArrivalLoop:
         assert self._ring is not None
         rows = RowIndex(pool, order.pages, share.dst_head, share.heads)
         region = self._ring.view(order.offset, layout.region_bytes)
-        for piece in layout.pieces():
-            scatter_piece(piece, rows, region[piece.offset :])
+        self._crew.run([partial(scatter_piece, piece, rows, region[piece.offset :]) for piece in layout.pieces()])
         self._report(Scattered(order.serial, time.monotonic_ns()))

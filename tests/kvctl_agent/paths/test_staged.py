@@ -16,6 +16,7 @@ from kvctl_agent.errors import MemoryLayoutError, PeerDisconnected
 from kvctl_agent.layout.plan import Share
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copy import gather_piece
+from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.parts import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
@@ -83,11 +84,12 @@ class Bench:
         self.transport = LateTransport()
         self.fence = Fence()
         self.buffers = StagingBuffers(1, 1)
+        self.crew = CopyCrew(1)
 
     def staging(self, count: int, nbytes: int = 4096) -> StagedPath:
         self.buffers.close()
         self.buffers = StagingBuffers(count, nbytes)
-        return StagedPath(self.buffers)
+        return StagedPath(self.buffers, self.crew)
 
     def start(self, path: StagedPath, offset: int = 512, **changes: Any) -> Flight:
         order: dict[str, Any] = {

@@ -14,6 +14,7 @@ from kvctl_agent.errors import TransportError
 from kvctl_agent.layout.plan import Share
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copy import gather_piece
+from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.parts import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
@@ -54,6 +55,7 @@ class Rig:
             self.tags,
             self.pool,
             self.ring,
+            CopyCrew(1),
             lambda *events: [self.reported.put(event) for event in events],
             telemetry,
         )  # type: ignore[arg-type]
