@@ -1,9 +1,9 @@
 """How long a notification takes there and back between two processes, and what an idle agent costs.
 
 Everything an agent does waits for such round trips (a grant, a tag, a watermark), so this is the floor under a
-room's latency. It depends on how the two sides wait: one that spins answers fastest as long as there are cores
-for it, and takes them from the engine's own threads where there are not; `adaptive` spins for 100 µs and then
-sleeps 50 µs at a time. Both sides wait alike here.
+room's latency. It depends on how the two sides wait, since an engine without threads of its own works only in their
+calls: one that spins answers fastest as long as there are cores for it, and takes them from the other side where
+there are not; `adaptive` spins for 100 µs and then sleeps 50 µs at a time. Both sides wait alike here.
 
     python benchmarks/notify_roundtrip.py --transport nixl
 """

@@ -9,9 +9,10 @@ is each transport's own affair and is hidden behind these few promises:
 - **Duty to poll.** A posted write makes progress only inside calls of the side that posted it: call
   `Write.poll()` until it is True, or hand the write over with `Write.release()`, after which `arrivals()` and
   `close()` of the same transport drive it. Besides, both sides call `arrivals()` or `progress()` now and then,
-  every few milliseconds while anything is going on: there may be no thread that does it for them. Only in such
-  calls does a target let a first write to it wire up, and only in them do tags leave that could not leave at once
-  (after `tell`, but also behind a write that is complete).
+  every few milliseconds while anything is going on: there may be no thread that does it for them. A write
+  to a target that calls nothing may stay incomplete for that long, its tag unsent and, if it is the first one, its
+  bytes too; and a tag that could not leave at once (after `tell`, but also behind a complete write) leaves in such
+  calls of its sender.
 - **Nothing is recalled.** There is no cancel: a write that was posted may land until it is complete.
 - **No call blocks on a peer.** `write` may copy (that is the engine moving the bytes), but never waits for an
   answer; a stopped peer is a `poll()` that stays False, and the caller's deadline decides.
@@ -209,7 +210,8 @@ class Transport(Protocol):
     def close(self) -> None:
         """Releases everything within about half a second, also with writes in flight to a stopped peer; idempotent.
 
-        Comes after the threads that use the transport have ended; later calls raise TransportError.
+        What was told just before still leaves if the peer is there to take it. Comes after the threads that use the
+        transport have ended; later calls raise TransportError.
         """
         ...
 

@@ -184,6 +184,10 @@ class Crew:
         self._peers.append(PeerProcess(engine, name, logs, self._agents, env))
         return self._peers[-1]
 
+    def forget(self, agent: Agent) -> None:
+        """Leaves an agent alone that the test has closed."""
+        self._agents.remove(agent)
+
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
             for one in (*self._peers, *(agent.transport for agent in self._agents)):

@@ -83,6 +83,8 @@ def main() -> None:
                     answer(hex=pool[ask["offset"] : ask["offset"] + ask["nbytes"]].tobytes().hex())
                 case "tell":
                     answer(done=transport.tell(ask["peer"], bytes.fromhex(ask["tag"])))
+                case "rest":
+                    answer(done=time.sleep(ask["seconds"]))
                 case "idle":
                     answer(share=idle(transport, **ask))
     transport.close()

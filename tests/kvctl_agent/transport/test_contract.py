@@ -155,6 +155,16 @@ def test_a_released_write_still_tells_its_tag(pair: Pair) -> None:
     assert all(write.release() for write in writes)
 
 
+def test_progress_takes_no_arrivals_away(pair: Pair) -> None:
+    agent, peer = pair
+    for number in range(20):
+        peer.ask("tell", peer="writer", tag=(b"%02d" % number).hex())  # waiting for the answer lets our engine work
+    for _ in range(3):
+        agent.transport.progress()
+    assert [arrival.tag for arrival in agent.collect(20)] == [b"%02d" % number for number in range(20)]
+    assert agent.transport.arrivals() == []
+
+
 def test_connecting_again_with_equal_metadata_keeps_what_was_prepared(pair: Pair) -> None:
     agent, peer = pair
     local = agent.transport.prepare_local(agent.at(0), sizes(512))
@@ -208,11 +218,22 @@ def test_damaged_metadata_never_reaches_the_engine(pair: Pair) -> None:
         pair.agent.transport.disconnect("damaged")
 
 
+def test_what_was_told_just_before_closing_arrives(crew: Any, engine: str) -> None:
+    agent, peer = crew.agent(engine), crew.peer(engine)
+    agent.transport.connect("peer", peer.metadata)
+    peer.send("collect", count=20, timeout_s=5.0)
+    for number in range(20):
+        agent.transport.tell("peer", bytes([number]))
+    agent.transport.close()
+    crew.forget(agent)
+    assert [landed["tag"] for landed in peer.answer()["arrivals"]] == [bytes([n]).hex() for n in range(20)]
+
+
 def test_close_is_final_and_idempotent(crew: Any, engine: str) -> None:
     transport = crew.agent(engine, "short lived").transport
     transport.close()
     transport.close()
-    for call in (transport.arrivals, transport.metadata, lambda: transport.tell("x", b"t")):
+    for call in (transport.arrivals, transport.progress, transport.metadata, lambda: transport.tell("x", b"t")):
         with pytest.raises(TransportError, match=r"closed"):
             call()
 

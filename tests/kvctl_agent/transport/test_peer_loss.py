@@ -104,6 +104,28 @@ def test_a_stopped_peer_blocks_no_call_and_close_is_bounded(crew: Any, engine: s
     peer.kill()
 
 
+def test_what_was_told_and_written_to_a_stopped_peer_arrives_when_it_goes_on(crew: Any, engine: str) -> None:
+    agent, peer = crew.agent(engine), crew.peer(engine)
+    agent.transport.connect("peer", peer.metadata)
+    agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"warm"))
+    peer.collect(1)
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    tags = {b"%04d" % number + b"x" * 4000 for number in range(2500)}  # 10 MB: more than a socket holds
+    writes = []
+    for tag in sorted(tags):
+        if len(writes) < 200:
+            writes.append(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), tag))
+        else:
+            agent.transport.tell("peer", tag)
+    for write in writes:
+        write.release()
+    os.kill(peer.process.pid, signal.SIGCONT)
+    # From here on this side calls nothing but progress(), every 5 ms.
+    landed = peer.collect(len(tags), timeout_s=10.0)
+    assert {bytes.fromhex(arrival["tag"]) for arrival in landed} == tags
+    assert len(landed) == len(tags)
+
+
 def test_connecting_to_a_peer_that_is_gone_is_an_error_at_the_latest_when_writing(crew: Any, engine: str) -> None:
     agent, peer = crew.agent(engine), crew.peer(engine)
     peer.kill()

@@ -14,15 +14,15 @@ from kvctl_agent.transport.probe import LaneCost, measure_lane
 
 
 def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str) -> None:
-    one, two = crew.agent(engine), crew.agent(engine)
-    one.transport.connect("two", two.transport.metadata())
-    here, there = Region(one.addr, one.pool.nbytes), Region(two.addr, two.pool.nbytes)
+    one, two = crew.agent(engine), crew.peer(engine)  # which looks every 5 ms
+    one.transport.connect("two", two.metadata)
+    here, there = Region(one.addr, one.pool.nbytes), Region(two.addr, one.pool.nbytes)
     measure_lane(one.transport, "two", here, there)  # wires up, touches pages
     started = time.monotonic()
     cost = measure_lane(one.transport, "two", here, there)
     took = time.monotonic() - started
     assert took < 0.6  # 0.3 s on a machine of its own
-    assert two.transport.arrivals() == []
+    assert two.collect(1, timeout_s=0.05) == []
     assert cost.write_gb_per_s > 0.5
     assert 0 < cost.descriptor_us(512) <= cost.descriptor_us(4096) < 100
 

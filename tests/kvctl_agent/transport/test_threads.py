@@ -31,7 +31,7 @@ def test_every_call_may_come_from_any_thread(crew: Any, engine: str) -> None:
         tags: list[bytes] = []
         until = time.monotonic() + 30
         while len(tags) < 2 * WRITES and time.monotonic() < until:
-            tags += [arrival.tag for arrival in two.transport.arrivals()]
+            tags += [arrival.tag for arrival in two.transport.arrivals()]  # others call two.progress() meanwhile
             one.transport.arrivals()
             time.sleep(0.0001)
         stop.set()
