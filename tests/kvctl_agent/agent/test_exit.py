@@ -27,7 +27,9 @@ def test_falling_off_the_end(make_cluster: Any, socket_dir: Path, transport: str
         cluster.all("feed", "prefill", rooms=[1])
     for rank in ranks:
         code, out, err = rank.end(8)
-        assert (code, out, err) == (0, "", ""), rank.name
+        # An engine may complain that the other one is gone.
+        ours = [line for line in err.splitlines() if "UCX" not in line]
+        assert (code, out, ours) == (0, "", []), rank.name
     cluster.ranks.clear()
     left = [path.name for path in socket_dir.rglob("*") if path.is_socket()]
     assert left == []

@@ -147,12 +147,29 @@ class Ends:
         for (reader, layer, kv), image in self.image.items():
             assert np.array_equal(self.readers[reader].block(layer, kv), image), (reader, layer, kv)
 
+    def tags(self, count: int, timeout_s: float = 3.0) -> list[bytes]:
+        """The tags that arrived at the reader within a moment."""
+        got: list[bytes] = []
+        deadline = time.monotonic() + timeout_s
+        while len(got) < count and time.monotonic() < deadline:
+            self.here.progress()
+            got += [arrival.tag for arrival in self.there.arrivals()]
+        return got
+
     def fly(self, path: Path, share: Share, src: Any, dst: Any, **more: Any) -> Flight:
         """Move one part to its end and hear its tag."""
         flight = path.start(more.pop("lane", None) or self.lane(share), self.order(share, src, dst, **more))
         land(flight, self.there)
         assert self.tags(1) == [b"tag"]
         return flight
+
+
+def land(flight: Flight, there: Transport, timeout_s: float = 5.0) -> None:
+    """Drive a part to its end; the reader does its duty to let its engine work."""
+    deadline = time.monotonic() + timeout_s
+    while not flight.advance():
+        there.progress()
+        assert time.monotonic() < deadline, "the part does not end"
 
 
 @pytest.fixture(params=["nixl", "loopback"])
@@ -201,3 +218,8 @@ def ends(engine: str, buffers: StagingBuffers) -> Iterator[Callable[[Geometry], 
 @pytest.fixture
 def geometry() -> type[Geometry]:
     return Geometry
+
+
+@pytest.fixture
+def landed() -> Callable[[Flight], None]:
+    return land

@@ -150,13 +150,14 @@ class TestSlice:
 
 
 class TestAux:
-    def test_the_row_lands_in_its_slot_and_nowhere_else(self, ends: Any, geometry: Any) -> None:
+    def test_the_row_lands_in_its_slot_and_nowhere_else(self, ends: Any, geometry: Any, landed: Any) -> None:
         made = ends(geometry())
         share = made.geometry.shares()[0]
         wanted = made.readers[0].aux.copy()
         wanted[3] = made.writers[0].aux[1]
         order = made.order(None, [], [], kind=PartKind.AUX, src_aux=1, dst_aux=3)
-        made.land(AuxPath().start(made.lane(share), order))
+        landed(AuxPath().start(made.lane(share), order))
+        assert made.tags(1) == [b"tag"]
         assert np.array_equal(made.readers[0].aux, wanted)
         made.check()
 
