@@ -221,5 +221,5 @@ def geometry() -> type[Geometry]:
 
 
 @pytest.fixture
-def landed() -> Callable[[Flight], None]:
+def landed() -> Callable[..., None]:
     return land

@@ -156,7 +156,7 @@ class TestAux:
         wanted = made.readers[0].aux.copy()
         wanted[3] = made.writers[0].aux[1]
         order = made.order(None, [], [], kind=PartKind.AUX, src_aux=1, dst_aux=3)
-        landed(AuxPath().start(made.lane(share), order))
+        landed(AuxPath().start(made.lane(share), order), made.there)
         assert made.tags(1) == [b"tag"]
         assert np.array_equal(made.readers[0].aux, wanted)
         made.check()
