@@ -83,16 +83,16 @@ class TransferWorker:
         patience = _SPIN_S
         while not (stopping and not self._active):
             moved = False
-            while self._has_place() and not stopping:
-                job = self._next(idle=not self._active and not moved)
+            # One at a time: a post may be the copy itself, and what was posted before wants to be seen to its end.
+            if self._has_place() and not stopping:
+                job = self._next(idle=not self._active)
                 if job is _NOTHING:
                     self._let_engine_work()
-                    break
-                if job is None:
+                elif job is None:
                     stopping = True
-                    break
-                moved = True
-                self._begin(job)  # type: ignore[arg-type]
+                else:
+                    moved = True
+                    self._begin(job)  # type: ignore[arg-type]
             for flight in self._active[:]:
                 if self._advance(flight):
                     self._active.remove(flight)
