@@ -163,8 +163,9 @@ class Agent:
             self.ring = RingMemory((settings["staging_ring_mb"] << 20) + _SCRATCH_BYTES)
             regions.append(Region(*self.ring.region()))
         elif self.role == "prefill":
-            pieces = self._worker_count() * max(2, (settings["staging_buffer_mb"] << 20) // PIECE_BYTES)
-            self.buffers = StagingBuffers(pieces, PIECE_BYTES)
+            budget = settings["staging_buffer_mb"] << 20
+            piece_bytes = min(PIECE_BYTES, budget // 2)  # two at least: one is gathered while one is on the wire
+            self.buffers = StagingBuffers(self._worker_count() * (budget // piece_bytes), piece_bytes)
             regions.append(Region(*self.buffers.region()))
         self.transport.register(regions)
 

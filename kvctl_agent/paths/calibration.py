@@ -23,7 +23,8 @@ def measure_copies(memory: Bytes) -> CopyCost:
         memory: uint8, touched before, overwritten; larger than the caches, so that its rows are as cold as a pool's.
     """
     random = np.random.default_rng(0)
-    hot, cold = memory[:_PIECE], memory[_PIECE:]
+    piece_bytes = min(_PIECE, memory.nbytes // 2)
+    hot, cold = memory[:piece_bytes], memory[piece_bytes:]
     gather = [float("inf")] * len(_ROWS)
     scatter = [float("inf")] * len(_ROWS)
     for _ in range(_ROUNDS):
@@ -35,6 +36,7 @@ def measure_copies(memory: Bytes) -> CopyCost:
             np.take(rows, sources, out=piece, mode="clip")
             between = time.perf_counter()
             rows[targets] = piece
-            gather[place] = min(gather[place], (between - since) * 1e6)
-            scatter[place] = min(scatter[place], (time.perf_counter() - between) * 1e6)
-    return CopyCost(_ROWS, tuple(gather), tuple(scatter))
+            gather[place] = min(gather[place], between - since)
+            scatter[place] = min(scatter[place], time.perf_counter() - between)
+    us_per_mib = 1e6 * (1 << 20) / piece_bytes
+    return CopyCost(_ROWS, tuple(s * us_per_mib for s in gather), tuple(s * us_per_mib for s in scatter))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,4 +100,6 @@ class _Rank:
 
         kind = PrefillWorker if start.role == "prefill" else DecodeWorker
         self._worker = kind(start, progress)
-        return self._worker.meet(progress)
+        ready = self._worker.meet(progress)
+        gc.freeze()  # as engines do once they are up: what was made so far stays, and need not be looked at again
+        return ready
