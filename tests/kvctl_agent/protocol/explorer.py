@@ -12,7 +12,7 @@ import io
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from simulation import Broken, Item, Machine, World, direct
@@ -145,7 +145,7 @@ def _shared_at(place: int) -> object:
 
 
 class _Pickler(pickle.Pickler):
-    dispatch_table: ClassVar = copyreg.dispatch_table | dict.fromkeys(
+    dispatch_table = copyreg.dispatch_table | dict.fromkeys(
         (np.ndarray, Share, Side, ModelShape, PlanInputs, Local, Timing, msg.Introduction, msg.RoomOpen), _share
     )
 
@@ -170,7 +170,7 @@ class Budget(NamedTuple):
     restarts: tuple[str, ...] = ()
 
 
-class SmallWorld(World):
+class SmallWorld(World):  # type: ignore[misc]
     """A world whose state can be kept and compared."""
 
     def __init__(self, **options: Any) -> None:
@@ -401,9 +401,9 @@ def explore(world: SmallWorld, budget: Budget, limit: int) -> Explored:
             if before not in live:
                 live.add(before)
                 frontier.append(before)
-    for state in towards:
-        if state not in live:
-            raise Broken(f"the rooms cannot end after: {_path(way, state)}")
+    for seen in towards:
+        if seen not in live:
+            raise Broken(f"the rooms cannot end after: {_path(way, seen)}")
     return Explored(len(towards), len(good), deepest)
 
 

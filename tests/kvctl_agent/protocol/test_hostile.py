@@ -61,7 +61,7 @@ who = st.builds(
     ring_bytes=number,
 )
 tags = st.builds(
-    lambda kind, numbers, key: Tag(kind, *(n % 2**64 for n in numbers), PartKey(*key)).pack(),
+    lambda kind, numbers, key: Tag._make([kind, *(n % 2**64 for n in numbers), PartKey(*key)]).pack(),
     st.sampled_from(PartKind),
     st.tuples(number, number, number, number),
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(1, 65535)),
