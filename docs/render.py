@@ -20,6 +20,7 @@ from kvctl_agent.contract.metrics import METRICS
 HERE = Path(__file__).parent
 NOTE = "<!-- Written by docs/render.py from what the code declares: `make docs`. -->"
 HELP_COLUMNS = 100
+HELP_NAMES = ["-h", "--help"]  # as every command has them when the program runs
 GLOBAL_OPTIONS = "Global options, before or after the command:"
 
 
@@ -94,7 +95,9 @@ def command_line() -> str:
     for name in CLI_COMMANDS:
         command = load(name)
         assert command is not None
-        for path, text in helps(command, click.Context(command, info_name=f"kvctl {name}")):
+        for path, text in helps(
+            command, click.Context(command, info_name=f"kvctl {name}", help_option_names=HELP_NAMES)
+        ):
             own, _, common = text.partition("\n\n" + GLOBAL_OPTIONS)
             blocks += [f"## {path}", f"```\n{own}\n```"]
     blocks += ["## Global options", f"```\n{GLOBAL_OPTIONS}{common}\n```"]

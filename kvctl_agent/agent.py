@@ -20,17 +20,15 @@ from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import ConfigError, DeadlineExceeded, KvctlError, LocalProtocolError
+from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
 from kvctl_agent.layout.chunks import chunk_pages, prefix_pages
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.parts import PIECE_BYTES
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.base import BULK, SLICE, STAGED, Lane, Path
+from kvctl_agent.paths.base import BULK, SLICE, STAGED, Path
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
-from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.paths.chooser import AUTO, Chooser
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
@@ -47,18 +45,18 @@ from kvctl_agent.runtime.arrivals import ArrivalLoop
 from kvctl_agent.runtime.bootstrap import RegistryClient, RegistryServer
 from kvctl_agent.runtime.control import ControlLoop
 from kvctl_agent.runtime.handles import Handle, Receive, Send, page_array
+from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.mailbox import Mailbox
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Region, Transport
-from kvctl_agent.transport.probe import LaneCost, measure_lane
+from kvctl_agent.transport.probe import LaneCost
 from kvctl_agent.transport.registry import open_transport
 
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
 _MAX_ROOM = (1 << 64) - 1
-_JOB_S = 10.0
 _FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
 
 OnState = Callable[[Send | Receive, RoomState], None]
@@ -121,8 +119,6 @@ class Agent:
         self.chooser = Chooser(self.shape, pool.page_size, settings["path"], settings["staging"])
         self._handles: dict[int, Send | Receive] = {}
         self._handles_lock = threading.Lock()
-        self._lanes: dict[str, Lane] = {}
-        self._calibrating = False
         self._state: Literal["new", "running", "draining", "closed"] = "new"
         self.transport: Transport = open_transport(settings["transport"], name, _params(settings["transport_params"]))
         self._mailbox = Mailbox()
@@ -133,6 +129,7 @@ class Agent:
         self._arrivals: ArrivalLoop | None = None
         try:
             self._build_memory()
+            self.lanes = Lanes(name, self.transport, pool, self.buffers, self.chooser, self.telemetry.recorder)
             self.machine = self._build_machine()
         except BaseException:
             self.transport.close()
@@ -291,7 +288,7 @@ class Agent:
                 f"{self.name}-transfer-{number}",
                 paths,
                 AuxPath(),
-                self._lanes,
+                self.lanes.by_peer,
                 self.transport.progress,
                 self._mailbox.put,
                 self.telemetry.metrics,
@@ -455,85 +452,29 @@ class Agent:
         if path not in (AUTO, BULK, SLICE, STAGED):
             raise ConfigError(f"path {path!r}: must be auto, bulk, slice or staged")
         self.chooser.path = path
-        self._calibrate_once()
+        self.lanes.calibrate_once(self._first_worker())
 
     def measure_lane(self) -> LaneCost:
         """Prefill: measure the lane to the first connected peer, between parts.
 
         Raises:
-            LocalProtocolError: no peer with a ring is connected.
+            LocalProtocolError: no peer is connected, or it offers no memory to measure with.
             DeadlineExceeded: the transfer worker was too busy.
         """
-        result: list[LaneCost | KvctlError] = []
-        done = threading.Event()
-
-        def job() -> None:
-            try:
-                result.append(self._measure(self._first_lane()))
-            except KvctlError as error:
-                result.append(error)
-            done.set()
-
-        if self._state not in ("running", "draining") or not self.workers or not self._lanes:
+        if self._state not in ("running", "draining") or not self.workers:
             raise LocalProtocolError(f"{self.name} ({self._state}) has no lane to measure")
-        self.workers[0].put(job)
-        if not done.wait(_JOB_S):
-            raise DeadlineExceeded(f"{self.name}: the transfer worker did not measure the lane within {_JOB_S:g} s")
-        if isinstance(result[0], KvctlError):
-            raise result[0]
-        return result[0]
+        return self.lanes.measure(self.workers[0])
 
-    def _first_lane(self) -> Lane:
-        for lane in list(self._lanes.values()):
-            return lane
-        raise LocalProtocolError(f"{self.name} has no lane to measure: its peers are gone")
-
-    def _measure(self, lane: Lane) -> LaneCost:
-        peer = self.machine.peers.get(lane.peer)
-        who = peer.who if peer is not None else None
-        if who is None or not who.scratch_bytes or self.buffers is None:
-            raise LocalProtocolError(f"{lane.peer} offers no scratch memory to measure the lane with")
-        scratch = Region(who.scratch_base, who.scratch_bytes)
-        # Read from the pool where it is large: its pages are as cold as those that will be sent.
-        sources = [*self.pool.regions(), self.buffers.region()]
-        source = max(sources, key=lambda region: region.nbytes)
-        return measure_lane(self.transport, lane.peer, Region(*source), scratch)
-
-    def _calibrate_once(self) -> None:
-        """Have a worker measure, when the first peer is there and costs decide; the first rooms wait for it."""
-        costs_decide = self.chooser.path == AUTO and self.chooser.staging == "auto"
-        if costs_decide and self.workers and self._lanes and not self._calibrating:
-            self._calibrating = True
-            self.workers[0].put(self._calibrate)
-
-    def _calibrate(self) -> None:
-        """On a worker: what `auto` decides by."""
-        assert self.buffers is not None
-        if self.chooser.lane is not None:
-            return
-        try:
-            lane = self._first_lane()
-            cost = self._measure(lane)
-        except KvctlError as error:
-            self.telemetry.recorder.record("calibration", f"auto stages everything: {error}", "warning")
-            return
-        self.chooser.copy = measure_copies(self.buffers.whole())
-        self.chooser.lane = cost
-        text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
-        self.telemetry.recorder.record("calibration", f"lane to {lane.peer}: {text}")
+    def _first_worker(self) -> TransferWorker | None:
+        return self.workers[0] if self.workers else None
 
     # ---- the control loop's hands -----------------------------------------------------------------------------
 
     def connect_peer(self, action: ev.ConnectPeer) -> None:
-        who = action.who
-        theirs = PoolAddresses.from_wire(who.pool)
-        self.transport.connect(action.peer, who.metadata)
-        self._lanes[action.peer] = Lane(action.peer, self.transport, self.pool, theirs, who.ring_base)
-        self._calibrate_once()
+        self.lanes.connect(action.peer, action.who, self._first_worker())
 
     def drop_peer(self, peer: str) -> None:
-        self._lanes.pop(peer, None)
-        self.transport.disconnect(peer)
+        self.lanes.drop(peer)
 
     def state_changed(self, action: ev.StateChanged) -> None:
         handle = self._handles.get(action.room)

@@ -68,10 +68,6 @@ class StagingBuffers:
         """What the transport registers."""
         return self._slab.region
 
-    def whole(self) -> Bytes:
-        """All buffers as one array, for measuring before any is in use."""
-        return self._slab.array
-
     def close(self) -> None:
         """Release the slab; idempotent. Writes from it must have ended."""
         with self._lock:

@@ -10,7 +10,7 @@ from kvctl_agent.memory.slab import Bytes
 from kvctl_agent.paths.chooser import CopyCost
 
 _ROWS = (256, 512, 1024, 2048, 8192, 32768)
-_PIECE = 1 << 20
+_PIECE = 1 << 20  # so that seconds are seconds per MiB
 _ROUNDS = 6
 
 
@@ -23,8 +23,7 @@ def measure_copies(memory: Bytes) -> CopyCost:
         memory: uint8, touched before, overwritten; larger than the caches, so that its rows are as cold as a pool's.
     """
     random = np.random.default_rng(0)
-    piece_bytes = min(_PIECE, memory.nbytes // 2)
-    hot, cold = memory[:piece_bytes], memory[piece_bytes:]
+    hot, cold = memory[:_PIECE], memory[_PIECE:]
     gather = [float("inf")] * len(_ROWS)
     scatter = [float("inf")] * len(_ROWS)
     for _ in range(_ROUNDS):
@@ -38,5 +37,4 @@ def measure_copies(memory: Bytes) -> CopyCost:
             rows[targets] = piece
             gather[place] = min(gather[place], between - since)
             scatter[place] = min(scatter[place], time.perf_counter() - between)
-    us_per_mib = 1e6 * (1 << 20) / piece_bytes
-    return CopyCost(_ROWS, tuple(s * us_per_mib for s in gather), tuple(s * us_per_mib for s in scatter))
+    return CopyCost(_ROWS, tuple(seconds * 1e6 for seconds in gather), tuple(seconds * 1e6 for seconds in scatter))

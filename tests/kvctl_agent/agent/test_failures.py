@@ -449,7 +449,7 @@ class TestCalibration:
         agent.buffers.release(held.pop())
         agent.chooser.lane = None
         done = threading.Event()
-        agent.workers[0].put(lambda: (agent._calibrate(), done.set()))
+        agent.workers[0].put(lambda: (agent.lanes.calibrate(), done.set()))
         assert done.wait(5)
         assert agent.chooser.lane is not None
         for buffer in held:

@@ -9,7 +9,7 @@ import pytest
 
 from kvctl_agent.layout.plan import Share
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.buffers import StagingBuffers
+from kvctl_agent.memory.slab import Slab
 from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.paths.chooser import Chooser, CopyCost
 from kvctl_agent.transport.probe import LaneCost
@@ -130,9 +130,8 @@ class TestCopyCost:
 
     def test_measured_on_this_machine_it_is_a_rate_of_memory(self) -> None:
         """Between a thousandth and a thousand times what memory does, and no larger rows dearer than tiny ones."""
-        buffers = StagingBuffers(16, 1 << 20)
-        cost = measure_copies(buffers.whole())
-        buffers.close()
+        with Slab(16 << 20) as memory:
+            cost = measure_copies(memory.array)
         assert list(cost.row_bytes) == sorted(cost.row_bytes)
         for rates in (cost.gather_us_per_mib, cost.scatter_us_per_mib):
             assert len(rates) == len(cost.row_bytes)

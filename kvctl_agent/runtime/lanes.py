@@ -1,0 +1,129 @@
+"""A prefill rank's lanes: which peers can be written to, and what writing to them costs.
+
+The control loop connects and drops; measuring runs on a transfer worker between parts, since a lane that is busy
+cannot be measured and one that is being measured should not be in use.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from kvctl_agent.errors import DeadlineExceeded, KvctlError, LocalProtocolError
+from kvctl_agent.memory.addresses import PoolAddresses
+from kvctl_agent.memory.buffers import StagingBuffers
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.slab import Slab
+from kvctl_agent.paths.base import Lane
+from kvctl_agent.paths.calibration import measure_copies
+from kvctl_agent.paths.chooser import AUTO, Chooser
+from kvctl_agent.protocol.messages import Introduction
+from kvctl_agent.runtime.worker import TransferWorker
+from kvctl_agent.telemetry.recorder import FlightRecorder
+from kvctl_agent.transport.base import Region, Transport
+from kvctl_agent.transport.probe import LaneCost, measure_lane
+
+_MEASURE_S = 10.0
+_COPIES_BYTES = 64 << 20  # larger than the caches
+
+
+class Lanes:
+    """Lanes by peer, and the calibration of the chooser by the first of them.
+
+    Attributes:
+        by_peer: written by the control loop alone; an entry is replaced and never changed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        pool: KVPool,
+        buffers: StagingBuffers | None,
+        chooser: Chooser,
+        recorder: FlightRecorder,
+    ) -> None:
+        self.by_peer: dict[str, Lane] = {}
+        self._scratch: dict[str, Region] = {}
+        self._name = name
+        self._transport = transport
+        self._pool = pool
+        self._buffers = buffers
+        self._chooser = chooser
+        self._recorder = recorder
+        self._calibrating = False
+
+    def connect(self, peer: str, who: Introduction, worker: TransferWorker | None) -> None:
+        """Make `peer` writable; raises KvctlError where it cannot be."""
+        theirs = PoolAddresses.from_wire(who.pool)
+        self._transport.connect(peer, who.metadata)
+        self._scratch[peer] = Region(who.scratch_base, who.scratch_bytes)
+        self.by_peer[peer] = Lane(peer, self._transport, self._pool, theirs, who.ring_base)
+        self.calibrate_once(worker)
+
+    def drop(self, peer: str) -> None:
+        """Forget `peer`; unknown names are fine."""
+        self.by_peer.pop(peer, None)
+        self._scratch.pop(peer, None)
+        self._transport.disconnect(peer)
+
+    def measure(self, worker: TransferWorker) -> LaneCost:
+        """Measure the lane to the first connected peer, between parts.
+
+        Raises:
+            LocalProtocolError: no peer is connected, or it offers no memory to measure with.
+            DeadlineExceeded: the transfer worker was too busy.
+        """
+        result: list[LaneCost | KvctlError] = []
+        done = threading.Event()
+
+        def job() -> None:
+            try:
+                result.append(self._measure(self._first()))
+            except KvctlError as error:
+                result.append(error)
+            done.set()
+
+        self._first()
+        worker.put(job)
+        if not done.wait(_MEASURE_S):
+            raise DeadlineExceeded(f"{self._name}: the transfer worker measured no lane within {_MEASURE_S:g} s")
+        if isinstance(result[0], KvctlError):
+            raise result[0]
+        return result[0]
+
+    def calibrate_once(self, worker: TransferWorker | None) -> None:
+        """Have the worker measure, when the first peer is there and costs decide; the first rooms wait for it."""
+        costs_decide = self._chooser.path == AUTO and self._chooser.staging == "auto"
+        if costs_decide and worker is not None and self.by_peer and not self._calibrating:
+            self._calibrating = True
+            worker.put(self.calibrate)
+
+    def calibrate(self) -> None:
+        """On a worker: what `auto` decides by."""
+        if self._chooser.lane is not None:
+            return
+        try:
+            lane = self._first()
+            cost = self._measure(lane)
+        except KvctlError as error:
+            self._recorder.record("calibration", f"auto stages everything: {error}", "warning")
+            return
+        with Slab(_COPIES_BYTES) as memory:
+            self._chooser.copy = measure_copies(memory.array)
+        self._chooser.lane = cost
+        text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
+        self._recorder.record("calibration", f"lane to {lane.peer}: {text}")
+
+    def _first(self) -> Lane:
+        for lane in list(self.by_peer.values()):
+            return lane
+        raise LocalProtocolError(f"{self._name} has no lane to measure: no peer is connected")
+
+    def _measure(self, lane: Lane) -> LaneCost:
+        scratch = self._scratch.get(lane.peer)
+        if scratch is None or not scratch.nbytes or self._buffers is None:
+            raise LocalProtocolError(f"{lane.peer} offers no scratch memory to measure the lane with")
+        # Read from the pool where it is large: its pages are as cold as those that will be sent.
+        sources = [*self._pool.regions(), self._buffers.region()]
+        source = max(sources, key=lambda region: region.nbytes)
+        return measure_lane(self._transport, lane.peer, Region(*source), scratch)
