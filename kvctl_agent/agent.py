@@ -363,6 +363,7 @@ class Agent:
         if self._arrivals is not None:
             ended &= self._arrivals.close(max(0.1, deadline - time.monotonic()))
         if self._control is not None:
+            self._mailbox.put(ev.Leave(ended and all(worker.drained for worker in self.workers)))
             ended &= self._control.close(max(0.1, deadline - time.monotonic()))
         for handle in list(self._handles.values()):
             # Not released: whoever writes to these pages has not said that nothing is in flight.

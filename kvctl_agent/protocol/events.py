@@ -160,6 +160,12 @@ class Scattered(Event, frozen=True):
     at_ns: int
 
 
+class Leave(Event, frozen=True):
+    """This agent is closing: nobody need wait for its silence. `drained`: no write of ours is in flight."""
+
+    drained: bool
+
+
 class Tick(Event, frozen=True):
     """Time passed."""
 

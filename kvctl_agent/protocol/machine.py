@@ -112,6 +112,14 @@ class Machine:
         if peer is not None and peer.incarnation == event.incarnation and not peer.proven_dead:
             self._lose(peer, proven=True, text=event.text)
 
+    def on_leave(self, event: ev.Leave) -> None:
+        for peer in self.peers.values():
+            if peer.usable:
+                self.act(ev.Send(peer.name, msg.Bye(event.drained)))
+
+    def on_bye(self, peer: Peer, message: msg.Bye) -> None:
+        self._lose(peer, proven=message.drained, text="it was closed")
+
     def on_tick(self, event: ev.Tick) -> None:
         for peer in list(self.peers.values()):
             changed = peer.check(self.now_ns)

@@ -256,6 +256,12 @@ class RoomDrained(Message, frozen=True, tag="room-drained"):
     nonce: U64
 
 
+class Bye(Message, frozen=True, tag="bye"):
+    """Both ways, the last message of a life; `drained`: no write is in flight, so it is as good as proof of death."""
+
+    drained: bool
+
+
 AnyMessage = (
     Hello
     | HelloAck
@@ -277,4 +283,5 @@ AnyMessage = (
     | Ack
     | RoomAbort
     | RoomDrained
+    | Bye
 )

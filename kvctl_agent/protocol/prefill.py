@@ -435,12 +435,24 @@ class PrefillMachine(PrefillRooms):
         self._progress(room)
 
     def _never_opened(self, message: msg.RoomAbort) -> None:
-        """Its RoomOpen was lost: our engine, which waits for it or is yet to come, must not wait for ever."""
-        room = self.rooms.get(message.room)
-        if room is None and message.room not in self._ended:
-            room = self._new_room(message.room)
-        if room is not None and not room.opened:
-            self._fail(room, _failure_of(message))
+        """Its RoomOpen was lost: our engine, which waits for it or is yet to come, must not wait for ever.
+
+        Not at once, though: the number may be that of another dp group's room, whose opening is on its way.
+        """
+        if message.room not in self._ended and len(self._aborted) < MAX_LEGS:
+            due_ns = self.now_ns + self.timing.resend_ns
+            self._aborted.setdefault(message.room, (due_ns, _failure_of(message)))
+
+    def _end_aborted(self) -> None:
+        for number, (due_ns, failure) in list(self._aborted.items()):
+            if self.now_ns < due_ns:
+                return  # in the order of their coming
+            del self._aborted[number]
+            room = self.rooms.get(number)
+            if room is None and number not in self._ended:
+                room = self._new_room(number)
+            if room is not None and not room.opened:
+                self._fail(room, failure)
 
     def on_ack(self, peer: Peer, message: msg.Ack) -> None:
         found = self._find(peer, message.room, message.nonce)
@@ -458,6 +470,7 @@ class PrefillMachine(PrefillRooms):
             if now - ended.at_ns < self.timing.bootstrap_ns and len(self._ended) < MAX_LEGS:
                 break
             del self._ended[number]
+        self._end_aborted()
         for leg in list(self._legs.values()):
             if now >= leg.resend_ns > 0 and (room := self.rooms.get(leg.room)) is not None:
                 self._resend(room, leg)

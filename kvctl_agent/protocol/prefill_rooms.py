@@ -59,6 +59,7 @@ class PrefillRooms(Machine):
         self._parked: dict[str, dict[tuple[int, int, PartKey], tuple[Leg, Part]]] = {}
         self._graves: Tombstones[Failure | None] = Tombstones(timing.bootstrap_ns)  # how the room failed, if it did
         self._deadlines_due_ns = 0
+        self._aborted: dict[int, tuple[int, Failure]] = {}  # rooms aborted before they were opened: when to believe it
         self._ended: dict[int, Ended] = {}  # rooms that ended before all who take part had come, oldest first
 
     @property

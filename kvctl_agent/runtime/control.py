@@ -107,12 +107,9 @@ class ControlLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                ready = self._poll()
-                try:
-                    self._turn(ready)
-                except Exception as error:
-                    self._record_bug(error)
+                self._try_turn(self._poll())
                 self._pause()
+            self._try_turn(frozenset())  # what was put before we were told to stop
         finally:
             self._links.flush(everything=True)
             self._release()
@@ -134,6 +131,12 @@ class ControlLoop:
                 self._poller.register(socket, zmq.POLLIN)
         due = min(self._tick_ns, self._links.due_ns or self._tick_ns)
         return dict(self._poller.poll(max(0, (due - time.monotonic_ns()) // 1_000_000 + 1))).keys()
+
+    def _try_turn(self, ready: Set[Any]) -> None:
+        try:
+            self._turn(ready)
+        except Exception as error:
+            self._record_bug(error)
 
     def _turn(self, ready: Set[Any]) -> None:
         for event in self._mailbox.take():

@@ -81,14 +81,17 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, max_
     return socket
 
 
-def close(socket: zmq.Socket[bytes]) -> None:
-    """Close a bound socket, and remove its path, which libzmq leaves behind; while we hold it nobody else can."""
+def close(socket: zmq.Socket[bytes], linger_ms: int = _LINGER_MS) -> None:
+    """Close a bound socket, and remove its path, which libzmq leaves behind; while we hold it nobody else can.
+
+    `linger_ms`: how long what was sent may still take to leave, once the context ends.
+    """
     if socket.closed:
         return
     endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     if endpoint.startswith("ipc://"):
         Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-    socket.close(_LINGER_MS)
+    socket.close(linger_ms)
 
 
 def connect(

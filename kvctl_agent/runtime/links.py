@@ -25,6 +25,8 @@ _MAX_NAME_BYTES = 255
 # RoomDone too: pages are released when the parts are sent, and nobody decodes on a prefill rank.
 _PATIENT = (Ack, PartAck, RoomDone)
 _PATIENCE_NS = 5_000_000
+# The last frames say that rooms have failed; without this the context drops what is not on the wire yet.
+_GOODBYE_MS = 200
 
 
 class Links:
@@ -168,9 +170,9 @@ class Links:
 
     def close(self) -> None:
         if self._router is not None:
-            endpoints.close(self._router)
+            endpoints.close(self._router, _GOODBYE_MS)
         for dealer in self._dealers.values():
-            dealer.close(0)
+            dealer.close(_GOODBYE_MS)
         self._dealers.clear()
         self._router = None
 

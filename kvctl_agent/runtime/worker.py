@@ -67,6 +67,11 @@ class TransferWorker:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def drained(self) -> bool:
+        """No write of ours is in flight."""
+        return not self._active and not self._draining
+
     def put(self, job: Job) -> None:
         """Queue a part, or something to run on this thread between parts."""
         self._jobs.put(job)

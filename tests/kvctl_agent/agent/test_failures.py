@@ -349,6 +349,7 @@ class TestClose:
         for room in rooms[::2]:
             for send in room.sends:
                 send.pages(room.src[:2])
+        wait(lambda: all(send.state > RoomState.BOOTSTRAPPING for room in rooms for send in room.sends))
         agent = fleet.prefill[1] if side == "prefill" else fleet.decode[0]
         since = time.monotonic()
         agent.close(4)
@@ -358,6 +359,18 @@ class TestClose:
             for error in room.errors():
                 assert error["text"] == f"agent {agent.name} is closing"
                 assert (error["rank"], error["code"]) == (agent.name, "ABORTED")
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    def test_a_room_that_meets_a_closing_agent_fails_on_the_others_at_once(
+        self, make_fleet: Any, transport: str, side: str
+    ) -> None:
+        """Its opening may come too late to be answered; nobody waits for the silence of an agent that said goodbye."""
+        fleet = make_fleet(transport, prefill=(1, 1)).start()
+        agent, other = (fleet.prefill[0], fleet.decode[0]) if side == "prefill" else (fleet.decode[0], fleet.prefill[0])
+        agent.close(4)
+        wait(lambda: other.machine.peers[agent.name].state == "lost", 2)
+        assert other.machine.peers[agent.name].proven_dead
+        assert "it was closed" in other.machine.peers[agent.name].last_error
 
     def test_with_every_peer_gone_it_still_ends(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 1)).start()

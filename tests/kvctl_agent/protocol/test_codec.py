@@ -38,6 +38,7 @@ EVERY: list[msg.Message] = [
     msg.Ack(1, 2, "room-done"),
     msg.RoomAbort(1, 2, "decode-0", "CODE", 3, "text"),
     msg.RoomDrained(1, 2),
+    msg.Bye(True),
 ]
 
 
