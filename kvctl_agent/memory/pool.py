@@ -17,6 +17,7 @@ import numpy as np
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.head_slice import HeadSlice
+from kvctl_agent.memory.parts import PartLayout
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.slab import Bytes, Slab
 
@@ -222,6 +223,18 @@ class KVPool:
                 )
             found = self._slices[head, heads] = HeadSlice(self._blocks, self._addresses, head, heads)
         return found
+
+    def part_layout(self, first_layer: int, num_layers: int, num_pages: int, heads: int) -> PartLayout:
+        """How a part of these layers (the pool's own numbers), pages and heads lies in its contiguous region."""
+        return PartLayout(
+            first_layer=first_layer,
+            num_layers=num_layers,
+            num_pages=num_pages,
+            page_size=self.page_size,
+            heads=heads,
+            k_row_bytes=self.k_dim * self.dtype_bytes,
+            v_row_bytes=self.v_dim * self.dtype_bytes,
+        )
 
     def regions(self) -> list[Region]:
         """What a transport registers: one region per slab, or per run of tensors that touch."""

@@ -94,14 +94,10 @@ class Flight(ABC):
         order = self.order
         gathered = self.began_ns + self.gather_ns
         posted = gathered + self.post_ns
-        return {
-            "ready": order.ready_ns,
-            "gate": max(order.ready_ns, order.opened_ns),
-            "queue": self.began_ns,
-            "gather": gathered,
-            "post": posted,
-            "wire": max(time.monotonic_ns(), posted),
-        }
+        moments = {"ready": order.ready_ns, "gate": max(order.ready_ns, order.opened_ns), "queue": self.began_ns}
+        if self.gather_ns:
+            moments["gather"] = gathered
+        return {**moments, "post": posted, "wire": max(time.monotonic_ns(), posted)}
 
 
 class WriteFlight(Flight):

@@ -17,7 +17,7 @@ from kvctl_agent.layout.plan import Share
 from kvctl_agent.memory.buffers import Buffer, StagingBuffers
 from kvctl_agent.memory.copy import gather_piece
 from kvctl_agent.memory.crew import CopyCrew
-from kvctl_agent.memory.parts import PIECE_BYTES, PartLayout
+from kvctl_agent.memory.parts import PIECE_BYTES
 from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.paths.base import Flight, Lane
 from kvctl_agent.protocol.events import Transfer
@@ -35,18 +35,10 @@ class StagedFlight(Flight):
         self, lane: Lane, order: Transfer, buffers: StagingBuffers, crew: CopyCrew, share: Share, grant: Grant
     ) -> None:
         super().__init__(lane, order, time.monotonic_ns())
-        pool = lane.pool
-        layout = PartLayout(
-            first_layer=order.key.lo,
-            num_layers=order.key.hi - order.key.lo,
-            num_pages=len(order.src_pages),
-            page_size=pool.page_size,
-            heads=share.heads,
-            k_row_bytes=pool.k_dim * pool.dtype_bytes,
-            v_row_bytes=pool.v_dim * pool.dtype_bytes,
-        )
+        pool, key = lane.pool, order.key
+        layout = pool.part_layout(key.lo, key.hi - key.lo, len(order.src_pages), share.heads)
         if layout.region_bytes > grant.end - grant.offset:
-            raise MemoryLayoutError(f"{order.key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")
+            raise MemoryLayoutError(f"{key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")
         self._buffers = buffers
         self._crew = crew
         self._rows = RowIndex(pool, order.src_pages, share.src_head, share.heads)

@@ -16,7 +16,6 @@ from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copy import scatter_piece
 from kvctl_agent.memory.crew import CopyCrew
-from kvctl_agent.memory.parts import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.protocol.events import Arrived, Event, Scatter, Scattered
@@ -127,16 +126,8 @@ class ArrivalLoop:
             self._telemetry.recorder.record("scatter", f"{order.key}: {error}", "error", order.room)
 
     def _scatter(self, order: Scatter) -> None:
-        share, pool = order.share, self._pool
-        layout = PartLayout(
-            first_layer=order.key.lo,
-            num_layers=order.key.hi - order.key.lo,
-            num_pages=len(order.pages),
-            page_size=pool.page_size,
-            heads=share.heads,
-            k_row_bytes=pool.k_dim * pool.dtype_bytes,
-            v_row_bytes=pool.v_dim * pool.dtype_bytes,
-        )
+        share, pool, key = order.share, self._pool, order.key
+        layout = pool.part_layout(key.lo, key.hi - key.lo, len(order.pages), share.heads)
         assert self._ring is not None
         rows = RowIndex(pool, order.pages, share.dst_head, share.heads)
         region = self._ring.view(order.offset, layout.region_bytes)
