@@ -212,7 +212,7 @@ class Observer:
             metrics.set("kvctl_ring_size_bytes", use["size_bytes"])
             metrics.set("kvctl_ring_used_bytes", use["used_bytes"])
             metrics.set("kvctl_ring_high_water_bytes", use["high_water_bytes"])
-            metrics.set("kvctl_quarantined_bytes", agent.machine.book.quarantined_bytes)
+            metrics.set("kvctl_quarantined_bytes", agent.machine.quarantined_bytes)
         return metrics.snapshot()
 
     # ---- parts ------------------------------------------------------------------------------------------------
