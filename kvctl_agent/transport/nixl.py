@@ -160,25 +160,27 @@ class NixlTransport:
         remote_index: Indices,
         tag: bytes | None,
     ) -> NixlWrite:
-        known = self._peer(peer)
-        if not isinstance(local, NixlPrepared) or local.owner is not None or local.handle is None:
-            raise TransportError("nixl: the local list is not one of our own memory")
-        if not isinstance(remote, NixlPrepared) or remote.owner is not known or remote.handle is None:
-            raise TransportError(f"nixl: the remote list does not belong to peer {peer!r} as connected now")
-        try:
-            # NIXL merges neighbours here, and only here (`createXferReq` does not): 30,000 contiguous rows of
-            # 512 bytes are one copy of 1 ms instead of 30,000 of 2.4 µs each.
-            handle = self._agent.makeXferReq(
-                self._engine.binding.NIXL_WRITE,
-                local.handle,
-                np.ascontiguousarray(local_index, np.int32),
-                remote.handle,
-                np.ascontiguousarray(remote_index, np.int32),
-                check_tag(tag) if tag is not None else b"",
-                [],
-            )
-        except self._engine.errors as error:
-            raise self._error(error, f"cannot prepare a write of {len(local_index)} descriptors", known) from error
+        # A disconnect on another thread frees the lists: not between the check and the request, which copies them.
+        with self._peers_lock:
+            known = self._peer(peer)
+            if not isinstance(local, NixlPrepared) or local.owner is not None or local.handle is None:
+                raise TransportError("nixl: the local list is not one of our own memory")
+            if not isinstance(remote, NixlPrepared) or remote.owner is not known or remote.handle is None:
+                raise TransportError(f"nixl: the remote list does not belong to peer {peer!r} as connected now")
+            try:
+                # NIXL merges neighbours here, and only here (`createXferReq` does not): 30,000 contiguous rows of
+                # 512 bytes are one copy of 1 ms instead of 30,000 of 2.4 µs each.
+                handle = self._agent.makeXferReq(
+                    self._engine.binding.NIXL_WRITE,
+                    local.handle,
+                    np.ascontiguousarray(local_index, np.int32),
+                    remote.handle,
+                    np.ascontiguousarray(remote_index, np.int32),
+                    check_tag(tag) if tag is not None else b"",
+                    [],
+                )
+            except self._engine.errors as error:
+                raise self._error(error, f"cannot prepare a write of {len(local_index)} descriptors", known) from error
         return self._in_flight.post(known, handle, local.bytes_of(local_index), len(local_index))
 
     def tell(self, peer: str, tag: bytes) -> None:
