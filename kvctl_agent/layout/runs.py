@@ -46,9 +46,3 @@ def page_run_arrays(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> PageR
     breaks = np.flatnonzero((step != 1) | (np.diff(dst) != 1)) + 1
     first = np.concatenate((np.zeros(min(1, src.size), dtype=np.int64), breaks))
     return PageRuns(src[first], dst[first], np.diff(first, append=src.size))
-
-
-def page_runs(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> list[tuple[int, int, int]]:
-    """`page_run_arrays` as (source page, destination page, count) of plain numbers."""
-    runs = page_run_arrays(src_pages, dst_pages)
-    return list(zip(runs.src_first.tolist(), runs.dst_first.tolist(), runs.counts.tolist(), strict=True))

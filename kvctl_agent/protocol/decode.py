@@ -45,7 +45,6 @@ class DecodeMachine(DecodeRooms):
             event.aux_index,
         )
         room = self.rooms[event.room] = RecvRoom(opening, event.pages, record, self.now_ns)
-        self._expecting += 1
         self._state(room, RoomState.BOOTSTRAPPING)
         for name in self.roster:
             if self.peers[name].state is PeerState.REFUSED:

@@ -34,7 +34,6 @@ class DecodeRooms(Machine):
         self.book = StagingBook(local.ring_bytes)
         self.rooms: dict[int, RecvRoom] = {}
         self.roster: tuple[str, ...] = ()
-        self._expecting = 0
         self._graves: Tombstones[bool] = Tombstones(timing.bootstrap_ns)  # whether the room had succeeded
 
     @property
@@ -86,7 +85,6 @@ class DecodeRooms(Machine):
         room.since_ns = self.now_ns
         room.record.state(state, self.now_ns)
         if state.finished:
-            self._expecting -= 1
             room.record.finish(self.now_ns)
         self.act(ev.StateChanged(room.room, state, room.failure))
 

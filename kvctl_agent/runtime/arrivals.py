@@ -1,7 +1,8 @@
 """The arrival loop of a decode rank: hears tags, scatters landed parts.
 
 Engines have no way to wake us, so it looks: often while bytes are expected, seldom otherwise. Looking costs about
-10 µs, and several ranks share a core, so the pause grows with the time since the last arrival.
+10 µs, and several ranks share a core, so the pause grows with the time since the last arrival. The pause is part of a
+writer's latency too: UCX acknowledges a flushed write only when the reader looks.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvctl_agent.contract.snapshots import Role
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.metrics import Metrics
 from kvctl_agent.telemetry.rates import Latencies, SpanRate
@@ -64,7 +63,3 @@ class Telemetry:
         self.metrics.add("kvctl_part_bytes_total", nbytes, path)
         first = min(moments.values())
         self.rate.add(first, last, nbytes)
-
-    @staticmethod
-    def ended(record: RoomRecord) -> bool:
-        return record.state_now in (RoomState.SUCCESS, RoomState.FAILED)

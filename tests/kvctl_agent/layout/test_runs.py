@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.runs import page_run_arrays, page_runs
+from kvctl_agent.layout.runs import page_run_arrays
+
+
+def page_runs(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> list[tuple[int, int, int]]:
+    """`page_run_arrays` as (source page, destination page, count) of plain numbers."""
+    runs = page_run_arrays(src_pages, dst_pages)
+    return list(zip(runs.src_first.tolist(), runs.dst_first.tolist(), runs.counts.tolist(), strict=True))
 
 
 def test_pages_merge_only_where_they_are_neighbours_on_both_sides() -> None:
