@@ -15,6 +15,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 STAMP := $(VENV)/.setup-done
 TORCH := torch==2.13.0
+# Mooncake has a wheel for machines without CUDA; the others cannot be imported there. All share one folder.
+MOONCAKE := $(if $(wildcard /proc/driver/nvidia),mooncake,mooncake-cpu)
 # Mooncake loads these; NIXL runs without them.
 LIBRARIES := libibverbs1 libnuma1 libcurl4
 PYTEST_ARGS ?=
@@ -22,7 +24,7 @@ PYTEST_ARGS ?=
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## make .venv with CPU torch, NIXL and the tools; again only when pyproject.toml or constraints.txt change
+setup: $(STAMP)  ## make .venv with CPU torch, NIXL, Mooncake and the tools; again only when pyproject.toml or constraints.txt change
 	@echo "setup: $(VENV) is ready"
 
 bench: $(STAMP)  ## move KV from 4 TP prefill ranks to 4 DP decode ranks over NIXL, verify every byte, print the table
@@ -66,8 +68,8 @@ ifneq ($(WHOLE),yes)
 endif
 	@echo "setup: installing $(TORCH)"
 	@$(PIP) install $(TORCH)
-	@echo "setup: installing kvctl with its agent, NIXL and the development tools"
-	@$(PIP) install -c constraints.txt -e '.[agent,nixl,dev]'
+	@echo "setup: installing kvctl with its agent, NIXL, Mooncake and the development tools"
+	@$(PIP) install -c constraints.txt -e '.[agent,nixl,$(MOONCAKE),dev]'
 	@missing=(); \
 	for package in $(LIBRARIES); do \
 		dpkg-query -W -f '$${Status}' "$$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$$package"); \

@@ -8,29 +8,64 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
+from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copy import gather_piece, scatter_piece
 from kvctl_agent.memory.crew import CopyCrew, copy_threads
 from kvctl_agent.memory.floor import memcpy_gb_per_s
-from kvctl_agent.memory.parts import PartLayout, Piece
+from kvctl_agent.memory.parts import Piece
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
 
 PAGE_SIZE = 16
-POOL_HEADS = 8
+POOL_BYTES = 192 << 20  # six times the cache, so that random pages miss
 ROUND_BYTES = 64 << 20
 REPEATS = 5
 
+PLAIN = ModelShape(num_layers=1, num_kv_heads=8, k_dim=128, v_dim=128, dtype_bytes=2)
+DEEP = replace(PLAIN, num_layers=32)
 
-def case_pool(row_bytes: int) -> KVPool:
-    """A pool of one layer, 2 x 96 MiB: six times the cache, so that random pages miss."""
-    pages = (96 << 20) // (PAGE_SIZE * POOL_HEADS * row_bytes)
-    return KVPool.allocate(1, pages, PAGE_SIZE, POOL_HEADS, POOL_HEADS, row_bytes // 2, row_bytes // 2, 2)
+
+class Case(NamedTuple):
+    """What one line measures: some heads of some pages of a model's KV."""
+
+    name: str
+    shape: ModelShape
+    heads: int
+    contiguous: bool = False
+    pages: int | None = None  # None: as many as make a round
+
+
+CASES = (
+    Case("256 B rows (1 of 8 heads)", PLAIN, 1),
+    Case("512 B rows (2 of 8 heads)", PLAIN, 2),
+    Case("768 B rows (3 of 8 heads)", PLAIN, 3),
+    Case("1 KiB rows (4 of 8 heads)", PLAIN, 4),
+    Case("whole 32 KiB pages", PLAIN, 8),
+    Case("512 B rows, pages in one run", PLAIN, 2, contiguous=True),
+    Case("whole pages in one run", PLAIN, 8, contiguous=True),
+    Case("4 pages of 32 layers, 2 of 8 heads", DEEP, 2, pages=4),
+    Case("4 pages of 32 layers, whole", DEEP, 8, pages=4),
+    Case("K 192, V 128, scales, 2 of 8 heads", replace(PLAIN, k_dim=192, k_scale_bytes=4, v_scale_bytes=4), 2),
+    Case("latents of 1,152 B", ModelShape(1, 1, 576, 0, 2, kind="mla"), 1),
+    Case("4 pages of 32 layers of latents", ModelShape(32, 1, 576, 0, 2, kind="mla"), 1, pages=4),
+)
+
+
+def case_pool(shape: ModelShape) -> KVPool:
+    """A pool of `POOL_BYTES`."""
+    whole = held(shape, PAGE_SIZE, Side(), Coord(0, 0, 0, 0))
+    page_bytes = shape.num_layers * shape.num_kv_heads * whole[0].segment.page_head_bytes
+    return KVPool.allocate(whole, PAGE_SIZE, POOL_BYTES // page_bytes)
 
 
 def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
@@ -44,13 +79,15 @@ def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
     return median(rates)
 
 
-def measure(pool: KVPool, heads: int, contiguous: bool, piece_bytes: int, threads: int) -> tuple[float, float, float]:
+def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[float, float, float]:
     """(gather, scatter, gather + copy to the ring + scatter) in GB/s of payload."""
-    row_bytes = pool.k_dim * pool.dtype_bytes
-    count = min(pool.num_pages, ROUND_BYTES // (2 * PAGE_SIZE * heads * row_bytes))
-    order = np.arange(count) if contiguous else np.random.default_rng(0).permutation(pool.num_pages)[:count]
-    rows = RowIndex(pool, order, head=0 if heads == POOL_HEADS else 1, heads=heads)
-    part = PartLayout(0, 1, count, PAGE_SIZE, heads, row_bytes, row_bytes)
+    (memory,) = pool.segments
+    layers, total, heads = memory.held.num_layers, memory.num_slots, case.heads
+    each = layers * heads * memory.held.segment.page_head_bytes
+    count = case.pages or min(total, ROUND_BYTES // each)
+    order = np.arange(count) if case.contiguous else np.random.default_rng(0).permutation(total)[:count]
+    rows = RowIndex(memory, order, head=0 if heads == memory.held.heads else 1, heads=heads)
+    part = memory.part_layout(0, layers, count, heads)
     pieces = part.pieces(piece_bytes)
     buffers = StagingBuffers(threads, max(piece.nbytes for piece in pieces))
     ring = RingMemory(part.region_bytes)
@@ -95,23 +132,14 @@ def main() -> None:
     options = parser.parse_args()
     floor = memcpy_gb_per_s()
     print(f"memcpy floor, one thread: {floor:.1f} GB/s; below: GB/s (ratio to the floor)")
-    print(f"{'case':<34}{'piece':>9}{'threads':>8}{'gather':>15}{'scatter':>15}{'through ring':>15}")
-    cases = [
-        ("256 B rows (1 of 8 heads)", 256, 1, False),
-        ("512 B rows (2 of 8 heads)", 256, 2, False),
-        ("768 B rows (3 of 8 heads)", 256, 3, False),
-        ("1 KiB rows (4 of 8 heads)", 256, 4, False),
-        ("whole 32 KiB pages", 256, 8, False),
-        ("512 B rows, pages in one run", 256, 2, True),
-        ("whole pages in one run", 256, 8, True),
-    ]
-    for name, row_bytes, heads, contiguous in cases:
-        pool = case_pool(row_bytes)
+    print(f"{'case':<36}{'piece':>9}{'threads':>8}{'gather':>15}{'scatter':>15}{'through ring':>15}")
+    for case in CASES:
+        pool = case_pool(case.shape)
         for piece_kib in options.piece_kib:
             for threads in range(1, copy_threads() + 1):
-                rates = measure(pool, heads, contiguous, piece_kib << 10, threads)
+                rates = measure(pool, case, piece_kib << 10, threads)
                 cells = "".join(f"{rate:>8.1f} ({rate / floor:4.2f})" for rate in rates)
-                print(f"{name:<34}{piece_kib:>5} KiB{threads:>8}{cells}", flush=True)
+                print(f"{case.name:<36}{piece_kib:>5} KiB{threads:>8}{cells}", flush=True)
         pool.close()
 
 

@@ -122,7 +122,7 @@ def round_trips(side: Side, target: int, how: Waiting, with_write: bool, count: 
 def main() -> None:
     """Starts the far side and prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--transport", default="nixl", help="nixl or loopback (default: %(default)s)")
+    parser.add_argument("--transport", default="nixl", help="nixl, mooncake or loopback (default: %(default)s)")
     parser.add_argument("--count", type=int, default=500, help="round trips per row at most (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.7, help="per row at most (default: %(default)s)")
     parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)

@@ -1,17 +1,20 @@
 """A transformers model divided into prefill and decode processes, its KV cache handed over by kvctl_agent.
 
-A small Llama with random weights, made in place from a fixed seed (nothing is downloaded), runs in three kinds of
-process: one *undivided*, plain `model.generate`, which says what is right; four *prefill* ranks of one tensor-parallel
-instance; and *decode* ranks that are data parallel with attention TP 1. A prompt is prefilled chunk by chunk; each
-chunk's pages go out while the next is computed; the first token travels in the aux row. Decode builds its cache from
-the pages that arrived, and from nothing else, and continues greedily. Every token must equal the undivided run's.
+A small model with random weights, made in place from a fixed seed (nothing is downloaded), runs in three kinds of
+process: one *undivided*, plain `model.generate`, which says what is right; the *prefill* ranks of one instance, divided
+by tensor, pipeline and context parallelism as you like; and *decode* ranks that are data parallel with attention TP 1.
+Prompts are prefilled chunk by chunk, and each chunk's pages go out while the next is computed; with `--pipelined`,
+forward hooks send each layer group while the next one is computed. The first token travels in the aux row. Decode
+builds its cache from the pages that arrived, from nothing else, and continues greedily: every token must equal the
+undivided run's. The model is a Llama, or (`--model mla`) a DeepSeek-V2, whose cache is one latent row per token.
 
-What is not real: each prefill rank computes the whole model instead of a quarter of it, then keeps only its own two
-KV heads. The handover sees what it would see in a real engine, four processes with two heads each and page numbers
-of their own, while the example needs no collective library. Decode copies the arrived pages into a transformers
-DynamicCache and appends to that; an engine with paged attention would read them where they are.
+What is not real: each prefill rank computes the whole model, then keeps only its own layers and heads; the handover
+sees what it would see in a real engine, while the example needs no collective library. Decode copies the arrived pages
+into a transformers DynamicCache; an engine with paged attention would read them where they are.
 
     python examples/pd_transformers.py --transport nixl --prompts 8
+    python examples/pd_transformers.py --prefill-tp 2 --prefill-pp 2 --pipelined
+    python examples/pd_transformers.py --prefill-tp 2 --prefill-cp 2 --model mla --transport mooncake
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -39,16 +44,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvctl_agent import Agent, KVPool, Rank
+from kvctl_agent import Agent, ForwardInfo, KVPool, LayoutError, ModelShape, Rank, held
 
-LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 4, 16, 8, 32
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 10, 16, 8, 16
+LATENT_DIM, ROPE_DIM = 32, 8  # of the latent model: what is cached of a token is both, one after the other
 VOCABULARY = 512
-PREFILL_TP = 4
 STAGING_BUFFER_MB, STAGING_RING_MB = 4, 16  # the defaults are made for real models
 CLOSE_S = 15.0  # an agent closes within 5 s
 SEED = 20
+MODULES = {"llama": "llama.modeling_llama", "mla": "deepseek_v2.modeling_deepseek_v2"}
 FIRST_ROOM = 9_000_000_000_000_000_000  # rooms are 64-bit numbers; routers draw them at random
 
 
@@ -57,6 +63,12 @@ class Options:
     """What the command line says, the same in every process."""
 
     transport: str
+    model: str
+    prefill_tp: int
+    prefill_pp: int
+    prefill_cp: int
+    cp_mode: str
+    pipelined: bool
     prompts: int
     new_tokens: int
     chunk_tokens: int
@@ -72,33 +84,66 @@ class Options:
         shapes = [3 * chunk + page + 3, chunk, page - 1, 2 * chunk + 1, chunk - 1, page, 4 * chunk, chunk + page]
         return [shapes[i % len(shapes)] + i // len(shapes) for i in range(self.prompts)]
 
+    @property
+    def prefill_ranks(self) -> list[Rank]:
+        """In the order of unique ranks."""
+        whole = Rank(pp_size=self.prefill_pp, cp_size=self.prefill_cp, tp_size=self.prefill_tp)
+        places = product(range(self.prefill_pp), range(self.prefill_cp), range(self.prefill_tp))
+        return [replace(whole, pp=pp, cp=cp, tp=tp) for pp, cp, tp in places]
+
+    @property
+    def shape(self) -> ModelShape:
+        """The KV cache, in fp32."""
+        if self.model == "mla":
+            return ModelShape(LAYERS, 1, LATENT_DIM + ROPE_DIM, 0, 4, kind="mla")
+        return ModelShape(LAYERS, KV_HEADS, HEAD_DIM, HEAD_DIM, 4)
+
+    def agent(self, role: Any, place: int, rank: Rank, pool: KVPool, **config: Any) -> Agent:
+        return Agent(
+            role=role,
+            rank=rank,
+            pool=pool,
+            model=self.shape,
+            name=f"{self.name}-{role}-{place}",
+            bootstrap=self.bootstrap,
+            transport=self.transport,
+            chunk_tokens=self.chunk_tokens,
+            **config,
+        )
+
 
 # -- the model
 
 
-def build_model() -> Any:
-    """The Llama that every process builds alike: fp32, GQA with 16 query and 8 KV heads."""
+def build_model(name: str) -> Any:
+    """The model that every process builds alike, in fp32."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=QUERY_HEADS * HEAD_DIM,
-        intermediate_size=1024,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=QUERY_HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=8192,
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": QUERY_HEADS * HEAD_DIM,
+        "intermediate_size": 512,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": QUERY_HEADS,
+        "max_position_embeddings": 8192,
         # Five times the default: attention is sharp, so the tokens depend on the cache, and the best logit leads the
         # second by far more than the rounding that chunking changes.
-        initializer_range=0.1,
-    )
-    model: Any = LlamaForCausalLM(config)
+        "initializer_range": 0.1,
+    }
+    model: Any
+    if name == "mla":
+        latent = {"kv_lora_rank": LATENT_DIM, "qk_rope_head_dim": ROPE_DIM, "qk_nope_head_dim": HEAD_DIM}
+        dense = {"first_k_dense_replace": LAYERS, "q_lora_rank": None, "v_head_dim": HEAD_DIM}
+        model = DeepseekV2ForCausalLM(
+            DeepseekV2Config(**common, **latent, **dense, num_key_value_heads=QUERY_HEADS)  # type: ignore[arg-type]
+        )
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM))
     return model.eval()
 
 
 def make_prompts(options: Options) -> list[torch.Tensor]:
-    """Random token ids, `[tokens]` each."""
+    """Random tokens."""
     generator = torch.Generator().manual_seed(SEED + 1)
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in options.lengths()]
 
@@ -136,14 +181,20 @@ def continue_greedily(model: Any, cache: DynamicCache, first: int, new_tokens: i
 
 
 class PagedKV:
-    """A rank's pool, K and V `[pages * page_size, heads, head_dim]` per layer, and which of its pages are free."""
+    """One rank's share of the cache, per layer held, and which of its pages are free.
 
-    def __init__(self, heads: range, num_pages: int, page_size: int, slots: int, seed: int) -> None:
-        shape = (num_pages * page_size, len(heads), HEAD_DIM)
-        self.heads = heads
+    A layer is a pair, `[pages * page_size, heads, dim]` each: K and V or, side by side, the latent and its rotary part.
+    """
+
+    def __init__(self, shape: ModelShape, rank: Rank, num_pages: int, page_size: int, slots: int, seed: int) -> None:
+        here = held(shape, page_size, rank.side, rank.coord)[0]
+        rows = num_pages * page_size
+        self.latent = shape.kind == "mla"
+        self.heads = slice(here.head_lo, here.head_hi)
+        self.layers = range(here.layer_lo, here.layer_hi)
         self.page_size = page_size
-        self.k = [torch.zeros(shape) for _ in range(LAYERS)]
-        self.v = [torch.zeros(shape) for _ in range(LAYERS)]
+        dims = [LATENT_DIM + ROPE_DIM] if self.latent else [HEAD_DIM, HEAD_DIM]
+        self.tensors = [[torch.zeros(rows, here.heads, dim) for dim in dims] for _ in self.layers]
         self.first_tokens = torch.zeros(slots, dtype=torch.int64)
         # Shuffled, so that no two ranks use the same page numbers and few pages are neighbours.
         self.free = random.Random(seed).sample(range(num_pages), num_pages)
@@ -151,7 +202,11 @@ class PagedKV:
     def pool(self) -> KVPool:
         """The pool as the agent takes it; the aux row of a slot is its first token, 8 bytes."""
         aux = self.first_tokens.view(torch.uint8).view(-1, 8)
-        return KVPool.from_tensors(k=self.k, v=self.v, page_size=self.page_size, total_kv_heads=KV_HEADS, aux=aux)
+        planes = [list(plane) for plane in zip(*self.tensors, strict=True)]
+        if self.latent:
+            return KVPool.mla(planes[0], page_size=self.page_size, aux=aux)
+        k, v = planes
+        return KVPool.from_tensors(k, v, page_size=self.page_size, total_kv_heads=KV_HEADS, aux=aux)
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -162,99 +217,125 @@ class PagedKV:
     def release(self, pages: Sequence[int]) -> None:
         self.free.extend(pages)
 
-    def store(self, cache: DynamicCache, pages: Sequence[int], start: int, stop: int) -> None:
-        """Copy tokens [start, stop) of this rank's heads from the cache of the whole model into pages."""
+    def store(self, cache: DynamicCache, layer: int, pages: Sequence[int], start: int, stop: int) -> None:
+        """Copy tokens [start, stop) of one layer and this rank's heads from the whole model's cache into pages."""
         rows = self._rows(pages)[start:stop]
-        heads = slice(self.heads.start, self.heads.stop)
-        layers: list[Any] = cache.layers
-        for layer, entry in enumerate(layers):
-            self.k[layer][rows] = entry.keys[0, heads, start:stop].transpose(0, 1)
-            self.v[layer][rows] = entry.values[0, heads, start:stop].transpose(0, 1)
+        entry: Any = cache.layers[layer]
+        for target, source in zip(self._pair(layer), (entry.keys, entry.values), strict=True):
+            target[rows] = source[0, self.heads, start:stop].transpose(0, 1)
 
     def load(self, pages: Sequence[int], tokens: int) -> DynamicCache:
-        """A transformers cache of the first `tokens` tokens in `pages`; this rank must hold all heads."""
+        """A transformers cache of the first `tokens` tokens in `pages`; this rank must hold the whole model."""
         rows = self._rows(pages)[:tokens]
         cache = DynamicCache()
-        for layer in range(LAYERS):
-            cache.update(self.k[layer][rows].transpose(0, 1)[None], self.v[layer][rows].transpose(0, 1)[None], layer)
+        for layer in self.layers:
+            first, second = (tensor[rows].transpose(0, 1)[None] for tensor in self._pair(layer))
+            cache.update(first, second, layer)
         return cache
+
+    def _pair(self, layer: int) -> Sequence[torch.Tensor]:
+        """The two halves of a layer as transformers has them."""
+        mine = self.tensors[layer - self.layers.start]
+        return torch.split(mine[0], [LATENT_DIM, ROPE_DIM], dim=-1) if self.latent else mine
 
     def _rows(self, pages: Sequence[int]) -> torch.Tensor:
         """Pool rows of the pages' tokens, in the prompt's order."""
         return (torch.tensor(pages)[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
 
 
-def prefill_in_chunks(model: Any, kv: PagedKV, prompt: torch.Tensor, pages: Sequence[int], chunk_tokens: int) -> Any:
-    """Prefill chunk by chunk; yields each chunk's pages and the next token as soon as they are in the pool."""
-    cache = DynamicCache()
-    for start in range(0, len(prompt), chunk_tokens):
-        stop = min(start + chunk_tokens, len(prompt))
-        token = forward(model, prompt[start:stop], cache)
-        kv.store(cache, pages, start, stop)
-        yield pages[start // kv.page_size : kv.pages_for(stop)], token
+class Prefill:
+    """One rank's forwards: a hook of each of its layers copies the chunk's KV into the pool, then calls `on_layer`."""
+
+    def __init__(self, model: Any, kv: PagedKV, on_layer: Callable[[int], None]) -> None:
+        self._model = model
+        self._kv = kv
+        self._on_layer = on_layer
+        self._cache = DynamicCache()
+        self._pages: Sequence[int] = ()
+        self._span = (0, 0)
+        for layer in kv.layers:
+            model.model.layers[layer].register_forward_hook(partial(self._hook, layer))
+
+    def run(self, prompt: torch.Tensor, pages: Sequence[int], start: int, stop: int) -> int:
+        """Compute tokens [start, stop) of a prompt; returns the greedy next token."""
+        if start == 0:
+            self._cache = DynamicCache()
+        self._pages, self._span = pages, (start, stop)
+        return forward(self._model, prompt[start:stop], self._cache)
+
+    def _hook(self, layer: int, *_: Any) -> None:
+        self._kv.store(self._cache, layer, self._pages, *self._span)
+        self._on_layer(layer)
 
 
 # -- the workers
 
 
-def prefill_rank(tp: int, options: Options, report: Callable[[str, Any], None], until_told: Callable[[], None]) -> None:
-    """One of four TP ranks: prefills every prompt and sends its heads' pages."""
-    model, prompts = build_model(), make_prompts(options)
-    heads_per_rank = KV_HEADS // PREFILL_TP
-    heads = range(tp * heads_per_rank, (tp + 1) * heads_per_rank)
+def prefill_rank(
+    place: int, options: Options, report: Callable[[str, Any], None], until_told: Callable[[], None]
+) -> None:
+    """One rank of the prefill instance: prefills every prompt and sends its share of the pages."""
+    model, prompts = build_model(options.model), make_prompts(options)
+    rank = options.prefill_ranks[place]
     # Room for the two longest prompts only: later prompts reuse the pages of earlier ones, once those are sent.
     num_pages = 2 * -(-max(options.lengths()) // options.page_size)
-    kv = PagedKV(heads, num_pages, options.page_size, slots=len(prompts), seed=tp)
-    agent = Agent(
-        role="prefill",
-        rank=Rank(tp=tp, tp_size=PREFILL_TP),
-        pool=kv.pool(),
-        name=f"{options.name}-prefill-{tp}",
-        bootstrap=options.bootstrap,
-        transport=options.transport,
-        chunk_tokens=options.chunk_tokens,
+    kv = PagedKV(options.shape, rank, num_pages, options.page_size, slots=len(prompts), seed=place)
+    agent = options.agent(
+        "prefill",
+        place,
+        rank,
+        kv.pool(),
         staging_buffer_mb=STAGING_BUFFER_MB,
+        cp_mode=options.cp_mode,
+        pipeline="on" if options.pipelined else "off",
+        pipeline_min_tokens=options.chunk_tokens,  # shorter prompts take the plain path
     )
     with agent:
         agent.start()
         agent.wait_ready(options.timeout_s)
         in_flight: deque[tuple[Any, list[int]]] = deque()
+        ready: list[Callable[[int], None]] = []
+        prefill = Prefill(model, kv, lambda layer: ready[-1](layer))
         for slot, prompt in enumerate(prompts):
             while len(kv.free) < kv.pages_for(len(prompt)):
                 send, pages = in_flight.popleft()
                 succeed(send, options.timeout_s)
                 kv.release(pages)
             pages = kv.allocate(len(prompt))
+            groups = agent.layer_groups(ForwardInfo((len(prompt),))).groups
             send = agent.send(room=FIRST_ROOM + slot)
-            send.prefetch()
-            sent = 0
-            for chunk_pages, token in prefill_in_chunks(model, kv, prompt, pages, options.chunk_tokens):
-                sent += len(chunk_pages)
-                send.pages(chunk_pages, last=sent == len(pages))
-                kv.first_tokens[slot] = token  # the last chunk's stays
+            send.prefetch(groups)
+            for start in range(0, len(prompt), options.chunk_tokens):
+                stop = min(start + options.chunk_tokens, len(prompt))
+                chunk, last = pages[start // kv.page_size : kv.pages_for(stop)], stop == len(prompt)
+                by_last_layer = {group[-1]: group for group in groups}
+                ready[:] = [partial(_send_group, send, by_last_layer, chunk, last)]
+                kv.first_tokens[slot] = prefill.run(prompt, pages, start, stop)  # the last chunk's stays
+                if not groups:
+                    send.pages(chunk, last=last)
             send.finish(aux_index=slot)
             in_flight.append((send, pages))
         for send, _ in in_flight:
             succeed(send, options.timeout_s)
+        pipelined = agent.telemetry.metrics.total("kvctl_pipeline_decisions_total", "formula")
+        report("pipelined", int(pipelined))
         until_told()
 
 
+def _send_group(send: Any, by_last_layer: dict[int, range], pages: Sequence[int], last: bool, layer: int) -> None:
+    """A layer is computed: when it ends a group, that group's KV goes out."""
+    if (group := by_last_layer.get(layer)) is not None:
+        send.layers(group, pages, last=last)
+
+
 def decode_rank(dp: int, options: Options, report: Callable[[str, Any], None], until_told: Callable[[], None]) -> None:
-    """One data-parallel rank: receives its share of the prompts, all heads of each, and generates."""
-    model, lengths = build_model(), options.lengths()
+    """One data-parallel rank: receives its share of the prompts, the whole cache of each, and generates."""
+    model, lengths = build_model(options.model), options.lengths()
     mine = range(dp, len(lengths), options.decode_dp)
-    num_pages = sum(-(-lengths[i] // options.page_size) for i in mine)
-    kv = PagedKV(range(KV_HEADS), max(1, num_pages), options.page_size, slots=len(lengths), seed=100 + dp)
-    agent = Agent(
-        role="decode",
-        rank=Rank(dp=dp, dp_size=options.decode_dp),
-        pool=kv.pool(),
-        name=f"{options.name}-decode-{dp}",
-        bootstrap=options.bootstrap,
-        transport=options.transport,
-        chunk_tokens=options.chunk_tokens,
-        staging_ring_mb=STAGING_RING_MB,
-    )
+    num_pages = max(1, sum(-(-lengths[i] // options.page_size) for i in mine))
+    rank = Rank(dp=dp, dp_size=options.decode_dp)
+    kv = PagedKV(options.shape, rank, num_pages, options.page_size, slots=len(lengths), seed=100 + dp)
+    agent = options.agent("decode", dp, rank, kv.pool(), staging_ring_mb=STAGING_RING_MB)
     with agent:
         agent.start()
         agent.wait_ready(options.timeout_s)
@@ -315,14 +396,17 @@ class Ranks:
         # One server process imports torch and transformers, and every rank is forked from it before it has threads:
         # one slow import instead of one for each rank.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama"])
+        context.set_forkserver_preload(["torch", f"transformers.models.{MODULES[options.model]}"])
         # Ctrl-C reaches the whole process group; only this process answers, and ends the others.
         answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
         forkserver.ensure_running()
         signal.signal(signal.SIGINT, answer)
         self._options = options
         self._ranks: dict[str, tuple[BaseProcess, Connection]] = {}
-        for role, body, size in (("prefill", prefill_rank, PREFILL_TP), ("decode", decode_rank, options.decode_dp)):
+        for role, body, size in (
+            ("prefill", prefill_rank, len(options.prefill_ranks)),
+            ("decode", decode_rank, options.decode_dp),
+        ):
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -345,13 +429,14 @@ class Ranks:
                 process.join()
             pipe.close()
 
-    def gather(self) -> dict[int, tuple[int, list[int]]]:
-        """(decode rank, tokens) of every prompt, once all ranks are through and have ended well.
+    def gather(self) -> tuple[dict[int, tuple[int, list[int]]], int]:
+        """(decode rank, tokens) of every prompt, and forwards that were pipelined, once all ranks have ended well.
 
         Raises:
             RuntimeError: a rank failed, died or was not through in time; carries its last words.
         """
         found: dict[int, tuple[int, list[int]]] = {}
+        pipelined = 0
         names = {pipe: name for name, (_, pipe) in self._ranks.items()}
         pending = set(names)
         deadline = time.monotonic() + self._options.timeout_s
@@ -372,6 +457,8 @@ class Ranks:
                     raise RuntimeError(f"{names[pipe]} failed:\n{value}")
                 if kind == "through":
                     pending.discard(pipe)
+                elif kind == "pipelined":
+                    pipelined += value
                 else:
                     prompt, rank, tokens = value
                     found[prompt] = (rank, tokens)
@@ -381,14 +468,22 @@ class Ranks:
             process.join(CLOSE_S)
             if process.exitcode != 0:
                 raise RuntimeError(f"{name} did not end well after its work: exit code {process.exitcode}")
-        return found
+        return found, pipelined
 
 
 def parse(arguments: Sequence[str] | None, directory: str) -> Options:
     parser = argparse.ArgumentParser(
-        description="Prefill TP 4 to decode DP with a transformers model, token for token."
+        description="Divided prefill to decode DP with a transformers model, token for token."
     )
-    parser.add_argument("--transport", choices=("nixl", "loopback"), default="nixl")
+    parser.add_argument("--transport", choices=("nixl", "mooncake", "loopback"), default="nixl")
+    parser.add_argument(
+        "--model", choices=tuple(MODULES), default="llama", help="llama (GQA) or mla (latent attention)"
+    )
+    parser.add_argument("--prefill-tp", type=int, default=4, help="attention tensor parallel ranks (default 4)")
+    parser.add_argument("--prefill-pp", type=int, default=1, help="pipeline stages (default 1)")
+    parser.add_argument("--prefill-cp", type=int, default=1, help="context parallel ranks (default 1)")
+    parser.add_argument("--cp-mode", choices=("rank0", "all", "all-chunk", "room-hash"), default="all")
+    parser.add_argument("--pipelined", action="store_true", help="send layer groups from the model's forward hooks")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--chunk-tokens", type=int, default=64, help="tokens per prefill chunk (default 64)")
@@ -396,12 +491,19 @@ def parse(arguments: Sequence[str] | None, directory: str) -> Options:
     parser.add_argument("--decode-dp", type=int, default=2, help="decode ranks (default 2)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that any wait may take (default 120)")
     args = parser.parse_args(arguments)
-    if min(args.prompts, args.new_tokens, args.chunk_tokens, args.page_size, args.decode_dp) < 1 or args.page_size < 2:
+    sizes = (args.prompts, args.new_tokens, args.chunk_tokens, args.page_size, args.decode_dp)
+    if min(*sizes, args.prefill_tp, args.prefill_pp, args.prefill_cp) < 1 or args.page_size < 2:
         parser.error("every size must be at least 1, and --page-size at least 2")
     if args.chunk_tokens % args.page_size:
         parser.error(f"--chunk-tokens {args.chunk_tokens} is not a multiple of --page-size {args.page_size}")
-    return Options(
+    options = Options(
         transport=args.transport,
+        model=args.model,
+        prefill_tp=args.prefill_tp,
+        prefill_pp=args.prefill_pp,
+        prefill_cp=args.prefill_cp,
+        cp_mode=args.cp_mode,
+        pipelined=args.pipelined,
         prompts=args.prompts,
         new_tokens=args.new_tokens,
         chunk_tokens=args.chunk_tokens,
@@ -411,6 +513,12 @@ def parse(arguments: Sequence[str] | None, directory: str) -> Options:
         bootstrap=f"ipc://{directory}/bootstrap",
         name=f"pd-{os.getpid()}",
     )
+    try:
+        for rank in options.prefill_ranks:
+            held(options.shape, options.page_size, rank.side, rank.coord)
+    except LayoutError as error:
+        parser.error(str(error))
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -418,8 +526,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(arguments, directory)
         try:
             with Ranks(options) as ranks:
-                generated = ranks.gather()
-            model = build_model()
+                generated, pipelined = ranks.gather()
+            model = build_model(options.model)
             expected = [generate_undivided(model, prompt, options.new_tokens) for prompt in make_prompts(options)]
         except RuntimeError as error:
             print(error, file=sys.stderr)
@@ -434,12 +542,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         different += not same
         where = next((i for i, pair in enumerate(zip(tokens, expected[prompt], strict=True)) if pair[0] != pair[1]), 0)
         result = "identical" if same else f"differs from token {where}: {tokens[where]}, not {expected[prompt][where]}"
-        kib = length * LAYERS * 2 * KV_HEADS * HEAD_DIM * 4 / 1024
+        kib = length * options.shape.token_bytes / 1024
         chunks, pages = -(-length // options.chunk_tokens), -(-length // options.page_size)
         print(f"{prompt:6}  {length:6}  {chunks:6}  {pages:5}  {kib:6.0f}  dp {rank:3}  {len(tokens):9}  {result}")
     if different:
         print(f"{different} of {options.prompts} prompts differ")
         return 1
+    if options.pipelined:
+        print(f"{pipelined} forwards of {len(options.prefill_ranks)} prefill ranks were sent by layer groups")
     print(f"all {options.prompts} prompts token-identical")
     return 0
 

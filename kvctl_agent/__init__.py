@@ -8,17 +8,42 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvctl_agent.agent import Agent
     from kvctl_agent.contract.states import RoomState
-    from kvctl_agent.memory.pool import KVPool
+    from kvctl_agent.errors import KvctlError, LayoutError
+    from kvctl_agent.layout.grouping import ForwardInfo
+    from kvctl_agent.layout.holding import held
+    from kvctl_agent.layout.shape import ModelShape, StateShape
+    from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
     from kvctl_agent.rank import Rank
 
 _WHERE = {
     "Agent": "kvctl_agent.agent",
+    "DraftKV": "kvctl_agent.memory.pool",
+    "ForwardInfo": "kvctl_agent.layout.grouping",
     "KVPool": "kvctl_agent.memory.pool",
+    "KvctlError": "kvctl_agent.errors",
+    "LayoutError": "kvctl_agent.errors",
+    "ModelShape": "kvctl_agent.layout.shape",
     "Rank": "kvctl_agent.rank",
     "RoomState": "kvctl_agent.contract.states",
+    "StateShape": "kvctl_agent.layout.shape",
+    "StateTensors": "kvctl_agent.memory.pool",
+    "held": "kvctl_agent.layout.holding",
 }
 
-__all__ = ["Agent", "KVPool", "Rank", "RoomState"]
+__all__ = [
+    "Agent",
+    "DraftKV",
+    "ForwardInfo",
+    "KVPool",
+    "KvctlError",
+    "LayoutError",
+    "ModelShape",
+    "Rank",
+    "RoomState",
+    "StateShape",
+    "StateTensors",
+    "held",
+]
 
 
 def __getattr__(name: str) -> Any:

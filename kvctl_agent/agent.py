@@ -6,10 +6,9 @@ import atexit
 import contextlib
 import os
 import secrets
-import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,9 +18,10 @@ from kvctl_agent.admin.observe import Observer
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.settings import load_settings
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
 from kvctl_agent.layout.chunks import chunk_pages, prefix_pages
+from kvctl_agent.layout.grouping import ForwardInfo, Grouping
+from kvctl_agent.layout.holding import held as layout_of
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.crew import CopyCrew
@@ -42,24 +42,23 @@ from kvctl_agent.protocol.roster import Rank as RegisteredRank
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime import endpoints
 from kvctl_agent.runtime.arrivals import ArrivalLoop
-from kvctl_agent.runtime.bootstrap import RegistryClient, RegistryServer
+from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control import ControlLoop
-from kvctl_agent.runtime.handles import Handle, Receive, Send, page_array
+from kvctl_agent.runtime.desk import Desk, OnState
+from kvctl_agent.runtime.handles import Bounds, Receive, Send
 from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.mailbox import Mailbox
+from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Region, Transport
 from kvctl_agent.transport.probe import LaneCost
-from kvctl_agent.transport.registry import open_transport
+from kvctl_agent.transport.registry import open_transport, parse_params
 
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
-_MAX_ROOM = (1 << 64) - 1
 _FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
-
-OnState = Callable[[Send | Receive, RoomState], None]
 
 
 class Agent:
@@ -71,7 +70,10 @@ class Agent:
         pool: its KV pool, registered as it is.
         name: unique on this host; the admin socket's name.
         bootstrap: endpoint of the registry (`ipc:///path` or `tcp://address:port`); the first prefill rank serves it.
-        on_state: called on the control thread at each change of a room's state; it must only enqueue.
+            A decode rank may be given those of several prefill instances; `receive` may name more.
+        model: the whole model's KV; needed where this rank's pool is not all of its layers.
+        on_state: called on the control thread at each change of a room's state (of a fake room, by the call that makes
+            it); it must only enqueue.
         config: any key of `contract.config`, with origin "argument".
 
     Raises:
@@ -86,7 +88,8 @@ class Agent:
         rank: Rank,
         pool: KVPool,
         name: str,
-        bootstrap: str,
+        bootstrap: str | Sequence[str],
+        model: ModelShape | None = None,
         on_state: OnState | None = None,
         **config: Value,
     ) -> None:
@@ -96,12 +99,14 @@ class Agent:
         self.role = role
         self.rank = rank
         self.pool = pool
-        self.incarnation = secrets.randbits(63) | 1
+        self.incarnation = time.time_ns() >> 20 << 20 | secrets.randbits(20) | 1  # grows from life to life
         self.settings = load_settings(config)
         settings = self.settings
-        endpoints.check_endpoint(bootstrap, insecure=settings["insecure"])
-        self._bootstrap = bootstrap
-        self._on_state = on_state
+        self._instances = (bootstrap,) if isinstance(bootstrap, str) else tuple(bootstrap)
+        if not self._instances or (role == "prefill" and len(self._instances) > 1):
+            raise ConfigError(f"{len(self._instances)} bootstrap endpoints: a {role} agent needs exactly one, or more")
+        for endpoint in self._instances:
+            endpoints.check_endpoint(endpoint, insecure=settings["insecure"])
         self.telemetry = Telemetry(
             name,
             role,
@@ -109,18 +114,17 @@ class Agent:
             timeline_events=settings["timeline_events"],
             recorder_events=settings["recorder_events"],
         )
-        self.shape = ModelShape(
-            num_layers=pool.num_layers,
-            num_kv_heads=pool.total_kv_heads,
-            k_dim=pool.k_dim,
-            v_dim=pool.v_dim,
-            dtype_bytes=pool.dtype_bytes,
-        )
+        if model is None and rank.pp_size > 1:
+            raise ConfigError("with pipeline stages a rank's pool is not the whole model: give the agent model=")
+        self.shape = model or pool.shape()
+        held = layout_of(self.shape, pool.page_size, rank.side, rank.coord)
+        pool.place(held)
         self.chooser = Chooser(self.shape, pool.page_size, settings["path"], settings["staging"])
-        self._handles: dict[int, Send | Receive] = {}
-        self._handles_lock = threading.Lock()
+        self._desk = Desk(name, on_state)
         self._state: Literal["new", "running", "draining", "closed"] = "new"
-        self.transport: Transport = open_transport(settings["transport"], name, _params(settings["transport_params"]))
+        self.transport: Transport = open_transport(
+            settings["transport"], name, parse_params(settings["transport_params"])
+        )
         self._mailbox = Mailbox()
         self.buffers: StagingBuffers | None = None
         self.ring: RingMemory | None = None
@@ -131,6 +135,7 @@ class Agent:
             self._build_memory()
             self.lanes = Lanes(name, self.transport, pool, self.buffers, self.chooser, self.telemetry.recorder)
             self.machine = self._build_machine()
+            self.pipelining = Pipelining(self.local.layers, pool.page_size, settings, self.telemetry.metrics)
         except BaseException:
             self.transport.close()
             self._mailbox.close()
@@ -148,7 +153,7 @@ class Agent:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._control: ControlLoop | None = None
         self.links: Links | None = None
-        self.registry: RegistryClient | None = None
+        self._registries: Registries | None = None
         self._at_exit = _close_at_exit(self)
 
     # ---- building ---------------------------------------------------------------------------------------------
@@ -162,21 +167,16 @@ class Agent:
         elif self.role == "prefill":
             budget = settings["staging_buffer_mb"] << 20
             piece_bytes = min(PIECE_BYTES, budget // 2)  # two at least: one is gathered while one is on the wire
-            self.buffers = StagingBuffers(self._worker_count() * (budget // piece_bytes), piece_bytes)
+            self.buffers = StagingBuffers(self._threads("workers", 4) * (budget // piece_bytes), piece_bytes)
             regions.append(Region(*self.buffers.region()))
         self.transport.register(regions)
 
-    def _worker_count(self) -> int:
-        configured: int | None = self.settings["workers"]
+    def _threads(self, key: str, most: int) -> int:
+        """As many as configured; else 1 on few cores, or `most`."""
+        configured: int | None = self.settings[key]
         if configured is not None:
             return configured
-        return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 4
-
-    def _copy_threads(self) -> int:
-        configured: int | None = self.settings["copy_threads"]
-        if configured is not None:
-            return configured
-        return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else 2
+        return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else most
 
     def _build_machine(self) -> Machine:
         settings, pool, ring = self.settings, self.pool, self.ring
@@ -189,7 +189,7 @@ class Agent:
             shape=self.shape,
             page_size=pool.page_size,
             chunk_pages=chunk_pages(settings["chunk_tokens"], pool.page_size),
-            cp_mode="rank0",
+            cp_mode=settings["cp_mode"],
             incarnation=self.incarnation,
             transport=settings["transport"],
             metadata=self.transport.metadata(),
@@ -217,6 +217,7 @@ class Agent:
             self.telemetry,
             choose=lambda who, share, layers, pages: self.chooser.choose(who.ring_bytes, share, layers, pages),
             fallback=lambda who, share, layers, pages: self.chooser.without_ring(share),
+            early_send=settings["pp_early_send"],
         )
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -249,22 +250,25 @@ class Agent:
             request: Register | Lookup = Lookup(self.name)
             server: RegistryServer | None = None
             if self.role == "prefill":
+                bootstrap = self._instances[0]
                 if self.local.unique_rank == 0:
-                    server = RegistryServer(self._context, self._bootstrap)
+                    server = RegistryServer(self._context, bootstrap)
                     undo.callback(server.close)
-                endpoint = self.links.serve(endpoints.control_address(self._bootstrap, self.name))
+                endpoint = self.links.serve(endpoints.control_address(bootstrap, self.name))
                 side, coord = self.local.side, list(self.local.coord)
                 sizes = [side.dp, side.pp, side.cp, side.tp]
                 request = Register(RegisteredRank(self.name, endpoint, self.incarnation, coord, sizes))
-            self.registry = RegistryClient(self._context, self._bootstrap, self.name, request)
-            undo.callback(self.registry.close)
+            self._registries = Registries(self._context, self.name, request)
+            undo.callback(self._registries.close)
+            for instance in self._instances:
+                self._registries.ask(instance)
             control = ControlLoop(
                 f"{self.name}-control",
                 self.machine,
                 self,
                 self.links,
                 self._mailbox,
-                self.registry,
+                self._registries,
                 server,
                 self.telemetry,
                 self.local.host,
@@ -273,7 +277,7 @@ class Agent:
             return control
 
     def _start_threads(self) -> None:
-        crew = self._crew = CopyCrew(self._copy_threads(), f"{self.name}-copy")
+        crew = self._crew = CopyCrew(self._threads("copy_threads", 2), f"{self.name}-copy")
         if self.role == "decode":
             report = self._mailbox.put
             self._arrivals = ArrivalLoop(
@@ -282,7 +286,7 @@ class Agent:
             self._arrivals.start()
             return
         assert self.buffers is not None
-        for number in range(self._worker_count()):
+        for number in range(self._threads("workers", 4)):
             paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: StagedPath(self.buffers, crew)}
             worker = TransferWorker(
                 f"{self.name}-transfer-{number}",
@@ -308,26 +312,28 @@ class Agent:
             for peer in list(self.machine.peers.values()):
                 if self.role == "decode" and peer.differences:
                     raise ConfigError(f"{peer.name} and {self.name} do not fit: {'; '.join(peer.differences)}")
-            if self.registry is not None and self.registry.roster.refused:
-                raise ConfigError(f"the registry refuses {self.registry.roster.refused}")
+            for instance in self._instances if self._registries is not None else ():
+                if refused := self._registries.roster(instance).refused:  # type: ignore[union-attr]
+                    raise ConfigError(f"the registry refuses {refused}")
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{self.name} was not ready after {timeout:g} s: {waiting}")
             time.sleep(0.01)
 
     def waiting_for(self) -> str | None:
         """What keeps this agent from serving, in words; None when nothing does."""
-        if self.registry is None:
+        registries = self._registries
+        if registries is None:
             return "it has not been started"
-        if self.role == "prefill":
-            known = any(rank.name == self.name for rank in self.registry.roster.ranks)
-            return None if known else f"no answer from the registry at {self._bootstrap}"
-        if not self.registry.complete:
-            return self.registry.roster.missing or f"no answer from the registry at {self._bootstrap}"
-        machine = self.machine
-        assert isinstance(machine, DecodeMachine)
-        if not machine.roster:
-            return "the roster is being read"
-        missing = machine.missing_peers
+        for instance in self._instances:
+            silent = f"no answer from the registry at {instance}"
+            roster = registries.roster(instance)
+            if self.role == "prefill":
+                return None if any(rank.name == self.name for rank in roster.ranks) else silent
+            if not registries.complete(instance):
+                return roster.missing or silent
+            if not self.machine.roster(instance):
+                return f"the ranks of {instance} are not taken up"
+        missing = self.machine.missing_peers if isinstance(self.machine, DecodeMachine) else []
         return f"no hello from {', '.join(missing)}" if missing else None
 
     def drain(self, timeout: float) -> None:
@@ -339,9 +345,9 @@ class Agent:
         if self._state == "running":
             self._state = "draining"
         deadline = time.monotonic() + timeout
-        while self._handles:
+        while self._desk.rooms:
             if time.monotonic() >= deadline:
-                rooms = ", ".join(str(room) for room in sorted(self._handles)[:8])
+                rooms = ", ".join(str(room) for room in sorted(self._desk.rooms)[:8])
                 raise DeadlineExceeded(f"{self.name}: rooms still in flight after {timeout:g} s: {rooms}")
             time.sleep(0.002)
 
@@ -353,9 +359,9 @@ class Agent:
         started = self._state != "new"
         self._state = "closed"
         if started:
-            for room in list(self._handles):
+            for room in self._desk.rooms:
                 self._mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
-            while self._handles and time.monotonic() < deadline - timeout / 2:
+            while self._desk.rooms and time.monotonic() < deadline - timeout / 2:
                 time.sleep(0.002)
         ended = True
         for worker in self.workers:
@@ -365,11 +371,11 @@ class Agent:
         if self._control is not None:
             self._mailbox.put(ev.Leave(ended and all(worker.drained for worker in self.workers)))
             ended &= self._control.close(max(0.1, deadline - time.monotonic()))
-        for handle in list(self._handles.values()):
-            # Not released: whoever writes to these pages has not said that nothing is in flight.
-            handle.tell(RoomState.FAILED, self._closing_failure())
-        self._handles.clear()
-        self._admin.close()
+        self._desk.close()
+        try:
+            self._admin.close()
+        except DeadlineExceeded as error:  # it goes when it has answered
+            self.telemetry.recorder.record("admin", str(error), "warning")
         self.transport.close()
         self._mailbox.close()
         atexit.unregister(self._at_exit)
@@ -382,14 +388,6 @@ class Agent:
                 if memory is not None:
                     memory.close()
 
-    def _closing_failure(self) -> Any:
-        return {
-            "rank": self.name,
-            "code": "AGENT_CLOSED",
-            "at_ns": time.time_ns(),
-            "text": f"agent {self.name} was closed with the room in flight",
-        }
-
     def __enter__(self) -> Agent:
         return self
 
@@ -400,53 +398,100 @@ class Agent:
 
     # ---- the engine's calls -----------------------------------------------------------------------------------
 
-    def send(self, room: int) -> Send:
+    def layer_groups(self, forward: ForwardInfo) -> Grouping:
+        """Prefill: how the layers of one forward are to be sent; the reason is counted.
+
+        No groups: call `send.pages`. Else give the groups to `send.prefetch` and call `send.layers` for each of them.
+        """
+        return self.pipelining.decide(forward)
+
+    def send(self, room: int, *, fake: bool = False) -> Send:
         """Prefill: take part in sending `room`; may come before or after the decode side opens it.
+
+        Args:
+            fake: an engine's warm-up or health check: nothing moves, and the room has succeeded at once.
 
         Raises:
             LocalProtocolError: the room is in use here, or this is no running prefill agent.
         """
-        handle = Send(room, self._mailbox.put, self.pool.num_pages, self.pool.aux_slots)
-        self._add(handle, "prefill")
-        self._mailbox.put(ev.SendRoom(room))
+        self._check_running("prefill")
+        handle = Send(room, _discard if fake else self._mailbox.put, self._bounds())
+        self._take(handle, fake)
+        if not fake:
+            self._mailbox.put(ev.SendRoom(room))
         return handle
 
-    def receive(self, room: int, pages: Any, *, prefix_tokens: int = 0, aux_index: int | None = None) -> Receive:
+    def receive(
+        self,
+        room: int,
+        pages: Any,
+        *,
+        prefill: str | None = None,
+        prefix_tokens: int = 0,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] = (),
+        prefill_only: bool = False,
+        fake: bool = False,
+    ) -> Receive:
         """Decode: receive `room` into `pages`.
 
         Args:
             room: its bootstrap_room, an unsigned 64-bit number.
             pages: page numbers in this rank's pool for the prompt after its cached prefix, in prompt order.
+            prefill: endpoint of the registry of the prefill instance that computes it; None: the agent's first one.
             prefix_tokens: tokens that this rank has cached already; whole pages.
             aux_index: row of the pool's aux tensor that receives the room's aux row; None for none.
+            state_indices: for each state component, in the model's order, the items of this room in this rank's pool.
+            prefill_only: the answer is complete after prefill: no KV is wanted, only what `finish` sends.
+            fake: as for `send`.
 
         Raises:
-            LocalProtocolError: the room is in use here, a page or aux row lies outside the pool, or this is no running
-                decode agent.
+            LocalProtocolError: the room is in use here, a page, item or aux row lies outside the pool, or this is no
+                running decode agent.
             LayoutError: the prefix is not page-aligned.
+            ConfigError: `prefill` is no endpoint, or one that needs `insecure`.
         """
-        numbers = page_array(pages)
-        if len(numbers) and int(numbers.max()) >= self.pool.num_pages:
-            raise LocalProtocolError(f"room {room}: page {numbers.max()} is outside the pool of {self.pool.num_pages}")
-        if aux_index is not None and not 0 <= aux_index < self.pool.aux_slots:
-            raise LocalProtocolError(f"room {room}: aux row {aux_index} is outside the pool's {self.pool.aux_slots}")
+        self._check_running("decode")
+        if prefill is not None and prefill not in self._instances:
+            endpoints.check_endpoint(prefill, insecure=self.settings["insecure"])
         prefix = prefix_pages(prefix_tokens, self.pool.page_size)
-        handle = Receive(room, self._mailbox.put)
-        self._add(handle, "decode")
-        nonce = secrets.randbits(63) | 1
-        aux = -1 if aux_index is None else aux_index
-        self._mailbox.put(ev.OpenRoom(room, nonce, numbers, prefix, prefix + len(numbers), aux))
+        bounds = self._bounds()
+        opening = ev.OpenRoom(
+            room=room,
+            nonce=secrets.randbits(63) | 1,
+            pages=bounds.pages(room, pages),
+            prefix_pages=prefix,
+            total_pages=prefix + len(pages),
+            aux_index=bounds.aux(room, aux_index),
+            instance=prefill or self._instances[0],
+            states=bounds.states(room, state_indices),
+            prefill_only=prefill_only,
+        )
+        if prefill_only and opening.total_pages:
+            raise LocalProtocolError(f"room {room}: a prefill-only room has no pages and no prefix here")
+        handle = Receive(room, _discard if fake else self._mailbox.put)
+        self._take(handle, fake)
+        if not fake:
+            self._mailbox.put(opening)
         return handle
 
-    def _add(self, handle: Send | Receive, role: str) -> None:
+    def _check_running(self, role: str) -> None:
         if self.role != role or self._state != "running":
             raise LocalProtocolError(f"agent {self.name} ({self.role}, {self._state}) takes no {role} rooms")
-        if not 0 <= handle.room <= _MAX_ROOM:
-            raise LocalProtocolError(f"room {handle.room} is no unsigned 64-bit number")
-        with self._handles_lock:
-            if handle.room in self._handles:
-                raise LocalProtocolError(f"room {handle.room} is in use on {self.name}")
-            self._handles[handle.room] = handle
+
+    def _take(self, handle: Send | Receive, fake: bool) -> None:
+        if fake:
+            self._desk.finish(handle)
+        else:
+            self._desk.add(handle)
+
+    def _bounds(self) -> Bounds:
+        slots = tuple(memory.num_slots for memory in self.pool.segments if memory.held.segment.state)
+        return Bounds(self.pool.num_pages, self.pool.aux_slots, self.local.layers, slots)
+
+    def set_pipeline(self, mode: str) -> None:
+        """Change how forwards are cut from now on: off, on, measured, or a number of layers per group."""
+        self.pipelining.set(mode)
 
     def set_path(self, path: str) -> None:
         """Change how parts move from now on: bulk, slice, staged or auto."""
@@ -472,43 +517,22 @@ class Agent:
     # ---- the control loop's hands -----------------------------------------------------------------------------
 
     def connect_peer(self, action: ev.ConnectPeer) -> None:
-        self.lanes.connect(action.peer, action.who, self._first_worker())
+        self.lanes.connect(action.peer, action.who, action.held, self._first_worker())
 
     def drop_peer(self, peer: str) -> None:
         self.lanes.drop(peer)
 
     def state_changed(self, action: ev.StateChanged) -> None:
-        handle = self._handles.get(action.room)
-        if handle is None:
-            return
-        handle.tell(action.state, action.failure)
-        self._forget(handle)
-        if self._on_state is not None:
-            self._on_state(handle, action.state)
+        self._desk.tell(action.room, action.state, action.failure)
 
     def released(self, room: int) -> None:
-        handle = self._handles.get(room)
-        if handle is not None:
-            handle.release()
-            self._forget(handle)
+        self._desk.release(room)
 
     def refused(self, room: int, text: str) -> None:
-        handle = self._handles.get(room)
-        if handle is None:
-            return
-        handle.tell(
-            RoomState.FAILED,
-            {"rank": self.name, "code": "KV_ROOM_DUPLICATE", "at_ns": time.time_ns(), "text": text},
-        )
-        handle.release()
-        self._forget(handle)
-        if self._on_state is not None:
-            self._on_state(handle, RoomState.FAILED)
+        self._desk.refuse(room, text)
 
-    def _forget(self, handle: Handle) -> None:
-        if handle.state.finished and handle.released:
-            with self._handles_lock:
-                self._handles.pop(handle.room, None)
+    def overlapped(self, action: ev.Overlapped) -> None:
+        self.pipelining.learn(action)
 
     def move(self, order: ev.Transfer | ev.Scatter) -> None:
         if isinstance(order, ev.Scatter):
@@ -523,12 +547,8 @@ class Agent:
             self._arrivals.expect(self.machine.open_rooms)
 
 
-def _params(text: str) -> dict[str, str]:
-    pairs = [pair.strip() for pair in text.split(",") if pair.strip()]
-    for pair in pairs:
-        if "=" not in pair:
-            raise ConfigError(f"transport_params: {pair!r} is no name=value pair")
-    return dict(pair.split("=", 1) for pair in pairs)
+def _discard(event: ev.Event) -> None:
+    """What a fake room's handle tells nobody."""
 
 
 def _ns(seconds: float) -> int:

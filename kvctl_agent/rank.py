@@ -12,6 +12,8 @@ from kvctl_agent.layout.side import Coord, Side
 class Rank:
     """A point (dp, pp, cp, tp) of an instance of the given sizes; `tp_size` is the attention TP size.
 
+    `stages` is the number of layers of each pipeline stage; empty where they are even.
+
     Raises:
         LayoutError: a coordinate lies outside its size.
     """
@@ -24,6 +26,7 @@ class Rank:
     pp_size: int = 1
     cp_size: int = 1
     tp_size: int = 1
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for axis in Coord._fields:
@@ -37,4 +40,4 @@ class Rank:
 
     @property
     def side(self) -> Side:
-        return Side(self.dp_size, self.pp_size, self.cp_size, self.tp_size)
+        return Side(self.dp_size, self.pp_size, self.cp_size, self.tp_size, self.stages)

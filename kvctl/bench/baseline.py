@@ -8,12 +8,24 @@ from typing import Any
 
 import orjson
 
-from kvctl.bench.results import SCHEMA
+from kvctl.bench.outcome import SCHEMA
 
 PASS = "PASS"
 FAIL = "FAIL"
 # Two runs are the same measurement when they agree on these.
-_KEY = ("path", "transport", "device", "pipeline", "cp_mode", "concurrency", "tokens", "page_size")
+_KEY = (
+    "path",
+    "transport",
+    "device",
+    "pipeline",
+    "cp_mode",
+    "concurrency",
+    "tokens",
+    "page_size",
+    "prefill",
+    "decode",
+    "layer_ms",
+)
 
 
 def load_baseline(path: Path) -> dict[str, Any]:
@@ -42,16 +54,17 @@ def compare(
     Raises:
         ValueError: nothing can be compared: another shape, or no run in common.
     """
-    if baseline.get("shape") != shape:
+    # A saved shape may know fewer names than there are now.
+    if not isinstance(before := baseline.get("shape"), dict) or any(shape.get(name) != before[name] for name in before):
         raise ValueError(f"the baseline was measured with another shape: {baseline.get('shape')}, now {dict(shape)}")
-    saved = {_key(run): run for run in baseline["runs"]}
-    if not any(_key(row) in saved for row in rows):
+    pairs = [(row, next((run for run in baseline["runs"] if _same(run, row)), None)) for row in rows]
+    if all(run is None for _, run in pairs):
         paths = ", ".join(sorted({str(run.get("path")) for run in baseline["runs"]}))
         raise ValueError(
-            f"the baseline has no run with the same path, transport, concurrency, tokens and page size "
+            f"the baseline has no run with the same path, transport, layout, concurrency, tokens and page size "
             f"(its paths: {paths or 'none'})"
         )
-    return [_compared(row, saved.get(_key(row)), max_regress) for row in rows]
+    return [_compared(row, run, max_regress) for row, run in pairs]
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -72,5 +85,6 @@ def _compared(row: dict[str, Any], before: Mapping[str, Any] | None, max_regress
     return {**row, "baseline": {"gb_per_s": before["gb_per_s"], "change_ratio": change, "verdict": verdict}}
 
 
-def _key(run: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(run.get(name) for name in _KEY)
+def _same(saved: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether both measure the same; names that the saved run does not have yet are not compared."""
+    return all(saved[name] == row.get(name) for name in _KEY if name in saved)

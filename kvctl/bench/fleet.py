@@ -51,6 +51,8 @@ _LATER_S = 15.0
 # The slowest transport in use moves ten times this.
 _SLOWEST_BYTES_PER_S = 10e6
 _LEAST_RUN_S = 30.0
+# Pools are poisoned, and searched for strays, as a whole, by ranks that share the cores and the memory's bandwidth.
+_SLOWEST_SWEEP_BYTES_PER_S = 50e6
 # Socket names of engines and agents below it must fit into 107 bytes.
 _LONGEST_TMP_BYTES = 40
 
@@ -58,11 +60,19 @@ _LONGEST_TMP_BYTES = 40
 class Fleet:
     """The ranks of one plan, from start to end."""
 
-    def __init__(self, plan: Plan, request: PlanRequest, on_tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, plan: Plan, request: PlanRequest, label: str = "", on_tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """`label` sets this fleet's names apart from those of others of the same bench."""
         self._plan = plan
         self._request = request
-        prefix = _free_prefix([_rank_name(rank) for rank in plan["ranks"]])
-        self.names = {prefix + _rank_name(rank): rank for rank in plan["ranks"]}
+        label = f"{label}-" if label else ""
+        names = [label + name for name in _rank_names(plan["ranks"])]
+        prefix = _free_prefix(names)
+        self.names = {prefix + name: rank for name, rank in zip(names, plan["ranks"], strict=True)}
+        rooms = [room for load in plan["loads"] for room in load["rooms"]]
+        self._bytes_of_token = max(room["bytes"] / room["tokens"] for room in rooms)
+        self._sweep_s = max(rank["pool_bytes"] for rank in plan["ranks"]) / _SLOWEST_SWEEP_BYTES_PER_S
         self._directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=_temporary()))
         self._crew = Crew(on_tick)
 
@@ -96,20 +106,31 @@ class Fleet:
         answer = self._crew.ask({name: command}, _FLOORS_S, f"{kind} floor")[name]
         return cast(FloorMeasured, answer)["gb_per_s"]
 
-    def prepare(self, lot: int, path: str, rooms: Sequence[Room], poison: bool, doing: str) -> None:
+    def prepare(
+        self, lot: int, path: str, rooms: Sequence[Room], poison: bool, doing: str, pipeline: str = "off"
+    ) -> None:
         """Fill and poison pages; untimed."""
-        self._all(Prepare(lot, path, tuple(rooms), poison), self._patience(rooms), f"filling for {doing}")
+        command = Prepare(lot, path, tuple(rooms), poison, pipeline)
+        self._all(command, self._patience(rooms) + self._sweep_s, f"filling for {doing}")
 
-    def run(self, windows: Sequence[int], rooms: Sequence[Room], doing: str) -> dict[str, RunReport]:
+    def run(
+        self,
+        windows: Sequence[int],
+        rooms: Sequence[Room],
+        doing: str,
+        layer_ms: float = 0.0,
+        decode_ms: float = 0.0,
+        show: int = -1,
+    ) -> dict[str, RunReport]:
         """Drive the prepared rooms."""
-        timeout_s = self._patience(rooms)
-        answers = self._all(Run(tuple(windows), timeout_s), timeout_s + _LATER_S, doing)
+        timeout_s = self._patience(rooms) + self._simulated_s(rooms, layer_ms, decode_ms)
+        answers = self._all(Run(tuple(windows), timeout_s, layer_ms, decode_ms, show), timeout_s + _LATER_S, doing)
         return cast(dict[str, RunReport], answers)
 
     def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, VerifyReport]:
         """Check what landed, on every decode rank."""
         orders: dict[str, Command] = {name: Verify(mode) for name in self.of_role("decode")}
-        answers = self._crew.ask(orders, self._patience(rooms), f"verifying {doing}")
+        answers = self._crew.ask(orders, self._patience(rooms) + self._sweep_s, f"verifying {doing}")
         return cast(dict[str, VerifyReport], answers)
 
     def idle(self, seconds: float) -> None:
@@ -141,23 +162,22 @@ class Fleet:
         return self._crew.ask(dict.fromkeys(self.names, command), timeout_s, doing)
 
     def _order(self, name: str, rank: PlannedRank, timeout_s: float) -> Start:
-        plan, shape = self._plan, self._plan["shape"]
+        plan = self._plan
+        instances = range(len(self._request.prefill))
         return Start(
             name=name,
             fleet_dir=str(self._directory),
-            bootstrap=f"ipc://{self._directory}/bootstrap",
             role=rank["role"],
+            instance=rank["instance"],
             unique=rank["unique"],
             prefill=self._request.prefill,
+            bootstraps=tuple(f"ipc://{self._directory}/bootstrap-{instance}" for instance in instances),
             decode=self._request.decode,
-            layers=(rank["layers"][0], rank["layers"][1]),
-            heads=(rank["heads"][0], rank["heads"][1]),
-            total_kv_heads=shape["kv_heads"],
-            head_dim=shape["head_dim"],
-            dtype_bytes=shape["dtype_bytes"],
+            shape=plan["shape"],
             page_size=plan["page_size"],
             page_order=plan["page_order"],
             pool_pages=rank["pool_pages"],
+            state_slots=rank["state_slots"],
             aux_slots=plan["aux_slots"],
             seed=self._request.seed,
             config=plan["config"],
@@ -166,13 +186,25 @@ class Fleet:
 
     def _patience(self, rooms: Sequence[Room]) -> float:
         """Seconds that these rooms may take: far more than they do, and not for ever."""
-        shape = self._plan["shape"]
-        token_bytes = 2 * shape["layers"] * shape["kv_heads"] * shape["head_dim"] * shape["dtype_bytes"]
-        return _LEAST_RUN_S + sum(room.tokens for room in rooms) * token_bytes / _SLOWEST_BYTES_PER_S
+        nbytes = sum(self._bytes_of_token * room.tokens for room in rooms)
+        return _LEAST_RUN_S + nbytes / _SLOWEST_BYTES_PER_S
+
+    def _simulated_s(self, rooms: Sequence[Room], layer_ms: float, decode_ms: float) -> float:
+        """Seconds of pretended waiting and computing in these rooms, were nothing done at the same time."""
+        chunks = sum(-(-room.tokens // self._plan["chunk_tokens"]) for room in rooms)
+        compute_ms = chunks * self._plan["shape"]["layers"] * layer_ms
+        compute_ms += sum(room.output_tokens for room in rooms) * decode_ms
+        return (max((room.arrival_ms or 0.0 for room in rooms), default=0.0) + compute_ms) / 1e3
 
 
-def _rank_name(rank: PlannedRank) -> str:
-    return f"{rank['role']}-{rank['unique']}"
+def _rank_names(ranks: Sequence[PlannedRank]) -> list[str]:
+    """`prefill-0`, `decode-3`; with several prefill instances `p1-prefill-0`."""
+    several = any(rank["instance"] > 0 for rank in ranks)
+    names = []
+    for rank in ranks:
+        instance = f"p{rank['instance']}-" if several and rank["role"] == "prefill" else ""
+        names.append(f"{instance}{rank['role']}-{rank['unique']}")
+    return names
 
 
 def _free_prefix(names: Sequence[str]) -> str:

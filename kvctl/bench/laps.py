@@ -1,13 +1,13 @@
-"""The order of a bench: every load and every path runs its first lot before any runs its second.
+"""The order of a bench: every case runs its first lot before any runs its second.
 
-Machines drift while a bench runs, so what is compared runs in turns, paths on the same rooms. A lap is one lot of one
-load on one path: filled, run, verified.
+Machines drift while a bench runs, so what is compared runs in turns, on the same rooms. A lap is one lot of one case:
+filled, run, verified.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvctl.bench.failures import FleetError
@@ -16,53 +16,82 @@ from kvctl_agent.contract.rig import Plan, Room, RunReport, VerifyReport
 
 # Indices of rooms decide their content; loads are this far apart, so that no two share any.
 LOAD_STRIDE = 1 << 24
+# Rooms before the end of a lap of which agents still have all events.
+_REMEMBERED = 32
 _HOLD_ROOMS = 4
 _HOLD_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Lap:
-    """One lot of one load on one path, once."""
+class Case:
+    """What is compared with others of the same fleet: one load on one path, pipelined in one way.
+
+    Attributes:
+        load: number of the plan's load.
+        layer_ms: simulated compute of one layer for one chunk.
+        turn: cases that ran in turns with each other have the same one, so that a machine's drift is not taken for a
+            difference between cases.
+    """
 
     load: int
+    path: str
+    pipeline: str = "off"
+    layer_ms: float = 0.0
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One lot of one case, once; `shown` is the index of the room whose parts the reports list."""
+
+    case: Case
     lot: int
     repeat: int
-    path: str
     rooms: tuple[Room, ...]
     reports: Mapping[str, RunReport]
     verdicts: Mapping[str, VerifyReport] = field(default_factory=dict)
+    shown: int = -1
+
+
+def cases_of(plan: Plan, layer_ms: float) -> list[Case]:
+    """Every load on every path, pipelined in every way."""
+    return [
+        Case(load, path, pipeline, layer_ms)
+        for load in range(len(plan["loads"]))
+        for path in plan["paths"]
+        for pipeline in plan["pipelines"]
+    ]
+
+
+def length(plan: Plan, cases: Sequence[Case]) -> int:
+    """Number of laps that these cases take once."""
+    return sum(len(plan["loads"][case.load]["lots"]) for case in cases)
 
 
 class Course:
-    """All laps of a plan, on one fleet."""
+    """Runs laps of a plan on one fleet."""
 
-    def __init__(self, fleet: Fleet, plan: Plan, verify: str, repeat: int, on_step: Callable[[str], None]) -> None:
+    def __init__(self, fleet: Fleet, plan: Plan, verify: str, decode_ms: float, on_step: Callable[[str], None]) -> None:
         """`on_step` is told what is done next, in a few words."""
         self._fleet = fleet
         self._plan = plan
         self._verify = verify
-        self._repeat = repeat
+        self._decode_ms = decode_ms
         self._on_step = on_step
         # Rooms of two fleets must not be taken for one by those who watch both.
         self._next_room = (secrets.randbelow(1 << 30) + 1) * plan["room_stride"] << 10
 
-    @property
-    def length(self) -> int:
-        """Number of laps."""
-        return self._repeat * len(self._plan["paths"]) * sum(len(load["lots"]) for load in self._plan["loads"])
-
-    def laps(self) -> Iterator[Lap]:
-        """Run them, in order.
+    def laps(self, cases: Sequence[Case], repeat: int) -> Iterator[Lap]:
+        """Run them, in turns.
 
         Raises:
             FleetError: a rank died, failed or hung, or a room's pages stay held.
         """
-        loads = self._plan["loads"]
-        for repeat in range(self._repeat):
-            for lot in range(max(len(planned["lots"]) for planned in loads)):
-                for load in (load for load, planned in enumerate(loads) if lot < len(planned["lots"])):
-                    for path in self._plan["paths"]:
-                        yield self._lap(load, lot, repeat, path)
+        lots = {case: len(self._plan["loads"][case.load]["lots"]) for case in cases}
+        for again in range(repeat):
+            for lot in range(max(lots.values(), default=0)):
+                for case in (case for case in cases if lot < lots[case]):
+                    yield self._lap(case, lot, again)
 
     def hold(self) -> None:
         """Light traffic over a few rooms of the first lot, until interrupted.
@@ -79,18 +108,18 @@ class Course:
             self._fleet.run(windows, rooms, "hold")
             self._fleet.idle(_HOLD_PAUSE_S)
 
-    def _lap(self, load: int, lot: int, repeat: int, path: str) -> Lap:
-        planned = self._plan["loads"][load]
+    def _lap(self, case: Case, lot: int, repeat: int) -> Lap:
+        planned = self._plan["loads"][case.load]
         first, end = planned["lots"][lot]
-        rooms = self._rooms(load, first, end)
-        doing = f"{path}, lot {lot + 1} of {len(planned['lots'])}"
-        if len(self._plan["loads"]) > 1:
-            doing = f"concurrency {planned['concurrency']}, {planned['tokens']} tokens, {doing}"
-        lot_number = load << 16 | lot
+        rooms = self._rooms(case.load, first, end)
+        doing = self._words(case, lot)
+        lot_number = case.load << 16 | lot
         self._on_step(f"filling for {doing}")
-        self._fleet.prepare(lot_number, path, rooms, poison=True, doing=doing)
+        self._fleet.prepare(lot_number, case.path, rooms, poison=True, doing=doing, pipeline=case.pipeline)
         self._on_step(doing)
-        reports = self._fleet.run(planned["windows"], rooms, doing)
+        # Neither the first room, which warms things up, nor the last, which has no company; agents forget early ones.
+        shown = rooms[max(len(rooms) // 2, len(rooms) - _REMEMBERED)].index
+        reports = self._fleet.run(planned["windows"], rooms, doing, case.layer_ms, self._decode_ms, shown)
         held = sorted({index for report in reports.values() for index in report["held"]})
         if held:
             causes = sorted({text for report in reports.values() for _, text in report["failures"]})
@@ -102,7 +131,18 @@ class Course:
         if self._verify != "off":
             self._on_step(f"verifying {doing}")
             verdicts = self._fleet.verify(self._verify, rooms, doing)
-        return Lap(load, lot, repeat, path, rooms, reports, verdicts)
+        return Lap(case, lot, repeat, rooms, reports, verdicts, shown)
+
+    def _words(self, case: Case, lot: int) -> str:
+        """What a lap is called while it runs and where it fails."""
+        planned = self._plan["loads"][case.load]
+        words = [f"lot {lot + 1} of {len(planned['lots'])}"]
+        if len(self._plan["pipelines"]) > 1:
+            words.insert(0, f"pipeline {case.pipeline}")
+        words.insert(0, case.path)
+        if len(self._plan["loads"]) > 1:
+            words = [f"concurrency {planned['concurrency']}", f"{planned['tokens']} tokens", *words]
+        return ", ".join(words)
 
     def _rooms(self, load: int, first: int, end: int) -> tuple[Room, ...]:
         """Rooms [first, end) of a load under numbers that were never used before."""
@@ -117,6 +157,10 @@ class Course:
                 prefix_tokens=planned[index]["prefix_tokens"],
                 decode_dp=planned[index]["decode_dp"],
                 slot=index - first,
+                instance=planned[index]["instance"],
+                arrival_ms=planned[index]["arrival_ms"],
+                output_tokens=planned[index]["output_tokens"],
+                session=planned[index]["session"],
             )
             for index in range(first, end)
         )

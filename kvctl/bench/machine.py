@@ -24,6 +24,11 @@ def memory_budget_bytes() -> int:
     return min(_available_bytes() // _SHARE, _MOST_BYTES)
 
 
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def fingerprint(device: str, lanes: list[str]) -> dict[str, object]:
     """The `env` of a saved result: versions are "" where the package is not installed."""
     return {
@@ -32,7 +37,7 @@ def fingerprint(device: str, lanes: list[str]) -> dict[str, object]:
         **{name: _version(candidates) for name, candidates in _PACKAGES.items()},
         "kernel": platform.release(),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "device": device,
         "lanes": lanes,
     }

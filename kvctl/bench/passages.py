@@ -7,26 +7,42 @@ from dataclasses import dataclass
 
 from kvctl.bench.laps import Lap
 from kvctl.bench.statistics import union
-from kvctl_agent.contract.rig import PlannedRank
+from kvctl_agent.contract.rig import PlannedRank, Room
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One room's way, in monotonic nanoseconds: the earliest open and start, the latest forward end and success.
+    """One room's way, in monotonic nanoseconds: the earliest arrival and start, the latest of everything else.
 
-    `nbytes` is what had to move for it.
+    Attributes:
+        opened_ns: it arrived: was asked for, or opened where it has no arrival of its own.
+        compute_ns: how long its layers took on the slowest rank, waiting left out.
+        first_token_ns, last_token_ns: with success, where no decoding is simulated.
+        hidden_ns: transfer before the forward was done, of the rank with most; None of rooms that were not sampled.
+        nbytes: what had to move for it.
     """
 
+    room: Room
     opened_ns: int
     started_ns: int
     forward_done_ns: int
+    compute_ns: int
     success_ns: int
+    first_token_ns: int
+    last_token_ns: int
+    hidden_ns: int | None
     nbytes: int
 
     @property
     def latency_ns(self) -> int:
         """Forward done to decode may start; 0 where a rank that owed nothing was told late."""
         return max(0, self.success_ns - self.forward_done_ns)
+
+    @property
+    def token_ns(self) -> float | None:
+        """Time per output token after the first; None where there are none."""
+        more = self.room.output_tokens - 1
+        return (self.last_token_ns - self.first_token_ns) / more if more > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +76,20 @@ def join(lap: Lap, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) 
     for report in (*decode, *prefill):
         for index, text in report["failures"]:
             failures.setdefault(index, text)
-    forwards = _outermost((index, start, done) for report in prefill for index, start, done, _ in report["rooms"])
-    arrivals = _outermost((index, opened, end) for report in decode for index, opened, end in report["rooms"])
+    forwards = _merged(row for report in prefill for row in report["rooms"])
+    arrivals = _merged(row for report in decode for row in report["rooms"])
+    hidden: dict[int, int] = {}
+    for index, before_ns, _ in (row for report in prefill for row in report["hidden"]):
+        hidden[index] = max(hidden.get(index, 0), before_ns)
     passages: dict[int, Passage] = {}
-    for index in (room.index for room in lap.rooms if room.index not in failures):
+    for room in (room for room in lap.rooms if room.index not in failures):
+        index = room.index
         if index in forwards and index in arrivals:
-            opened, success = arrivals[index]
-            passages[index] = Passage(opened, *forwards[index], success, nbytes[index])
+            started, done, _, compute = forwards[index]
+            opened, success, first, last = arrivals[index]
+            passages[index] = Passage(
+                room, opened, started, done, compute, success, first, last, hidden.get(index), nbytes[index]
+            )
         else:
             failures[index] = "no rank reported its end"
     return Finished(lap, passages, failures)
@@ -91,10 +114,10 @@ def by_repeat(laps: Sequence[Finished]) -> list[list[Finished]]:
     return list(repeats.values())
 
 
-def _outermost(spans: Iterable[tuple[int, int, int]]) -> dict[int, tuple[int, int]]:
-    """The earliest start and the latest end of each index."""
-    found: dict[int, tuple[int, int]] = {}
-    for index, start, end in spans:
-        first, last = found.get(index, (start, end))
-        found[index] = min(first, start), max(last, end)
+def _merged(rows: Iterable[Sequence[int]]) -> dict[int, list[int]]:
+    """What several ranks say of an index: the earliest of their first figures, the latest of each of the others."""
+    found: dict[int, list[int]] = {}
+    for index, *figures in rows:
+        seen = found.setdefault(index, figures)
+        found[index] = [min(seen[0], figures[0]), *map(max, seen[1:], figures[1:])]
     return found

@@ -1,9 +1,16 @@
-"""One bench from its plan to its results, on a fleet of its own."""
+"""Fleets being measured: each from its start to its floors, and several of them in turns.
+
+What cannot stand side by side in one fleet (transports, CP modes, layouts) runs on fleets of its own that are alive at
+the same time; they take turns lap by lap, so that a machine that drifts drifts for all of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from kvctl.bench.fleet import Fleet
-from kvctl.bench.laps import Course
+from kvctl.bench.laps import Course, Lap, length
+from kvctl.bench.program import Program
 from kvctl.bench.progress import Steps
 from kvctl.bench.results import Results
 from kvctl_agent.contract.rig import Plan
@@ -12,32 +19,51 @@ FLOORS = ("memcpy", "write")
 
 
 class Session:
-    """Measures a plan; `results` holds what has been measured so far, however it ends."""
+    """One fleet; `results` holds what has been measured on it so far, however it ends."""
 
-    def __init__(self, fleet: Fleet, plan: Plan, verify: str, repeat: int, steps: Steps) -> None:
-        self._fleet = fleet
-        self._steps = steps
-        self._course = Course(fleet, plan, verify, repeat, steps.step)
+    def __init__(
+        self, fleet: Fleet, plan: Plan, program: Program, verify: str, decode_ms: float, label: str, steps: Steps
+    ) -> None:
+        """`label` says which fleet this is where there are several, "" where there is one."""
         self.results = Results(plan, fleet.names, verify)
+        self.program = program
+        self.label = label
+        self.fleet = fleet
+        self._plan = plan
+        self._steps = steps
+        self._course = Course(fleet, plan, verify, decode_ms, self._step)
 
-    def measure(self) -> None:
-        """Start the fleet, measure the floors, run every lap, measure the floors again.
+    def start(self) -> None:
+        """Start the fleet.
+
+        Raises:
+            FleetError: a rank did not come up.
+        """
+        self._step(f"starting {self.fleet.size} ranks")
+        self.results.ready = self.fleet.start()
+
+    def laps(self) -> Iterator[Lap]:
+        """Run the program, lap by lap; each is in the results before it is handed out.
 
         Raises:
             FleetError: a rank died, failed or hung.
         """
-        self._steps.step(f"starting {self._fleet.size} ranks")
-        self.results.ready = self._fleet.start()
-        self._floors()
-        self._steps.laps(self._course.length)
-        for lap in self._course.laps():
-            self.results.add(lap)
-            self._steps.lap()
-        self._floors()
+        for stage in self.program.stages(self._plan, self.results.latency_ms):
+            for lap in self._course.laps(stage.cases, stage.repeat):
+                self.results.add(lap)
+                yield lap
+
+    def floors(self) -> None:
+        """Measure what this machine can do at best; nothing else may run."""
+        for kind in FLOORS:
+            self._step(f"measuring the {kind} floor")
+            figure = self.fleet.floor(kind)
+            if figure is not None:
+                self.results.floors[kind].append(figure)
 
     def hold(self) -> None:
         """Keep the fleet up under light traffic until interrupted."""
-        self._steps.step("holding")
+        self._step("holding")
         self._course.hold()
 
     def lanes(self) -> list[str]:
@@ -45,9 +71,31 @@ class Session:
         described = [ready["transport"].get("lanes", []) for ready in self.results.ready.values()]
         return sorted({str(lane) for lanes in described for lane in ([lanes] if isinstance(lanes, str) else lanes)})
 
-    def _floors(self) -> None:
-        for kind in FLOORS:
-            self._steps.step(f"measuring the {kind} floor")
-            figure = self._fleet.floor(kind)
-            if figure is not None:
-                self.results.floors[kind].append(figure)
+    def _step(self, text: str) -> None:
+        self._steps.step(f"{self.label}: {text}" if self.label else text)
+
+
+def laps_of(program: Program, plan: Plan) -> int:
+    """Number of laps that a program takes."""
+    return sum(length(plan, stage.cases) * stage.repeat for stage in program.outlook(plan))
+
+
+def measure(sessions: Sequence[Session], steps: Steps) -> None:
+    """Start every fleet, measure the floors, run all laps in turns, measure the floors again.
+
+    Raises:
+        FleetError: a rank died, failed or hung.
+    """
+    for session in sessions:
+        session.start()
+    for session in sessions:
+        session.floors()
+    under_way = [session.laps() for session in sessions]
+    while under_way:
+        for laps in tuple(under_way):
+            if next(laps, None) is None:
+                under_way.remove(laps)
+            else:
+                steps.lap()
+    for session in sessions:
+        session.floors()

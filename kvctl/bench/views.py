@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from kvctl.bench import captions
+from kvctl.bench.outcome import Outcome
+from kvctl.bench.preset_views import contestants
 from kvctl.views import units
 from kvctl.views.kinds import Kind
 from kvctl.views.report import Block, Grid, Text
 from kvctl.views.view import Column, Row, View, Width
-from kvctl_agent.contract.rig import Plan, PlanRequest, Sizes
+from kvctl_agent.contract.rig import Plan
 
+# What can set rows of one load apart, besides the path; a terminal shows those that do.
+_APART = ("fleet", "transport", "cp_mode", "pipeline")
+_MOST_COLUMNS = 4
 _VERDICT = {"PASS": "green", "FAIL": "bold red", "False": "bold red", "True": "green"}
 
 
@@ -34,6 +41,10 @@ BENCH = View(
     "bench",
     (
         Column("path"),
+        Column("fleet", width=Width.WIDE),
+        Column("transport", width=Width.WIDE),
+        Column("cp_mode", width=Width.WIDE),
+        Column("pipeline", width=Width.WIDE),
         Column("concurrency", kind=Kind.COUNT, header="CONC"),
         Column("tokens", "tokens_drawn"),
         Column("rooms", kind=Kind.COUNT, width=Width.NORMAL),
@@ -49,6 +60,12 @@ BENCH = View(
         Column("p90", _ns("latency_ms", "p90", 1e6), Kind.DURATION, Width.WIDE),
         Column("p95", _ns("latency_ms", "p95", 1e6), Kind.DURATION, Width.WIDE),
         Column("p99", _ns("latency_ms", "p99", 1e6), Kind.DURATION),
+        Column("ttft_mean", _ns("ttft_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
+        Column("ttft_p95", _ns("ttft_ms", "p95", 1e6), Kind.DURATION, Width.WIDE),
+        Column("tpot", _ns("tpot_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
+        Column("hidden", _ns("hidden_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
+        Column("groups", kind=Kind.COUNT, width=Width.WIDE),
+        Column("prefix_hit", "prefix_hit_ratio", Kind.RATIO, Width.WIDE),
         Column("descriptors_per_room", kind=Kind.NUMBER, width=Width.WIDE),
         Column("writes_per_room", kind=Kind.NUMBER, width=Width.WIDE),
         Column("engine_posts_per_room", kind=Kind.NUMBER, width=Width.WIDE),
@@ -71,8 +88,10 @@ BENCH = View(
 PLAN = View(
     "bench-plan",
     (
+        Column("fleet", width=Width.WIDE),
         Column("writer"),
         Column("reader"),
+        Column("segment", width=Width.NORMAL),
         Column("heads", kind=Kind.LAYERS),
         Column("layers", kind=Kind.LAYERS),
         Column("parts", kind=Kind.COUNT),
@@ -92,9 +111,9 @@ def _plain(name: str, show: Callable[[Any], str]) -> Callable[[Row], str]:
     return lambda row: show(row[name])
 
 
-def _latency(name: str) -> _Line:
-    value = _ns("latency_ms", name, 1e6)
-    return f"latency {name}", lambda row: units.duration(value(row)), value
+def _time(label: str, section: str, name: str) -> _Line:
+    value = _ns(section, name, 1e6)
+    return f"{label} {name}", lambda row: units.duration(value(row)), value
 
 
 def _stage_line(name: str) -> _Line:
@@ -106,80 +125,105 @@ def _rate(value: float | None) -> str:
     return units.UNKNOWN if value is None else units.three_digits(value)
 
 
-_LINES: tuple[_Line, ...] = (
-    ("rooms/s", _plain("rooms_per_s", _rate), lambda row: float(row["rooms_per_s"])),
-    ("GB/s", _plain("gb_per_s", _rate), lambda row: float(row["gb_per_s"])),
-    ("of one-thread memcpy", _plain("memcpy_ratio", units.percent), None),
-    ("of one write", _plain("write_ratio", units.percent), None),
-    *(_latency(name) for name in ("mean", "p50", "p90", "p95", "p99")),
-    ("descriptors per room", _plain("descriptors_per_room", _rate), None),
-    ("writes per room", _plain("writes_per_room", _rate), None),
-    ("engine posts per room", _plain("engine_posts_per_room", _rate), None),
-    *(_stage_line(name) for name in ("gather", "gate", "post", "wire", "scatter")),
-    ("ring high water", _plain("ring_high_water_bytes", units.size), None),
-    ("fallbacks", _plain("fallbacks", units.count), None),
-    ("CPU time", _plain("cpu_seconds", lambda value: f"{value:.2f} s"), lambda row: float(row["cpu_seconds"])),
-    ("peak RSS of a rank", _plain("peak_rss_bytes", units.size), None),
-    ("  beyond its buffers", _plain("rss_overhead_bytes", units.size), None),
-    ("parts taken by", _plain("paths_taken", lambda taken: " ".join(taken) or units.UNKNOWN), None),
-    ("parts verified", _plain("verified_parts", units.count), None),
+def _simulated(row: Row) -> bool:
+    """Whether a request does something else than be transferred: queue, compute, decode."""
+    return bool(row["layer_ms"] or row["decode_ms"] or row["arrivals"] == "open")
+
+
+# Groups of lines, each with the rows that it has something to say of.
+_LINES: tuple[tuple[tuple[_Line, ...], Callable[[Row], bool]], ...] = (
+    (
+        (
+            ("rooms/s", _plain("rooms_per_s", _rate), lambda row: float(row["rooms_per_s"])),
+            ("GB/s", _plain("gb_per_s", _rate), lambda row: float(row["gb_per_s"])),
+            ("of one-thread memcpy", _plain("memcpy_ratio", units.percent), None),
+            ("of one write", _plain("write_ratio", units.percent), None),
+            *(_time("latency", "latency_ms", name) for name in ("mean", "p50", "p90", "p95", "p99")),
+        ),
+        lambda row: True,
+    ),
+    ((_time("TTFT", "ttft_ms", "mean"), _time("TTFT", "ttft_ms", "p95")), _simulated),
+    ((_time("TPOT", "tpot_ms", "mean"),), lambda row: row["tpot_ms"]["mean"] is not None),
+    (
+        (
+            _time("compute", "compute_ms", "mean"),
+            _time("hidden behind it,", "hidden_ms", "mean"),
+            ("layer groups", _plain("groups", units.count), None),
+            ("decided by", _plain("pipeline_decisions", lambda why: " ".join(why) or units.UNKNOWN), None),
+        ),
+        lambda row: row["layer_ms"] > 0 or row["pipeline"] != "off",
+    ),
+    ((("prefix hits", _plain("prefix_hit_ratio", units.percent), None),), lambda row: row["prefix_hit_ratio"] > 0),
+    (
+        (
+            ("descriptors per room", _plain("descriptors_per_room", _rate), None),
+            ("writes per room", _plain("writes_per_room", _rate), None),
+            ("engine posts per room", _plain("engine_posts_per_room", _rate), None),
+            *(_stage_line(name) for name in ("gather", "gate", "post", "wire", "scatter")),
+            ("ring high water", _plain("ring_high_water_bytes", units.size), None),
+            ("fallbacks", _plain("fallbacks", units.count), None),
+            ("CPU time", _plain("cpu_seconds", lambda value: f"{value:.2f} s"), lambda row: float(row["cpu_seconds"])),
+            ("peak RSS of a rank", _plain("peak_rss_bytes", units.size), None),
+            ("  beyond its buffers", _plain("rss_overhead_bytes", units.size), None),
+            ("parts taken by", _plain("paths_taken", lambda taken: " ".join(taken) or units.UNKNOWN), None),
+            ("parts verified", _plain("verified_parts", units.count), None),
+        ),
+        lambda row: True,
+    ),
 )
 
 
-def with_delta(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with its GB/s against the first path of the same load (None for that path itself)."""
-    first: dict[tuple[Any, ...], dict[str, Any]] = {}
-    compared = []
-    for row in rows:
-        base = first.setdefault((row["concurrency"], row["tokens_drawn"]), row)
-        same = base is row or not base["gb_per_s"]
-        compared.append({**row, "delta_ratio": None if same else row["gb_per_s"] / base["gb_per_s"] - 1})
-    return compared
+def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Block]:
+    """What a terminal shows: what was run, the results, the floors.
+
+    Args:
+        rows: lines of `view`, or, where that is None, rows of `BENCH`.
+    """
+    head, foot = captions.head(outcome), captions.floors(outcome)
+    if view is None:
+        head += captions.load(outcome, rows)
+    table = Grid(view, rows) if view is not None else _table(rows)
+    verdict = _verdict(outcome.rows())
+    return [Text([[(line, "")] for line in head]), table, Text([[(foot, "")], verdict])]
 
 
-def blocks(rows: Sequence[Row], plan: Plan, request: PlanRequest, floors: Mapping[str, float | None]) -> list[Block]:
-    """What a terminal shows: what was run, the results, the floors."""
-    shape = plan["shape"]
-    model = f"{shape['model']}: " if shape["model"] else ""
-    head = [
-        f"prefill {_sizes(request.prefill)} → decode {_sizes(request.decode)} over {plan['transport']} · {model}"
-        f"{shape['layers']} layers, {shape['kv_heads']} KV heads of {shape['head_dim']} {shape['dtype']} · "
-        f"pages of {plan['page_size']}, {plan['page_order']}"
-    ]
-    if len(plan["loads"]) == 1 and rows:
-        row = rows[0]
-        head.append(
-            f"{row['rooms']} rooms of {row['tokens_drawn']} tokens, {units.size(row['bytes_per_room'])} each, "
-            f"{row['in_flight']} in flight"
-        )
-    table = Grid(_side_by_side(rows), _lines(rows)) if len(plan["loads"]) == 1 and rows else Grid(BENCH, rows)
-    foot = (
-        f"floors of this machine in the same run: memcpy {_rate(floors['memcpy'])} GB/s on one thread, "
-        f"one write over {plan['transport']} {_rate(floors['write'])} GB/s"
-    )
-    return [Text([[(line, "")] for line in head]), table, Text([[(foot, "")], _verdict(rows)])]
-
-
-def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
     """The plan's shares with the ranks' names."""
+    several = any(rank["instance"] > 0 for rank in plan["ranks"])
     return [
-        {**share, "writer": f"prefill-{share['writer']}", "reader": f"decode-{share['reader']}"}
+        {
+            **share,
+            "fleet": fleet,
+            "writer": f"p{share['instance']}-prefill-{share['writer']}" if several else f"prefill-{share['writer']}",
+            "reader": f"decode-{share['reader']}",
+        }
         for share in plan["shares"]
     ]
 
 
+def _table(rows: Sequence[Row]) -> Grid:
+    """A column per contestant where there are few of one load, else a line each with what sets them apart."""
+    loads = {(row["concurrency"], row["tokens_drawn"]) for row in rows}
+    if len(loads) == 1 and len(rows) <= _MOST_COLUMNS:
+        return Grid(_side_by_side(rows), _lines(rows))
+    apart = {name for name in _APART if len({row[name] for row in rows}) > 1}
+    columns = (replace(each, width=Width.CORE) if each.name in apart else each for each in BENCH.columns)
+    return Grid(replace(BENCH, columns=tuple(columns)), rows)
+
+
 def _side_by_side(rows: Sequence[Row]) -> View:
     columns = [Column("what", header=" ")]
-    for number, row in enumerate(rows):
-        columns.append(Column(f"path{number}", header=row["path"]))
+    names = contestants(rows)
+    for number, name in enumerate(names):
+        columns.append(Column(f"path{number}", header=name))
         if number:
-            columns.append(Column(f"delta{number}", header=f"Δ {rows[0]['path']}"))
+            columns.append(Column(f"delta{number}", header=f"Δ {names[0]}"))
     return View("bench-paths", tuple(columns))
 
 
 def _lines(rows: Sequence[Row]) -> list[dict[str, str]]:
     lines = []
-    for label, show, compare in _LINES:
+    for label, show, compare in (line for group, says in _LINES if any(map(says, rows)) for line in group):
         line = {"what": label}
         for number, row in enumerate(rows):
             line[f"path{number}"] = show(row)
@@ -200,8 +244,3 @@ def _verdict(rows: Sequence[Row]) -> list[tuple[str, str]]:
     if all(verdicts):
         return [("every byte verified", "green")]
     return [("NOT VERIFIED: " + ", ".join(str(row["path"]) for row in rows if not row["verified"]), "bold red")]
-
-
-def _sizes(sizes: Sizes) -> str:
-    axes = {"dp": sizes.dp, "pp": sizes.pp, "cp": sizes.cp, "tp": sizes.tp}
-    return " ".join(f"{axis}{size}" for axis, size in axes.items() if size > 1) or "tp1"

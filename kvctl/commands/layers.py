@@ -1,4 +1,4 @@
-"""`kvctl layers`: the waterfall of stages by layer group, and how much of it compute hid."""
+"""`kvctl layers`: the waterfall of stages by layer group, how much of it compute hid, and what was pipelined why."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvctl.commands.reading import run
 from kvctl.commands.rooms import RoomNumber
 from kvctl.commands.settings import Settings
 from kvctl.views.layers import LAYERS
+from kvctl.views.pipeline import Decisions
 from kvctl.views.report import Block, Grid, Report, Text
 from kvctl.views.view import Row
 from kvctl.views.waterfall import draw
@@ -22,20 +23,26 @@ from kvctl.views.waterfall import draw
 @click.option("--room", type=RoomNumber(), help="Only this room, with its real moments.")
 @pass_settings
 def layers(settings: Settings, room: str | None) -> None:
-    """Where the time goes, by layer group: gate, gather, post, wire, arrive, scatter; exposed and overlapped time."""
+    """Where the time goes, by layer group: ready, gate, gather, post, wire, arrive, scatter; what the forward hid.
+
+    Times are medians of the group's parts; ready is how much later than the first group it was computed. Below stands
+    how many forwards were pipelined, and why the others were not.
+    """
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("layers")
         strangers = survey.set_unknown_rooms_aside()
         rows = [row for _, data in answers for row in data]
-        report = Report(LAYERS, rows, len(answers) + strangers, survey.faults, blocks=_blocks)
+        decisions = Decisions(data for _, data in survey.answers("status"))
+
+        def blocks(kept: Sequence[Row], width: int) -> list[Block]:
+            picture: list[Block] = [Text(draw(kept, width))] if kept else []
+            reasons = [Text(lines)] if room is None and (lines := decisions.lines()) else []
+            return [*picture, Grid(LAYERS, kept), *reasons]
+
+        report = Report(LAYERS, rows, len(answers) + strangers, survey.faults, blocks=blocks)
         if strangers and not answers and not survey.faults:
             report.failure = f"no agent knows room {room}; see kvctl rooms, and kvctl rooms history for finished ones"
         return report
 
-    run(settings, LAYERS, (Call("layers", {"room": room}),), read)
-
-
-def _blocks(kept: Sequence[Row], width: int) -> list[Block]:
-    picture: list[Block] = [Text(draw(kept, width))] if kept else []
-    return [*picture, Grid(LAYERS, kept)]
+    run(settings, LAYERS, (Call("layers", {"room": room}), *([Call("status")] if room is None else [])), read)

@@ -81,9 +81,13 @@ class GlobalOptions(click.Command):
         self.params.extend(self._globals)
         self.context_settings.setdefault("help_option_names", ["-h", "--help"])
 
+    def sections(self, ctx: click.Context) -> list[tuple[str, list[click.Parameter]]]:
+        """Titles of the help's lists of options, with the command's own options under them."""
+        return [("Options", [param for param in self.get_params(ctx) if param not in self._globals])]
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own = [param for param in self.get_params(ctx) if param not in self._globals]
-        for title, params in (("Options", own), ("Global options, before or after the command", self._globals)):
+        common: list[click.Parameter] = [*self._globals]
+        for title, params in (*self.sections(ctx), ("Global options, before or after the command", common)):
             records = [record for param in params if (record := param.get_help_record(ctx)) is not None]
             if records:
                 with formatter.section(title):

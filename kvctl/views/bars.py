@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvctl.views.report import Line, Span
 
-# What each stage looks like. `ready` is the moment a life begins, so it has no length of its own.
+# What each stage looks like. `ready` is the moment a life begins: until then there is nothing to draw.
 STAGE_GLYPHS: dict[str, Span] = {
     "gate": ("·", "yellow"),
     "queue": ("░", "yellow"),
@@ -16,6 +16,17 @@ STAGE_GLYPHS: dict[str, Span] = {
     "arrive": ("╌", "magenta"),
     "scatter": ("█", "green"),
 }
+
+
+HIDDEN, EXPOSED = "■", "□"
+
+
+def split(share: float, width: int) -> list[Span]:
+    """Hidden and exposed time side by side, `■■■■■□□□`; a share that is not nothing gets a cell."""
+    hidden = round(share * width)
+    hidden = max(hidden, 1) if share > 0 else 0
+    hidden = min(hidden, width - 1) if share < 1 else width
+    return [(HIDDEN * hidden, "green"), (EXPOSED * (width - hidden), "yellow")]
 
 
 def filled(ratio: float, width: int) -> str:

@@ -79,7 +79,7 @@ def sort_key(column: Column, value: Any) -> tuple[int, Any]:
     if isinstance(value, int | float):
         return (0, value)
     if column.kind is Kind.LAYERS and not isinstance(value, str):
-        return (0, value[0])
+        return (0, tuple(value))
     text = raw(value)
     if column.kind is Kind.ID and text.isdecimal():
         return (0, int(text))

@@ -1,4 +1,7 @@
-"""View of layer groups: how long each stage takes, and how much of it compute hides."""
+"""View of layer groups: how long each stage takes, and how much of a part's way compute hides.
+
+`ready` is how much later than its chunk's first group a group was computed; the other stages follow one another.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from kvctl_agent.contract.states import STAGES
 
 
 def hidden_share(row: Row) -> float | None:
-    """Share of the transfer time that was hidden behind compute."""
+    """Share of the time on the way that was hidden behind compute."""
     exposed, overlapped = row.get("exposed_ns"), row.get("overlapped_ns")
     if exposed is None or overlapped is None or exposed + overlapped == 0:
         return None
@@ -16,7 +19,7 @@ def hidden_share(row: Row) -> float | None:
 
 
 def _median(stage: str) -> Column:
-    width = Width.NORMAL if stage == "queue" else Width.CORE
+    width = Width.NORMAL if stage in {"ready", "queue"} else Width.CORE
     return Column(f"{stage}_p50", f"stages.{stage}.p50_ns", Kind.DURATION, width, header=stage.upper())
 
 
@@ -28,15 +31,14 @@ LAYERS = View(
         Column("path", width=Width.NORMAL),
         Column("parts", kind=Kind.COUNT, width=Width.NORMAL),
         Column("bytes", kind=Kind.BYTES, width=Width.NORMAL),
-        *(_median(stage) for stage in STAGES[1:]),
+        *(_median(stage) for stage in STAGES),
         Column("exposed", kind=Kind.DURATION, width=Width.NORMAL),
-        Column("overlapped", kind=Kind.DURATION, width=Width.NORMAL),
-        Column("hidden", hidden_share, Kind.RATIO, Width.NORMAL),
+        Column("overlapped", kind=Kind.DURATION, width=Width.NORMAL, header="HIDDEN"),
+        Column("hidden", hidden_share, Kind.RATIO, Width.NORMAL, header="SHARE"),
         *(
             Column(f"{stage}_{quantile}", f"stages.{stage}.{quantile}_ns", Kind.DURATION, Width.WIDE)
             for stage in STAGES
-            for quantile in ("p50", "p90", "p99")
-            if (stage, quantile) not in {(name, "p50") for name in STAGES[1:]}
+            for quantile in ("p90", "p99")
         ),
     ),
     sort=("agent", "layers"),

@@ -50,6 +50,9 @@ def _header(room: JoinedRoom) -> list[Line]:
     spans += [(f"  age {units.duration(max(ages))}", ""), (f"  {units.count(tokens)} tokens  {moved}", "")]
     if latency is not None:
         spans.append((f"  latency {units.duration(latency)}", ""))
+    exposed = max((rank["exposed_ns"] for rank in room.ranks if rank["exposed_ns"] is not None), default=None)
+    if exposed is not None:  # the room waits for the slowest of its writers
+        spans.append((f"  exposed {units.duration(exposed)}", ""))
     return [spans, [(f"nonce {room.nonce}, opened {units.clock_time(room.started_at_ns)}", "dim")]]
 
 

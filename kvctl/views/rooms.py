@@ -50,7 +50,10 @@ _COLUMNS = (
     Column("pages", kind=Kind.COUNT, width=Width.WIDE),
     Column("parts", kind=Kind.COUNT, width=Width.WIDE),
     Column("peers", kind=Kind.LIST, width=Width.WIDE),
+    Column("hidden", kind=Kind.DURATION, width=Width.WIDE),
+    Column("exposed", kind=Kind.DURATION, width=Width.WIDE),
     Column("opened_at", kind=Kind.TIME, width=Width.WIDE),
+    Column("forward_done_at", kind=Kind.TIME, width=Width.WIDE),
     Column("finished_at", kind=Kind.TIME, width=Width.WIDE),
     Column("nonce", kind=Kind.ID, width=Width.WIDE),
 )
@@ -90,6 +93,8 @@ RANKS = View(
         Column("scattered", "coverage.scattered", Kind.COUNT),
         Column("bytes", kind=Kind.BYTES),
         Column("paths", kind=Kind.MAP, width=Width.NORMAL),
+        Column("hidden", kind=Kind.DURATION, width=Width.NORMAL),
+        Column("exposed", kind=Kind.DURATION, width=Width.NORMAL),
         Column("clock_error", kind=Kind.DURATION, width=Width.NORMAL, header="CLOCK ±"),
     ),
 )

@@ -10,6 +10,7 @@ from kvctl.views import palette, units
 from kvctl.views.bars import filled
 from kvctl.views.fleet import FleetSummary, Rates, summarise
 from kvctl.views.kinds import Kind
+from kvctl.views.pipeline import Decisions
 from kvctl.views.report import Block, Grid, Line, Span, Text
 from kvctl.views.view import Column, Row, View, Width
 
@@ -56,6 +57,8 @@ STATUS = View(
         Column("ring_used", "ring.used_bytes", Kind.BYTES, Width.WIDE),
         Column("ring_high_water", "ring.high_water_bytes", Kind.BYTES, Width.WIDE),
         Column("ring_size", "ring.size_bytes", Kind.BYTES, Width.WIDE),
+        Column("pipeline", "pipeline.mode", width=Width.WIDE),
+        Column("decisions", "pipeline.decisions", Kind.MAP, Width.WIDE),
         Column("backend", "transport.backend", width=Width.WIDE),
         Column("lanes", "transport.lanes", Kind.LIST, Width.WIDE),
         Column("device", width=Width.WIDE),
@@ -121,6 +124,7 @@ def screen(rows: Sequence[Row], silent: int) -> list[Block]:
         _line("ring", *_ring_use(summary)),
         _line("rate", *_rate(summary)),
         _line("latency", *_latency(summary)),
+        *_pipeline(rows),
         *(_line("waiting", (name, "bold"), (f": {text}", "yellow")) for name, text in summary.waiting),
     ]
     return [Text(lines), Grid(STATUS, rows)]
@@ -204,6 +208,11 @@ def _rate(summary: FleetSummary) -> list[Span]:
         (f"{units.three_digits(summary.gb_per_s)} GB/s", "bold"),
         (f"{rooms}  (wall clock, sum over {summary.counted} ranks)", ""),
     ]
+
+
+def _pipeline(rows: Sequence[Row]) -> list[Line]:
+    decisions = Decisions(rows)
+    return [] if decisions.off else [_line("pipeline", *decisions.summary())]
 
 
 def _latency(summary: FleetSummary) -> list[Span]:

@@ -6,37 +6,67 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvctl.views import units
-from kvctl.views.bars import STAGE_GLYPHS, legend, segments
+from kvctl.views.bars import EXPOSED, HIDDEN, STAGE_GLYPHS, legend, segments, split
 from kvctl.views.kinds import Kind
 from kvctl.views.layers import hidden_share
 from kvctl.views.report import Line, Span
 from kvctl.views.view import Row
 from kvctl_agent.contract.states import STAGES
 
+_MOST_BARS = 32
+_SHARE = 8  # cells of the bar that shows what was hidden
+_TAIL = 2 + _SHARE + 1 + 6
+_ROOMY = 52  # with less than this for bars, only the percentage stands behind them
+
 
 def draw(rows: Sequence[Row], width: int) -> list[Line]:
-    """One bar per row on a common axis: medians end to end, or the real moments where the rows have them."""
-    labels = [f"{row['agent']} {Kind.LAYERS.value.human(row['layers'])} {row['path']}" for row in rows]
+    """One bar per row on a common axis: medians end to end, or the real moments where the rows have them.
+
+    A bar begins where its layer group was ready. Behind it stands what was hidden of the parts' way, where that is
+    known, and what was exposed.
+    """
+    shown = _most_used(rows)
+    labels = [_label(row, max(8, width // 2)) for row in shown]
     margin = max(map(len, labels)) + 2
-    cells = max(10, width - margin - 22)
-    moments = [_moments(row) for row in rows]
+    shares = [hidden_share(row) for row in shown]
+    told = any(share is not None for share in shares)
+    roomy = width - margin >= _ROOMY
+    cells = max(10, width - margin - (_TAIL if roomy else 8) * told)
+    moments = [_moments(row) for row in shown]
     known = [at for parts in moments for part in parts for at in part.values()]
     start = min(known, default=0)
-    bars = [_real(parts, start) if parts else _stacked(row) for row, parts in zip(rows, moments, strict=True)]
+    bars = [_real(parts, start) if parts else _stacked(row) for row, parts in zip(shown, moments, strict=True)]
     end = max((stop for bar in bars for _, stop, _ in bar), default=0.0)
     axis = units.duration(end)
     lines: list[Line] = [[(f"{'':<{margin}}0{axis:>{cells - 1}}", "dim")]]
-    for label, bar, row in zip(labels, bars, rows, strict=True):
-        lines.append([(f"{label:<{margin}}", ""), *segments(bar, end, cells), *_exposure(row)])
-    return [*lines, legend()]
+    for label, bar, share in zip(labels, bars, shares, strict=True):
+        lines.append([(f"{label:<{margin}}", ""), *segments(bar, end, cells), *_exposure(share, roomy)])
+    if len(rows) > len(shown):
+        lines.append([(f"{len(rows) - len(shown)} layer groups are in the table only", "dim")])
+    lines.append(legend())
+    if told:
+        hidden = [(HIDDEN, "green"), (" hidden behind the forward  ", "dim"), (EXPOSED, "yellow"), (" exposed", "dim")]
+        lines.append(hidden if roomy else [("% of the way hidden behind the forward", "dim")])
+    return lines
 
 
-def _exposure(row: Row) -> list[Span]:
-    share = hidden_share(row)
+def _most_used(rows: Sequence[Row]) -> Sequence[Row]:
+    """As many rows as a picture can hold: writers' before readers', those of the most parts; in the order they have."""
+    places = sorted(range(len(rows)), key=lambda place: (hidden_share(rows[place]) is None, -rows[place]["parts"]))
+    places = places[:_MOST_BARS]
+    return [rows[place] for place in sorted(places)]
+
+
+def _label(row: Row, most: int) -> str:
+    text = f"{row['agent']} {Kind.LAYERS.value.human(row['layers'])} {row['path']}"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _exposure(share: float | None, roomy: bool) -> list[Span]:
     if share is None:
-        exposed = row.get("exposed_ns")
-        return [] if exposed is None else [(f"  exposed {units.duration(exposed)}", "dim")]
-    return [(f"  {units.percent(share):>6} hidden", "green" if share >= 0.5 else "")]
+        return []
+    bar = [("  ", ""), *split(share, _SHARE)] if roomy else []
+    return [*bar, (f" {units.percent(share):>6}", "green" if share >= 0.5 else "")]
 
 
 def _moments(row: Row) -> list[dict[str, int]]:
@@ -44,7 +74,7 @@ def _moments(row: Row) -> list[dict[str, int]]:
 
 
 def _stacked(row: Row) -> list[tuple[float, float, Span]]:
-    pieces, at = [], 0.0
+    pieces, at = [], float((row["stages"].get("ready") or {}).get("p50_ns") or 0)
     for stage, glyph in STAGE_GLYPHS.items():
         took = (row["stages"].get(stage) or {}).get("p50_ns")
         if took:

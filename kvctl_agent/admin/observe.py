@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS
+from kvctl_agent.contract.pipeline import REASONS
 from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import (
     ConfigRow,
@@ -21,6 +22,7 @@ from kvctl_agent.contract.snapshots import (
     LayerRow,
     MetricFamily,
     PeerRow,
+    PipelineUse,
     RingAllocation,
     RingUse,
     RingView,
@@ -42,6 +44,7 @@ from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.runtime.links import Links
+from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.stages import room_rows
 from kvctl_agent.transport.base import Transport
@@ -64,6 +67,7 @@ class Observed(Protocol):
     local: Local
     machine: Machine
     links: Links | None
+    pipelining: Pipelining
 
     def waiting_for(self) -> str | None: ...
 
@@ -133,12 +137,13 @@ class Observer:
             "latency": telemetry.latencies.summary(),
             "ring": self._ring_use(),
             "peers": peers,
+            "pipeline": self._pipeline_use(),
             "pool": {
                 "pages": pool.num_pages,
                 "page_size": pool.page_size,
                 "bytes": pool.nbytes,
-                "layers": pool.num_layers,
-                "heads": pool.heads,
+                "layers": len(agent.local.layers),
+                "heads": agent.local.held[0].heads,
             },
             "health": [],
             "waiting_for": agent.waiting_for(),
@@ -216,6 +221,19 @@ class Observer:
         return metrics.snapshot()
 
     # ---- parts ------------------------------------------------------------------------------------------------
+
+    def _pipeline_use(self) -> PipelineUse | None:
+        agent = self._agent
+        if agent.role != "prefill":
+            return None
+        options = agent.pipelining.options
+        counted = agent.telemetry.metrics.totals("kvctl_pipeline_decisions_total")
+        return {
+            "mode": options.mode,
+            "min_tokens": max(1, options.min_tokens),
+            "group_size": options.group_size,
+            "decisions": {reason: int(counted[reason,]) for reason in REASONS if (reason,) in counted},
+        }
 
     def _ring_use(self) -> RingUse | None:
         machine = self._agent.machine

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvctl_agent.contract.pipeline import PIPELINE_MODES
+
 Value = str | int | float | bool | None
 
 
@@ -37,14 +39,15 @@ KEYS: tuple[Key, ...] = (
         str,
         "nixl",
         "Engine that moves the bytes.",
-        choices=("nixl", "loopback"),
+        choices=("nixl", "mooncake", "loopback"),
         sglang="--disaggregation-transfer-backend",
     ),
     Key(
         "transport_params",
         str,
         "",
-        "Engine parameters, as name=value pairs joined by commas.",
+        "Engine parameters, as name=value pairs joined by commas. nixl: backend, and that backend's own. mooncake: "
+        "protocol (tcp, rdma, nvlink, nvlink_intra, efa), device (joined by +), host. loopback: directory.",
         sglang="SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS",
     ),
     Key(
@@ -108,6 +111,82 @@ KEYS: tuple[Key, ...] = (
         minimum=1,
         maximum=1 << 24,
         sglang="chunked_prefill_size",
+    ),
+    Key(
+        "cp_mode",
+        str,
+        "rank0",
+        "Which context-parallel prefill ranks send: the first; all, a share of each room or chunk; or one per room.",
+        choices=("rank0", "all", "all-chunk", "room-hash"),
+        sglang="SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",
+    ),
+    Key(
+        "pp_early_send",
+        bool,
+        True,
+        "Pipeline stages but the last send as soon as their own forward is done.",
+        sglang="--enable-pp-disagg-pipeline-kv-transfer",
+    ),
+    Key(
+        "pipeline",
+        str,
+        "off",
+        "Send layer groups while the next are computed: never, in groups by the formula, or by what was measured.",
+        choices=PIPELINE_MODES,
+        runtime=True,
+        sglang="SGLANG_PIPELINED_KV_TRANSFER",
+    ),
+    Key(
+        "pipeline_min_tokens",
+        int,
+        3072,
+        "Average tokens per request from which a forward is pipelined; 0 means 1.",
+        unit="tokens",
+        minimum=0,
+        maximum=1 << 24,
+        runtime=True,
+        sglang="SGLANG_PIPELINE_MIN_TOKENS",
+    ),
+    Key(
+        "pipeline_max_iters",
+        int,
+        10,
+        "Layer groups of the shortest pipelined prompts.",
+        minimum=1,
+        maximum=1024,
+        runtime=True,
+        sglang="SGLANG_PIPELINE_MAX_ITERS",
+    ),
+    Key(
+        "pipeline_min_iters",
+        int,
+        4,
+        "Layer groups of long prompts.",
+        minimum=1,
+        maximum=1024,
+        runtime=True,
+        sglang="SGLANG_PIPELINE_MIN_ITERS",
+    ),
+    Key(
+        "pipeline_group_size",
+        int,
+        None,
+        "Layers per group, in place of pipeline_min_tokens and the formula; automatic: by the formula.",
+        unit="layers",
+        minimum=1,
+        maximum=1024,
+        runtime=True,
+        sglang="SGLANG_PIPELINE_GROUP_SIZE",
+    ),
+    Key(
+        "pipeline_sat_multiplier",
+        float,
+        3.0,
+        "Prompts of pipeline_min_tokens times this are long: from there on there are pipeline_min_iters groups.",
+        minimum=1,
+        maximum=1000,
+        runtime=True,
+        sglang="SGLANG_PIPELINE_SAT_MULTIPLIER",
     ),
     Key(
         "bootstrap_timeout_s",

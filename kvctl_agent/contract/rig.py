@@ -20,13 +20,31 @@ MAX_LINE_BYTES = 16 << 20
 FLEET_PREFIX = "kvctl-bench-"
 """First part of the name of a fleet's temporary directory."""
 
-DTYPE_BYTES: dict[str, int] = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+DTYPE_BYTES: dict[str, int] = {
+    "fp8": 1,
+    "int8": 1,
+    "fp8-scaled": 1,
+    "int8-scaled": 1,
+    "bf16": 2,
+    "fp16": 2,
+    "fp32": 4,
+}
 """Element types that a synthetic pool can have; only their size matters."""
+
+DTYPE_SCALE_BYTES: dict[str, int] = {"fp8-scaled": 4, "int8-scaled": 4}
+"""Types with quantisation scales in buffers of their own: bytes per page and head, for K and for V each."""
+
+KINDS = ("mha", "mla")
+STATE_KINDS = ("rows", "window", "pages")
+"""How many items of a state component a room has: one; the pages of its last `window` tokens; all its pages."""
 
 VERIFY_MODES = ("full", "sample", "off")
 PAGE_ORDERS = ("random", "contiguous")
+PIPELINES = ("off", "on", "measured")
+"""Besides these, a number in decimal: that many layers per group."""
 
 Role = Literal["prefill", "decode"]
+StateKind = Literal["rows", "window", "pages"]
 
 
 class LineTooLong(ValueError):
@@ -65,12 +83,16 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Parallel sizes of one instance; `tp` is the attention TP size."""
+    """Parallel sizes of one instance; `tp` is the attention TP size.
+
+    `layers` of each pipeline stage; empty: as even as they divide, the first ones taking one more.
+    """
 
     dp: int = 1
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +111,80 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One point of a sweep: so many rooms in flight, prompts of these lengths."""
+    """One point of a sweep: so many rooms in flight, prompts of these lengths (not used where requests are given).
+
+    `rooms` in place of the request's, for this point.
+    """
 
     concurrency: int
     tokens: Tokens
+    rooms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a trace or of a conversation.
+
+    Args:
+        arrival_ms: when it arrives, from the first one's arrival; ignored for the later turns of a session. None:
+            closed loop, as soon as there is room for it.
+        prefix_tokens: what the decode side has cached of it, page-aligned.
+        output_tokens: how long it is decoded; 0: not at all.
+        session: requests of one session run one after the other, each when the one before has been decoded, all at one
+            decode dp group; -1: on its own. Requests come in the order of their arrival, sessions turn by turn.
+        decode_dp: the decode dp group that has the prefix cached; -1: any, all requests or none.
+    """
+
+    arrival_ms: float | None
+    tokens: int
+    prefix_tokens: int = 0
+    output_tokens: int = 0
+    session: int = -1
+    decode_dp: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One component of per-request state.
+
+    Args:
+        name: a word; not "kv" or "draft".
+        layers: for each of its layers, the KV layer that it runs beside, ascending: decides its pipeline stage. Empty:
+            one beside every KV layer.
+        rows, heads, head_bytes: one item in one layer, over the whole model; `heads` is the axis that tp ranks share,
+            1 where every rank holds all of it. Of kind "window" and "pages" an item is a page, and `rows` are those of
+            one token.
+        kind: one of `STATE_KINDS`.
+        window: tokens, of kind "window".
+    """
+
+    name: str
+    rows: int
+    heads: int
+    head_bytes: int
+    layers: tuple[int, ...] = ()
+    kind: StateKind = "rows"
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Everything a bench is asked to do that decides what moves; None means automatic.
+    """Everything a bench is asked to do that decides what moves; None means automatic: the model's own.
 
-    `memory_bytes` bounds all KV pools and rings together.
+    Args:
+        prefill: the prefill instances; all of them serve the one decode instance.
+        memory_bytes: bounds all KV pools and rings together.
+        kind: one of `KINDS`; of "mla" `head_dim` is the latent's, heads are 1 and there is no V.
+        v_head_dim: where it differs from `head_dim`.
+        k_scale_bytes, v_scale_bytes: quantisation scales per page and head.
+        draft_layers: layers of a draft model, with `draft_heads` and `draft_dim` or the target's own.
+        states: in place of the model's; an empty tuple is none.
+        pipelines: to compare side by side, like `paths`: of `PIPELINES`, or layers per group as a number.
+        rate: requests per second, at random (Poisson); 0: closed loop.
+        requests: what every load runs in place of drawn rooms, its concurrency bounding those in flight.
     """
 
-    prefill: Sizes
+    prefill: tuple[Sizes, ...]
     decode: Sizes
     loads: tuple[Load, ...]
     memory_bytes: int
@@ -112,6 +194,21 @@ class PlanRequest:
     kv_heads: int | None = None
     head_dim: int | None = None
     dtype: str | None = None
+    kind: str | None = None
+    v_head_dim: int | None = None
+    k_scale_bytes: int | None = None
+    v_scale_bytes: int | None = None
+    draft_layers: int | None = None
+    draft_heads: int | None = None
+    draft_dim: int | None = None
+    states: tuple[State, ...] | None = None
+    cp_mode: str = "rank0"
+    pipelines: tuple[str, ...] = ("off",)
+    layer_ms: float = 0.0
+    decode_ms: float = 0.0
+    output_tokens: int = 0
+    rate: float = 0.0
+    requests: tuple[Request, ...] = ()
     page_size: int = 16
     page_order: str = "random"
     prefix_hit: float = 0.0
@@ -127,22 +224,50 @@ class PlanRequest:
 # `rig plan` → bench
 
 
+class PlannedDraft(TypedDict):
+    """A draft model's layers."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+class PlannedState(TypedDict):
+    """One component of per-request state, resolved; a page of it has `rows` rows."""
+
+    name: str
+    layers: list[int]
+    rows: int
+    heads: int
+    head_bytes: int
+    kind: StateKind
+    window: int
+
+
 class PlannedShape(TypedDict):
     """The model's KV geometry, resolved."""
 
     model: str  # "" when given by numbers
+    kind: str
     layers: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of K; of the latent
+    v_head_dim: int  # 0 of a latent
     dtype: str
     dtype_bytes: int
+    k_scale_bytes: int
+    v_scale_bytes: int
+    draft: PlannedDraft | None
+    states: list[PlannedState]
 
 
 class PlannedRank(TypedDict):
     """One process of the fleet."""
 
     role: Role
-    unique: int
+    instance: int  # of prefill; -1 for decode
+    unique: int  # within its instance
     dp: int
     pp: int
     cp: int
@@ -150,16 +275,19 @@ class PlannedRank(TypedDict):
     heads: list[int]  # global [lo, hi)
     layers: list[int]  # global [lo, hi)
     pool_pages: int
+    state_slots: dict[str, int]  # items of each state component
     pool_bytes: int
 
 
 class PlannedShare(TypedDict):
-    """What one writer owes one decode rank for one room of the first load."""
+    """What one writer owes one decode rank of one segment for one room of the first load."""
 
+    instance: int
     writer: int
     reader: int
+    segment: str  # "kv", "draft" or a state component
     heads: list[int]  # global [lo, hi)
-    layers: list[int]  # global [lo, hi)
+    layers: list[int]  # [lo, hi); global for KV and draft
     bytes: int
     parts: int
     descriptors: dict[str, int | None]  # by path; None where the path is not legal
@@ -170,8 +298,12 @@ class PlannedRoom(TypedDict):
 
     tokens: int
     prefix_tokens: int
+    instance: int
     decode_dp: int
     bytes: int
+    arrival_ms: float | None  # from its lot's first; None: closed loop
+    output_tokens: int
+    session: int
 
 
 class PlannedLoad(TypedDict):
@@ -179,7 +311,7 @@ class PlannedLoad(TypedDict):
 
     concurrency: int
     in_flight: int  # what memory holds of it
-    windows: list[int]  # rooms in flight of each decode dp group
+    windows: list[int]  # most rooms in flight of each decode dp group
     tokens: str
     tokens_mean: float
     rooms: list[PlannedRoom]
@@ -195,6 +327,8 @@ class Plan(TypedDict):
     chunk_tokens: int
     transport: str
     paths: list[str]
+    pipelines: list[str]
+    cp_mode: str
     ranks: list[PlannedRank]
     shares: list[PlannedShare]
     loads: list[PlannedLoad]
@@ -223,7 +357,10 @@ class PlanReply(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """One request. `index` numbers it over the whole load and decides its content; `number` is its bootstrap_room."""
+    """One request. `index` numbers it over the whole load and decides its content; `number` is its bootstrap_room.
+
+    `instance`, `arrival_ms`, `output_tokens` and `session` are those of `PlannedRoom`.
+    """
 
     index: int
     number: int
@@ -231,28 +368,33 @@ class Room:
     prefix_tokens: int
     decode_dp: int
     slot: int  # aux row on both sides
+    instance: int = 0
+    arrival_ms: float | None = None
+    output_tokens: int = 0
+    session: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """First line down: who this rank is. Answered by `Ready` once it has met all its peers."""
+    """First line down: who this rank is. Answered by `Ready` once it has met all its peers.
+
+    `bootstraps` are the endpoints of the prefill instances; `instance` is -1 for a decode rank.
+    """
 
     do: ClassVar[str] = "start"
     name: str
     fleet_dir: str
-    bootstrap: str
     role: Role
+    instance: int
     unique: int
-    prefill: Sizes
+    prefill: tuple[Sizes, ...]
+    bootstraps: tuple[str, ...]
     decode: Sizes
-    layers: tuple[int, int]  # global [lo, hi) on this rank
-    heads: tuple[int, int]
-    total_kv_heads: int
-    head_dim: int
-    dtype_bytes: int
+    shape: PlannedShape
     page_size: int
     page_order: str
     pool_pages: int
+    state_slots: dict[str, int]
     aux_slots: int
     seed: int
     config: dict[str, str | int | float | bool] = field(default_factory=dict)
@@ -276,15 +418,25 @@ class Prepare:
     path: str
     rooms: tuple[Room, ...]
     poison: bool = True
+    pipeline: str = "off"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Drive the prepared rooms, `windows[dp]` of them in flight per decode dp group."""
+    """Drive the prepared rooms, at most `windows[dp]` of them in flight per decode dp group.
+
+    Args:
+        layer_ms: simulated compute of one layer for one chunk; a prefill rank computes one chunk at a time.
+        decode_ms: simulated time of one decode step; rooms with `output_tokens` are decoded together.
+        show: index of the room whose parts go into `RunReport.waterfall`; -1 for none.
+    """
 
     do: ClassVar[str] = "run"
     windows: tuple[int, ...]
     timeout_s: float
+    layer_ms: float = 0.0
+    decode_ms: float = 0.0
+    show: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,14 +499,31 @@ class FloorMeasured(TypedDict):
     gb_per_s: float | None
 
 
+class ShownPart(TypedDict):
+    """One part of the shown room as one rank saw it; `moments`: the stage's name → when it ended."""
+
+    writer: int | None
+    peer: str
+    chunk: int | None
+    layers: list[int]
+    path: str
+    bytes: int
+    moments: dict[str, int]
+
+
 class RunReport(TypedDict):
     """Answer to `Run`. Times are monotonic nanoseconds, comparable between the ranks of one machine.
 
-    `rooms` of a prefill rank: [index, forward start, forward done, sent]; of a decode rank: [index, open, success].
+    `rooms` of a prefill rank: [index, forward start, forward done, sent, compute], the last a duration: what its layers
+    took, waiting left out. Of a decode rank: [index, arrival, success, first token, last token]; arrival is the room's
+    own where it has one, else when it was opened; without simulated decoding the tokens come with success.
     A room that failed is in `failures` only.
     """
 
     rooms: list[list[int]]
+    hidden: list[list[int]]  # prefill, a bounded sample: [index, ns of transfer before forward done, and after]
+    waterfall: list[ShownPart]
+    ring_samples: list[list[int]]  # decode: [ns, bytes in use], bounded
     failures: list[list[Any]]  # [index, text]
     held: list[int]  # rooms whose pages may still be written to: nothing can be run after this
     counters: dict[str, dict[str, float]]  # metric name → label value ("" without labels) → growth during the run
@@ -365,11 +534,14 @@ class RunReport(TypedDict):
 
 
 class Mismatch(TypedDict):
-    """The first byte of a room that is not what the pattern says; global layer and head numbers."""
+    """The first byte of a room that is not what the pattern says; global layer and head numbers.
+
+    Of a state component `layer` counts its own layers and `token` the rows of its items.
+    """
 
     room: int
     layer: int
-    kv: str  # "K", "V", "aux" or "stray"
+    kv: str  # the plane: "k", "v", "latent", "k_scale", "draft k", a state component, "aux" or "stray"
     token: int
     head: int
     dim: int

@@ -231,7 +231,7 @@ def allowed(key: Key) -> str:
 
 
 def _check_together(entries: Mapping[str, Setting]) -> None:
-    """Checks what one key alone cannot tell: each of these must be shorter than the next."""
+    """Checks what one key alone cannot tell: each of these times must be shorter than the next, fewest below most."""
     for shorter, longer in itertools.pairwise(("heartbeat_s", "suspect_s", "lost_s")):
         low, high = entries[shorter], entries[longer]
         assert isinstance(low.value, float)
@@ -241,3 +241,11 @@ def _check_together(entries: Mapping[str, Setting]) -> None:
                 f"{shorter} = {low.value:g} ({low.origin}) must be less than {longer} = {high.value:g} "
                 f"({high.origin}): raise {longer} or lower {shorter}"
             )
+    fewest, most = entries["pipeline_min_iters"], entries["pipeline_max_iters"]
+    assert isinstance(fewest.value, int)
+    assert isinstance(most.value, int)
+    if fewest.value > most.value:
+        raise ConfigError(
+            f"pipeline_min_iters = {fewest.value} ({fewest.origin}) must not exceed pipeline_max_iters = {most.value} "
+            f"({most.origin}): raise pipeline_max_iters or lower pipeline_min_iters"
+        )

@@ -88,6 +88,15 @@ class RingUse(TypedDict):
     live: int
 
 
+class PipelineUse(TypedDict):
+    """How a prefill rank groups layers, and what came of it."""
+
+    mode: str  # off, on, measured
+    min_tokens: int
+    group_size: int | None  # None: by the formula or as measured
+    decisions: dict[str, int]  # forwards by reason, see contract.pipeline
+
+
 class Status(TypedDict):
     """Answer to `status`."""
 
@@ -108,6 +117,7 @@ class Status(TypedDict):
     latency: LatencySummary  # decode: open to success; prefill: first ready to sent
     ring: RingUse | None  # decode only
     peers: dict[str, int]  # peers by state
+    pipeline: PipelineUse | None  # prefill only
     pool: dict[str, int]  # pages, page_size, bytes, layers, heads
     health: list[str]  # codes raised; empty when fine
     waiting_for: str | None  # e.g. "6 of 8 prefill ranks registered, missing tp=2,3"
@@ -143,6 +153,9 @@ class RoomRow(TypedDict):
     paths: dict[str, int]  # parts by path
     parked: int  # gated parts
     latency_ns: int | None
+    forward_done_at_ns: int | None  # prefill only, as the two below
+    hidden_ns: int | None  # parts were on their way before the forward was done; overlaps of parts count once
+    exposed_ns: int | None  # the same, after it
     failure: Failure | None
 
 
@@ -246,8 +259,8 @@ class LayerRow(TypedDict):
     bytes: int
     stages: dict[str, LayerStage]  # duration of each stage, by STAGES name
     moments: NotRequired[list[dict[str, int | None]]]  # per part, room only: stage -> wall clock ns
-    exposed_ns: int | None  # transfer time after the forward was done
-    overlapped_ns: int | None  # transfer time hidden behind compute
+    exposed_ns: int | None  # mean per part: on its way after the forward was done
+    overlapped_ns: int | None  # mean per part: on its way before, hidden behind compute
 
 
 class PeerRow(TypedDict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvctl_agent.errors import LayoutError, LocalProtocolError
+from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.sizes import check_size
 
 
@@ -77,52 +77,12 @@ def grid(total_pages: int, prefix_pages: int, chunk_pages: int) -> tuple[Chunk, 
     return tuple(_cells(prefix_pages, total_pages, chunk_pages))
 
 
-class ChunkCutter:
-    """The writer's side of the grid: turns sends of any length into whole cells.
+def full_pages(fed: int, last: bool, chunk_pages: int) -> int:
+    """How many of the `fed` first pages of a prompt may be sent: up to the last full grid line, or all of the last.
 
-    Sends cover the prompt from page 0, the decode side's cached prefix included; its pages are skipped here. A send
-    that crosses a grid line is cut there. The tail of a send that is not the last is held back to the last full line
-    and rides with the next one, so that no cell is ever sent in two pieces.
+    The tail of what is not the last is held back and rides with what follows, so that no cell goes in two pieces.
     """
-
-    def __init__(self, prefix_pages: int, chunk_pages: int) -> None:
-        check_size("prefix_pages", prefix_pages, minimum=0)
-        check_size("chunk_pages", chunk_pages)
-        self._prefix = prefix_pages
-        self._chunk_pages = chunk_pages
-        self._fed = 0
-        self._cut = prefix_pages
-        self._closed = False
-
-    @property
-    def fed(self) -> int:
-        """Pages of the prompt fed so far, from page 0."""
-        return self._fed
-
-    def feed(self, num_pages: int, last: bool) -> list[Chunk]:
-        """Take the prompt's next pages and return the cells that are now complete, in order.
-
-        Args:
-            num_pages: How many pages follow those already fed; 0 is fine, also for the last send.
-            last: Nothing follows: release what is held back.
-
-        Raises:
-            LocalProtocolError: pages after the last send.
-            LayoutError: the last send ends before the prefix does, or a negative count.
-        """
-        if self._closed:
-            raise LocalProtocolError(f"{num_pages} pages sent after the last ones: a finished room takes no more")
-        check_size("num_pages", num_pages, minimum=0)
-        self._fed += num_pages
-        end = self._fed
-        if last:
-            self._closed = True
-            _check_prefix(self._prefix, end)
-        else:
-            end -= end % self._chunk_pages
-        cells = list(_cells(self._cut, end, self._chunk_pages))
-        self._cut = max(self._cut, end)
-        return cells
+    return fed if last else fed - fed % chunk_pages
 
 
 def _cells(first: int, end: int, chunk_pages: int) -> Iterator[Chunk]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvctl_agent.layout.chunks import grid
-from kvctl_agent.layout.plan import PlanInputs, shares
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.plan import shares, writer_cells
 
 
 @dataclass(frozen=True, slots=True)
 class RoomCost:
-    """One room over all its writers and decode ranks.
+    """One room's KV over all its writers and decode ranks; aux rows and state are left out.
 
     Attributes:
         writers: Prefill ranks that owe something.
@@ -20,8 +21,8 @@ class RoomCost:
         payload_bytes: KV bytes that land, one copy per decode replica, whole pages.
         staging_bytes: The same with every part aligned as in the ring.
         largest_part_bytes: The ring must hold at least this.
-        slice_descriptors: One per token row of K and of V.
-        bulk_descriptors: At most this many, one per page of K and of V; neighbouring pages merge. None where some
+        slice_descriptors: One per row of each plane: of K and of V per token.
+        bulk_descriptors: At most this many, one per page of each plane; neighbouring pages merge. None where some
             share is not whole rows, so that bulk does not apply.
     """
 
@@ -45,19 +46,28 @@ def room_cost(
         LayoutError: sizes out of range, or no such decode dp rank.
     """
     owed = shares(inputs, room, decode_dp)
-    cells = grid(total_pages, prefix_pages, inputs.chunk_pages)
-    pages = total_pages - prefix_pages
-    parts = [share.part_bytes(inputs.shape, cell.count * inputs.page_size) for share in owed for cell in cells]
-    # K and V are separate pools, hence two descriptors for every row or page of a layer.
-    per_row = sum(2 * share.num_layers for share in owed)
+    segments = inputs.segments
+    writers: set[int] = set()
+    readers: set[int] = set()
+    parts: list[int] = []
+    payload = by_row = by_page = 0
+    for share in owed:
+        planes = segments[share.segment].planes
+        for cell in writer_cells(inputs, room, share.writer, total_pages, prefix_pages):
+            writers.add(share.writer)
+            readers.add(share.reader)
+            parts.append(share.part_bytes(cell.count))
+            payload += share.payload_bytes(cell.count)
+            by_page += share.num_layers * len(planes) * cell.count
+            by_row += share.num_layers * sum(plane.rows for plane in planes) * cell.count
     return RoomCost(
-        writers=len({share.writer for share in owed}) if cells else 0,
-        readers=len({share.reader for share in owed}) if cells else 0,
-        cells=len(cells),
+        writers=len(writers),
+        readers=len(readers),
+        cells=len(grid(total_pages, prefix_pages, inputs.chunk_pages)),
         parts=len(parts),
-        payload_bytes=sum(share.payload_bytes(inputs.shape, pages * inputs.page_size) for share in owed),
+        payload_bytes=payload,
         staging_bytes=sum(parts),
         largest_part_bytes=max(parts, default=0),
-        slice_descriptors=per_row * pages * inputs.page_size,
-        bulk_descriptors=per_row * pages if all(share.whole_rows for share in owed) else None,
+        slice_descriptors=by_row,
+        bulk_descriptors=by_page if all(share.whole_rows for share in owed) else None,
     )

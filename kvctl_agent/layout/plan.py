@@ -1,218 +1,37 @@
-"""The plan as data: which writer owes which heads and layers to which decode rank.
+"""The plan as data: which writer owes which heads and layers of which segment to which decode rank.
 
-Both sides compute it from the same `PlanInputs` and compare the inputs, not the result, so a mismatch names the factor
-("page_size 64 ≠ 32"). How layers are grouped and which path a part takes is the writer's choice at run time and is no
-part of it.
+Both sides compute it from the same `PlanInputs`. How layers are grouped and which path a part takes is the writer's
+choice at run time and is no part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from math import lcm
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.heads import head_range, mix64, replicas
-from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.chunks import Chunk
+from kvctl_agent.layout.context import chosen_cp, owned_cells
+from kvctl_agent.layout.heads import mix64, replicas
+from kvctl_agent.layout.holding import segment_heads, stage_layers
+from kvctl_agent.layout.inputs import PLAN_VERSION, Factor, PlanInputs
+from kvctl_agent.layout.shape import Segment
+from kvctl_agent.layout.share import Share
 from kvctl_agent.layout.side import Coord, Side
-from kvctl_agent.layout.sizes import check_size
 
-PLAN_VERSION = 1
-"""Raised whenever the same inputs would give another plan. 1: attention TP and DP, replicated heads, one stage."""
-
-STAGING_ALIGN_BYTES = 256
-
-_WIRE_TYPES: dict[str, type[int] | type[str]] = {
-    "plan_version": int,
-    "shape.num_layers": int,
-    "shape.num_kv_heads": int,
-    "shape.k_dim": int,
-    "shape.v_dim": int,
-    "shape.dtype_bytes": int,
-    "shape.kind": str,
-    "page_size": int,
-    "chunk_pages": int,
-    "prefill.dp": int,
-    "prefill.pp": int,
-    "prefill.cp": int,
-    "prefill.tp": int,
-    "decode.dp": int,
-    "decode.pp": int,
-    "decode.cp": int,
-    "decode.tp": int,
-    "cp_mode": str,
-}
-
-
-class Factor(NamedTuple):
-    """One plan input on which the two sides differ."""
-
-    name: str
-    mine: int | str
-    theirs: int | str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.mine} ≠ {self.theirs}"
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """Everything the plan follows from, and nothing else.
-
-    Raises:
-        LayoutError: the two layouts cannot exchange KV, or this version does not serve a factor yet; named either way.
-    """
-
-    shape: ModelShape
-    page_size: int
-    chunk_pages: int
-    prefill: Side
-    decode: Side
-    cp_mode: str = "rank0"
-    plan_version: int = PLAN_VERSION
-
-    def __post_init__(self) -> None:
-        for name in ("page_size", "chunk_pages", "plan_version"):
-            check_size(name, getattr(self, name))
-        if self.decode.cp != 1:
-            raise LayoutError(
-                f"decode cp={self.decode.cp}: decode has no context parallelism; start the decode instance with cp=1"
-            )
-        if self.prefill.cp != 1:
-            raise LayoutError(
-                f"prefill cp={self.prefill.cp}: context parallelism is not supported yet by this version; use cp=1"
-            )
-        if self.cp_mode != "rank0":
-            raise LayoutError(f"cp_mode {self.cp_mode!r:.40} is not supported yet by this version; use 'rank0'")
-        for role, side in (("prefill", self.prefill), ("decode", self.decode)):
-            if side.pp != 1:
-                raise LayoutError(
-                    f"{role} pp={side.pp}: pipeline stages are not supported yet by this version; use pp=1"
-                )
-            try:
-                head_range(self.shape.num_kv_heads, side.tp, 0)
-            except LayoutError as error:
-                raise LayoutError(f"{role} tp={side.tp}: {error}") from None
-
-    def diff(self, other: PlanInputs) -> tuple[Factor, ...]:
-        """The factors on which `other`, the peer's inputs, differs from these; empty when the plans are the same."""
-        theirs = other.to_wire()
-        return tuple(Factor(name, mine, theirs[name]) for name, mine in self.to_wire().items() if mine != theirs[name])
-
-    def to_wire(self) -> dict[str, int | str]:
-        """The inputs as flat named fields, for example "prefill.tp"."""
-        wire: dict[str, int | str] = {}
-        for name in _WIRE_TYPES:
-            owner, _, field = name.rpartition(".")
-            wire[name] = getattr(getattr(self, owner) if owner else self, field)
-        return wire
-
-    @classmethod
-    def from_wire(cls, wire: Mapping[str, object]) -> PlanInputs:
-        """Read a peer's inputs, trusting nothing.
-
-        Raises:
-            LayoutError: a field is missing, unknown, of the wrong type or out of range; another plan version may name
-                its fields differently, so where the fields do not fit the version is what is reported.
-        """
-        try:
-            return cls._read(wire)
-        except LayoutError as error:
-            version = wire.get("plan_version")
-            if type(version) is int and PLAN_VERSION != version > 0:
-                factor = Factor("plan_version", PLAN_VERSION, version)
-                raise LayoutError(f"{factor}: run the same release on both sides") from error
-            raise
-
-    @classmethod
-    def _read(cls, wire: Mapping[str, object]) -> PlanInputs:
-        for name in wire:
-            if name not in _WIRE_TYPES:
-                raise LayoutError(f"plan input {name!r:.40} is unknown")
-        numbers: dict[str, int] = {}
-        texts: dict[str, str] = {}
-        for name, kind in _WIRE_TYPES.items():
-            if name not in wire:
-                raise LayoutError(f"plan input {name!r} is missing")
-            value = wire[name]
-            if kind is int:
-                numbers[name] = check_size(f"plan input {name!r}", value)
-            elif isinstance(value, str):
-                texts[name] = value
-            else:
-                raise LayoutError(f"plan input {name!r} is {value!r:.40}: it must be text")
-        prefill, decode = (
-            Side(**{axis: numbers[f"{role}.{axis}"] for axis in Coord._fields}) for role in ("prefill", "decode")
-        )
-        return cls(
-            shape=ModelShape(
-                num_layers=numbers["shape.num_layers"],
-                num_kv_heads=numbers["shape.num_kv_heads"],
-                k_dim=numbers["shape.k_dim"],
-                v_dim=numbers["shape.v_dim"],
-                dtype_bytes=numbers["shape.dtype_bytes"],
-                kind=texts["shape.kind"],
-            ),
-            page_size=numbers["page_size"],
-            chunk_pages=numbers["chunk_pages"],
-            prefill=prefill,
-            decode=decode,
-            cp_mode=texts["cp_mode"],
-            plan_version=numbers["plan_version"],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one writer owes one decode rank, in every chunk of a room.
-
-    Attributes:
-        writer: Prefill rank (unique rank).
-        reader: Decode rank (unique rank).
-        src_head: First head, counted in the writer's pool.
-        dst_head: First head, counted in the decode rank's pool.
-        heads: Number of heads.
-        layer_lo: First layer, global id.
-        layer_hi: End of the layers, global id, exclusive.
-        src_pool_heads: Heads in one token row of the writer's pool: the source stride.
-        dst_pool_heads: Heads in one token row of the decode rank's pool: the destination stride.
-    """
-
-    writer: int
-    reader: int
-    src_head: int
-    dst_head: int
-    heads: int
-    layer_lo: int
-    layer_hi: int
-    src_pool_heads: int
-    dst_pool_heads: int
-
-    @property
-    def num_layers(self) -> int:
-        """Layers owed."""
-        return self.layer_hi - self.layer_lo
-
-    @property
-    def whole_rows(self) -> bool:
-        """Both pools hold exactly these heads, so whole pages can move as they are (the bulk path)."""
-        return self.heads == self.src_pool_heads == self.dst_pool_heads
-
-    def payload_bytes(self, shape: ModelShape, tokens: int, layers: int | None = None) -> int:
-        """Bytes of KV in a part of `tokens` whole-page tokens and `layers` layers (all of the share's if None)."""
-        return (self.num_layers if layers is None else layers) * tokens * self.heads * shape.token_head_bytes
-
-    def part_bytes(self, shape: ModelShape, tokens: int, layers: int | None = None) -> int:
-        """Staging bytes of such a part: its payload, aligned up to `STAGING_ALIGN_BYTES`."""
-        return -(-self.payload_bytes(shape, tokens, layers) // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES
+Shares = tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _RoomPlan:
-    shares: tuple[Share, ...]
-    by_writer: Mapping[int, tuple[Share, ...]]
-    by_reader: Mapping[int, tuple[Share, ...]]
+    """`kv` holds the shares of KV and draft by reader, then by segment; the rest is asked for once or more per room."""
+
+    kv: Shares
+    by_writer: Mapping[int, Shares]
+    to_reader: Mapping[int, Shares]
+    states_to_reader: Mapping[int, Shares]
     aux_candidates: Mapping[int, tuple[int, ...]]
 
 
@@ -221,94 +40,155 @@ def prefill_dp(inputs: PlanInputs, room: int) -> int:
     return room % inputs.prefill.dp
 
 
-def shares(inputs: PlanInputs, room: int, decode_dp: int) -> tuple[Share, ...]:
-    """Everything owed for a room that goes to `decode_dp`, ordered by reader, then by head.
+def shares(inputs: PlanInputs, room: int, decode_dp: int) -> Shares:
+    """All KV owed for a room that goes to `decode_dp`, ordered by reader, segment, layer, cp rank and head.
 
-    A writer and a decode rank share the intersection of their head ranges. Among writers that hold the same head,
-    number (mix64(room) + reader) % replicas writes, so rooms and ranks spread over them. Decode ranks that hold the
-    same head each get their own copy.
+    A writer and a decode rank share the intersection of their heads and of their layers. Among writers that hold the
+    same head, number (mix64(room) + reader) % replicas writes, so rooms and ranks spread over them. Decode ranks that
+    hold the same head each get their own copy. Where cp ranks share a room, each has the same heads and layers here,
+    and `writer_cells` says which pages.
 
     Raises:
         LayoutError: no such decode dp rank, or inputs of another plan version.
     """
-    return _plan_of(inputs, room, decode_dp).shares
+    return _plan_of(inputs, room, decode_dp).kv
 
 
-def shares_of_writer(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> tuple[Share, ...]:
-    """What one prefill rank owes for a room; empty for a rank that owes nothing.
-
-    Raises:
-        LayoutError: no such rank.
-    """
-    inputs.prefill.coord(writer)
-    return _plan_of(inputs, room, decode_dp).by_writer.get(writer, ())
-
-
-def shares_to_reader(inputs: PlanInputs, room: int, reader: int) -> tuple[Share, ...]:
-    """What one decode rank of the room's dp group is owed.
+def shares_of_writer(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> Shares:
+    """The KV that one prefill rank owes for a room; empty for a rank that owes nothing.
 
     Raises:
         LayoutError: no such rank.
     """
-    return _plan_of(inputs, room, inputs.decode.coord(reader).dp).by_reader[reader]
+    owed = _plan_of(inputs, room, decode_dp).by_writer.get(writer)
+    if owed is None:
+        _place(inputs.prefill, writer)
+    return owed or ()
+
+
+def shares_to_reader(inputs: PlanInputs, room: int, reader: int) -> Shares:
+    """The KV that one decode rank of the room's dp group is owed.
+
+    Raises:
+        LayoutError: no such rank.
+    """
+    return _plan_of(inputs, room, _place(inputs.decode, reader).dp).to_reader[reader]
+
+
+def state_shares_to_reader(inputs: PlanInputs, room: int, reader: int) -> Shares:
+    """The per-request state that one decode rank is owed, one share per (component, stage, writer); cp rank 0 sends it.
+
+    Raises:
+        LayoutError: no such rank.
+    """
+    return _plan_of(inputs, room, _place(inputs.decode, reader).dp).states_to_reader[reader]
 
 
 def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
     """The one prefill rank that writes a decode rank's aux row.
 
-    It is elected among the ranks of the last pipeline stage and cp 0 that owe this decode rank KV anyway, so the row
-    needs no extra connection.
+    It is elected among the ranks of the last pipeline stage and cp 0 whose tp siblings owe this decode rank KV.
 
     Raises:
         LayoutError: no such decode rank.
     """
-    candidates = _plan_of(inputs, room, inputs.decode.coord(reader).dp).aux_candidates[reader]
+    candidates = _plan_of(inputs, room, _place(inputs.decode, reader).dp).aux_candidates[reader]
     return candidates[(mix64(room) + reader) % len(candidates)]
 
 
+def writer_cells(inputs: PlanInputs, room: int, writer: int, total_pages: int, prefix_pages: int) -> tuple[Chunk, ...]:
+    """The grid's cells, narrowed to the pages that this writer's cp rank sends; cells without any are absent.
+
+    Raises:
+        LayoutError: no such rank, or a prefix longer than the prompt.
+    """
+    side = inputs.prefill
+    rank = _place(side, writer).cp
+    return owned_cells(inputs.cp_mode, side.cp, rank, room, total_pages, prefix_pages, inputs.chunk_pages)
+
+
+@lru_cache(maxsize=4096)
+def _place(side: Side, rank: int) -> Coord:
+    return side.coord(rank)
+
+
+@lru_cache(maxsize=64)
+def _spread(inputs: PlanInputs) -> int:
+    """Segments of different heads have different numbers of replicas; a remainder by all at once serves each."""
+    return lcm(*(replicas(segment.heads, inputs.prefill.tp) for segment in inputs.segments))
+
+
 def _plan_of(inputs: PlanInputs, room: int, decode_dp: int) -> _RoomPlan:
-    # A room changes nothing but which dp rank computed it and which replica writes: a handful of plans serve them all.
-    copies = replicas(inputs.shape.num_kv_heads, inputs.prefill.tp)
-    choice = mix64(room) % copies if copies > 1 else 0
-    return _plan(inputs, prefill_dp(inputs, room), decode_dp, choice)
+    # A room changes nothing but who computed it and which replica and cp rank write: a handful of plans serve them all.
+    spread = _spread(inputs)
+    choice = mix64(room) % spread if spread > 1 else 0
+    cp = chosen_cp(inputs.cp_mode, inputs.prefill.cp, room)
+    return _plan(inputs, prefill_dp(inputs, room), decode_dp, choice, cp)
 
 
 @lru_cache(maxsize=1024)
-def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, choice: int) -> _RoomPlan:
+def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, choice: int, cp: int | None) -> _RoomPlan:
     if inputs.plan_version != PLAN_VERSION:
         raise LayoutError(f"{Factor('plan_version', PLAN_VERSION, inputs.plan_version)}: no plan for another version")
     prefill, decode = inputs.prefill, inputs.decode
-    num_heads, num_layers = inputs.shape.num_kv_heads, inputs.shape.num_layers
-    copies = replicas(num_heads, prefill.tp)
-    writer_heads = max(1, num_heads // prefill.tp)
-    every: list[Share] = []
-    by_writer: dict[int, tuple[Share, ...]] = {}
-    by_reader: dict[int, tuple[Share, ...]] = {}
-    for decode_tp in range(decode.tp):
-        reader = decode.unique_rank(Coord(dp=decode_dp, pp=0, cp=0, tp=decode_tp))
-        want = head_range(num_heads, decode.tp, decode_tp)
-        owed: list[Share] = []
-        # Blocks of equal heads tile [0, H) on the prefill side; each is held by `copies` neighbouring tp ranks.
-        for block in range(want.lo // writer_heads, (want.hi - 1) // writer_heads + 1):
-            prefill_tp = block * copies + (choice + reader) % copies
-            have = head_range(num_heads, prefill.tp, prefill_tp)
-            lo, hi = max(have.lo, want.lo), min(have.hi, want.hi)
-            owed.append(
-                Share(
-                    writer=prefill.unique_rank(Coord(dp=prefill_dp, pp=0, cp=0, tp=prefill_tp)),
+    kv: list[Share] = []
+    by_writer: dict[int, list[Share]] = {}
+    to_reader: dict[int, Shares] = {}
+    states_to_reader: dict[int, Shares] = {}
+    aux_candidates: dict[int, tuple[int, ...]] = {}
+    for stage in range(decode.pp):
+        for tp in range(decode.tp):
+            at = Coord(dp=decode_dp, pp=stage, cp=0, tp=tp)
+            reader = decode.unique_rank(at)
+            owed: list[Share] = []
+            states: list[Share] = []
+            for segment in inputs.segments:
+                senders = (0,) if segment.state else range(prefill.cp) if cp is None else (cp,)
+                found = _segment_shares(inputs, segment, prefill_dp, at, choice, tuple(senders))
+                (states if segment.state else owed).extend(found)
+            kv += owed
+            to_reader[reader], states_to_reader[reader] = tuple(owed), tuple(states)
+            for share in owed:
+                by_writer.setdefault(share.writer, []).append(share)
+            # In the order of heads, each once: stages and cp ranks have the same.
+            tps = dict.fromkeys(prefill.coord(share.writer).tp for share in owed if share.segment == 0)
+            last = [Coord(dp=prefill_dp, pp=prefill.pp - 1, cp=0, tp=writer_tp) for writer_tp in tps]
+            aux_candidates[reader] = tuple(map(prefill.unique_rank, last))
+    by_writer_all = {writer: tuple(owed) for writer, owed in by_writer.items()}
+    return _RoomPlan(tuple(kv), by_writer_all, to_reader, states_to_reader, aux_candidates)
+
+
+def _segment_shares(
+    inputs: PlanInputs, segment: Segment, prefill_dp: int, at: Coord, choice: int, senders: tuple[int, ...]
+) -> Iterator[Share]:
+    """What the decode rank `at` is owed of one segment, by every prefill stage and each of the cp ranks `senders`."""
+    prefill, decode = inputs.prefill, inputs.decode
+    reader = decode.unique_rank(at)
+    want = segment_heads(segment, decode.tp, at.tp)
+    want_lo, want_hi = stage_layers(segment, inputs.shape, decode, at.pp)
+    copies = replicas(segment.heads, prefill.tp)
+    each = max(1, segment.heads // prefill.tp)
+    for stage in range(prefill.pp):
+        have_lo, have_hi = stage_layers(segment, inputs.shape, prefill, stage)
+        layer_lo, layer_hi = max(want_lo, have_lo), min(want_hi, have_hi)
+        if layer_lo >= layer_hi:
+            continue
+        for cp in senders:
+            # Blocks of equal heads tile [0, H) on the prefill side; each is held by `copies` neighbouring tp ranks.
+            for block in range(want.lo // each, (want.hi - 1) // each + 1):
+                tp = block * copies + (choice + reader) % copies
+                have = segment_heads(segment, prefill.tp, tp)
+                lo, hi = max(have.lo, want.lo), min(have.hi, want.hi)
+                yield Share(
+                    writer=prefill.unique_rank(Coord(dp=prefill_dp, pp=stage, cp=cp, tp=tp)),
                     reader=reader,
+                    segment=segment.index,
                     src_head=lo - have.lo,
                     dst_head=lo - want.lo,
                     heads=hi - lo,
-                    layer_lo=0,
-                    layer_hi=num_layers,
+                    layer_lo=layer_lo,
+                    layer_hi=layer_hi,
                     src_pool_heads=have.hi - have.lo,
                     dst_pool_heads=want.hi - want.lo,
+                    page_head_bytes=segment.page_head_bytes,
                 )
-            )
-        by_reader[reader] = tuple(owed)
-        every.extend(owed)
-        for share in owed:
-            by_writer[share.writer] = (*by_writer.get(share.writer, ()), share)
-    aux_candidates = {reader: tuple(share.writer for share in owed) for reader, owed in by_reader.items()}
-    return _RoomPlan(tuple(every), by_writer, by_reader, aux_candidates)

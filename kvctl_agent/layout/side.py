@@ -26,16 +26,19 @@ class Side:
     """The sizes of one prefill or decode instance.
 
     `tp` is the *attention* TP size, so the instance has dp * pp * cp * tp processes. Ranks are numbered in the order
-    (pp, dp, cp, tp): tp varies fastest.
+    (pp, dp, cp, tp): tp varies fastest. `stages` is the number of layers of each pipeline stage; where it is empty
+    they are even, the first ones taking one more where the layers do not divide.
 
     Raises:
-        LayoutError: a size is not a positive whole number, or the instance has more than `MAX_RANKS` ranks.
+        LayoutError: a size is not a positive whole number, the instance has more than `MAX_RANKS` ranks, or there are
+            not as many stages as `pp` says.
     """
 
     dp: int = 1
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for axis in Coord._fields:
@@ -45,6 +48,29 @@ class Side:
                 f"dp={self.dp} * pp={self.pp} * cp={self.cp} * tp={self.tp} = {self.size} ranks: "
                 f"an instance may have at most {MAX_RANKS}"
             )
+        for layers in self.stages:
+            check_size("layers of a stage", layers)
+        if self.stages and len(self.stages) != self.pp:
+            sizes = ",".join(map(str, self.stages))
+            raise LayoutError(f"stages of {sizes} layers are {len(self.stages)}, but pp={self.pp}")
+
+    def stage_range(self, num_layers: int, stage: int) -> tuple[int, int]:
+        """Layers [lo, hi) of a model of `num_layers` that a pipeline stage holds.
+
+        Raises:
+            LayoutError: the stages do not add up to the model's layers, or there are fewer layers than stages.
+        """
+        if self.stages:
+            if sum(self.stages) != num_layers:
+                total = "+".join(map(str, self.stages))
+                raise LayoutError(f"stages of {total} = {sum(self.stages)} layers do not make the model's {num_layers}")
+            lo = sum(self.stages[:stage])
+            return lo, lo + self.stages[stage]
+        each, more = divmod(num_layers, self.pp)
+        if not each:
+            raise LayoutError(f"{num_layers} layers cannot be cut into pp={self.pp} stages: one would be empty")
+        lo = stage * each + min(stage, more)
+        return lo, lo + each + (stage < more)
 
     @property
     def size(self) -> int:

@@ -1,107 +1,139 @@
 """Where a pool's bytes are: the little a peer must know to write into our pages, and the arithmetic on it.
 
-A decode rank sends its `PoolAddresses` once, in Hello; writers compute every destination from it.
+A decode rank sends its `PoolAddresses` once, in Hello; writers compute every destination from it. What a rank holds
+of each segment follows from the plan and is never sent: only numbers are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import RemoteProtocolError
-
-K = 0
-V = 1
+from kvctl_agent.layout.holding import Held
 
 Indices = npt.NDArray[np.int64]
+
+_NUMBERS = ("num_pages", "aux_base", "aux_row_bytes", "aux_slots")
+_LISTS = ("slots", "bases")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentAddresses:
+    """Base addresses of what one rank holds of one segment; layers have the segment's numbers.
+
+    A page (of a state: an item) of a plane is `rows` rows of all local heads, contiguous, at base + page x page bytes.
+
+    Attributes:
+        held: the layers and heads, and the segment with its planes.
+        num_slots: pages, or items; 0 where no layer is held.
+        bases: for each layer held, the address of page 0 of each plane.
+    """
+
+    held: Held
+    num_slots: int
+    bases: tuple[tuple[int, ...], ...]
+
+    def row_bytes(self, plane: int) -> int:
+        """Bytes of all local heads of one row."""
+        return self.held.heads * self.held.segment.planes[plane].head_bytes
+
+    def page_bytes(self, plane: int) -> int:
+        """Bytes of one page of one layer."""
+        return self.held.segment.planes[plane].rows * self.row_bytes(plane)
+
+    def row_addrs(self, layer: int, plane: int, pages: Indices, head: int = 0) -> Indices:
+        """Address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`."""
+        _, rows, head_bytes = self.held.segment.planes[plane]
+        numbers = (pages[:, None] * rows + np.arange(rows, dtype=np.int64)).reshape(-1)
+        start = self.bases[layer - self.held.layer_lo][plane] + head * head_bytes
+        return start + numbers * self.row_bytes(plane)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAddresses:
-    """Base addresses and row sizes of one pool; layers are numbered from the pool's own first.
+    """Every segment of one pool, in the model's order, and the aux rows; `aux_base` is 0 where there are none."""
 
-    A page of layer l is `page_size` tokens of `heads` heads of `k_row_bytes` (V: `v_row_bytes`) each,
-    contiguous, at base + page x page bytes. `aux_base` is 0 when the pool has no aux rows.
-    """
-
-    k_bases: tuple[int, ...]
-    v_bases: tuple[int, ...]
-    page_size: int
-    heads: int
-    k_row_bytes: int
-    v_row_bytes: int
-    num_pages: int
+    segments: tuple[SegmentAddresses, ...]
     aux_base: int
     aux_row_bytes: int
     aux_slots: int
 
-    def base(self, layer: int, kv: int) -> int:
-        """Address of page 0 of `layer`'s K (kv 0) or V (kv 1)."""
-        return (self.v_bases if kv else self.k_bases)[layer]
-
-    def row_bytes(self, kv: int) -> int:
-        """Bytes of one head of one token."""
-        return self.v_row_bytes if kv else self.k_row_bytes
-
-    def token_bytes(self, kv: int) -> int:
-        """Bytes of all local heads of one token."""
-        return self.heads * self.row_bytes(kv)
-
-    def page_bytes(self, kv: int) -> int:
-        """Bytes of one page of one layer's K or V."""
-        return self.page_size * self.token_bytes(kv)
-
-    def page_addrs(self, layer: int, kv: int, pages: Indices) -> Indices:
-        """Address of each page, int64 `[len(pages)]`."""
-        return self.base(layer, kv) + pages * self.page_bytes(kv)
-
-    def token_addrs(self, layer: int, kv: int, pages: Indices, head: int = 0) -> Indices:
-        """Address of local head `head` in every token of `pages`, int64 `[len(pages) * page_size]`."""
-        tokens = (pages[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int64)).reshape(-1)
-        start = self.base(layer, kv) + head * self.row_bytes(kv)
-        return start + tokens * self.token_bytes(kv)
+    @property
+    def num_pages(self) -> int:
+        """Pages of KV."""
+        return self.segments[0].num_slots
 
     def aux_addr(self, slot: int) -> int:
         """Address of one aux row."""
         return self.aux_base + slot * self.aux_row_bytes
 
     def to_wire(self) -> dict[str, Any]:
-        """A dict of ints and lists of ints, for the codec."""
-        wire = asdict(self)
-        wire["k_bases"], wire["v_bases"] = list(self.k_bases), list(self.v_bases)
-        return wire
+        """Plain ints and lists of ints, for the codec.
+
+        `slots` are pages or items by segment; `bases` are those of all segments, one layer's planes after another's.
+        """
+        return {
+            "num_pages": self.num_pages,
+            "slots": [segment.num_slots for segment in self.segments],
+            "bases": [base for segment in self.segments for layer in segment.bases for base in layer],
+            "aux_base": self.aux_base,
+            "aux_row_bytes": self.aux_row_bytes,
+            "aux_slots": self.aux_slots,
+        }
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> PoolAddresses:
-        """Parse what a peer sent; raises RemoteProtocolError on anything but exactly `to_wire`'s shape."""
-        names = {field.name for field in fields(cls)}
+    def from_wire(cls, wire: Mapping[str, Any], held: tuple[Held, ...]) -> PoolAddresses:
+        """What a peer sent, as the addresses of what the plan says it holds.
+
+        Raises:
+            RemoteProtocolError: it is not `to_wire`'s shape, or does not fit `held`; names the field.
+        """
+        names = {*_NUMBERS, *_LISTS}
         if set(wire) != names:
             odd = sorted(map(str, set(wire) ^ names))
             raise RemoteProtocolError(f"pool addresses: missing or unknown fields {odd}; match the versions")
-        values: dict[str, Any] = {}
-        for name in names:
-            value = wire[name]
-            if name in ("k_bases", "v_bases"):
-                if not isinstance(value, list | tuple) or not value or not all(map(_is_address, value)):
-                    raise RemoteProtocolError(f"pool addresses: {name} is not a non-empty list of addresses")
-                values[name] = tuple(value)
-            elif not _is_address(value):
-                raise RemoteProtocolError(f"pool addresses: {name} is {value!r}, not an unsigned integer")
-            else:
-                values[name] = value
-        parsed = cls(**values)
-        if len(parsed.k_bases) != len(parsed.v_bases):
-            raise RemoteProtocolError(
-                f"pool addresses: {len(parsed.k_bases)} K layers but {len(parsed.v_bases)} V layers"
-            )
-        for name in ("page_size", "heads", "k_row_bytes", "v_row_bytes", "num_pages"):
-            if values[name] == 0:
-                raise RemoteProtocolError(f"pool addresses: {name} is 0")
-        return parsed
+        for name in _NUMBERS:
+            if not _is_address(wire[name]):
+                raise RemoteProtocolError(f"pool addresses: {name} is {wire[name]!r:.40}, not an unsigned integer")
+        for name in _LISTS:
+            if not isinstance(wire[name], list | tuple) or not all(map(_is_address, wire[name])):
+                raise RemoteProtocolError(f"pool addresses: {name} is not a list of unsigned integers")
+        slots, bases = wire["slots"], tuple(wire["bases"])
+        if len(slots) != len(held):
+            raise RemoteProtocolError(f"pool addresses: {len(slots)} slots, but the model has {len(held)} segments")
+        wanted = sum(each.num_layers * len(each.segment.planes) for each in held)
+        if len(bases) != wanted:
+            raise RemoteProtocolError(f"pool addresses: {len(bases)} bases, but that rank holds {wanted} planes")
+        segments = []
+        for each, count in zip(held, slots, strict=True):
+            planes = len(each.segment.planes)
+            mine, bases = bases[: each.num_layers * planes], bases[each.num_layers * planes :]
+            layers = tuple(mine[at : at + planes] for at in range(0, len(mine), planes))
+            segments.append(_checked(SegmentAddresses(each, count, layers)))
+            if not each.segment.state and each.num_layers and count != wire["num_pages"]:
+                raise RemoteProtocolError(
+                    f"pool addresses: {each.segment.name} has {count} pages, but num_pages is {wire['num_pages']}"
+                )
+        if wire["aux_base"] + wire["aux_slots"] * wire["aux_row_bytes"] >= 1 << 63:
+            raise RemoteProtocolError("pool addresses: the aux rows end beyond 64 bits")
+        return cls(tuple(segments), wire["aux_base"], wire["aux_row_bytes"], wire["aux_slots"])
+
+
+def _checked(segment: SegmentAddresses) -> SegmentAddresses:
+    """Raises RemoteProtocolError where the arithmetic above would leave 64 bits, or nothing lies where layers are."""
+    name, layers = segment.held.segment.name, segment.held.num_layers
+    if bool(segment.num_slots) != bool(layers):
+        raise RemoteProtocolError(f"pool addresses: slots of {name} is {segment.num_slots}, with {layers} layers there")
+    for layer in segment.bases:
+        for plane, base in enumerate(layer):
+            if base + segment.num_slots * segment.page_bytes(plane) >= 1 << 63:
+                raise RemoteProtocolError(f"pool addresses: {name} ends beyond 64 bits: {segment.num_slots} slots")
+    return segment
 
 
 def _is_address(value: object) -> bool:

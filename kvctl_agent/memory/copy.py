@@ -18,15 +18,15 @@ from kvctl_agent.memory.parts import Piece, Span
 from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.memory.slab import Bytes
 
-Planes = npt.NDArray[np.uint8]
+Stack = npt.NDArray[np.uint8]
 
 
 def gather_piece(piece: Piece, rows: RowIndex, out: Bytes) -> int:
     """Gather all spans of `piece` into `out[:piece.nbytes]`; returns the bytes written."""
     if _by_page(piece, rows):
-        planes, staged = _planes(piece, rows, out, "out")
+        blocks, staged = _stacks(piece, rows, out, "out")
         for page, lo, hi in rows.runs(0, len(rows)):
-            staged[:, lo:hi] = planes[:, page : page + hi - lo]
+            staged[:, lo:hi] = blocks[:, page : page + hi - lo]
         return piece.nbytes
     done = 0
     for span in piece.spans:
@@ -37,9 +37,9 @@ def gather_piece(piece: Piece, rows: RowIndex, out: Bytes) -> int:
 def scatter_piece(piece: Piece, rows: RowIndex, src: Bytes) -> int:
     """Scatter `src[:piece.nbytes]` to all spans of `piece`; returns the bytes read."""
     if _by_page(piece, rows):
-        planes, staged = _planes(piece, rows, src, "src")
+        blocks, staged = _stacks(piece, rows, src, "src")
         for page, lo, hi in rows.runs(0, len(rows)):
-            planes[:, page : page + hi - lo] = staged[:, lo:hi]
+            blocks[:, page : page + hi - lo] = staged[:, lo:hi]
         return piece.nbytes
     done = 0
     for span in piece.spans:
@@ -48,69 +48,69 @@ def scatter_piece(piece: Piece, rows: RowIndex, src: Bytes) -> int:
 
 
 def _by_page(piece: Piece, rows: RowIndex) -> bool:
-    """Whether one call per run of pages, through all layers of the piece, is fewer calls than one per layer.
+    """Whether one call per run of pages, through all layers of the piece, is fewer calls than one per block.
 
-    So it is for short rooms: a page of 32 layers is one call instead of 64. Pieces of several spans hold whole blocks
-    of consecutive layers (see `PartLayout.pieces`).
+    So it is for short rooms: a page of 32 layers is one call instead of 64. A piece of several spans holds whole blocks
+    that follow each other, except that its first may be the rest of a larger one (see `PartLayout.pieces`).
     """
-    return rows.slice.planes is not None and len(piece.spans) > rows.run_count
+    return rows.slice.stack is not None and len(piece.spans) > rows.run_count and not piece.spans[0].page_lo
 
 
-def _planes(piece: Piece, rows: RowIndex, array: Bytes, name: str) -> tuple[Planes, Planes]:
-    """The piece's layers of the pool, and staging in the same shape `[planes, pages, page_size, slice bytes]`."""
-    planes = rows.slice.planes
-    assert planes is not None
-    first, last = piece.spans[0], piece.spans[-1]
-    lo, hi = 2 * first.layer + first.kv, 2 * last.layer + last.kv + 1
-    shape = (hi - lo, len(rows), *planes.shape[2:])
-    if hi > len(planes) or piece.nbytes != math.prod(shape) or array.nbytes < piece.nbytes:
+def _stacks(piece: Piece, rows: RowIndex, array: Bytes, name: str) -> tuple[Stack, Stack]:
+    """The piece's blocks of the pool, and staging in the same shape `[blocks, pages, rows, slice bytes]`."""
+    stack = rows.slice.stack
+    assert stack is not None
+    first, last, planes = piece.spans[0], piece.spans[-1], len(rows.slice.rows)
+    lo, hi = first.layer * planes + first.plane, last.layer * planes + last.plane + 1
+    shape = (hi - lo, len(rows), *stack.shape[2:])
+    if hi > len(stack) or piece.nbytes != math.prod(shape) or array.nbytes < piece.nbytes:
         raise MemoryLayoutError(f"{name}: {array.nbytes} bytes do not hold {piece}, or it lies outside the pool")
-    return planes[lo:hi], array[: piece.nbytes].reshape(shape)
+    return stack[lo:hi], array[: piece.nbytes].reshape(shape)
 
 
 def gather(span: Span, rows: RowIndex, out: Bytes) -> int:
-    """Copy one span's rows into `out`, in the order token, head, dim.
+    """Copy one span's rows into `out`, in the order page, row, head.
 
     Args:
-        span: layer, K or V, and positions in `rows.pages`.
-        rows: the pool's pages and head slice.
+        span: layer, plane, and positions in `rows.pages`.
+        rows: the pages and head slice of a segment.
         out: uint8 `[>= bytes of the span]`, contiguous; best a buffer that is still in cache.
 
     Returns:
         Bytes written.
     """
-    layer, kv, page_lo, page_hi = span
+    layer, plane, page_lo, page_hi = span
     staged = _staged(span, rows, out, "out")
     views = rows.slice
-    if rows.as_runs:
-        runs = views.runs[layer][kv]
+    if rows.as_runs[plane]:
+        runs = views.runs[layer][plane]
         target = staged.reshape(page_hi - page_lo, *runs.shape[1:])
         for page, lo, hi in rows.runs(page_lo, page_hi):
             target[lo:hi] = runs[page : page + hi - lo]
     else:
-        index = rows.takes(page_lo, page_hi)
-        views.takes[layer][kv].take(index, out=staged.view(views.take_rows[kv]), mode="clip")
+        index = rows.takes(plane, page_lo, page_hi)
+        views.takes[layer][plane].take(index, out=staged.view(views.take_rows[plane]), mode="clip")
     return staged.nbytes
 
 
 def scatter(span: Span, rows: RowIndex, src: Bytes) -> int:
-    """Copy `src`, in the order token, head, dim, to one span's rows; the reverse of `gather`.
+    """Copy `src`, in the order page, row, head, to one span's rows; the reverse of `gather`.
 
     Returns:
         Bytes read.
     """
-    layer, kv, page_lo, page_hi = span
+    layer, plane, page_lo, page_hi = span
     staged = _staged(span, rows, src, "src")
     views = rows.slice
-    if rows.as_runs:
-        runs = views.runs[layer][kv]
+    if rows.as_runs[plane]:
+        runs = views.runs[layer][plane]
         source = staged.reshape(page_hi - page_lo, *runs.shape[1:])
         for page, lo, hi in rows.runs(page_lo, page_hi):
             runs[page : page + hi - lo] = source[lo:hi]
     else:
-        puts = views.puts[layer][kv]
-        items = staged.view(views.put_rows[kv])
-        puts[rows.pages[page_lo:page_hi]] = items if views.whole else items.reshape(-1, views.page_size)
+        puts = views.puts[layer][plane]
+        items = staged.view(views.put_rows[plane])
+        puts[rows.pages[page_lo:page_hi]] = items if views.whole else items.reshape(-1, views.rows[plane])
     return staged.nbytes
 
 
@@ -119,8 +119,8 @@ def _staged(span: Span, rows: RowIndex, array: Bytes, name: str) -> Bytes:
     if not 0 <= span.page_lo < span.page_hi <= len(rows.pages):
         raise MemoryLayoutError(f"{span} lies outside the {len(rows)} pages of the part")
     if not 0 <= span.layer < len(rows.slice.takes):
-        raise MemoryLayoutError(f"{span} lies outside the pool's {len(rows.slice.takes)} layers")
-    nbytes = (span.page_hi - span.page_lo) * rows.slice.page_bytes[span.kv]
+        raise MemoryLayoutError(f"{span} lies outside the {len(rows.slice.takes)} layers of this rank")
+    nbytes = (span.page_hi - span.page_lo) * rows.slice.page_bytes[span.plane]
     if array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous or array.nbytes < nbytes:
         raise MemoryLayoutError(
             f"{name}: {array.dtype} {array.shape}, strides {array.strides}; "

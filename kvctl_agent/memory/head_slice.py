@@ -1,4 +1,4 @@
-"""Views of a pool's blocks that cut out some heads, built once per slice: parts are many, head slices few.
+"""Views of a segment's blocks that cut out some heads, built once per slice: parts are many, head slices few.
 
 Making these views costs more than copying a short block, so a pool keeps them for as long as it is open.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.memory.addresses import K, PoolAddresses, V
+from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.memory.slab import Bytes
 
 # Void items are opaque rows: numpy moves each with one memmove, whatever the dtype of the pool.
@@ -21,71 +21,78 @@ Rows = npt.NDArray[np.void]
 
 
 class HeadSlice:
-    """Local heads [head, head + heads) of every layer of one pool.
+    """Local heads [head, head + heads) of every layer of one segment.
 
     Attributes:
         whole: the slice is all local heads, so a page is one row.
-        unit_heads: heads in one row of `takes`: the widest that tiles both a token and the slice.
-        page_bytes: (K, V) bytes of one page's slice.
-        takes: per (layer, kv) what a gather indexes, 1-D, contiguous: pages where whole, else units of
+        unit_heads: heads in one row of `takes`: the widest that tiles both a row and the slice.
+        rows: for each plane, rows of a page.
+        page_bytes: for each plane, bytes of one page's slice.
+        takes: per (layer, plane) what a gather indexes, 1-D, contiguous: pages where whole, else units of
             `unit_heads` adjacent heads. Units count from the slice's own first head, which keeps them as wide as
             the slice even where `head` is not a multiple of it.
-        puts: per (layer, kv) what a scatter indexes by page: `[num_pages]` where whole, else strided
-            `[num_pages, page_size]`, which takes any slice.
-        runs: per (layer, kv) uint8 `[num_pages, page_size, slice bytes]`, strided, for runs of pages.
-        take_rows, put_rows: (K, V) row types under which staging matches `takes` and `puts`.
-        planes: uint8 `[2 * layers, num_pages, page_size, slice bytes]`, strided, over K and V of all layers at once,
-            where they lie at one distance and K and V rows are alike; else None.
+        puts: per (layer, plane) what a scatter indexes by page: `[num_slots]` where whole, else strided
+            `[num_slots, rows]`, which takes any slice.
+        runs: per (layer, plane) uint8 `[num_slots, rows, slice bytes]`, strided, for runs of pages.
+        take_rows, put_rows: for each plane, row types under which staging matches `takes` and `puts`.
+        stack: uint8 `[layers * planes, num_slots, rows, slice bytes]`, strided, over all blocks at once, where they lie
+            at one distance and planes are alike; else None.
     """
 
-    def __init__(self, blocks: Sequence[tuple[Bytes, Bytes]], where: PoolAddresses, head: int, heads: int) -> None:
+    def __init__(self, blocks: Sequence[tuple[Bytes, ...]], where: SegmentAddresses, head: int, heads: int) -> None:
         """Build the views; `head` and `heads` have been checked."""
-        self.head = head
+        planes = where.held.segment.planes
+        self._where = where
+        self._starts = tuple(head * plane.head_bytes for plane in planes)
+        self._widths = tuple(heads * plane.head_bytes for plane in planes)
         self.heads = heads
-        self.whole = heads == where.heads
-        self.page_size = where.page_size
-        self.unit_heads = gcd(where.heads, heads)
-        self.units_per_token = where.heads // self.unit_heads
-        self.page_bytes = tuple(where.page_size * heads * where.row_bytes(kv) for kv in (K, V))
+        self.whole = heads == where.held.heads
+        self.rows = tuple(plane.rows for plane in planes)
+        self.unit_heads = gcd(where.held.heads, heads)
+        self.units_per_row = where.held.heads // self.unit_heads
+        self.page_bytes = tuple(plane.rows * width for plane, width in zip(planes, self._widths, strict=True))
         if self.whole:
             self.take_rows = self.put_rows = tuple(_row(nbytes) for nbytes in self.page_bytes)
         else:
-            self.take_rows = tuple(_row(self.unit_heads * where.row_bytes(kv)) for kv in (K, V))
-            self.put_rows = tuple(_row(heads * where.row_bytes(kv)) for kv in (K, V))
-        self.takes = [tuple(self._take(pair[kv], where, kv) for kv in (K, V)) for pair in blocks]
-        self.puts = [tuple(self._put(pair[kv], where, kv) for kv in (K, V)) for pair in blocks]
-        self.runs = [tuple(self._strided(pair[kv], where, kv, np.dtype(np.uint8)) for kv in (K, V)) for pair in blocks]
-        self.planes = self._planes(blocks, where)
+            self.take_rows = tuple(_row(self.unit_heads * plane.head_bytes) for plane in planes)
+            self.put_rows = tuple(_row(width) for width in self._widths)
+        byte = np.dtype(np.uint8)
+        self.takes = [tuple(self._take(block, plane) for plane, block in enumerate(layer)) for layer in blocks]
+        self.puts = [tuple(self._put(block, plane) for plane, block in enumerate(layer)) for layer in blocks]
+        self.runs = [tuple(self._strided(block, plane, byte) for plane, block in enumerate(layer)) for layer in blocks]
+        self.stack = self._stack([block for layer in blocks for block in layer])
 
-    def _take(self, block: Bytes, where: PoolAddresses, kv: int) -> Rows:
-        shifted = block[self.head * where.row_bytes(kv) :]
-        item = self.take_rows[kv]
+    def _take(self, block: Bytes, plane: int) -> Rows:
+        shifted = block[self._starts[plane] :]
+        item = self.take_rows[plane]
         return shifted[: shifted.nbytes // item.itemsize * item.itemsize].view(item)
 
-    def _put(self, block: Bytes, where: PoolAddresses, kv: int) -> Rows:
-        item = self.put_rows[kv]
-        return block.view(item) if self.whole else self._strided(block, where, kv, item)[:, :, 0]
+    def _put(self, block: Bytes, plane: int) -> Rows:
+        item = self.put_rows[plane]
+        return block.view(item) if self.whole else self._strided(block, plane, item)[:, :, 0]
 
-    def _strided(self, block: Bytes, where: PoolAddresses, kv: int, item: np.dtype[np.generic]) -> npt.NDArray[Any]:
+    def _strided(self, block: Bytes, plane: int, item: np.dtype[np.generic]) -> npt.NDArray[Any]:
+        where = self._where
         return np.ndarray(
-            (where.num_pages, where.page_size, self.heads * where.row_bytes(kv) // item.itemsize),
+            (where.num_slots, self.rows[plane], self._widths[plane] // item.itemsize),
             dtype=item,
             buffer=block,
-            offset=self.head * where.row_bytes(kv),
-            strides=(where.page_bytes(kv), where.token_bytes(kv), item.itemsize),
+            offset=self._starts[plane],
+            strides=(where.page_bytes(plane), where.row_bytes(plane), item.itemsize),
         )
 
-    def _planes(self, blocks: Sequence[tuple[Bytes, Bytes]], where: PoolAddresses) -> npt.NDArray[np.uint8] | None:
-        flat = [block for pair in blocks for block in pair]
-        distances = {after.ctypes.data - before.ctypes.data for before, after in pairwise(flat)}
-        if len(distances) != 1 or where.k_row_bytes != where.v_row_bytes:
+    def _stack(self, blocks: Sequence[Bytes]) -> npt.NDArray[np.uint8] | None:
+        where = self._where
+        alike = len(set(zip(self.rows, self._widths, strict=True))) == 1
+        distances = {after.ctypes.data - before.ctypes.data for before, after in pairwise(blocks)}
+        if len(distances) != 1 or not alike:
             return None
         (distance,) = distances
         # as_strided, because no single array need span all blocks: a pool may be made of separate tensors.
         return np.lib.stride_tricks.as_strided(
-            flat[0][self.head * where.row_bytes(K) :],
-            (len(flat), where.num_pages, where.page_size, self.heads * where.row_bytes(K)),
-            (distance, where.page_bytes(K), where.token_bytes(K), 1),
+            blocks[0][self._starts[0] :],
+            (len(blocks), where.num_slots, self.rows[0], self._widths[0]),
+            (distance, where.page_bytes(0), where.row_bytes(0), 1),
         )
 
 

@@ -1,100 +1,83 @@
 """The KV pool of one rank: what shape it must have, where its bytes are, what a transport registers.
 
-A pool is per layer K and V, each `[tokens, heads_local, head_dim]` (NHD), contiguous, in CPU memory. It is
-either an engine's own tensors (`from_tensors`: torch or numpy; torch is never imported here) or one slab of
-ours (`allocate`: the synthetic worker). Everything is checked once, here, by name, so that kernels need not.
+A pool is all the memory that rooms move in: KV, a draft model's KV, per-request state, aux rows; contiguous CPU memory.
+It is either an engine's own tensors (`from_tensors`, `mla`: torch or numpy; torch is never imported here) or one slab
+of ours (`allocate`: the synthetic worker). Everything is checked once, here, by name, so that kernels need not.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
 from kvctl_agent.memory.addresses import PoolAddresses
-from kvctl_agent.memory.head_slice import HeadSlice
-from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.given import DraftKV, Given, StateTensors, Tensors, read_kv, read_state
 from kvctl_agent.memory.region import Region, merge_adjacent
+from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.slab import Bytes, Slab
+from kvctl_agent.memory.tensors import refuse_overlap, see
 
-__all__ = ["KVPool", "PoolAddresses"]
+__all__ = ["DraftKV", "KVPool", "PoolAddresses", "StateTensors"]
 
 # Layers of an allocated pool start on a cache line pair, as staging regions do.
 _BLOCK_ALIGN_BYTES = 256
 
 
 class KVPool:
-    """One rank's KV memory.
+    """One rank's memory.
+
+    Until an agent says by `place` which layers and heads of the model it is, a pool of tensors is taken for all layers
+    and the first heads; what it is was known from the start where it was allocated.
 
     Attributes:
-        num_layers, num_pages, page_size: the pool's extent; layers are numbered from the pool's own first.
-        heads, total_kv_heads: KV heads on this rank, and in the model.
-        k_dim, v_dim, dtype_bytes: elements of one head's row in K and in V, and bytes of an element.
-        aux_slots, aux_row_bytes: the aux rows, 0 when there are none.
-        nbytes: KV and aux bytes together.
+        page_size: tokens of a page.
+        segments: what it holds of each segment of the model, in the model's order: KV first.
         aux: the aux rows, uint8 `[aux_slots, aux_row_bytes]`, or None.
+        aux_slots, aux_row_bytes: 0 when there are none.
+        nbytes: all bytes together.
     """
 
     def __init__(
         self,
-        blocks: Sequence[tuple[Bytes, Bytes]],
+        segments: Iterable[SegmentMemory],
         *,
         page_size: int,
-        heads: int,
-        total_kv_heads: int,
-        k_dim: int,
-        v_dim: int,
-        dtype_bytes: int,
         aux: Bytes | None,
         owner: object,
+        shapes: tuple[ModelShape | StateShape, ...] = (),
     ) -> None:
-        """Wrap checked memory; use `from_tensors` or `allocate`.
+        """Wrap checked memory; use `from_tensors`, `mla` or `allocate`.
 
         Args:
-            blocks: per layer flat (K, V) bytes.
             owner: what keeps the memory alive; closed with the pool when it is a Slab.
+            shapes: of each segment, with as many layers as there are here; empty where nobody said.
         """
-        self._blocks = tuple(blocks)
-        self._owner = owner
-        self._slices: dict[tuple[int, int], HeadSlice] = {}
+        self.segments = tuple(segments)
         self.page_size = page_size
-        self.heads = heads
-        self.total_kv_heads = total_kv_heads
-        self.k_dim = k_dim
-        self.v_dim = v_dim
-        self.dtype_bytes = dtype_bytes
         self.aux = aux
         self.aux_slots = 0 if aux is None else int(aux.shape[0])
         self.aux_row_bytes = 0 if aux is None else int(aux.shape[1])
-        self.num_layers = len(self._blocks)
-        self.num_pages = self._blocks[0][0].nbytes // (page_size * heads * k_dim * dtype_bytes)
-        self.nbytes = sum(k.nbytes + v.nbytes for k, v in self._blocks) + (0 if aux is None else aux.nbytes)
-        self._addresses = PoolAddresses(
-            k_bases=tuple(k.ctypes.data for k, _ in self._blocks),
-            v_bases=tuple(v.ctypes.data for _, v in self._blocks),
-            page_size=page_size,
-            heads=heads,
-            k_row_bytes=k_dim * dtype_bytes,
-            v_row_bytes=v_dim * dtype_bytes,
-            num_pages=self.num_pages,
-            aux_base=0 if aux is None else aux.ctypes.data,
-            aux_row_bytes=self.aux_row_bytes,
-            aux_slots=self.aux_slots,
-        )
+        self.nbytes = sum(segment.nbytes for segment in self.segments) + (0 if aux is None else aux.nbytes)
+        self._owner = owner
+        self._shapes = shapes
 
     @classmethod
     def from_tensors(
         cls,
-        k: Sequence[Any],
-        v: Sequence[Any],
+        k: Tensors,
+        v: Tensors,
         *,
         page_size: int,
         total_kv_heads: int,
         aux: Any = None,
+        k_scale: Tensors | None = None,
+        v_scale: Tensors | None = None,
+        draft: DraftKV | None = None,
+        state: Sequence[StateTensors] = (),
     ) -> KVPool:
         """Wrap an engine's tensors, which stay the engine's; the pool keeps them alive until closed.
 
@@ -104,143 +87,161 @@ class KVPool:
             page_size: tokens per page; `tokens` is a multiple of it.
             total_kv_heads: KV heads of the model, from its config.
             aux: one row per request slot, uint8 `[slots, row_bytes]`, contiguous, on the CPU.
+            k_scale, v_scale: per layer the quantisation scales of each page, `[pages, heads_local, ...]`.
+            draft: the draft model's layers, where this rank has them.
+            state: the components of per-request state, in the same order on all ranks.
 
         Raises:
             MemoryLayoutError: names the layer, the tensor and what is wrong with it.
         """
-        if not k or len(k) != len(v):
-            raise MemoryLayoutError(f"{len(k)} K and {len(v)} V layers; give one K and one V for every layer")
+        return cls._of_tensors(DraftKV(k, v, total_kv_heads, k_scale, v_scale), page_size, aux, draft, state)
+
+    @classmethod
+    def mla(
+        cls,
+        latent: Tensors,
+        *,
+        page_size: int,
+        aux: Any = None,
+        scale: Tensors | None = None,
+        draft: DraftKV | None = None,
+        state: Sequence[StateTensors] = (),
+    ) -> KVPool:
+        """Wrap the tensors of a model with latent attention, which every tensor-parallel rank holds whole.
+
+        Args:
+            latent: per layer the latent rows, `[tokens, dim]` or `[tokens, 1, dim]`, contiguous, on the CPU.
+            scale: per layer the quantisation scales of each page, `[pages, ...]`.
+
+        The rest, and what is raised, as for `from_tensors`.
+        """
+        return cls._of_tensors(DraftKV(latent, None, 1, scale), page_size, aux, draft, state)
+
+    @classmethod
+    def _of_tensors(
+        cls, kv: DraftKV, page_size: int, aux: Any, draft: DraftKV | None, state: Sequence[StateTensors]
+    ) -> KVPool:
         if page_size <= 0:
             raise MemoryLayoutError(f"page_size is {page_size}; it must be positive")
-        first_k = _inspect(k[0], "layer 0 k", page_size)
-        first_v = _inspect(v[0], "layer 0 v", page_size)
-        tokens, heads, _ = first_k.shape
-        if total_kv_heads <= 0 or total_kv_heads % heads:
-            raise MemoryLayoutError(
-                f"total_kv_heads is {total_kv_heads}, not a multiple of the {heads} heads on this rank; "
-                "pass the number in the model's config"
-            )
-        blocks: list[tuple[Bytes, Bytes]] = []
-        spans: list[tuple[Region, str]] = []
-        for layer, pair in enumerate(zip(k, v, strict=True)):
-            flat: list[Bytes] = []
-            for kv, (tensor, dim) in enumerate(zip(pair, (first_k.shape[2], first_v.shape[2]), strict=True)):
-                name = f"layer {layer} {'kv'[kv]}"
-                seen = _inspect(tensor, name, page_size)
-                if seen.shape != (tokens, heads, dim):
-                    raise MemoryLayoutError(f"{name}: shape {seen.shape}, expected {(tokens, heads, dim)}")
-                if seen.dtype != first_k.dtype:
-                    raise MemoryLayoutError(f"{name}: dtype {seen.dtype}, but layer 0 k has {first_k.dtype}")
-                spans.append((Region(seen.addr, seen.nbytes), name))
-                flat.append(_bytes_at(seen.addr, seen.nbytes))
-            blocks.append((flat[0], flat[1]))
-        aux_rows = None
+        given = [read_kv(kv, page_size)]
+        if draft is not None:
+            given.append(read_kv(draft, page_size, "draft"))
+            if given[1].num_slots != given[0].num_slots:
+                raise MemoryLayoutError(
+                    f"draft: {given[1].num_slots} pages, but the target has {given[0].num_slots}; "
+                    "both go by the same page numbers, so give them equal pools"
+                )
+        given += [read_state(each) for each in state if len(each.tensors)]
+        seen = [plane for each in given for layer in each.layers for plane in layer]
+        rows = None
         if aux is not None:
-            seen = _inspect_memory(aux, "aux")
-            if len(seen.shape) != 2 or seen.itemsize != 1 or "uint8" not in seen.dtype:
-                raise MemoryLayoutError(f"aux: {seen.dtype} {seen.shape}, expected uint8 [slots, row_bytes]")
-            spans.append((Region(seen.addr, seen.nbytes), "aux"))
-            aux_rows = _bytes_at(seen.addr, seen.nbytes).reshape(seen.shape)
-        _refuse_overlap(spans)
+            found = see(aux, "aux")
+            if len(found.shape) != 2 or found.itemsize != 1 or "uint8" not in found.dtype:
+                raise MemoryLayoutError(f"aux: {found.dtype} {found.shape}, expected uint8 [slots, row_bytes]")
+            rows = found.bytes().reshape(found.shape)
+            seen.append(found)
+        refuse_overlap(seen)
         return cls(
-            blocks,
+            (_all_of(index, each, page_size, given[0]) for index, each in enumerate(given)),
             page_size=page_size,
-            heads=heads,
-            total_kv_heads=total_kv_heads,
-            k_dim=first_k.shape[2],
-            v_dim=first_v.shape[2],
-            dtype_bytes=first_k.itemsize,
-            aux=aux_rows,
-            owner=(tuple(k), tuple(v), aux),
+            aux=rows,
+            owner=(kv, draft, tuple(state), aux),
+            shapes=tuple(each.shape for each in given),
         )
 
     @classmethod
     def allocate(
         cls,
-        num_layers: int,
-        num_pages: int,
+        held: tuple[Held, ...],
         page_size: int,
-        heads_local: int,
-        total_kv_heads: int,
-        k_dim: int,
-        v_dim: int,
-        dtype_bytes: int,
+        num_pages: int,
+        state_slots: Mapping[str, int] | None = None,
         aux_slots: int = 0,
         aux_row_bytes: int = 0,
     ) -> KVPool:
-        """A pool in one slab, zeroed: layer-major, K then V, aux rows last."""
-        sizes = (num_layers, num_pages, page_size, heads_local, total_kv_heads, k_dim, v_dim, dtype_bytes)
-        if min(sizes) <= 0 or total_kv_heads % heads_local or (aux_slots > 0) != (aux_row_bytes > 0):
+        """A pool in one slab, zeroed: segment by segment, layer by layer, K before V, aux rows last.
+
+        Args:
+            held: what the rank holds, of `layout.holding.held` for this `page_size`.
+            num_pages: of KV and draft.
+            state_slots: items of each state component, by name; needed for those that have layers here.
+        """
+        items = state_slots or {}
+        slots = [items.get(each.segment.name, 0) if each.segment.state else num_pages for each in held]
+        slots = [count if each.num_layers else 0 for each, count in zip(held, slots, strict=True)]
+        short = [each.segment.name for each, count in zip(held, slots, strict=True) if each.num_layers and count <= 0]
+        if short or min(aux_slots, aux_row_bytes) < 0 or (aux_slots > 0) != (aux_row_bytes > 0):
             raise MemoryLayoutError(
-                "a pool needs positive sizes, heads_local dividing total_kv_heads, and aux slots with a row "
-                f"size; got layers {num_layers}, pages {num_pages}, page_size {page_size}, "
-                f"heads {heads_local} of {total_kv_heads}, k_dim {k_dim}, v_dim {v_dim}, "
-                f"dtype_bytes {dtype_bytes}, aux {aux_slots} x {aux_row_bytes}"
+                "a pool needs pages, items of every state component, and aux slots with a row size; "
+                f"got {num_pages} pages, items {dict(items)}, aux {aux_slots} x {aux_row_bytes}"
+                + (f": none for {', '.join(short)}" if short else "")
             )
-        tokens = num_pages * page_size
-        k_bytes = tokens * heads_local * k_dim * dtype_bytes
-        v_bytes = tokens * heads_local * v_dim * dtype_bytes
-        stride_k, stride_v = _aligned(k_bytes), _aligned(v_bytes)
+        sizes = [
+            [count * plane.rows * each.heads * plane.head_bytes for plane in each.segment.planes]
+            for each, count in zip(held, slots, strict=True)
+        ]
         aux_bytes = aux_slots * aux_row_bytes
-        slab = Slab(num_layers * (stride_k + stride_v) + aux_bytes)
-        blocks = []
-        for start in range(0, num_layers * (stride_k + stride_v), stride_k + stride_v):
-            v_start = start + stride_k
-            blocks.append((slab.array[start : start + k_bytes], slab.array[v_start : v_start + v_bytes]))
-        aux = slab.array[slab.nbytes - aux_bytes :].reshape(aux_slots, aux_row_bytes) if aux_bytes else None
-        return cls(
-            blocks,
-            page_size=page_size,
-            heads=heads_local,
-            total_kv_heads=total_kv_heads,
-            k_dim=k_dim,
-            v_dim=v_dim,
-            dtype_bytes=dtype_bytes,
-            aux=aux,
-            owner=slab,
+        blocks_bytes = sum(
+            each.num_layers * sum(map(_aligned, planes)) for each, planes in zip(held, sizes, strict=True)
         )
+        slab = Slab(blocks_bytes + aux_bytes)
+        at = 0
+        segments = []
+        for each, count, planes in zip(held, slots, sizes, strict=True):
+            blocks = []
+            for _ in range(each.num_layers):
+                layer = []
+                for nbytes in planes:
+                    layer.append(slab.array[at : at + nbytes])
+                    at += _aligned(nbytes)
+                blocks.append(tuple(layer))
+            segments.append(SegmentMemory(each, count, blocks))
+        aux = slab.array[blocks_bytes:].reshape(aux_slots, aux_row_bytes) if aux_bytes else None
+        return cls(segments, page_size=page_size, aux=aux, owner=slab)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of KV."""
+        return self.segments[0].num_slots
+
+    def shape(self) -> ModelShape:
+        """The model, where this pool has all of its layers.
+
+        Raises:
+            MemoryLayoutError: the pool was allocated, so that only whoever planned it knows the model.
+            LayoutError: a state component runs beside layers that are not here.
+        """
+        if not self._shapes:
+            raise MemoryLayoutError("this pool was allocated for a plan: its model is not known; give the agent model=")
+        kv, *others = self._shapes
+        assert isinstance(kv, ModelShape)
+        drafts = [other for other in others if isinstance(other, ModelShape)]
+        states = tuple(other for other in others if isinstance(other, StateShape))
+        return replace(kv, draft=drafts[0] if drafts else None, states=states)
+
+    def place(self, held: tuple[Held, ...]) -> None:
+        """Say which layers and heads of the model this memory is, before it is registered or written to.
+
+        Raises:
+            MemoryLayoutError: the pool is not that; names the segment and the numbers.
+        """
+        mine = {segment.name: segment for segment in self.segments if segment.held.num_layers}
+        placed = [_placed(mine.pop(each.segment.name, None), each) for each in held]
+        if mine:
+            raise MemoryLayoutError(f"the pool holds {', '.join(mine)}, which the model does not have")
+        self.segments = tuple(placed)
 
     def addresses(self) -> PoolAddresses:
-        """Base addresses and row sizes, for peers and for descriptor arithmetic."""
-        return self._addresses
-
-    def block(self, layer: int, kv: int) -> Bytes:
-        """All bytes of one layer's K (kv 0) or V (kv 1), flat, in page order."""
-        if not 0 <= layer < len(self._blocks):
-            state = f"has layers 0 to {self.num_layers - 1}" if self._blocks else "is closed"
-            raise MemoryLayoutError(f"layer {layer} asked for, but the pool {state}")
-        return self._blocks[layer][kv]
-
-    def head_slice(self, head: int, heads: int) -> HeadSlice:
-        """Views of local heads [head, head + heads) in every layer, made once and kept while the pool is open."""
-        found = self._slices.get((head, heads))
-        if found is None:
-            if not self._blocks:
-                raise MemoryLayoutError(f"heads [{head}, {head + heads}) asked for, but the pool is closed")
-            if head < 0 or heads <= 0 or head + heads > self.heads:
-                raise MemoryLayoutError(
-                    f"heads [{head}, {head + heads}) are outside the {self.heads} heads of this rank"
-                )
-            found = self._slices[head, heads] = HeadSlice(self._blocks, self._addresses, head, heads)
-        return found
-
-    def part_layout(self, first_layer: int, num_layers: int, num_pages: int, heads: int) -> PartLayout:
-        """How a part of these layers (the pool's own numbers), pages and heads lies in its contiguous region."""
-        return PartLayout(
-            first_layer=first_layer,
-            num_layers=num_layers,
-            num_pages=num_pages,
-            page_size=self.page_size,
-            heads=heads,
-            k_row_bytes=self.k_dim * self.dtype_bytes,
-            v_row_bytes=self.v_dim * self.dtype_bytes,
-        )
+        """Base addresses and sizes, for peers and for descriptor arithmetic."""
+        segments = tuple(segment.addresses for segment in self.segments)
+        base = 0 if self.aux is None else self.aux.ctypes.data
+        return PoolAddresses(segments, base, self.aux_row_bytes, self.aux_slots)
 
     def regions(self) -> list[Region]:
         """What a transport registers: one region per slab, or per run of tensors that touch."""
         if isinstance(self._owner, Slab):
             return [self._owner.region]
-        arrays = [array for pair in self._blocks for array in pair]
+        arrays = [block for segment in self.segments for layer in segment.blocks for block in layer]
         if self.aux is not None:
             arrays.append(self.aux)
         return merge_adjacent(Region(array.ctypes.data, array.nbytes) for array in arrays)
@@ -248,88 +249,51 @@ class KVPool:
     def close(self) -> None:
         """Let go of the memory; a slab of ours goes back to the kernel now. Idempotent."""
         owner, self._owner = self._owner, None
-        self._blocks, self.aux = (), None
-        self._slices.clear()
+        self.aux = None
+        for segment in self.segments:
+            segment.close()
         if isinstance(owner, Slab):
             owner.close()
 
 
-class _Seen(NamedTuple):
-    """What matters of a torch tensor or a numpy array."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
-    addr: int
-    nbytes: int
-
-
-def _inspect(tensor: Any, name: str, page_size: int) -> _Seen:
-    """Check one layer's K or V alone; comparisons between layers are the caller's."""
-    shape = _shape(tensor, name)
-    if len(shape) == 3 and _is_hnd(tensor, shape):
-        raise MemoryLayoutError(
-            f"{name}: the memory of shape {shape} is HND (heads outermost), which is not served; "
-            "configure the engine for NHD, [tokens, heads, head_dim]"
-        )
-    if len(shape) != 3:
-        raise MemoryLayoutError(
-            f"{name}: shape {shape} has {len(shape)} dimensions; a pool is [tokens, heads, head_dim] (NHD) "
-            "per layer. A paged NHD tensor can be viewed so; HND is not served"
-        )
-    seen = _inspect_memory(tensor, name)
-    if shape[0] % page_size:
-        hint = " (is it HND, heads first? that is not served)" if shape[1] % page_size == 0 else ""
-        raise MemoryLayoutError(f"{name}: {shape[0]} tokens are not whole pages of {page_size}{hint}")
-    return seen
-
-
-def _inspect_memory(tensor: Any, name: str) -> _Seen:
-    """Address and size of CPU memory that we may write to; raises MemoryLayoutError otherwise."""
-    shape = _shape(tensor, name)
-    if isinstance(tensor, np.ndarray):
-        contiguous, addr, itemsize = tensor.flags.c_contiguous, tensor.ctypes.data, tensor.itemsize
-        if not tensor.flags.writeable:
-            raise MemoryLayoutError(f"{name}: the array is read-only; a pool must be writable")
+def _all_of(index: int, given: Given, page_size: int, target: Given) -> SegmentMemory:
+    """The memory of a segment that is taken to be here with all of its layers, and with its first heads."""
+    count = len(given.layers)
+    if isinstance(given.shape, StateShape):
+        plane = Plane(given.name, given.shape.rows, given.shape.head_bytes)
+        segment = Segment(index, given.name, 0, count, given.shape.heads, (plane,), given.shape.layers)
     else:
-        if tensor.device.type != "cpu":
-            raise MemoryLayoutError(f"{name}: on device {tensor.device}; only CPU pools are served")
-        contiguous, addr, itemsize = tensor.is_contiguous(), tensor.data_ptr(), tensor.element_size()
-    if min(shape, default=0) == 0:
-        raise MemoryLayoutError(f"{name}: shape {shape} holds nothing")
-    if not contiguous:
-        raise MemoryLayoutError(f"{name}: shape {shape} is not contiguous; pass the whole pool, not a slice")
-    return _Seen(shape, str(tensor.dtype), itemsize, addr, itemsize * int(np.prod(shape)))
+        first = 0 if given is target else len(target.layers)
+        planes = given.shape.planes(page_size)
+        segment = Segment(index, given.name, first, first + count, given.shape.num_kv_heads, planes)
+    held = Held(segment, segment.layer_lo, segment.layer_hi, 0, given.heads)
+    return SegmentMemory(held, given.num_slots, [tuple(plane.bytes() for plane in layer) for layer in given.layers])
 
 
-def _shape(tensor: Any, name: str) -> tuple[int, ...]:
-    """The shape of a torch tensor, known by its `data_ptr`, or of a numpy array; all else is refused."""
-    if not isinstance(tensor, np.ndarray) and not hasattr(tensor, "data_ptr"):
-        raise MemoryLayoutError(f"{name}: {type(tensor).__name__} is neither a torch tensor nor a numpy array")
-    return tuple(int(size) for size in tensor.shape)
+def _placed(memory: SegmentMemory | None, held: Held) -> SegmentMemory:
+    """The same bytes under the plan's numbers; raises MemoryLayoutError where they are something else."""
+    name = held.segment.name
+    if memory is None:
+        if held.num_layers:
+            raise MemoryLayoutError(
+                f"{name}: the pool has none of it, but this rank holds {held.num_layers} of its layers"
+            )
+        return SegmentMemory(held, 0, ())
+    was, now = memory.held, held
+    compared = [
+        ("layers", was.num_layers, now.num_layers),
+        ("heads on this rank", was.heads, now.heads),
+        ("heads of the model", was.segment.heads, now.segment.heads),
+        ("planes", _words(was.segment.planes), _words(now.segment.planes)),
+    ]
+    for what, here, planned in compared:
+        if here != planned:
+            raise MemoryLayoutError(f"{name}: the pool has {here} {what}, but the plan says {planned}")
+    return SegmentMemory(held, memory.num_slots, memory.blocks)
 
 
-def _is_hnd(tensor: Any, shape: tuple[int, ...]) -> bool:
-    """True for a [tokens, heads, dim] view of [heads, tokens, dim] memory."""
-    if isinstance(tensor, np.ndarray):
-        strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
-    else:
-        strides = tuple(tensor.stride())
-    tokens, heads, dim = shape
-    return heads > 1 and tokens > 1 and strides == (dim, tokens * dim, 1)
-
-
-def _bytes_at(addr: int, nbytes: int) -> Bytes:
-    """A uint8 view by address: the one way that needs no torch and takes dtypes numpy lacks (bf16, fp8)."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(addr))
-
-
-def _refuse_overlap(spans: list[tuple[Region, str]]) -> None:
-    """Two tensors that share bytes would overwrite each other silently."""
-    spans.sort()
-    for (before, name), (after, other) in pairwise(spans):
-        if before.addr + before.nbytes > after.addr:
-            raise MemoryLayoutError(f"{name} and {other} share memory; every layer needs its own K and V")
+def _words(planes: tuple[Plane, ...]) -> str:
+    return ", ".join(f"{plane.name} {plane.rows} x {plane.head_bytes} bytes" for plane in planes)
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Which rows of a pool a part touches: checked once, then reused for every layer, K and V, in both directions."""
+"""Which rows of a pool a part touches: checked once, then reused for every layer and plane, in both directions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import Indices
-from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.segment import SegmentMemory
 
 # Page runs at least this long are copied as runs: below it, a Python call per run costs more than it saves.
 _RUN_BYTES = 128 << 10
@@ -20,53 +20,57 @@ _ZERO = np.zeros(1, np.int64)
 
 
 class RowIndex:
-    """The pages of one part and its head slice in one pool.
+    """The pages (of a state: items) of one part and its head slice in one segment.
 
     Kernels index with clipping or trust, so the bounds check is here. Pages may repeat when gathering; a scatter
     with repeated pages leaves it open which copy wins.
 
     Attributes:
         pages: int64 `[num_pages]`, in the part's order.
-        slice: the views of the head slice in every layer of the pool.
+        slice: the views of the head slice in every layer.
         run_count: ascending runs that the pages fall into.
-        as_runs: the pages lie mostly in long ascending runs, which copy faster as runs.
+        as_runs: for each plane, whether the pages lie mostly in long ascending runs, which copy faster as runs.
     """
 
-    def __init__(self, pool: KVPool, pages: npt.ArrayLike, head: int, heads: int) -> None:
+    def __init__(self, memory: SegmentMemory, pages: npt.ArrayLike, head: int, heads: int) -> None:
         """Check `pages` and local heads [head, head + heads); raises MemoryLayoutError naming what is outside."""
         given = np.asarray(pages)
         if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
             raise MemoryLayoutError(f"pages: {given.dtype} {given.shape}, expected a non-empty list of integers")
         low, high = int(given.min()), int(given.max())
-        if low < 0 or high >= pool.num_pages:
+        if low < 0 or high >= memory.num_slots:
+            what = "item" if memory.held.segment.state else "page"
             raise MemoryLayoutError(
-                f"page {low if low < 0 else high} is outside the pool of {pool.num_pages} pages; "
+                f"{memory.name}: {what} {low if low < 0 else high} is outside the pool of {memory.num_slots} {what}s; "
                 "the indices belong to another pool, or are stale"
             )
-        self.slice = pool.head_slice(head, heads)
+        self.slice = memory.head_slice(head, heads)
         self.pages: Indices = np.ascontiguousarray(given, dtype=np.int64)
         steps = self.pages[1:] - self.pages[:-1]
         self._run_starts = np.concatenate((_ZERO, np.flatnonzero(steps != 1) + 1))
         self.run_count = len(self._run_starts)
-        self.as_runs = (
-            self.run_count == 1 or len(self.pages) * min(self.slice.page_bytes) >= self.run_count * _RUN_BYTES
+        self.as_runs = tuple(
+            self.run_count == 1 or len(self.pages) * page_bytes >= self.run_count * _RUN_BYTES
+            for page_bytes in self.slice.page_bytes
         )
-        self._units: Indices | None = None
+        self._units: dict[int, Indices] = {}
 
     def __len__(self) -> int:
         """Number of pages."""
         return len(self.pages)
 
-    def takes(self, page_lo: int, page_hi: int) -> Indices:
-        """Positions [page_lo, page_hi) as an index into `slice.takes`, in staging order."""
+    def takes(self, plane: int, page_lo: int, page_hi: int) -> Indices:
+        """Positions [page_lo, page_hi) as an index into that plane's `slice.takes`, in staging order."""
         if self.slice.whole:
             return self.pages[page_lo:page_hi]
-        if self._units is None:
-            tokens = self.pages[:, None] * self.slice.page_size + np.arange(self.slice.page_size, dtype=np.int64)
-            first = tokens.reshape(-1, 1) * self.slice.units_per_token
-            self._units = (first + np.arange(self.slice.heads // self.slice.unit_heads)).reshape(-1)
-        per_page = len(self._units) // len(self.pages)
-        return self._units[page_lo * per_page : page_hi * per_page]
+        rows = self.slice.rows[plane]
+        units = self._units.get(rows)
+        if units is None:
+            numbers = self.pages[:, None] * rows + np.arange(rows, dtype=np.int64)
+            first = numbers.reshape(-1, 1) * self.slice.units_per_row
+            units = self._units[rows] = (first + np.arange(self.slice.heads // self.slice.unit_heads)).reshape(-1)
+        per_page = len(units) // len(self.pages)
+        return units[page_lo * per_page : page_hi * per_page]
 
     def runs(self, page_lo: int, page_hi: int) -> Iterator[tuple[int, int, int]]:
         """Cut positions [page_lo, page_hi) into ascending runs: (first page, lo, hi), lo and hi from page_lo."""

@@ -14,7 +14,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.memory.addresses import K, PoolAddresses, V
+from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.transport.base import Prepared, Transport, Write
@@ -23,6 +24,44 @@ BULK = "bulk"
 SLICE = "slice"
 STAGED = "staged"
 
+Numbers = npt.NDArray[np.int64]
+
+
+class LaneSegment:
+    """One segment of our pool and of a peer's, which hold different layers and heads of it, maybe.
+
+    Attributes:
+        ours, theirs: where each side's bytes are.
+        page_bytes: of each plane, where both hold the same heads; int64 `[planes]`.
+    """
+
+    def __init__(self, ours: SegmentAddresses, theirs: SegmentAddresses) -> None:
+        self.ours = ours
+        self.theirs = theirs
+        planes = len(theirs.held.segment.planes)
+        self.page_bytes = np.array([theirs.page_bytes(plane) for plane in range(planes)], np.int64)
+        self._ours = np.array(ours.bases, np.int64).reshape(-1, planes)
+        self._theirs = np.array(theirs.bases, np.int64).reshape(-1, planes)
+
+    def bases(self, lo: int, hi: int) -> tuple[Numbers, Numbers]:
+        """Addresses of page 0 of every plane of layers [lo, hi), here and there, int64 `[hi - lo, planes]`.
+
+        Raises:
+            MemoryLayoutError: as `check_layers`.
+        """
+        self.check_layers(lo, hi)
+        ours, theirs = self.ours.held.layer_lo, self.theirs.held.layer_lo
+        return self._ours[lo - ours : hi - ours], self._theirs[lo - theirs : hi - theirs]
+
+    def check_layers(self, lo: int, hi: int) -> None:
+        """Raises MemoryLayoutError unless both sides hold layers [lo, hi)."""
+        for held in (self.ours.held, self.theirs.held):
+            if not held.layer_lo <= lo < hi <= held.layer_hi:
+                raise MemoryLayoutError(
+                    f"{held.segment.name}: layers {lo}-{hi} are not those of a rank that has "
+                    f"{held.layer_lo}-{held.layer_hi}"
+                )
+
 
 class Lane:
     """What a path needs to write to one peer.
@@ -30,25 +69,22 @@ class Lane:
     Attributes:
         peer: its name at the transport.
         pool: our pool, the source.
-        theirs: the peer's pool, the destination.
+        ours, theirs: addresses of our pool and of the peer's, the destination.
         ring_base: address of the peer's staging ring; 0 where it has none.
-        planes: (ours, theirs, page bytes), each int64 `[2 * layers]` in the order K, V of layer 0, K, V of layer 1 …
-        prepared: descriptor lists of the peer's pool by (first head, heads), made at first use.
+        segments: both sides of each segment, in the model's order.
+        prepared: descriptor lists of the peer's pool by (segment, first head, heads), made at first use.
     """
 
     def __init__(self, peer: str, transport: Transport, pool: KVPool, theirs: PoolAddresses, ring_base: int) -> None:
         self.peer = peer
         self.transport = transport
         self.pool = pool
+        self.ours = pool.addresses()
         self.theirs = theirs
         self.ring_base = ring_base
-        page_bytes = np.array([theirs.page_bytes(kv) for _ in theirs.k_bases for kv in (K, V)], np.int64)
-        self.planes = _bases(pool.addresses()), _bases(theirs), page_bytes
-        self.prepared: dict[tuple[int, int], Prepared] = {}
-
-
-def _bases(pool: PoolAddresses) -> npt.NDArray[np.int64]:
-    return np.array([base for pair in zip(pool.k_bases, pool.v_bases, strict=True) for base in pair], np.int64)
+        pairs = zip(self.ours.segments, theirs.segments, strict=True)
+        self.segments = tuple(LaneSegment(here, there) for here, there in pairs)
+        self.prepared: dict[tuple[int, int, int], Prepared] = {}
 
 
 class Flight(ABC):

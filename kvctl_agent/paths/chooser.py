@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.layout.plan import Share
-from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.shape import ModelShape, segments
+from kvctl_agent.layout.share import Share
 from kvctl_agent.paths.base import BULK, SLICE, STAGED
 from kvctl_agent.transport.probe import LaneCost
 
@@ -55,15 +55,14 @@ class Chooser:
     """
 
     def __init__(self, shape: ModelShape, page_size: int, path: str, staging: str) -> None:
-        self._shape = shape
-        self._page_size = page_size
+        self._segments = segments(shape, page_size)
         self.path = path
         self.staging = staging
         self.lane: LaneCost | None = None
         self.copy: CopyCost | None = None
 
     def choose(self, ring_bytes: int, share: Share, layers: int, dst_pages: npt.NDArray[np.int32]) -> str:
-        """The path of one part; the reader's page runs stand for both sides, since ours are not known yet."""
+        """The path of one part of KV; the reader's page runs stand for both sides, since ours are not known yet."""
         if self.path == BULK and not share.whole_rows:
             return SLICE  # bulk cannot serve these heads at all
         if self.path != AUTO:
@@ -76,25 +75,26 @@ class Chooser:
         return min(costs, key=lambda path: costs[path])
 
     def without_ring(self, share: Share) -> str:
-        """The path of a part that can have no ring region."""
-        return BULK if share.whole_rows else SLICE
+        """The path of a part that can have no ring region: state has none, since it is small and lies anywhere."""
+        return BULK if share.whole_rows and self.path != SLICE else SLICE
 
     def costs(self, share: Share, layers: int, dst_pages: npt.NDArray[np.int32]) -> dict[str, float]:
         """Predicted µs of one part by path."""
         assert self.lane is not None
         assert self.copy is not None
-        pages = len(dst_pages)
-        tokens = pages * self._page_size
-        nbytes = share.payload_bytes(self._shape, tokens, layers)
-        row = share.heads * self._shape.k_head_bytes
-        source_row = row * self._page_size if share.heads == share.src_pool_heads else row
-        target_row = row * self._page_size if share.heads == share.dst_pool_heads else row
+        pages, cells = len(dst_pages), layers * len(dst_pages)
+        planes = self._segments[share.segment].planes
+        nbytes = share.payload_bytes(pages, layers)
         staged = self.lane.write_us(1, nbytes) + _STAGED_FIXED_US
-        staged += self.copy.gather_us(nbytes, source_row) + self.copy.scatter_us(nbytes, target_row)
+        for plane in planes:
+            row = share.heads * plane.head_bytes
+            page = row * plane.rows
+            staged += self.copy.gather_us(cells * page, page if share.heads == share.src_pool_heads else row)
+            staged += self.copy.scatter_us(cells * page, page if share.heads == share.dst_pool_heads else row)
         costs = {STAGED: staged}
         if share.whole_rows:
             runs = 1 + int(np.count_nonzero(np.diff(np.sort(dst_pages)) != 1)) if pages else 1
-            costs[BULK] = self.lane.write_us(2 * layers * runs, nbytes)
+            costs[BULK] = self.lane.write_us(len(planes) * layers * runs, nbytes)
         else:
-            costs[SLICE] = self.lane.write_us(2 * layers * tokens, nbytes)
+            costs[SLICE] = self.lane.write_us(sum(plane.rows for plane in planes) * cells, nbytes)
         return costs

@@ -1,8 +1,8 @@
-"""`slice`: one descriptor per token row, layer, and K or V, for any two layouts.
+"""`slice`: one descriptor per row (a token's heads), layer and plane, for any two layouts.
 
 This is the path that `staged` exists to avoid: a room of 1,024 tokens and 32 layers is 65,536 descriptors per writer.
-Descriptor lists of both pools are prepared once per peer and head slice; a part is then two index arrays. They are
-sorted by source, so that the engine merges rows that are neighbours on both sides.
+Descriptor lists of both pools are prepared once per peer, segment and head slice; a part is then two index arrays. They
+are sorted by source, so that the engine merges rows that are neighbours on both sides.
 """
 
 from __future__ import annotations
@@ -13,58 +13,71 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.addresses import K, PoolAddresses, V
+from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.paths.base import Flight, Lane, WriteFlight
 from kvctl_agent.protocol.events import Pages, Transfer
 from kvctl_agent.transport.base import Addresses, Prepared, Sizes
 
+_MOST_ROWS = (1 << 31) - 1  # a prepared list is indexed by int32
+
 
 class SlicePath:
-    """Keeps the prepared list of our own pool; those of peers live with their lanes."""
+    """Keeps the prepared lists of our own pool; those of peers live with their lanes."""
 
     def __init__(self) -> None:
-        self._ours: dict[tuple[int, int], Prepared] = {}
+        self._ours: dict[tuple[int, int, int], Prepared] = {}
 
     def start(self, lane: Lane, order: Transfer) -> Flight:
         share = order.share
         if share is None:
             raise MemoryLayoutError(f"{order.key} owes no heads")
         began_ns = time.monotonic_ns()
-        ours, theirs = lane.pool.addresses(), lane.theirs
-        here = self._ours.get((share.src_head, share.heads))
+        segment = lane.segments[share.segment]
+        segment.check_layers(order.key.lo, order.key.hi)
+        ours, theirs = segment.ours, segment.theirs
+        place = share.segment, share.src_head, share.heads
+        here = self._ours.get(place)
         if here is None:
-            here = lane.transport.prepare_local(*_rows(ours, share.src_head, share.heads))
-            self._ours[share.src_head, share.heads] = here
-        there = lane.prepared.get((share.dst_head, share.heads))
+            here = self._ours[place] = lane.transport.prepare_local(*_rows(ours, share.src_head, share.heads))
+        place = share.segment, share.dst_head, share.heads
+        there = lane.prepared.get(place)
         if there is None:
             there = lane.transport.prepare_remote(lane.peer, *_rows(theirs, share.dst_head, share.heads))
-            lane.prepared[share.dst_head, share.heads] = there
+            lane.prepared[place] = there
         sort = np.argsort(order.src_pages, kind="stable")
-        layers = range(order.key.lo, order.key.hi)
-        src = _numbers(ours, order.src_pages[sort], layers)
-        dst = _numbers(theirs, order.dst_pages[sort], layers)
+        src = _numbers(ours, order.src_pages[sort], order.key.lo, order.key.hi)
+        dst = _numbers(theirs, order.dst_pages[sort], order.key.lo, order.key.hi)
         prepared = here, src, there, dst
         return WriteFlight(
             lane, order, began_ns, lambda: lane.transport.write_prepared(lane.peer, *prepared, order.tag)
         )
 
 
-def _rows(pool: PoolAddresses, head: int, heads: int) -> tuple[Addresses, Sizes]:
-    """Every token row of a pool, numbered layer, K before V, token."""
-    pages = np.arange(pool.num_pages, dtype=np.int64)
+def _rows(where: SegmentAddresses, head: int, heads: int) -> tuple[Addresses, Sizes]:
+    """Every row of a segment, numbered layer, plane, page, row."""
+    count = where.held.num_layers * where.num_slots * sum(plane.rows for plane in where.held.segment.planes)
+    if count > _MOST_ROWS:
+        raise MemoryLayoutError(
+            f"{where.held.segment.name}: {count} rows cannot be numbered by 32 bits; use the staged path for this pool"
+        )
+    pages = np.arange(where.num_slots, dtype=np.int64)
     addrs: list[npt.NDArray[np.int64]] = []
     sizes: list[npt.NDArray[np.uint64]] = []
-    for layer in range(len(pool.k_bases)):
-        for kv in (K, V):
-            rows = pool.token_addrs(layer, kv, pages, head)
+    for layer in range(where.held.layer_lo, where.held.layer_hi):
+        for number, plane in enumerate(where.held.segment.planes):
+            rows = where.row_addrs(layer, number, pages, head)
             addrs.append(rows)
-            sizes.append(np.full(len(rows), heads * pool.row_bytes(kv), np.uint64))
+            sizes.append(np.full(len(rows), heads * plane.head_bytes, np.uint64))
     return np.concatenate(addrs).astype(np.uint64), np.concatenate(sizes)
 
 
-def _numbers(pool: PoolAddresses, pages: Pages, layers: range) -> npt.NDArray[np.int32]:
-    """Numbers, in `_rows`, of all tokens of `pages` in `layers`."""
-    tokens = pool.num_pages * pool.page_size
-    rows = pages.astype(np.int64)[:, None] * pool.page_size + np.arange(pool.page_size)
-    planes = np.arange(2 * layers.start, 2 * layers.stop, dtype=np.int64)[:, None] * tokens
-    return (planes + rows.reshape(1, -1)).reshape(-1).astype(np.int32)
+def _numbers(where: SegmentAddresses, pages: Pages, lo: int, hi: int) -> npt.NDArray[np.int32]:
+    """Numbers, in `_rows`, of all rows of `pages` in layers [lo, hi); they fit, since `_rows` was built."""
+    inside: list[npt.NDArray[np.int32]] = []  # of one layer
+    before = 0
+    for plane in where.held.segment.planes:
+        rows = np.arange(before, before + plane.rows, dtype=np.int32)
+        inside.append((pages[:, None] * np.int32(plane.rows) + rows).reshape(-1))
+        before += where.num_slots * plane.rows
+    layers = np.arange(lo - where.held.layer_lo, hi - where.held.layer_lo, dtype=np.int32)[:, None]
+    return (layers * np.int32(before) + np.concatenate(inside)).reshape(-1)

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.plan import Share
+from kvctl_agent.layout.share import Share
 from kvctl_agent.memory.buffers import Buffer, StagingBuffers
 from kvctl_agent.memory.copy import gather_piece
 from kvctl_agent.memory.crew import CopyCrew
@@ -35,13 +35,13 @@ class StagedFlight(Flight):
         self, lane: Lane, order: Transfer, buffers: StagingBuffers, crew: CopyCrew, share: Share, grant: Grant
     ) -> None:
         super().__init__(lane, order, time.monotonic_ns())
-        pool, key = lane.pool, order.key
-        layout = pool.part_layout(key.lo, key.hi - key.lo, len(order.src_pages), share.heads)
+        memory, key = lane.pool.segments[share.segment], order.key
+        layout = memory.part_layout(key.lo, key.hi, len(order.src_pages), share.heads)
         if layout.region_bytes > grant.end - grant.offset:
             raise MemoryLayoutError(f"{key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")
         self._buffers = buffers
         self._crew = crew
-        self._rows = RowIndex(pool, order.src_pages, share.src_head, share.heads)
+        self._rows = RowIndex(memory, order.src_pages, share.src_head, share.heads)
         self._target = lane.ring_base + grant.offset
         self._pieces = layout.pieces(min(PIECE_BYTES, buffers.buffer_bytes))
         self._next = 0

@@ -7,18 +7,26 @@ open gets none. What then may happen to a room is in `decode_rooms`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
+import msgspec
+
+from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
-from kvctl_agent.layout.chunks import grid
-from kvctl_agent.layout.plan import aux_writer, shares_to_reader
+from kvctl_agent.layout import inputs as plan_inputs
+from kvctl_agent.layout.chunks import Chunk
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.plan import aux_writer, shares_to_reader, state_shares_to_reader, writer_cells
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode_rooms import DecodeRooms
 from kvctl_agent.protocol.local import Pairing, pair
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.recv_room import RecvRoom
+from kvctl_agent.protocol.recv_room import Final, RecvRoom
 from kvctl_agent.protocol.staging import RegionState
-from kvctl_agent.protocol.tag import PartKey, Tag
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey
 
 
@@ -43,10 +51,18 @@ class DecodeMachine(DecodeRooms):
             event.total_pages,
             {},
             event.aux_index,
+            [items.astype("<i4").tobytes() for items in event.states],
+            event.prefill_only,
         )
-        room = self.rooms[event.room] = RecvRoom(opening, event.pages, record, self.now_ns)
+        room = self.rooms[event.room] = RecvRoom(opening, event.instance, event.pages, record, self.now_ns)
         self._state(room, RoomState.BOOTSTRAPPING)
-        for name in self.roster:
+        if clash := self._clashes.get(event.instance):
+            self._fail(room, self.failure("KV_COMPAT_MISMATCH", clash))
+            return
+        if event.instance not in self.rosters:
+            self.rosters[event.instance] = ()
+            self.act(ev.FindInstance(event.instance))
+        for name in self.rosters[event.instance]:
             if self.peers[name].state is PeerState.REFUSED:
                 self._refuse_all(self.peers[name])
                 return
@@ -58,41 +74,68 @@ class DecodeMachine(DecodeRooms):
 
     def _open(self, room: RecvRoom) -> None:
         """Make the plan and open the room everywhere, once the whole instance is there."""
-        if room.legs or not self.roster or not all(map(self._ready, self.roster)):
+        roster = self.rosters[room.instance]
+        if room.legs or not roster or not all(map(self._ready, roster)):
             return
-        first = self.peers[self.roster[0]]
+        first = self.peers[roster[0]]
         inputs = first.inputs
         assert inputs is not None
-        reader = self.rank
         opening = room.opening
         try:
-            shares = shares_to_reader(inputs, room.room, reader)
-            cells = grid(opening.total_pages, opening.prefix_pages, inputs.chunk_pages)
-            if len(room.pages) != opening.total_pages - opening.prefix_pages:
-                raise LayoutError(f"{len(room.pages)} pages for {opening.prefix_pages}..{opening.total_pages}")
+            self._plan(room, inputs, roster)
         except LayoutError as error:
             self._fail(room, self.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
             return
-        room.plan(shares, cells, aux_writer(inputs, room.room, reader) if room.aux_index >= 0 else -1, self.roster)
-        room.opening = msg.RoomOpen(
-            opening.room,
-            opening.nonce,
-            opening.pages,
-            opening.prefix_pages,
-            opening.total_pages,
-            first.wire,
-            opening.aux_index,
-        )
-        for name in self.roster:
+        room.opening = msgspec.structs.replace(opening, inputs=first.wire)
+        for name in roster:
             self.act(ev.Send(name, room.opening))
-        room.record.peers = [room.writers[share.writer] for share in shares]
+        room.record.peers = [room.writers[writer] for writer in room.shares]
         room.record.event("open", self.now_ns)
         room.resend_ns = self.now_ns + self.timing.resend_ns
+
+    def _plan(self, room: RecvRoom, inputs: PlanInputs, roster: tuple[str, ...]) -> None:
+        opening = room.opening
+        total, prefix = opening.total_pages, opening.prefix_pages
+        if len(room.pages) != total - prefix:
+            raise LayoutError(f"{len(room.pages)} pages for {prefix}..{total}")
+        wanted = [] if opening.prefill_only else shares_to_reader(inputs, room.room, self.rank)
+        finals: set[Final] = set()
+        if opening.aux_index >= 0:
+            finals.add((PartKind.AUX, PartKey(aux_writer(inputs, room.room, self.rank), 0, 0, 0)))
+        if any(opening.states):
+            components = [segment.index for segment in inputs.segments if segment.state]
+            asked = [index for index, items in zip(components, opening.states, strict=False) if items]
+            for share in state_shares_to_reader(inputs, room.room, self.rank):
+                if share.segment in asked:
+                    key = PartKey(share.writer, share.segment, share.layer_lo, share.layer_hi)
+                    finals.add((PartKind.STATE, key))
+        cells: dict[int, Sequence[Chunk]] = {}  # by cp rank, which alone decides
+
+        def cells_of(writer: int) -> Sequence[Chunk]:
+            cp = inputs.prefill.coord(writer).cp
+            if cp not in cells:
+                cells[cp] = writer_cells(inputs, room.room, writer, total, prefix)
+            return cells[cp]
+
+        room.plan(wanted, cells_of, finals, roster)
 
     # ---- peers ------------------------------------------------------------------------------------------------
 
     def on_roster_known(self, event: ev.RosterKnown) -> None:
-        self.roster = event.names
+        for name in event.names:
+            other = self._instance_of(name)
+            if other in ("", event.instance):
+                continue
+            if not self._ready(name):
+                self.rosters[other] = ()  # it has moved here
+            else:
+                text = f"{name} of {event.instance} is in use by the instance at {other}: give every agent its own name"
+                self.note("name-taken", text, "error", peer=name)
+                self._clashes[event.instance] = text
+                self._fail_waiting(event.instance, self.failure("KV_COMPAT_MISMATCH", text))
+                return
+        self._clashes.pop(event.instance, None)
+        self.rosters[event.instance] = event.names
         for name in event.names:
             if name not in self.peers:
                 self.peers[name] = Peer(name, self.timing)
@@ -100,9 +143,13 @@ class DecodeMachine(DecodeRooms):
         for room in list(self.rooms.values()):
             self._open(room)
 
+    def _instance_of(self, name: str) -> str:
+        """Where the registry of this rank's instance is; "" for a rank of none."""
+        return next((instance for instance, roster in self.rosters.items() if name in roster), "")
+
     def _say_hello(self) -> None:
         """To every rank that is not known to be fine: a restarted one answers, and so is found out early."""
-        for name in self.roster:
+        for name in [name for roster in self.rosters.values() for name in roster]:
             peer = self.peers[name]
             if peer.state is not PeerState.READY and self.now_ns >= peer.hello_due_ns:
                 refused = peer.state is PeerState.REFUSED
@@ -123,10 +170,23 @@ class DecodeMachine(DecodeRooms):
                 self._resynchronise(peer)
             return
         self._replace(peer, incarnation)
-        inputs, differences = self._pair(peer_name, message)
-        known = peer.state is PeerState.REFUSED and (peer.incarnation, peer.differences) == (incarnation, differences)
+        inputs, differences = self._pair(message)
+        stale = ""
+        if inputs is not None:
+            stale = self._off_roster(peer_name, message.who)
+            differences = (stale,) if stale else self._unlike_others(peer_name, inputs)
+            inputs = None if differences else inputs
+        known = peer.state in (PeerState.REFUSED, PeerState.CONNECTING) and peer.incarnation == incarnation
+        known = known and peer.differences == differences
         peer.meet(incarnation, message.who, inputs, differences)
         peer.heard_ns = self.now_ns
+        if stale:
+            # It started anew as part of another layout: rooms wait, for the registry is about to say so too.
+            peer.state = PeerState.CONNECTING
+            peer.hello_due_ns = self.now_ns + self.timing.resend_ns
+            if not known:
+                self.note("peer-waits", f"{peer_name} waits for its registry: {stale}", "warning", peer=peer_name)
+            return
         if inputs is None:
             peer.hello_due_ns = self.now_ns + self.timing.suspect_ns
             if not known:
@@ -140,31 +200,40 @@ class DecodeMachine(DecodeRooms):
             if room.failure is None:
                 self._open(room)
 
-    def _pair(self, name: str, message: msg.HelloAck) -> Pairing:
-        """How this rank of the instance fits us, and its place on the roster."""
+    def _pair(self, message: msg.HelloAck) -> Pairing:
+        """How a rank fits us."""
         if message.version != msg.PROTOCOL_VERSION:
             return Pairing(None, (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",))
         if message.differences:
             return Pairing(None, tuple(message.differences))
-        inputs, differences = pair(self.local, message.who)
-        if inputs is None:
-            return Pairing(None, differences)
-        who = message.who
-        if inputs.prefill.size != len(self.roster):
-            return Pairing(None, (f"{len(self.roster)} ranks on the roster ≠ {inputs.prefill.size} by its sizes",))
-        if name not in self.roster or self.roster.index(name) != who.unique_rank:
-            return Pairing(None, (f"it says that it is rank {who.unique_rank}, the roster says otherwise",))
-        for other in self.roster:
+        return pair(self.local, message.who)
+
+    def _off_roster(self, name: str, who: msg.Introduction) -> str:
+        """How what a rank says of its place differs from what its registry said; "" where it does not."""
+        roster = self.roster(self._instance_of(name))
+        if prod(who.sizes) != len(roster):
+            return f"{len(roster)} ranks on the roster ≠ {prod(who.sizes)} by its sizes"
+        if name not in roster or roster.index(name) != who.unique_rank:
+            return f"it says that it is rank {who.unique_rank}, the roster says otherwise"
+        return ""
+
+    def _unlike_others(self, name: str, inputs: PlanInputs) -> tuple[str, ...]:
+        """The factors in which a rank differs from those of its instance that are there already."""
+        for other in self.roster(self._instance_of(name)):
             theirs = self.peers[other].inputs
             if other != name and self._ready(other) and theirs is not None and theirs != inputs:
-                return Pairing(None, tuple(f"{factor} on {name}" for factor in theirs.diff(inputs)))
-        return Pairing(inputs, ())
+                factors = plan_inputs.differences(theirs.to_wire(), inputs.to_wire())
+                return tuple(f"{factor} on {name}" for factor in factors)
+        return ()
 
     def _refuse_all(self, peer: Peer) -> None:
         """Rooms that wait for an instance which does not fit us would wait for ever."""
+        self._fail_waiting(self._instance_of(peer.name), self.failure("KV_COMPAT_MISMATCH", _refusal(peer)))
+
+    def _fail_waiting(self, instance: str, failure: Failure) -> None:
         for room in list(self.rooms.values()):
-            if not room.legs:
-                self._fail(room, self.failure("KV_COMPAT_MISMATCH", _refusal(peer)))
+            if not room.legs and room.instance == instance:
+                self._fail(room, failure)
 
     def _resynchronise(self, peer: Peer) -> None:
         """After a silence: it may have given rooms up meanwhile without our hearing of it, so ask by opening again."""
@@ -196,6 +265,8 @@ class DecodeMachine(DecodeRooms):
                     self.book.quarantine(holding)
             if room.room in self.rooms:
                 self._settle(room)
+        for instance in self._clashes:  # it may have been this one that kept a name in use
+            self.act(ev.FindInstance(instance))
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
@@ -248,9 +319,7 @@ class DecodeMachine(DecodeRooms):
 
     def _size_fits(self, room: RecvRoom, key: PartKey, nbytes: int) -> bool:
         """The plan, not the writer, says how large a part is."""
-        share, chunk = room.shares[key.writer], room.chunks[key.chunk]
-        tokens = chunk.count * self.local.page_size
-        return nbytes == share.part_bytes(self.local.shape, tokens, key.hi - key.lo)
+        return nbytes == room.share_of(key).part_bytes(len(room.pages_at(key)), key.hi - key.lo)
 
     def _refuse_staging(self, peer: Peer, message: msg.StagingRequest, spec: msg.PartSpec) -> None:
         self.telemetry.metrics.add("kvctl_ring_refusals_total", 1)

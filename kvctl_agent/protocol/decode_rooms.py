@@ -5,8 +5,8 @@ Rules it keeps (design: one room, end to end):
 - An arrival is believed only if it fits the plan, the nonce and, for a staged part, the very grant it names.
 - A ring region is freed when its scatter is done, when its tag comes too late to matter, or when its writer has said
   that nothing is in flight.
-- Success when every rank has accepted, all planned cells are in their pages and the aux row is there; never by
-  counting.
+- Success when every rank has accepted, all planned cells are in their pages and all final parts are there; never
+  by counting.
 - A failed room is released and forgotten when all ranks have drained; one that succeeded, when all know it.
 """
 
@@ -33,17 +33,21 @@ class DecodeRooms(Machine):
         super().__init__(local, timing, telemetry)
         self.book = StagingBook(local.ring_bytes)
         self.rooms: dict[int, RecvRoom] = {}
-        self.roster: tuple[str, ...] = ()
+        self.rosters: dict[str, tuple[str, ...]] = {}  # by instance, the names of its ranks
+        self._clashes: dict[str, str] = {}  # instances of which a rank has a name that another's has, in words
         self._graves: Tombstones[bool] = Tombstones(timing.bootstrap_ns)  # whether the room had succeeded
 
     @property
     def open_rooms(self) -> int:
         return len(self.rooms)
 
+    def roster(self, instance: str) -> tuple[str, ...]:
+        return self.rosters.get(instance, ())
+
     @property
     def missing_peers(self) -> list[str]:
-        """Ranks of the instance that have not said hello."""
-        return [name for name in self.roster if not self._ready(name)]
+        """Ranks of the known instances that have not said hello. Safe to read from another thread."""
+        return [name for roster in list(self.rosters.values()) for name in roster if not self._ready(name)]
 
     @property
     def quarantined_bytes(self) -> int:
@@ -52,10 +56,9 @@ class DecodeRooms(Machine):
         for room in list(self.rooms.values()):
             if room.failure is None:
                 continue
-            for share in room.shares.values():
-                name = room.writers[share.writer]
-                if not room.legs[name].drained and not self._ready(name):
-                    total += share.payload_bytes(self.local.shape, len(room.pages) * self.local.page_size)
+            for name, leg in room.legs.items():
+                if not leg.drained and not self._ready(name):
+                    total += room.owed_bytes(name)
         return total
 
     def watermark(self) -> list[int]:
@@ -94,8 +97,7 @@ class DecodeRooms(Machine):
         leg.accepted = True
         room.unaccepted -= 1
         if room.unaccepted == 0 and room.state is RoomState.BOOTSTRAPPING:
-            begun = bool(room.landed) or (room.aux_index >= 0 and room.aux_landed)
-            self._state(room, RoomState.TRANSFERRING if begun else RoomState.WAITING_FOR_INPUT)
+            self._state(room, RoomState.TRANSFERRING if room.begun else RoomState.WAITING_FOR_INPUT)
             self._complete(room)
 
     def _complete(self, room: RecvRoom) -> None:
@@ -187,16 +189,8 @@ class DecodeRooms(Machine):
         if room is None or room.nonce != tag.nonce:
             return "unknown-room"
         key = tag.key
-        if tag.kind is PartKind.AUX:
-            if key.writer != room.aux_writer:
-                return "unplanned"
-            if room.aux_landed:
-                return "duplicate"
-            room.aux_landed = True
-            room.record.event("aux", at_ns, writer=key.writer)
-            self._begun(room)
-            self._complete(room)
-            return None
+        if tag.kind is not PartKind.KV:
+            return self._take_final(room, tag, at_ns)
         if not room.owes(key):
             return "unplanned"
         holding = self.book.of_part(_key(room, room.writers[key.writer]), key)
@@ -209,18 +203,27 @@ class DecodeRooms(Machine):
                 self._free([holding])  # the write is over and nobody wants it
                 self._settle(room)
                 return "late"
-        elif holding is None and not room.grantable(key):
+        elif not room.grantable(key) if holding is None else holding.state is RegionState.LANDED:
             return "duplicate"
         room.land(key)
         self._begun(room)
         if holding is not None and tag.serial:
             self.book.land(holding, at_ns)
-            pages, share = room.pages_at(key.chunk), room.shares[key.writer]
+            pages, share = room.pages_at(key), room.share_of(key)
             self.act(ev.Scatter(tag.serial, holding.region.offset, key, share, pages, room.room, room.nonce, at_ns))
             return None
         if holding is not None:
             self._free([holding])  # the writer took another path after it was granted, and says that it is done
         self._settled(room, key, {"arrive": at_ns}, "direct")
+        return None
+
+    def _take_final(self, room: RecvRoom, tag: Tag, at_ns: int) -> str | None:
+        final = tag.kind, tag.key
+        if not room.land_final(final):
+            return "duplicate" if final in room.finals_landed else "unplanned"
+        room.record.event("aux" if tag.kind is PartKind.AUX else "state", at_ns, writer=tag.key.writer)
+        self._begun(room)
+        self._complete(room)
         return None
 
     def _begun(self, room: RecvRoom) -> None:
@@ -233,8 +236,7 @@ class DecodeRooms(Machine):
         """A part is in its pages."""
         room.settle(key)
         room.since_ns = self.now_ns
-        share, chunk = room.shares[key.writer], room.chunks[key.chunk]
-        nbytes = share.payload_bytes(self.local.shape, chunk.count * self.local.page_size, key.hi - key.lo)
+        nbytes = room.share_of(key).payload_bytes(len(room.pages_at(key)), key.hi - key.lo)
         place = (key.writer, key.chunk, (key.lo, key.hi))
         self.telemetry.part(room.record, place, room.writers[key.writer], path, nbytes, moments)
         self._complete(room)
@@ -286,8 +288,9 @@ class DecodeRooms(Machine):
         stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
         if room.state is RoomState.BOOTSTRAPPING:
             if waited > self.timing.bootstrap_ns:
-                silent = [leg.peer for leg in room.legs.values() if not leg.accepted] or self.missing_peers
-                text = f"{stuck}: not accepted by {', '.join(silent) or 'an unknown prefill instance'}"
+                silent = [leg.peer for leg in room.legs.values() if not leg.accepted]
+                silent = silent or [self._absent(name) for name in self.roster(room.instance) if not self._ready(name)]
+                text = f"{stuck}: not accepted by {', '.join(silent) or f'the prefill instance at {room.instance}'}"
                 self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", text))
         elif waited > self.timing.waiting_ns:
             landed = room.record.landed == room.record.planned
@@ -295,6 +298,11 @@ class DecodeRooms(Machine):
             if room.state is RoomState.WAITING_FOR_INPUT:
                 code = "KV_ROOM_STUCK_WAITING"
             self._fail(room, self.failure(code, f"{stuck}: {room.gaps()}"))
+
+    def _absent(self, name: str) -> str:
+        """A rank that is not ready, and why where that is known."""
+        peer = self.peers.get(name)
+        return f"{name} ({'; '.join(peer.differences)})" if peer is not None and peer.differences else name
 
 
 def _key(room: RecvRoom, peer: str) -> RoomKey:

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.layout.plan import Share
+from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.share import Share
 from kvctl_agent.protocol.messages import AnyMessage, Grant, Introduction, Message
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 
@@ -69,8 +70,12 @@ class PeerDead(Event, frozen=True):
 
 
 class RosterKnown(Event, frozen=True):
-    """Decode: the prefill instance is complete; these are its rank names, in the order of unique ranks."""
+    """Decode: a prefill instance is complete; these are its rank names, in the order of unique ranks.
 
+    `instance` is where its registry is.
+    """
+
+    instance: str
     names: tuple[str, ...]
 
 
@@ -81,26 +86,36 @@ class SendRoom(Event, frozen=True):
 
 
 class Prefetch(Event, frozen=True):
-    """Prefill engine: its forward is about to start, ask for staging now."""
+    """Prefill engine: its forward is about to start, ask for staging now.
+
+    `groups` are the layer groups [lo, hi) that will be sent one by one; empty: all layers at once.
+    """
 
     room: int
+    groups: tuple[tuple[int, int], ...] = ()
+    at_ns: int = 0
 
 
 class SendPages(Event, frozen=True):
-    """Prefill engine: the next pages of the prompt, in order from position 0, are computed."""
+    """Prefill engine: the next pages of the prompt, in order from position 0, are computed.
+
+    `layers` is the layer group [lo, hi) they are computed in; None: all layers of this rank.
+    """
 
     room: int
     pages: Pages
     last: bool
     at_ns: int
+    layers: tuple[int, int] | None = None
 
 
 class Finish(Event, frozen=True):
-    """Prefill engine: nothing follows but the aux row."""
+    """Prefill engine: nothing follows but the aux row and, for each state component, these items."""
 
     room: int
     aux_index: int
     at_ns: int
+    states: tuple[Pages, ...] = ()
 
 
 class AbortRoom(Event, frozen=True):
@@ -136,7 +151,10 @@ class PartFailed(Event, frozen=True):
 
 
 class OpenRoom(Event, frozen=True):
-    """Decode engine: receive this room into these pages (positions prefix_pages..total_pages)."""
+    """Decode engine: receive this room into these pages (positions prefix_pages..total_pages).
+
+    `instance` is where the registry of its prefill instance is; `states` has the item indices of each state component.
+    """
 
     room: int
     nonce: int
@@ -144,6 +162,9 @@ class OpenRoom(Event, frozen=True):
     prefix_pages: int
     total_pages: int
     aux_index: int
+    instance: str
+    states: tuple[Pages, ...] = ()
+    prefill_only: bool = False
 
 
 class Arrived(Event, frozen=True):
@@ -180,11 +201,12 @@ class Send(Action, frozen=True):
 
 
 class ConnectPeer(Action, frozen=True):
-    """Make the peer writable; answered by PeerConnected or PeerUnusable."""
+    """Make the peer, which holds `held` of the model, writable; answered by PeerConnected or PeerUnusable."""
 
     peer: str
     incarnation: int
     who: Introduction
+    held: tuple[Held, ...]
 
 
 class DropPeer(Action, frozen=True):
@@ -193,8 +215,14 @@ class DropPeer(Action, frozen=True):
     peer: str
 
 
+class FindInstance(Action, frozen=True):
+    """Ask this registry for the ranks of its prefill instance; once it is complete, RosterKnown answers, each time."""
+
+    instance: str
+
+
 class Transfer(Action, frozen=True):
-    """Move one part; answered by PartSent or PartFailed."""
+    """Move one part; answered by PartSent or PartFailed. Of a state the pages are items, of aux one row."""
 
     peer: str
     room: int
@@ -205,8 +233,6 @@ class Transfer(Action, frozen=True):
     share: Share | None  # None for aux
     src_pages: Pages
     dst_pages: Pages
-    src_aux: int
-    dst_aux: int
     grant: Grant | None
     tag: bytes
     fence: Fence
@@ -233,6 +259,19 @@ class StateChanged(Action, frozen=True):
     room: int
     state: RoomState
     failure: Failure | None = None
+
+
+class Overlapped(Action, frozen=True):
+    """A room whose layers went in groups is sent: how its compute and its transfer overlapped, per forward.
+
+    `transfer_ns` is the time in which some part was with a worker, `exposed_ns` what was left after the last forward.
+    """
+
+    pages: int
+    groups: int
+    compute_ns: int
+    transfer_ns: int
+    exposed_ns: int
 
 
 class Released(Action, frozen=True):

@@ -11,14 +11,18 @@ from typing import NamedTuple
 import msgspec
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.plan import PLAN_VERSION, PlanInputs
+from kvctl_agent.layout.holding import Held, held
+from kvctl_agent.layout.inputs import PLAN_VERSION, PlanInputs, Wire, differences, shape_to_wire
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.protocol.messages import Introduction, WireDict
 
 
 class Local(msgspec.Struct, frozen=True):
-    """Identity and geometry of this agent, fixed for its life."""
+    """Identity and geometry of this agent, fixed for its life.
+
+    `shape` is the whole model's. On a decode rank `cp_mode` means nothing: each prefill instance has its own.
+    """
 
     name: str
     role: str
@@ -43,26 +47,25 @@ class Local(msgspec.Struct, frozen=True):
     def unique_rank(self) -> int:
         return self.side.unique_rank(self.coord)
 
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """What this rank's pool holds of each segment."""
+        return held(self.shape, self.page_size, self.side, self.coord)
+
+    @property
+    def layers(self) -> range:
+        """The KV and draft layers of this rank; they are neighbours, since a draft follows the last stage's."""
+        own = [part for part in self.held if not part.segment.state and part.num_layers]
+        return range(own[0].layer_lo, own[-1].layer_hi)
+
     def introduction(self) -> Introduction:
-        shape = self.shape
         return Introduction(
             name=self.name,
             role=self.role,
             coord=list(self.coord),
             sizes=[self.side.dp, self.side.pp, self.side.cp, self.side.tp],
             unique_rank=self.unique_rank,
-            plan={
-                "plan_version": PLAN_VERSION,
-                "shape.num_layers": shape.num_layers,
-                "shape.num_kv_heads": shape.num_kv_heads,
-                "shape.k_dim": shape.k_dim,
-                "shape.v_dim": shape.v_dim,
-                "shape.dtype_bytes": shape.dtype_bytes,
-                "shape.kind": shape.kind,
-                "page_size": self.page_size,
-                "chunk_pages": self.chunk_pages,
-                "cp_mode": self.cp_mode,
-            },
+            plan=self._plan(),
             pool=self.pool,
             transport=self.transport,
             metadata=self.metadata,
@@ -72,7 +75,18 @@ class Local(msgspec.Struct, frozen=True):
             ring_bytes=self.ring_bytes,
             scratch_base=self.scratch_base,
             scratch_bytes=self.scratch_bytes,
+            stages=list(self.side.stages),
+            cp_mode=self.cp_mode,
         )
+
+    def _plan(self) -> Wire:
+        """What must be the same on both sides."""
+        return {
+            "plan_version": PLAN_VERSION,
+            **shape_to_wire(self.shape),
+            "page_size": self.page_size,
+            "chunk_pages": self.chunk_pages,
+        }
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -110,20 +124,13 @@ def pair(local: Local, theirs: Introduction) -> Pairing:
         return Pairing(None, ("sizes and coordinates need the four axes dp, pp, cp, tp",))
     if theirs.transport != local.transport:
         return Pairing(None, (f"transport {local.transport} ≠ {theirs.transport}",))
-    if theirs.role == "decode":
-        for count in ("num_pages", "aux_slots"):
-            if not isinstance(theirs.pool.get(count), int) or theirs.pool[count] < 0:  # type: ignore[operator]
-                return Pairing(None, (f"its pool does not say {count}",))
     mine = local.introduction()
-    differences = [
-        f"{name} {value} ≠ {theirs.plan.get(name, 'absent')!s:.80}"
-        for name, value in mine.plan.items()
-        if theirs.plan.get(name) != value
-    ]
-    if differences:
-        return Pairing(None, tuple(differences))
+    factors = differences(mine.plan, theirs.plan)
+    if factors:
+        return Pairing(None, tuple(map(str, factors)))
     try:
-        side = Side(*theirs.sizes)
+        dp, pp, cp, tp = theirs.sizes
+        side = Side(dp, pp, cp, tp, tuple(theirs.stages))
         if side.unique_rank(Coord(*theirs.coord)) != theirs.unique_rank:
             return Pairing(None, (f"unique rank {theirs.unique_rank} does not fit coordinates {theirs.coord}",))
         prefill, decode = (local.side, side) if local.role == "prefill" else (side, local.side)
@@ -133,8 +140,22 @@ def pair(local: Local, theirs: Introduction) -> Pairing:
             chunk_pages=local.chunk_pages,
             prefill=prefill,
             decode=decode,
-            cp_mode=local.cp_mode,
+            cp_mode=local.cp_mode if local.role == "prefill" else theirs.cp_mode,
         )
     except LayoutError as error:
         return Pairing(None, (str(error),))
+    if theirs.role == "decode" and (missing := _unsaid(theirs.pool, len(inputs.segments))):
+        return Pairing(None, (f"its pool does not say {missing}",))
     return Pairing(inputs, ())
+
+
+def _unsaid(pool: WireDict, segments: int) -> str:
+    """What a writer must know of a reader's pool to check openings against it, where that is missing."""
+    for count in ("num_pages", "aux_slots"):
+        value = pool.get(count)
+        if not isinstance(value, int) or value < 0:
+            return count
+    slots = pool.get("slots")
+    if not isinstance(slots, list) or len(slots) != segments or min(slots) < 0:
+        return "slots"
+    return ""

@@ -55,6 +55,10 @@ class Machine:
         """Rooms that are open between us and a peer, once for each peer on a prefill rank."""
         raise NotImplementedError
 
+    def roster(self, instance: str) -> tuple[str, ...]:
+        """Names of the ranks of a prefill instance; empty until it is complete, and on a prefill rank."""
+        return ()
+
     # ---- what subclasses may override -------------------------------------------------------------------------
 
     def on_hello(self, peer_name: str, incarnation: int, message: msg.Hello) -> None:
@@ -145,8 +149,13 @@ class Machine:
         self.act(ev.DropPeer(peer.name))
 
     def _late(self, peer: Peer, incarnation: int) -> bool:
-        """Whether a Hello or its answer comes from a life that is over, or from none; counted then."""
+        """Whether a Hello or its answer comes from a life that is over, or from none; counted then.
+
+        Incarnations grow with time, so an earlier life that we never met cannot pass for the end of a later one, whose
+        writes may be in flight. After proof of its end any life is believed: a clock may have been set back.
+        """
         late = incarnation == 0 or incarnation in peer.past
+        late = late or (incarnation < peer.incarnation and not peer.proven_dead)
         if late:
             self.drop("incarnation")
         return late

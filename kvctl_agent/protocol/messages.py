@@ -24,10 +24,12 @@ AuxIndex = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Mark = Annotated[list[U64], msgspec.Meta(max_length=3)]  # round, tail, sequence; or empty
-Inputs = Annotated[dict[Name, int | Text], msgspec.Meta(max_length=64)]
+Inputs = Annotated[dict[Name, int | Text], msgspec.Meta(max_length=128)]
 Addresses = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
 WireDict = Annotated[dict[Name, int | Text | Addresses], msgspec.Meta(max_length=64)]
 Axes = Annotated[list[int], msgspec.Meta(max_length=4)]  # dp, pp, cp, tp
+Stages = Annotated[list[Layer], msgspec.Meta(max_length=1 << 12)]
+States = Annotated[list[bytes], msgspec.Meta(max_length=64)]
 
 MAX_TEXT = 4096
 
@@ -44,8 +46,8 @@ class Introduction(msgspec.Struct, frozen=True):
     coord: Axes
     sizes: Axes  # of its instance
     unique_rank: U32
-    plan: Inputs  # its own half of the plan inputs; see `layout.plan`
-    pool: WireDict  # addresses of its pool; see `memory.pool`
+    plan: Inputs  # its own half of the plan inputs; see `layout.inputs`
+    pool: WireDict  # addresses of its pool; see `memory.addresses`
     transport: Name
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
     host: Name  # equal where processes see each other's pids
@@ -54,6 +56,8 @@ class Introduction(msgspec.Struct, frozen=True):
     ring_bytes: Size = 0
     scratch_base: U64 = 0  # where a writer may write anything, to measure the lane
     scratch_bytes: Size = 0
+    stages: Stages = []  # layers of each pipeline stage; empty: even
+    cp_mode: Name = "rank0"  # of a prefill instance: the decode side takes it over
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -94,6 +98,8 @@ class RoomOpen(Message, frozen=True, tag="room-open"):
     total_pages: PageCount
     inputs: Inputs  # all plan inputs, so that a mismatch names the factor
     aux_index: AuxIndex = -1  # row of the decode rank's aux pool; -1: this room has none
+    states: States = []  # for each state component int32 little-endian item indices; none: not wanted
+    prefill_only: bool = False  # no KV is wanted, whatever the prompt's length
 
 
 class RoomAccepted(Message, frozen=True, tag="room-accepted"):

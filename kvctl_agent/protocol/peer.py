@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from enum import StrEnum
 
-from kvctl_agent.layout.plan import PlanInputs
+from kvctl_agent.layout.inputs import PlanInputs
 from kvctl_agent.layout.side import Coord
 from kvctl_agent.protocol.gate import Gate
 from kvctl_agent.protocol.local import Timing

@@ -9,27 +9,23 @@ from __future__ import annotations
 import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
-from kvctl_agent.layout.chunks import ChunkCutter, grid
-from kvctl_agent.layout.plan import PlanInputs, aux_writer, shares_of_writer
+from kvctl_agent.layout.holding import held
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.local import pair
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.prefill_rooms import STAGED, PrefillRooms, place
+from kvctl_agent.protocol.prefill_openings import MAX_LEGS, PrefillOpenings
+from kvctl_agent.protocol.prefill_rooms import STAGED, place
 from kvctl_agent.protocol.send_room import Leg, Part, PartState, SendRoom
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey
 
-# What one peer, broken or hostile, can make us remember.
 MAX_PEERS = 4096
 _DEADLINES_EVERY_NS = 1_000_000_000
-MAX_LEGS = 1 << 17
-MAX_CHUNKS = 1 << 16  # of one room
 
 
-class PrefillMachine(PrefillRooms):
+class PrefillMachine(PrefillOpenings):
     """All rooms of one prefill rank."""
 
     # ---- the engine -------------------------------------------------------------------------------------------
@@ -52,25 +48,40 @@ class PrefillMachine(PrefillRooms):
 
     def on_prefetch(self, event: ev.Prefetch) -> None:
         room = self.rooms.get(event.room)
-        if room is not None and room.failure is None:
-            room.prefetched = True
-            self._request_all(room)
+        if room is None or room.failure is not None:
+            return
+        layers = self._layers
+        if event.groups and not _tiles(event.groups, layers.start, layers.stop):
+            groups = ", ".join(f"{lo}-{hi}" for lo, hi in event.groups)
+            text = f"room {room.room}: layer groups {groups} do not tile layers {layers.start}-{layers.stop}"
+            self._fail(room, self.failure("KV_PLAN_MISMATCH", text))
+            return
+        room.groups = event.groups
+        room.prefetched = True
+        if not room.ledger.given:  # else it is the next chunk's forward that begins
+            room.record.forward_begun_at = event.at_ns or self.now_ns
+        self._request_all(room)
 
     def on_send_pages(self, event: ev.SendPages) -> None:
         room = self.rooms.get(event.room)
         if room is None or room.failure is not None:
             return  # failed meanwhile; the handle says why
-        if room.last:
-            raise LocalProtocolError(f"room {event.room}: pages after the last ones")
-        room.pages.append(event.pages)
-        room.fed += len(event.pages)
-        room.last = event.last
-        room.prefetched = True
-        if event.last:
-            room.forward_done_ns = event.at_ns
-        self._request_all(room)
+        if self._holds_back and not room.finished:
+            room.held.append(event)
+            room.since_ns = self.now_ns
+            return
+        try:
+            steps = room.ledger.take(event.layers, event.pages, event.last)
+        except LayoutError as error:
+            self._fail(room, self.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
+            return
+        if room.ledger.complete:
+            room.forward_done_ns = room.record.forward_done_at = event.at_ns
+        if event.layers is None and not room.prefetched:
+            room.prefetched = True  # cells go whole from here on
+            self._request_all(room)
         for leg in room.legs.values():
-            self._feed(room, leg, len(event.pages), event.last, event.at_ns)
+            self._advance(room, leg, steps, event.at_ns)
             if room.failure is not None:
                 return
 
@@ -78,16 +89,19 @@ class PrefillMachine(PrefillRooms):
         room = self.rooms.get(event.room)
         if room is None or room.failure is not None:
             return
-        if not room.last:
+        room.finished = True
+        room.aux_src, room.state_src = event.aux_index, event.states
+        kept, room.held = room.held, []
+        for pages in kept:
+            self.on_send_pages(pages)
+        if not room.ledger.complete:
             self.on_send_pages(ev.SendPages(event.room, np.empty(0, np.int32), True, event.at_ns))
         if room.failure is not None:
             return
-        room.finished = True
-        room.aux_src = event.aux_index
-        room.forward_done_ns = event.at_ns
+        room.forward_done_ns = event.at_ns  # of what goes last; the forward's own end was told with its last pages
         room.record.event("finish", self.now_ns)
         for leg in room.legs.values():
-            self._queue_aux(room, leg)
+            self._queue_finals(room, leg)
         self._progress(room)
 
     def on_abort_room(self, event: ev.AbortRoom) -> None:
@@ -104,22 +118,26 @@ class PrefillMachine(PrefillRooms):
         leg.in_flight -= 1
         room.since_ns = self.now_ns
         if not event.dropped:
-            leg.to_send -= 1
-            if event.kind is PartKind.AUX:
-                leg.aux_state = PartState.SENT
+            if event.kind is PartKind.KV:
+                self._part_sent(room, leg, leg.parts[event.key], event.moments)
             else:
-                part = leg.parts[event.key]
-                part.state = PartState.SENT
-                record = room.record
-                record.sent = (record.sent or 0) + event.key.hi - event.key.lo
-                done = room.forward_done_ns or None
-                assert leg.share is not None
-                tokens = part.chunk.count * self.local.page_size  # without the region's alignment
-                nbytes = leg.share.payload_bytes(self.local.shape, tokens, event.key.hi - event.key.lo)
-                self.telemetry.part(record, place(event.key), leg.peer, part.path, nbytes, event.moments, done)
+                leg.to_send -= 1
+                leg.finals[event.kind, event.key].state = PartState.SENT
             if not leg.resend_ns:
                 leg.resend_ns = self.now_ns + 2 * self.timing.resend_ns
         self._progress(room)
+
+    def _part_sent(self, room: SendRoom, leg: Leg, part: Part, moments: dict[str, int]) -> None:
+        leg.to_send -= part.layers
+        part.state = PartState.SENT
+        record = room.record
+        record.sent = (record.sent or 0) + part.layers
+        if room.groups and moments:
+            room.spans.add(moments["queue"], moments["wire"])
+        # What was sent while the forward still ran is hidden behind it, wherever it will end.
+        done_ns = record.forward_done_at or self.now_ns
+        nbytes = part.share.payload_bytes(part.chunk.count, part.layers)  # without the region's alignment
+        self.telemetry.part(record, place(part.key), leg.peer, part.path, nbytes, moments, done_ns)
 
     def on_part_failed(self, event: ev.PartFailed) -> None:
         leg = self._legs.get(RoomKey(event.peer, event.room, event.nonce))
@@ -142,7 +160,10 @@ class PrefillMachine(PrefillRooms):
             return
         if peer.incarnation == incarnation and peer.state is not PeerState.LOST:
             if peer.usable:
+                lapsed = not peer.may_post(self.now_ns)
                 self._hear(peer)
+                if lapsed:
+                    self.on_lease_renewed(peer)
             if peer.state is not PeerState.CONNECTING:  # else the answer follows when the transport has connected
                 self._say_hello(peer)  # our answer was lost
             return
@@ -158,7 +179,8 @@ class PrefillMachine(PrefillRooms):
             self.note("peer-refused", f"{peer_name} refused: {'; '.join(differences)}", "error", peer=peer_name)
             self._say_hello(peer)
         else:
-            self.act(ev.ConnectPeer(peer_name, incarnation, message.who))
+            theirs = held(inputs.shape, inputs.page_size, inputs.decode, peer.at)
+            self.act(ev.ConnectPeer(peer_name, incarnation, message.who, theirs))
 
     def on_peer_connected(self, event: ev.PeerConnected) -> None:
         peer = self.peers.get(event.peer)
@@ -195,123 +217,6 @@ class PrefillMachine(PrefillRooms):
             self._parked.pop(oldest.name, None)
         peer = self.peers[name] = Peer(name, self.timing)
         return peer
-
-    def on_room_open(self, peer: Peer, message: msg.RoomOpen) -> None:
-        key = RoomKey(peer.name, message.room, message.nonce)
-        room = self.rooms.get(message.room)
-        if known := self._legs.get(key):
-            active = self.rooms[message.room]
-            if active.failure is None:
-                self.act(ev.Send(peer.name, msg.RoomAccepted(message.room, message.nonce)))
-            else:
-                self._say_failed(active, known)
-            return
-        assert peer.inputs is not None
-        failure = self._obstacle(key, room, peer.inputs)
-        if failure is not None:
-            self._refuse(key, failure)
-            return
-        try:
-            leg = self._leg_of(peer, peer.inputs, message)
-        except LayoutError as error:
-            self._refuse(key, self.failure("KV_PLAN_MISMATCH", str(error)))
-            return
-        if room is None:
-            room = self._new_room(message.room)
-        room.expected = peer.inputs.decode.tp * peer.inputs.decode.pp
-        room.legs[peer.name] = leg
-        self._legs[key] = leg
-        record = room.record
-        record.nonce = record.nonce or message.nonce  # of several decode ranks, the first one's stands for all
-        record.pages = message.total_pages - message.prefix_pages
-        record.planned += sum(part.key.hi - part.key.lo for part in leg.parts.values())
-        record.peers.append(peer.name)
-        record.event("accept", self.now_ns, peer=peer.name)
-        self.act(ev.Send(peer.name, msg.RoomAccepted(message.room, message.nonce)))
-        if room.opened and room.state is RoomState.BOOTSTRAPPING:
-            self._state(room, RoomState.WAITING_FOR_INPUT)
-        if room.prefetched:
-            self._request(room, leg)
-        if room.pages:
-            self._feed(room, leg, room.fed, room.last, self.now_ns)
-            self._queue_aux(room, leg)
-            self._progress(room)
-
-    def _leg_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> Leg:
-        """What we owe for this opening; raises LayoutError where the two sides do not agree on it."""
-        if message.inputs != peer.wire:
-            factors = inputs.diff(PlanInputs.from_wire(message.inputs))
-            raise LayoutError("; ".join(map(str, factors)))
-        wanted = message.total_pages - message.prefix_pages
-        if len(message.pages) != 4 * wanted:
-            raise LayoutError(
-                f"{len(message.pages)} bytes of page numbers for pages {message.prefix_pages}..{message.total_pages}"
-            )
-        if wanted > MAX_CHUNKS * inputs.chunk_pages:
-            raise LayoutError(f"{wanted} pages are more than {MAX_CHUNKS} chunks of {inputs.chunk_pages} pages")
-        if len(self._legs) >= MAX_LEGS:
-            raise LayoutError(f"{self.local.name} has {len(self._legs)} open rooms and takes no more")
-        pages = np.frombuffer(message.pages, dtype="<i4")
-        assert peer.who is not None
-        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < int(peer.who.pool["num_pages"]):  # type: ignore[arg-type]
-            raise LayoutError(f"page {int(pages.max())} is outside {peer.name}'s pool")
-        if message.aux_index >= int(peer.who.pool["aux_slots"]):  # type: ignore[arg-type]
-            raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
-        reader = peer.who.unique_rank
-        me = self.rank
-        owed = [share for share in shares_of_writer(inputs, message.room, peer.at.dp, me) if share.reader == reader]
-        share = owed[0] if owed else None
-        parts: dict[PartKey, Part] = {}
-        if share is not None:
-            for chunk in grid(message.total_pages, message.prefix_pages, inputs.chunk_pages):
-                key = PartKey(me, chunk.index, share.layer_lo, share.layer_hi)
-                parts[key] = Part(key, chunk, share.part_bytes(inputs.shape, chunk.count * inputs.page_size))
-        aux_mine = message.aux_index >= 0 and aux_writer(inputs, message.room, reader) == me
-        cutter = ChunkCutter(message.prefix_pages, inputs.chunk_pages)
-        return Leg(
-            message.room,
-            peer.name,
-            peer.at,
-            message.nonce,
-            share,
-            pages,
-            message.prefix_pages,
-            message.total_pages,
-            cutter,
-            parts,
-            message.aux_index,
-            aux_mine,
-        )
-
-    def _obstacle(self, key: RoomKey, room: SendRoom | None, inputs: PlanInputs) -> Failure | None:
-        """Why this opening cannot be taken, before looking at its pages."""
-        if self._graves.holds(key):
-            self.drop("tombstone")
-            over = self.failure("KV_ROOM_UNKNOWN", f"room {key.room} is over at {self.local.name}")
-            return self._graves.find(key) or over
-        if room is None:
-            ended = self._ended.get(key.room)
-            if ended is None or key.peer in ended.openers:
-                return None  # with another nonce it is another life of the number
-            self._ended[key.room] = ended._replace(openers=ended.openers | {key.peer})
-            return ended.failure
-        if room.failure is not None:
-            return room.failure
-        at = self.peers[key.peer].at
-        for leg in room.legs.values():
-            theirs = self.peers[leg.peer].inputs
-            if leg.peer == key.peer or leg.reader == at or leg.reader.dp != at.dp or theirs != inputs:
-                text = f"room {key.room} is active for {leg.peer} with nonce {leg.nonce:016x}"
-                return self.failure("KV_ROOM_DUPLICATE", text)
-        return None
-
-    def _refuse(self, key: RoomKey, failure: Failure) -> None:
-        """Answer with the first cause; the grave gives the same answer to the same opening if it is said again."""
-        peer, number, nonce = key
-        self._graves.bury(key, failure, self.now_ns)
-        self.note("room-refused", failure["text"], "warning", room=number, peer=peer)
-        refused = msg.RoomRefused(number, nonce, failure["rank"], failure["code"], failure["at_ns"], failure["text"])
-        self.act(ev.Send(peer, refused))
 
     def on_staging_grants(self, peer: Peer, message: msg.StagingGrants) -> None:
         self._hear_watermark(peer, message.watermark)
@@ -385,6 +290,9 @@ class PrefillMachine(PrefillRooms):
 
     def on_lease_renewed(self, peer: Peer) -> None:
         self._retry_parked(peer)
+        for leg in list(self._legs.values()):
+            if leg.peer == peer.name and (room := self.rooms.get(leg.room)) is not None:
+                self._queue_finals(room, leg)
 
     def on_part_ack(self, peer: Peer, message: msg.PartAck) -> None:
         found = self._find(peer, message.room, message.nonce)
@@ -393,10 +301,11 @@ class PrefillMachine(PrefillRooms):
         _, leg = found
         for data in message.tags:
             try:
-                part = leg.parts.get(Tag.unpack(data).key)
+                tag = Tag.unpack(data)
             except RemoteProtocolError:
                 self.drop("bad-tag")
                 continue
+            part = leg.parts.get(tag.key) if tag.kind is PartKind.KV else None
             if part is not None and part.state is PartState.SENT:
                 part.confirmed = True
 
@@ -425,7 +334,7 @@ class PrefillMachine(PrefillRooms):
             key = RoomKey(peer.name, message.room, message.nonce)
             if not self._graves.holds(key):
                 self._graves.bury(key, _failure_of(message), self.now_ns)
-                self._never_opened(message)
+                self._never_opened(message.room, _failure_of(message))
             self.act(ev.Send(peer.name, msg.RoomDrained(message.room, message.nonce)))
             return
         room, leg = found
@@ -433,15 +342,6 @@ class PrefillMachine(PrefillRooms):
         leg.drained_said = False  # it asks again, so our answer was lost
         self._fail(room, _failure_of(message))
         self._progress(room)
-
-    def _never_opened(self, message: msg.RoomAbort) -> None:
-        """Its RoomOpen was lost: our engine, which waits for it or is yet to come, must not wait for ever.
-
-        Not at once, though: the number may be that of another dp group's room, whose opening is on its way.
-        """
-        if message.room not in self._ended and len(self._aborted) < MAX_LEGS:
-            due_ns = self.now_ns + self.timing.resend_ns
-            self._aborted.setdefault(message.room, (due_ns, _failure_of(message)))
 
     def _end_aborted(self) -> None:
         for number, (due_ns, failure) in list(self._aborted.items()):
@@ -494,3 +394,9 @@ class PrefillMachine(PrefillRooms):
 
 def _failure_of(message: msg.RoomFailed | msg.RoomAbort) -> Failure:
     return {"rank": message.rank, "code": message.code, "at_ns": message.at_ns, "text": message.text}
+
+
+def _tiles(groups: tuple[tuple[int, int], ...], lo: int, hi: int) -> bool:
+    """Whether the groups lie one after the other from `lo` to `hi`."""
+    edges = [lo, *(edge for group in groups for edge in group), hi]
+    return edges[::2] == edges[1::2] and all(first < end for first, end in groups)

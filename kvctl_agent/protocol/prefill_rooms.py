@@ -4,28 +4,28 @@ Rules it keeps (design: one room, end to end):
 
 - A ready part goes to a worker when its path needs no ring, or when it has a grant, the watermark has passed it and
   the peer was heard from lately. Otherwise it is parked and holds nothing.
-- The aux part is queued only after all KV parts of its leg.
+- The final parts, aux row and state, are queued only after all KV parts of their leg.
 - The first cause of a failure goes to every decode rank of the room; queued parts are dropped behind the fence;
   "drained" is said only when nothing is in flight, nor ever will be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.plan import Share
+from kvctl_agent.layout.share import Share
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.ledger import Ledger, Step
 from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer
-from kvctl_agent.protocol.send_room import Leg, Part, PartState, SendRoom
+from kvctl_agent.protocol.send_room import Final, Leg, Part, PartState, SendRoom
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
 from kvctl_agent.telemetry.hub import Telemetry
@@ -50,8 +50,20 @@ class Ended(NamedTuple):
 class PrefillRooms(Machine):
     """Rooms, legs and parts of one prefill rank; `PrefillMachine` adds who says what."""
 
-    def __init__(self, local: Local, timing: Timing, telemetry: Telemetry, choose: Choose, fallback: Choose) -> None:
+    def __init__(
+        self,
+        local: Local,
+        timing: Timing,
+        telemetry: Telemetry,
+        choose: Choose,
+        fallback: Choose,
+        early_send: bool = True,
+    ) -> None:
+        """`early_send`: a pipeline stage before the last one sends as soon as its own forward is done."""
         super().__init__(local, timing, telemetry)
+        self._holds_back = not early_send and local.coord.pp < local.side.pp - 1
+        self._layers = local.layers
+        self._components = [held.segment for held in local.held if held.segment.state]
         self._choose = choose
         self._fallback = fallback
         self.rooms: dict[int, SendRoom] = {}
@@ -73,7 +85,8 @@ class PrefillRooms(Machine):
     def _new_room(self, number: int) -> SendRoom:
         self._ended.pop(number, None)
         record = self.telemetry.rooms.open(number, 0)
-        room = self.rooms[number] = SendRoom(number, record, self.now_ns)
+        ledger = Ledger(self._layers, self.local.chunk_pages)
+        room = self.rooms[number] = SendRoom(number, record, ledger, self.now_ns)
         return room
 
     def _find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, Leg] | None:
@@ -97,14 +110,14 @@ class PrefillRooms(Machine):
 
     def _request(self, room: SendRoom, leg: Leg) -> None:
         """Choose paths, and ask for staging for all staged parts of the leg that have not been asked for."""
-        if leg.share is None:
-            return
+        if room.prefetched:
+            leg.cut_all(self.rank, room.groups)
         who = self.peers[leg.peer].who
         assert who is not None
         wanted: list[Part] = []
         for part in leg.parts.values():
             if not part.path:
-                part.path = self._choose(who, leg.share, part.key.hi - part.key.lo, leg.pages_at(part.chunk))
+                part.path = self._choose(who, part.share, part.layers, leg.pages_at(part.chunk))
             if part.path == STAGED and not part.requested and part.grant is None:
                 part.requested = True
                 wanted.append(part)
@@ -120,33 +133,37 @@ class PrefillRooms(Machine):
     def _fall_back(self, room: SendRoom, leg: Leg, part: Part, reason: str, text: str) -> None:
         who = self.peers[leg.peer].who
         assert who is not None
-        assert leg.share is not None
         self._unpark(room, leg, part)
-        part.path = self._fallback(who, leg.share, part.key.hi - part.key.lo, leg.pages_at(part.chunk))
+        part.path = self._fallback(who, part.share, part.layers, leg.pages_at(part.chunk))
         self.telemetry.metrics.add("kvctl_fallbacks_total", 1, reason)
         self.note("fallback", f"{text}: sent by {part.path}", "warning", room=room.room, peer=leg.peer)
         if part.state is PartState.READY:
             self._try(room, leg, part)
 
-    def _feed(self, room: SendRoom, leg: Leg, count: int, last: bool, at_ns: int) -> None:
-        try:
-            cells = leg.cutter.feed(count, last)
-            if leg.cutter.fed > leg.total_pages or (last and leg.cutter.fed != leg.total_pages):
-                raise LayoutError(f"this side computed {leg.cutter.fed} pages, {leg.peer} expects {leg.total_pages}")
-        except LayoutError as error:
-            self._fail(room, self.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
+    def _advance(self, room: SendRoom, leg: Leg, steps: Sequence[Step], at_ns: int) -> None:
+        """Some layers of some pages are computed: hand over the parts that this makes ready."""
+        given, total = room.ledger.given, room.ledger.total
+        if not leg.prefill_only and (given > leg.total_pages or total not in (None, leg.total_pages)):
+            text = f"room {room.room}: this side computed {given} pages, {leg.peer} expects {leg.total_pages}"
+            self._fail(room, self.failure("KV_PLAN_MISMATCH", text))
             return
         room.since_ns = self.now_ns
         if room.state is RoomState.WAITING_FOR_INPUT:
             self._state(room, RoomState.TRANSFERRING)
-        if leg.share is None:
-            return
-        for cell in cells:
-            # Both sides cut the same grid, and the total is checked above: every cell is one that the reader expects.
-            part = leg.parts[PartKey(self.rank, cell.index, leg.share.layer_lo, leg.share.layer_hi)]
-            part.src_pages = room.source(cell)
-            part.ready_ns = at_ns
-            part.state = PartState.READY
+        ready: list[Part] = []
+        for lo, hi, old, new in steps:
+            for part in leg.between(self.rank, lo, hi, old, new):
+                cell = part.chunk
+                if part.state is PartState.PLANNED and room.ledger.ready(
+                    part.key.lo, part.key.hi, cell.first + cell.count
+                ):
+                    part.src_pages = room.ledger.source(cell)
+                    part.ready_ns = at_ns
+                    part.state = PartState.READY
+                    ready.append(part)
+        if any(not part.path for part in ready):  # they were cut just now
+            self._request(room, leg)
+        for part in ready:
             self._try(room, leg, part)
 
     def _try(self, room: SendRoom, leg: Leg, part: Part) -> None:
@@ -164,7 +181,7 @@ class PrefillRooms(Machine):
         self._unpark(room, leg, part)
         part.state = PartState.QUEUED
         leg.in_flight += 1
-        leg.to_queue -= 1
+        leg.to_queue -= part.layers
         assert part.src_pages is not None
         self.act(
             ev.Transfer(
@@ -174,11 +191,9 @@ class PrefillRooms(Machine):
                 kind=PartKind.KV,
                 key=part.key,
                 path=part.path,
-                share=leg.share,
+                share=part.share,
                 src_pages=part.src_pages,
                 dst_pages=leg.pages_at(part.chunk),
-                src_aux=-1,
-                dst_aux=-1,
                 grant=grant if part.path == STAGED else None,
                 tag=self._tag(leg, part),
                 fence=leg.fence,
@@ -186,48 +201,67 @@ class PrefillRooms(Machine):
                 opened_ns=self.now_ns,
             )
         )
-        self._queue_aux(room, leg)
+        self._queue_finals(room, leg)
 
-    def _queue_aux(self, room: SendRoom, leg: Leg) -> None:
-        if room.failure is not None or not room.finished:
+    def _queue_finals(self, room: SendRoom, leg: Leg) -> None:
+        """Once all KV parts of the leg are with a worker: the aux row and the state, if the lease allows it."""
+        if room.failure is not None or not room.finished or leg.to_queue:
             return
-        if leg.aux_state is not PartState.PLANNED or leg.to_queue:
-            return
-        if room.aux_src < 0:
-            text = f"room {room.room}: {leg.peer} expects an aux row, finish() gave none"
+        if not self.peers[leg.peer].may_post(self.now_ns):
+            return  # called again when it is renewed
+        for final in leg.finals.values():
+            if final.state is PartState.PLANNED and room.failure is None:  # one of them may fail it
+                self._queue_final(room, leg, final)
+
+    def _queue_final(self, room: SendRoom, leg: Leg, final: Final) -> None:
+        aux = final.kind is PartKind.AUX
+        source = np.array([room.aux_src], np.int32) if aux else self._items(room, final)
+        if len(source) != len(final.dst) or (aux and room.aux_src < 0):
+            what = "an aux row" if aux else f"{len(final.dst)} items of state {self._component(final)}"
+            given = "none" if aux else str(len(source))
+            text = f"room {room.room}: {leg.peer} expects {what}, finish() gave {given}"
             self._fail(room, self.failure("KV_PLAN_MISMATCH", text))
             return
-        leg.aux_state = PartState.QUEUED
+        final.state = PartState.QUEUED
         leg.in_flight += 1
-        none = np.empty(0, np.int32)
+        path = "bulk"
+        if final.share is not None:
+            who = self.peers[leg.peer].who
+            assert who is not None
+            path = self._fallback(who, final.share, final.share.num_layers, final.dst)
         self.act(
             ev.Transfer(
                 peer=leg.peer,
                 room=leg.room,
                 nonce=leg.nonce,
-                kind=PartKind.AUX,
-                key=PartKey(self.rank, 0, 0, 0),
-                path="bulk",
-                share=None,
-                src_pages=none,
-                dst_pages=none,
-                src_aux=room.aux_src,
-                dst_aux=leg.aux_index,
+                kind=final.kind,
+                key=final.key,
+                path=path,
+                share=final.share,
+                src_pages=source,
+                dst_pages=final.dst,
                 grant=None,
-                tag=self._aux_tag(leg),
+                tag=self._final_tag(leg, final),
                 fence=leg.fence,
                 ready_ns=room.forward_done_ns,
                 opened_ns=self.now_ns,
             )
         )
 
+    def _items(self, room: SendRoom, final: Final) -> ev.Pages:
+        """Our items of a state component; the components are the last segments."""
+        place = final.key.chunk - self._components[0].index
+        return room.state_src[place] if place < len(room.state_src) else np.empty(0, np.int32)
+
+    def _component(self, final: Final) -> str:
+        return self._components[final.key.chunk - self._components[0].index].name
+
     def _tag(self, leg: Leg, part: Part) -> bytes:
         serial = part.grant.serial if part.grant and part.path == STAGED else 0
         return Tag(PartKind.KV, self.peers[leg.peer].incarnation, leg.room, leg.nonce, serial, part.key).pack()
 
-    def _aux_tag(self, leg: Leg) -> bytes:
-        key = PartKey(self.rank, 0, 0, 0)
-        return Tag(PartKind.AUX, self.peers[leg.peer].incarnation, leg.room, leg.nonce, 0, key).pack()
+    def _final_tag(self, leg: Leg, final: Final) -> bytes:
+        return Tag(final.kind, self.peers[leg.peer].incarnation, leg.room, leg.nonce, 0, final.key).pack()
 
     def _park(self, room: SendRoom, leg: Leg, part: Part) -> None:
         parked = self._parked[leg.peer]
@@ -259,6 +293,7 @@ class PrefillRooms(Machine):
         if room.sent and not room.released:
             room.released = True
             room.record.event("sent", self.now_ns)
+            self._tell_overlap(room)
             for leg in room.legs.values():
                 leg.resend_ns = self.now_ns + 2 * self.timing.resend_ns  # ask then how the room has ended
             if room.claimed:
@@ -266,6 +301,22 @@ class PrefillRooms(Machine):
         if room.done and (room.released or not room.claimed):
             self._state(room, RoomState.SUCCESS)
             self._bury(room)
+
+    def _tell_overlap(self, room: SendRoom) -> None:
+        begun, done = room.record.forward_begun_at, room.record.forward_done_at
+        if not room.spans or begun is None or done is None:
+            return
+        hidden, exposed = room.spans.split(done)
+        forwards = max(1, room.ledger.forwards)
+        self.act(
+            ev.Overlapped(
+                pages=room.ledger.given // forwards,
+                groups=len(room.groups),
+                compute_ns=(done - begun) // forwards,
+                transfer_ns=(hidden + exposed) // forwards,
+                exposed_ns=exposed,
+            )
+        )
 
     def _fail(self, room: SendRoom, failure: Failure) -> None:
         if room.failure is not None or room.state is RoomState.SUCCESS:
@@ -329,16 +380,23 @@ class PrefillRooms(Machine):
             self._fail(room, self.failure("KV_ROOM_STUCK_TRANSFER", f"{stuck}: {self._missing(room)}"))
 
     def _missing(self, room: SendRoom) -> str:
-        if not room.last:
-            return f"the engine gave {room.fed} pages and no last one"
+        if room.held:
+            return "finish() was not called, and until then this stage keeps its pages back (pp_early_send is off)"
+        if not room.ledger.complete:
+            return f"the engine gave no last pages: {room.ledger.behind()}"
         for leg in room.legs.values():
             for part in leg.parts.values():
                 if part.state is not PartState.SENT:
                     waits = "a grant" if part.path == STAGED and part.grant is None else "the watermark or a worker"
                     return f"{part.key} to {leg.peer} waits for {waits}"
-            if not leg.done:
-                return f"no RoomDone from {leg.peer}"
-        return "the engine did not finish it"
+        if not room.finished:
+            return "the engine did not finish it"
+        for leg in room.legs.values():
+            for final in leg.finals.values():
+                if final.state is not PartState.SENT:
+                    what = "the aux row" if final.kind is PartKind.AUX else f"state {self._component(final)}"
+                    return f"{what} to {leg.peer} waits for a sign of life from it or a worker"
+        return f"no RoomDone from {', '.join(leg.peer for leg in room.legs.values() if not leg.done)}"
 
     def _resend(self, room: SendRoom, leg: Leg) -> None:
         """Say again what was not answered: requests without grants, tags without RoomDone, failures without Ack."""
@@ -355,8 +413,8 @@ class PrefillRooms(Machine):
         tags = [
             self._tag(leg, part) for part in leg.parts.values() if part.state is PartState.SENT and not part.confirmed
         ]
-        if leg.aux_mine and leg.aux_state is PartState.SENT:
-            tags.append(self._aux_tag(leg))
+        finals = [final for final in leg.finals.values() if final.state is PartState.SENT]
+        tags += [self._final_tag(leg, final) for final in finals]
         if tags or leg.sent:
             self.telemetry.metrics.add("kvctl_control_resends_total", 1, "part-ready")
             self.act(ev.Send(leg.peer, msg.PartReady(leg.room, leg.nonce, tags)))

@@ -1,21 +1,24 @@
 """One room on a decode rank: what is planned, what has landed, what is in its pages.
 
 Coverage is a set, not a count: per (writer, chunk) a bit for each layer, so that an arrival told twice changes
-nothing and a gap cannot hide behind a duplicate.
+nothing and a gap cannot hide behind a duplicate. The final parts, which are never cut, are a set of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.plan import Share
+from kvctl_agent.layout.share import Share
 from kvctl_agent.protocol.events import Pages
 from kvctl_agent.protocol.messages import RoomOpen
-from kvctl_agent.protocol.tag import PartKey
+from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.telemetry.rooms import RoomRecord
 
 Cell = tuple[int, int]  # (writer, chunk)
+Final = tuple[PartKind, PartKey]
 
 
 class WriterLeg:
@@ -39,12 +42,12 @@ class RecvRoom:
     """One room under one nonce."""
 
     __slots__ = (
-        "aux_index",
-        "aux_landed",
-        "aux_writer",
-        "chunks",
+        "cells",
         "failure",
+        "finals",
+        "finals_landed",
         "granted",
+        "instance",
         "landed",
         "legs",
         "missing",
@@ -65,15 +68,15 @@ class RecvRoom:
         "writers",
     )
 
-    def __init__(self, opening: RoomOpen, pages: Pages, record: RoomRecord, now_ns: int) -> None:
+    def __init__(self, opening: RoomOpen, instance: str, pages: Pages, record: RoomRecord, now_ns: int) -> None:
         self.room = opening.room
         self.nonce = opening.nonce
         self.opening = opening
         self.pages = pages
         self.prefix_pages = opening.prefix_pages
-        self.aux_index = opening.aux_index
-        self.aux_writer = -1  # nobody: the plan is not made yet, or this room has no aux row
-        self.aux_landed = opening.aux_index < 0
+        self.instance = instance
+        self.finals: set[Final] = set()  # that have not landed
+        self.finals_landed: set[Final] = set()
         self.record = record
         self.state = RoomState.BOOTSTRAPPING
         self.since_ns = now_ns  # when the wait that a deadline ends began: the state's start, or the last progress
@@ -83,8 +86,8 @@ class RecvRoom:
         self.legs: dict[str, WriterLeg] = {}
         self.unaccepted = 0  # legs
         self.writers: tuple[str, ...] = ()  # names of the instance's ranks, as they were when it was opened
-        self.shares: dict[int, Share] = {}  # by writer
-        self.chunks: dict[int, Chunk] = {}
+        self.shares: dict[int, list[Share]] = {}  # by writer, one for each of its segments
+        self.cells: dict[Cell, Chunk] = {}  # narrowed to what the writer owes
         self.wanted: dict[Cell, int] = {}
         self.granted: dict[Cell, int] = {}  # layers with a live grant, so that no two grants cover the same bytes
         self.landed: dict[Cell, int] = {}
@@ -92,28 +95,52 @@ class RecvRoom:
         self.missing = 0  # cells whose layers are not all scattered
 
     def plan(
-        self, shares: tuple[Share, ...], chunks: tuple[Chunk, ...], aux_writer: int, writers: tuple[str, ...]
+        self,
+        shares: Sequence[Share],
+        cells_of: Callable[[int], Sequence[Chunk]],
+        finals: set[Final],
+        writers: tuple[str, ...],
     ) -> None:
-        """Take the plan: from now on coverage is known."""
+        """Take the plan: from now on coverage is known.
+
+        Args:
+            shares: the KV that this rank is owed.
+            cells_of: the cells that a writer owes of it.
+            finals: the final parts that this rank is owed.
+            writers: names of the instance's ranks.
+        """
         self.writers = writers
         self.legs = {name: WriterLeg(name) for name in writers}
         self.unaccepted = len(self.legs)
-        self.shares = {share.writer: share for share in shares}
-        self.chunks = {chunk.index: chunk for chunk in chunks}
-        self.aux_writer = aux_writer
+        self.finals = finals
         for share in shares:
-            for chunk in chunks:
-                self.wanted[share.writer, chunk.index] = mask(share.layer_lo, share.layer_hi)
+            known = self.shares.setdefault(share.writer, [])
+            known.append(share)
+            for cell in cells_of(share.writer):
+                at = share.writer, cell.index
+                self.cells[at] = cell
+                self.wanted[at] = self.wanted.get(at, 0) | mask(share.layer_lo, share.layer_hi)
         self.missing = len(self.wanted)
-        self.record.planned = sum(share.num_layers for share in shares) * len(chunks)
+        self.record.planned = sum(wanted.bit_count() for wanted in self.wanted.values())
+
+    def share_of(self, key: PartKey) -> Share:
+        """The share that a planned part belongs to."""
+        return next(share for share in self.shares[key.writer] if share.layer_lo <= key.lo < share.layer_hi)
+
+    def owed_bytes(self, peer: str) -> int:
+        """KV bytes that one rank owes this room."""
+        return sum(
+            share.payload_bytes(cell.count)
+            for (writer, _), cell in self.cells.items()
+            if self.writers[writer] == peer
+            for share in self.shares[writer]
+        )
 
     def owes(self, key: PartKey) -> bool:
-        """Whether the plan has such a part: a known cell and layers inside its share."""
-        wanted = self.wanted.get((key.writer, key.chunk))
-        if wanted is None:
+        """Whether the plan has such a part: a known cell and layers inside one share."""
+        if (key.writer, key.chunk) not in self.cells:
             return False
-        bits = mask(key.lo, key.hi)
-        return bits & wanted == bits
+        return any(share.layer_lo <= key.lo < key.hi <= share.layer_hi for share in self.shares[key.writer])
 
     def land(self, key: PartKey) -> None:
         """Mark a part as landed, none of which had landed before."""
@@ -143,13 +170,26 @@ class RecvRoom:
         """Its region is free again: landed and scattered, or given back."""
         self.granted[key.writer, key.chunk] &= ~mask(key.lo, key.hi)
 
+    def land_final(self, final: Final) -> bool:
+        """Mark a final part as landed; False where it had landed before."""
+        if final not in self.finals:
+            return False
+        self.finals.remove(final)
+        self.finals_landed.add(final)
+        return True
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything has landed."""
+        return bool(self.landed or self.finals_landed)
+
     @property
     def complete(self) -> bool:
-        return self.missing == 0 and self.aux_landed
+        return self.missing == 0 and not self.finals
 
-    def pages_at(self, chunk: int) -> Pages:
-        """This rank's pages of one cell."""
-        cell = self.chunks[chunk]
+    def pages_at(self, key: PartKey) -> Pages:
+        """This rank's pages of a planned part."""
+        cell = self.cells[key.writer, key.chunk]
         first = cell.first - self.prefix_pages
         return self.pages[first : first + cell.count]
 
@@ -164,4 +204,7 @@ class RecvRoom:
         for (writer, chunk), wanted in self.wanted.items():
             if self.scattered.get((writer, chunk), 0) != wanted:
                 return f"writer {writer} chunk {chunk} landed but is not in its pages"
-        return "the aux row did not arrive" if not self.aux_landed else "nothing is missing"
+        for kind, key in sorted(self.finals):
+            what = "the aux row" if kind is PartKind.AUX else f"state (segment {key.chunk}) layers {key.lo}-{key.hi}"
+            return f"{what} of writer {key.writer} did not arrive"
+        return "nothing is missing"

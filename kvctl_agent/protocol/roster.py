@@ -83,7 +83,8 @@ class Registry:
         if len(rank.sizes) != 4 or len(rank.coord) != 4:
             return f"{rank.name}: sizes and coordinates need the four axes dp, pp, cp, tp"
         try:
-            side = Side(*rank.sizes)
+            dp, pp, cp, tp = rank.sizes
+            side = Side(dp, pp, cp, tp)
             unique = side.unique_rank(Coord(*rank.coord))
         except LayoutError as error:
             return f"{rank.name}: {error}"

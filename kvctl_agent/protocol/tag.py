@@ -17,12 +17,18 @@ TAG_BYTES = _LAYOUT.size
 
 
 class PartKind(IntEnum):
+    """KV goes part by part; the final parts are the aux row and one for each state component, stage and writer."""
+
     KV = 0
     AUX = 1
+    STATE = 2
 
 
 class PartKey(NamedTuple):
-    """A part within a room: what one writer sends at once to one decode rank; layers are global, half open."""
+    """A part within a room: what one writer sends at once to one decode rank; layers are global, half open.
+
+    In the place of the chunk a state's part has the index of its segment, and its layers are the segment's own.
+    """
 
     writer: int
     chunk: int
@@ -58,8 +64,8 @@ class Tag(NamedTuple):
         magic, kind, incarnation, room, nonce, serial, writer, chunk, lo, hi = _LAYOUT.unpack(data)
         if magic != _MAGIC:
             raise RemoteProtocolError(f"tag starts with {magic:#x}, expected {_MAGIC:#x}")
-        if kind not in (PartKind.KV, PartKind.AUX):
+        if kind not in (PartKind.KV, PartKind.AUX, PartKind.STATE):
             raise RemoteProtocolError(f"tag of unknown kind {kind}")
-        if kind == PartKind.KV and lo >= hi:
+        if kind != PartKind.AUX and lo >= hi:
             raise RemoteProtocolError(f"tag with empty layer range {lo}-{hi}")
         return cls(PartKind(kind), incarnation, room, nonce, serial, PartKey(writer, chunk, lo, hi))

@@ -1,7 +1,7 @@
 """`python -m kvctl_agent.rig plan` answers a bench's request; `... rank` is one process of its fleet.
 
-`plan` reads a `PlanRequest` from stdin and writes a `PlanReply` to stdout; it imports neither torch nor an engine,
-and says so where what it does need is not installed.
+`plan` reads a `PlanRequest` from stdin and writes a `PlanReply` to stdout; it imports neither torch nor an engine that
+is slow to import, and says so where what a fleet needs is not installed.
 """
 
 from __future__ import annotations
@@ -72,14 +72,19 @@ def answer(request: bytes) -> PlanReply:
 
 
 def _require(transport: str) -> None:
-    """Refuse before a fleet is started; a library that an engine lacks is found when it starts.
+    """Refuse before a fleet is started; a library that NIXL lacks is found when it starts.
 
     Raises:
-        TransportUnavailable: the engine's package is not installed.
+        TransportUnavailable: the engine's package is not installed, or not as it must be.
     """
     from kvctl_agent.transport.missing import unavailable
 
-    if transport != "loopback" and find_spec(transport) is None:
+    if transport == "mooncake":
+        # Its folder may be there without its engine, and its engine without a library: seen by importing it, in 25 ms.
+        from kvctl_agent.transport.mooncake_wheels import import_engine
+
+        import_engine()
+    elif transport != "loopback" and find_spec(transport) is None:
         raise unavailable(transport, ModuleNotFoundError(f"No module named {transport!r}"))
 
 

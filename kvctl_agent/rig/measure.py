@@ -7,9 +7,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from kvctl_agent.contract.rig import ShownPart
 from kvctl_agent.contract.snapshots import LayerRow, MetricFamily
+from kvctl_agent.contract.states import STAGES
+from kvctl_agent.telemetry.rooms import RoomRecord
 
 MAX_SAMPLED_ROOMS = 64
+MAX_SHOWN_PARTS = 512
 
 Counters = dict[str, dict[str, float]]
 """Metric name → values of its labels joined by commas ("" without labels) → value."""
@@ -51,6 +55,47 @@ def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) ->
                 if summary["p50_ns"] is not None:
                     samples.setdefault(stage, []).append(summary["p50_ns"])
     return samples
+
+
+def hidden(find: Callable[[int], Sequence[RoomRecord]], rooms: Mapping[int, int]) -> list[list[int]]:
+    """[index, hidden ns, exposed ns] of the transfers of a prefill rank, over the last rooms as in `stages`.
+
+    Args:
+        find: the agent's records of a room.
+        rooms: index by number of rooms that succeeded, in order.
+    """
+    rows = []
+    for number, index in list(rooms.items())[-MAX_SAMPLED_ROOMS:]:
+        for record in find(number)[:1]:
+            overlap = record.overlap(record.finished_at or 0)
+            if overlap is not None:
+                rows.append([index, *overlap])
+    return rows
+
+
+def shown_parts(records: Iterable[RoomRecord]) -> list[ShownPart]:
+    """The parts of a room with their moments, in the order in which they were ready or heard of."""
+    parts: dict[tuple[int | None, int | None, str | None, tuple[int, int]], ShownPart] = {}
+    for event in (event for record in records for event in record.events):
+        if event.layers is None or event.stage not in STAGES:
+            continue
+        key = (event.writer, event.chunk, event.peer, event.layers)
+        part = parts.setdefault(
+            key,
+            ShownPart(
+                writer=event.writer,
+                peer=event.peer or "",
+                chunk=event.chunk,
+                layers=list(event.layers),
+                path="",
+                bytes=0,
+                moments={},
+            ),
+        )
+        part["moments"][event.stage] = event.at_ns
+        part["path"] = event.path or part["path"]
+        part["bytes"] = event.nbytes or part["bytes"]
+    return list(parts.values())[:MAX_SHOWN_PARTS]
 
 
 def cpu_ns() -> int:

@@ -1,16 +1,17 @@
-"""KV content as a function of (seed, room, layer, K or V, token, head, dim), so that decode ranks verify on their own.
+"""Content as a function of (seed, room, segment, layer, plane, row, head, byte), so that decode ranks verify alone.
 
-One 64-bit word w of the row of (token, head) is `base(room, token, head) * constant(layer, kv, w)` modulo 2^64, both
-odd. Multiplying by an odd number is a bijection, so two rows that share a place in another token, head, layer, room or
-pool differ in every word, and a row that landed in the wrong place can be traced back to where it belongs. The outer
-product runs at memory speed in cache-sized pieces, far above what any transport here moves.
+One 64-bit word w of the row of (row, head) is `base(room, row, head) * constant(sheet, w)` modulo 2^64, both odd; a
+sheet is one plane of one layer. Multiplying by an odd number is a bijection, so two rows that share a place in another
+token, head, layer, room or pool differ in every word, and a row that landed in the wrong place can be traced back to
+where it belongs. The outer product runs at memory speed in cache-sized pieces, far above what any transport here moves.
 
-Heads and layers are the model's global numbers: a rank that mistakes its share cannot verify.
+Rows are counted through all pages (of a state: items) of a room, in the prompt's order. Heads and layers are the
+model's numbers, so that a rank that mistakes its share cannot verify, and replicas hold the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,31 +28,41 @@ POISON = 0xDB
 """Every byte of a decode page before a run: what still reads so was never written."""
 
 _PIECE_BYTES = 256 << 10
-_TOKEN_STEP = 0x9E3779B97F4A7C15
+_ROW_STEP = 0x9E3779B97F4A7C15
 _HEAD_STEP = 0xD1B54A32D192ED03
 _AUX_STEP = 0xAEF17502108EF2D9
 _MASK = 2**64 - 1
-KV_NAMES = ("K", "V")
+
+
+class Sheet(NamedTuple):
+    """One plane of one layer of one segment, by the model's numbers."""
+
+    segment: int
+    layer: int
+    plane: int
 
 
 class Rows(NamedTuple):
-    """Geometry of one layer's K or V on one rank: global heads [head_lo, head_lo + heads), `row_bytes` each."""
+    """Geometry of one plane on one rank: `per_page` rows of global heads [head_lo, head_lo + heads) each.
 
-    page_size: int
+    `row_bytes` are those of one head, `element_bytes` what a difference is shown in.
+    """
+
+    per_page: int
     head_lo: int
     heads: int
     row_bytes: int
-    dtype_bytes: int
+    element_bytes: int
 
     @property
     def page_bytes(self) -> int:
-        return self.page_size * self.heads * self.row_bytes
+        return self.per_page * self.heads * self.row_bytes
 
 
 class Wrong(NamedTuple):
-    """The first element that is not what the pattern says: counted in the rank's own tokens, global heads."""
+    """The first element that is not what the pattern says: the row of the room, the global head."""
 
-    token: int
+    at: int
     head: int
     dim: int
     expected: bytes
@@ -63,26 +74,25 @@ class Source(NamedTuple):
     """Where a row found in the wrong place belongs."""
 
     room: int
-    layer: int
-    kv: int
-    token: int
+    sheet: Sheet
+    at: int
     head: int
 
 
-def token_bases(seed: int, room: int, tokens: int, head_lo: int, heads: int) -> Words:
-    """One odd word per (token, head) of a room, token-major, uint64 `[tokens * heads]`."""
+def row_bases(seed: int, room: int, rows: int, head_lo: int, heads: int) -> Words:
+    """One odd word per (row, head) of a room, row-major, uint64 `[rows * heads]`."""
     start = np.uint64(_room_word(seed, room))
-    token_part = np.arange(tokens, dtype=np.uint64) * np.uint64(_TOKEN_STEP)
+    row_part = np.arange(rows, dtype=np.uint64) * np.uint64(_ROW_STEP)
     head_part = np.arange(head_lo, head_lo + heads, dtype=np.uint64) * np.uint64(_HEAD_STEP)
-    mixed: Words = _mix64(start + token_part[:, None] + head_part[None, :]).reshape(-1)
+    mixed: Words = _mix64(start + row_part[:, None] + head_part[None, :]).reshape(-1)
     return mixed | np.uint64(1)
 
 
 @lru_cache(maxsize=1024)
-def constants(layer: int, kv: int, words: int) -> Words:
-    """One odd word per 8 bytes of a row of this layer's K or V, uint64 `[words]`."""
-    first = np.uint64(mix64(2 * layer + kv + 1))
-    out: Words = _mix64(first + np.arange(words, dtype=np.uint64) * np.uint64(_TOKEN_STEP)) | np.uint64(1)
+def constants(sheet: Sheet, words: int) -> Words:
+    """One odd word per 8 bytes of a row of this sheet, uint64 `[words]`."""
+    first = np.uint64(mix64(((sheet.segment << 32 | sheet.layer) << 8 | sheet.plane) + 1))
+    out: Words = _mix64(first + np.arange(words, dtype=np.uint64) * np.uint64(_ROW_STEP)) | np.uint64(1)
     out.setflags(write=False)
     return out
 
@@ -101,7 +111,7 @@ class Writer:
         self.rows = rows
         self._words = -(-rows.row_bytes // 8)
         self._pages = max(1, _PIECE_BYTES // rows.page_bytes)
-        count = self._pages * rows.page_size * rows.heads
+        count = self._pages * rows.per_page * rows.heads
         self._product = np.empty((count, self._words), dtype=np.uint64)
         # Rows that are not whole words need a second, dense copy.
         self._dense: Bytes | None = None
@@ -109,30 +119,28 @@ class Writer:
             self._dense = np.empty((count, rows.row_bytes), dtype=np.uint8)
         self._found = np.empty((self._pages, rows.page_bytes), dtype=np.uint8)
 
-    def fill(self, block: Bytes, pages: Pages, bases: Words, layer: int, kv: int) -> None:
+    def fill(self, block: Bytes, pages: Pages, bases: Words, sheet: Sheet) -> None:
         """Write the rows of `bases` into `pages` of `block`.
 
         Args:
-            block: all bytes of this layer's K or V on this rank, flat, in page order.
-            pages: page index of every page of the room, in the prompt's order.
-            bases: `token_bases` of the room for this rank's heads, whole pages.
-            layer: global layer.
-            kv: 0 for K, 1 for V.
+            block: all bytes of this sheet on this rank, flat, in page order.
+            pages: index of every page (of a state: item) of the room, in the prompt's order.
+            bases: `row_bases` of the room for this rank's heads, whole pages.
         """
         target = _as_pages(block, self.rows.page_bytes)
         for first, end in self._pieces(len(pages)):
-            piece = self._expected(bases, first, end, layer, kv)
+            piece = self._expected(bases, first, end, sheet)
             target[pages[first:end]] = _as_pages(piece, self.rows.page_bytes)
 
-    def check(self, block: Bytes, pages: Pages, bases: Words, layer: int, kv: int, first_page: int = 0) -> Wrong | None:
-        """Compare `pages` of `block` with the pattern; `pages[0]` is page `first_page` of the prompt.
+    def check(self, block: Bytes, pages: Pages, bases: Words, sheet: Sheet, first_page: int = 0) -> Wrong | None:
+        """Compare `pages` of `block` with the pattern; `pages[0]` is page `first_page` of the room.
 
         Returns:
             The first wrong element, or None.
         """
         source = _as_pages(block, self.rows.page_bytes)
         for first, end in self._pieces(len(pages)):
-            expected = self._expected(bases, first_page + first, first_page + end, layer, kv)
+            expected = self._expected(bases, first_page + first, first_page + end, sheet)
             found = self._found[: end - first].reshape(-1)
             np.take(source, pages[first:end], out=_as_pages(found, self.rows.page_bytes), mode="clip")
             if not _equal(found, expected):
@@ -143,12 +151,12 @@ class Writer:
         for first in range(0, pages, self._pages):
             yield first, min(first + self._pages, pages)
 
-    def _expected(self, bases: Words, first_page: int, end_page: int, layer: int, kv: int) -> Bytes:
-        """Flat bytes of pages [first_page, end_page) of the prompt; overwritten by the next call."""
-        per_page = self.rows.page_size * self.rows.heads
+    def _expected(self, bases: Words, first_page: int, end_page: int, sheet: Sheet) -> Bytes:
+        """Flat bytes of pages [first_page, end_page) of the room; overwritten by the next call."""
+        per_page = self.rows.per_page * self.rows.heads
         part = bases[first_page * per_page : end_page * per_page]
         product = self._product[: len(part)]
-        np.multiply(part[:, None], constants(layer, kv, self._words), out=product)
+        np.multiply(part[:, None], constants(sheet, self._words), out=product)
         as_bytes = product.view(np.uint8)
         if self._dense is None:
             return as_bytes.reshape(-1)
@@ -159,13 +167,11 @@ class Writer:
     def _locate(self, found: Bytes, expected: Bytes, first_page: int) -> Wrong:
         at = int(np.flatnonzero(found != expected)[0])
         row, in_row = divmod(at, self.rows.row_bytes)
-        token, head = divmod(row, self.rows.heads)
-        dim = in_row // self.rows.dtype_bytes
-        element = slice(
-            at - in_row % self.rows.dtype_bytes, at - in_row % self.rows.dtype_bytes + self.rows.dtype_bytes
-        )
+        in_room, head = divmod(row, self.rows.heads)
+        dim, in_element = divmod(in_row, self.rows.element_bytes)
+        element = slice(at - in_element, at - in_element + self.rows.element_bytes)
         return Wrong(
-            token=first_page * self.rows.page_size + token,
+            at=first_page * self.rows.per_page + in_room,
             head=self.rows.head_lo + head,
             dim=dim,
             expected=expected[element].tobytes(),
@@ -174,32 +180,27 @@ class Writer:
         )
 
 
-def trace(row: bytes, seed: int, rooms: dict[int, int], total_heads: int, layers: tuple[int, int]) -> Source | None:
+def trace(row: bytes, seed: int, rooms: Mapping[int, int], heads: int, sheets: Iterable[Sheet]) -> Source | None:
     """Find which row of which room this is, by undoing the product; None for a row that is no one's.
 
     Args:
         row: a whole row, of at least 8 bytes.
         seed: the pattern's.
-        rooms: tokens of each room that may be its source.
-        total_heads: heads of the model.
-        layers: global layers [lo, hi).
+        rooms: rows of each room that may be its source.
+        heads: over the whole model.
+        sheets: those that may be its source.
     """
     if len(row) < 8:
         return None
     word = int.from_bytes(row[:8], "little")
-    wanted = {
-        word * pow(int(constants(layer, kv, 1)[0]), -1, 1 << 64) & _MASK: (layer, kv)
-        for layer in range(*layers)
-        for kv in (0, 1)
-    }
+    wanted = {word * pow(int(constants(sheet, 1)[0]), -1, 1 << 64) & _MASK: sheet for sheet in sheets}
     keys = np.fromiter(wanted, dtype=np.uint64, count=len(wanted))
-    for room, tokens in rooms.items():
-        bases = token_bases(seed, room, tokens, 0, total_heads)
+    for room, count in rooms.items():
+        bases = row_bases(seed, room, count, 0, heads)
         hits = np.flatnonzero(np.isin(bases, keys))
         if len(hits):
-            layer, kv = wanted[int(bases[hits[0]])]
-            token, head = divmod(int(hits[0]), total_heads)
-            return Source(room, layer, kv, token, head)
+            at, head = divmod(int(hits[0]), heads)
+            return Source(room, wanted[int(bases[hits[0]])], at, head)
     return None
 
 

@@ -6,16 +6,26 @@ and what fits this machine's memory from `sizing`.
 
 from __future__ import annotations
 
-from kvctl_agent.contract.rig import Load, Plan, PlannedRank, PlannedShare, PlanRequest
-from kvctl_agent.layout.chunks import grid, page_count
-from kvctl_agent.layout.heads import head_range
-from kvctl_agent.layout.plan import PlanInputs, shares
-from kvctl_agent.layout.side import Side
-from kvctl_agent.rig import workload
-from kvctl_agent.rig.resolve import check_load, plan_inputs, resolve_chunk_tokens, resolve_paths, resolve_shape
-from kvctl_agent.rig.sizing import MIB, rank_page_bytes, ring_bytes, size_load
+from collections.abc import Iterator, Sequence
 
-STAGED_PATHS = ("staged", "auto")
+from kvctl_agent.contract.config import KEYS_BY_NAME
+from kvctl_agent.contract.rig import Plan, PlannedRank, PlannedShare, PlanRequest, Role
+from kvctl_agent.layout.holding import held, segment_heads
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.rig.geometry import model_shape, resolve_shape
+from kvctl_agent.rig.loads import Needs, prefill_groups, resolve_load, segment_items
+from kvctl_agent.rig.moving import Mover, Owed
+from kvctl_agent.rig.resolve import (
+    STAGED_PATHS,
+    check_load,
+    instance_inputs,
+    resolve_chunk_tokens,
+    resolve_paths,
+    resolve_pipelines,
+)
+from kvctl_agent.rig.sizing import MIB, rank_bytes, ring_bytes
+
+_PATIENCE_S = 3600
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -27,19 +37,32 @@ def make_plan(request: PlanRequest) -> Plan:
     check_load(request)
     shape = resolve_shape(request)
     chunk_tokens = resolve_chunk_tokens(request)
-    inputs = plan_inputs(request.prefill, request.decode, shape, request.page_size, chunk_tokens)
+    inputs = instance_inputs(request, model_shape(shape, request.page_size), chunk_tokens)
+    mover = Mover(inputs, shape)
     paths = resolve_paths(request.paths, inputs)
-    needs = [size_load(request, inputs, load) for load in request.loads]
+    pipelines = resolve_pipelines(request.pipelines)
+    needs = [resolve_load(request, mover, load) for load in request.loads]
     # Where nothing is staged the smallest ring stays: with it comes the scratch memory that a lane is measured with.
-    ring = ring_bytes(request, inputs, needs) if any(path in STAGED_PATHS for path in paths) else MIB
+    ring = MIB
+    if any(path in STAGED_PATHS for path in paths):
+        longest = [need.longest for need in needs]
+        staged = max((need.window + 1) * need.reader_bytes for need in needs)
+        ring = ring_bytes(request, mover, longest, staged)
     config: dict[str, str | int | float | bool] = {
         "transport": request.transport,
         "chunk_tokens": chunk_tokens,
         "staging_ring_mb": ring // MIB,
     }
+    if any(each.prefill.cp > 1 for each in inputs):
+        config["cp_mode"] = request.cp_mode
     if request.workers is not None:
         config["workers"] = request.workers
-    lot_rooms = max(end - first for need in needs for first, end in need.load["lots"])
+    if request.requests or request.rate:
+        # A room's number is known to both sides from the beginning of its lot; it may arrive much later.
+        config["bootstrap_timeout_s"] = config["waiting_timeout_s"] = _PATIENCE_S
+    lot_rooms = max(need.lot_rooms for need in needs)
+    groups = prefill_groups(mover)
+    instances = range(len(inputs))
     return Plan(
         shape=shape,
         page_size=request.page_size,
@@ -47,75 +70,87 @@ def make_plan(request: PlanRequest) -> Plan:
         chunk_tokens=chunk_tokens,
         transport=request.transport,
         paths=list(paths),
+        pipelines=list(pipelines),
+        cp_mode=request.cp_mode,
         ranks=[
-            *_ranks("prefill", inputs, _most([need.prefill_pages for need in needs])),
-            *_ranks("decode", inputs, _most([need.decode_pages for need in needs])),
+            *(rank for instance in instances for rank in _ranks("prefill", instance, mover, needs)),
+            *_ranks("decode", -1, mover, needs),
         ],
-        shares=_shares(inputs, request.loads[0], request.prefix_hit),
+        shares=[share for instance in instances for share in _shares(mover, instance, needs[0])],
         loads=[need.load for need in needs],
         ring_bytes=ring,
-        # A multiple of prefill dp, so that a room's position in its lot decides its prefill dp group.
-        room_stride=-(-lot_rooms // inputs.prefill.dp) * inputs.prefill.dp,
+        # A multiple of every instance's dp, so that a room's position in its lot decides its prefill dp group.
+        room_stride=-(-lot_rooms // groups) * groups,
         aux_slots=lot_rooms,
         config=config,
-        notes=list(dict.fromkeys(need.note for need in needs if need.note)),
+        notes=list(dict.fromkeys([note for need in needs for note in need.notes] + _pipeline_notes(pipelines, needs))),
     )
 
 
-def _most(pages: list[list[int]]) -> list[int]:
-    """Pages of each dp group's pools that are enough for every load."""
-    return [max(group) for group in zip(*pages, strict=True)]
-
-
-def _ranks(role: str, inputs: PlanInputs, pages: list[int]) -> list[PlannedRank]:
-    side: Side = inputs.prefill if role == "prefill" else inputs.decode
-    page_bytes = rank_page_bytes(inputs, side)
-    ranks = []
+def _ranks(role: Role, instance: int, mover: Mover, needs: Sequence[Needs]) -> Iterator[PlannedRank]:
+    inputs = mover.inputs[max(0, instance)]
+    side = inputs.prefill if role == "prefill" else inputs.decode
+    items = segment_items(mover, needs, instance, role)
     for unique in range(side.size):
         at = side.coord(unique)
-        ranks.append(
-            PlannedRank(
-                role="prefill" if role == "prefill" else "decode",
-                unique=unique,
-                dp=at.dp,
-                pp=at.pp,
-                cp=at.cp,
-                tp=at.tp,
-                heads=list(head_range(inputs.shape.num_kv_heads, side.tp, at.tp)),
-                layers=[0, inputs.shape.num_layers],
-                pool_pages=pages[at.dp],
-                pool_bytes=pages[at.dp] * page_bytes,
-            )
+        here = held(inputs.shape, inputs.page_size, side, at)
+        mine = [groups[at.dp] for groups in items]
+        yield PlannedRank(
+            role=role,
+            instance=instance,
+            unique=unique,
+            dp=at.dp,
+            pp=at.pp,
+            cp=at.cp,
+            tp=at.tp,
+            heads=[here[0].head_lo, here[0].head_hi],
+            layers=[here[0].layer_lo, here[0].layer_hi],
+            pool_pages=mine[0],
+            state_slots={each.segment.name: mine[each.segment.index] for each in here if each.segment.state},
+            pool_bytes=rank_bytes(mover, max(0, instance), role, at, mine),
         )
-    return ranks
 
 
-def _shares(inputs: PlanInputs, load: Load, prefix_hit: float) -> list[PlannedShare]:
-    """Who owes what to whom for one room of the load's longest prompt, to every decode dp group it may go to."""
-    tokens = workload.most_tokens(load.tokens)
-    pages = page_count(tokens, inputs.page_size)
-    prefix = workload.prefix_tokens(tokens, inputs.page_size, prefix_hit) // inputs.page_size
-    parts = len(grid(pages, prefix, inputs.chunk_pages))
-    moved = pages - prefix
-    rows = []
+def _shares(mover: Mover, instance: int, need: Needs) -> Iterator[PlannedShare]:
+    """Who owes what to whom for one of the load's longest rooms, to every decode dp group it may go to."""
+    inputs = mover.inputs[instance]
     # Room numbers 0 to dp - 1 meet every prefill dp group.
-    for room, decode_dp in ((room, dp) for room in range(inputs.prefill.dp) for dp in range(inputs.decode.dp)):
-        for share in shares(inputs, room, decode_dp):
-            tp = inputs.decode.coord(share.reader).tp
-            first = head_range(inputs.shape.num_kv_heads, inputs.decode.tp, tp).lo + share.dst_head
-            rows.append(
-                PlannedShare(
-                    writer=share.writer,
-                    reader=share.reader,
-                    heads=[first, first + share.heads],
-                    layers=[share.layer_lo, share.layer_hi],
-                    bytes=share.payload_bytes(inputs.shape, moved * inputs.page_size),
-                    parts=parts,
-                    descriptors={
-                        "bulk": 2 * share.num_layers * moved if share.whole_rows else None,
-                        "slice": 2 * share.num_layers * moved * inputs.page_size,
-                        "staged": parts,
-                    },
-                )
-            )
-    return rows
+    for room in range(inputs.prefill.dp):
+        for decode_dp in range(inputs.decode.dp):
+            for owed in mover.owed(instance, *need.longest, room, decode_dp):
+                yield _share(inputs, instance, owed)
+
+
+def _share(inputs: PlanInputs, instance: int, owed: Owed) -> PlannedShare:
+    share = owed.share
+    segment = inputs.segments[share.segment]
+    first = segment_heads(segment, inputs.decode.tp, inputs.decode.coord(share.reader).tp).lo + share.dst_head
+    pages = sum(owed.parts)
+    return PlannedShare(
+        instance=instance,
+        writer=share.writer,
+        reader=share.reader,
+        segment=segment.name,
+        heads=[first, first + share.heads],
+        layers=[share.layer_lo, share.layer_hi],
+        bytes=owed.payload_bytes,
+        parts=len(owed.parts),
+        descriptors={
+            "bulk": share.num_layers * len(segment.planes) * pages if share.whole_rows else None,
+            "slice": share.num_layers * sum(plane.rows for plane in segment.planes) * pages,
+            "staged": len(owed.parts),
+        },
+    )
+
+
+def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[Needs]) -> list[str]:
+    """Layer groups that the formula's threshold leaves out are no fault, but people should know."""
+    threshold = KEYS_BY_NAME["pipeline_min_tokens"].default
+    assert isinstance(threshold, int)
+    longest = max(need.longest[0] for need in needs)
+    if longest >= threshold or not {"on", "measured"} & set(pipelines):
+        return []
+    return [
+        f"pipeline: every prompt is shorter than pipeline_min_tokens = {threshold} and takes the plain path; give "
+        f"longer --tokens, or layers per group as a number"
+    ]

@@ -5,40 +5,17 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from kvctl_agent.contract.config import KEYS_BY_NAME
-from kvctl_agent.contract.models import find_model
-from kvctl_agent.contract.rig import DTYPE_BYTES, PAGE_ORDERS, PlannedShape, PlanRequest, Sizes
+from kvctl_agent.contract.rig import PAGE_ORDERS, PIPELINES, PlanRequest, Request, Sizes
 from kvctl_agent.errors import ConfigError, LayoutError
-from kvctl_agent.layout.chunks import chunk_pages
-from kvctl_agent.layout.plan import PlanInputs, shares
+from kvctl_agent.layout.chunks import chunk_pages, page_count, prefix_pages
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.plan import shares
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.side import Side
 from kvctl_agent.layout.sizes import check_size
 
-DEFAULT_MODEL = "llama-3.1-8b"
-
-
-def resolve_shape(request: PlanRequest) -> PlannedShape:
-    """The shape: a preset (`DEFAULT_MODEL` if none is named) with the given numbers in place of its own.
-
-    Raises:
-        ConfigError: no such model (with near matches) or element type.
-        LayoutError: a size out of range.
-    """
-    preset = find_model(request.model or DEFAULT_MODEL)
-    dtype = request.dtype or preset.dtype
-    choose("--dtype", dtype, tuple(DTYPE_BYTES))
-    layers = preset.num_layers if request.layers is None else check_size("--layers", request.layers)
-    heads = preset.num_kv_heads if request.kv_heads is None else check_size("--kv-heads", request.kv_heads)
-    head_dim = preset.head_dim if request.head_dim is None else check_size("--head-dim", request.head_dim)
-    as_preset = (layers, heads, head_dim) == (preset.num_layers, preset.num_kv_heads, preset.head_dim)
-    return PlannedShape(
-        model=preset.name if as_preset else "",
-        layers=layers,
-        kv_heads=heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        dtype_bytes=DTYPE_BYTES[dtype],
-    )
+STAGED_PATHS = ("staged", "auto")
+"""Paths on which parts may go through the decode rank's ring."""
 
 
 def resolve_chunk_tokens(request: PlanRequest) -> int:
@@ -50,25 +27,38 @@ def resolve_chunk_tokens(request: PlanRequest) -> int:
     return default
 
 
-def plan_inputs(prefill: Sizes, decode: Sizes, shape: PlannedShape, page_size: int, chunk_tokens: int) -> PlanInputs:
-    """The layout's inputs for these sizes.
+def instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int) -> tuple[PlanInputs, ...]:
+    """The layout's inputs of each prefill instance with the decode instance.
 
     Raises:
-        LayoutError: they cannot exchange KV.
+        LayoutError: two of them cannot exchange KV; says which prefill instance where there are several.
     """
-    return PlanInputs(
-        shape=ModelShape(
-            num_layers=shape["layers"],
-            num_kv_heads=shape["kv_heads"],
-            k_dim=shape["head_dim"],
-            v_dim=shape["head_dim"],
-            dtype_bytes=shape["dtype_bytes"],
-        ),
-        page_size=page_size,
-        chunk_pages=chunk_pages(chunk_tokens, page_size),
-        prefill=Side(prefill.dp, prefill.pp, prefill.cp, prefill.tp),
-        decode=Side(decode.dp, decode.pp, decode.cp, decode.tp),
-    )
+    choose("--cp-mode", request.cp_mode, KEYS_BY_NAME["cp_mode"].choices)
+    if not request.prefill:
+        raise LayoutError("there is no prefill instance")
+    inputs = []
+    for instance, sizes in enumerate(request.prefill):
+        try:
+            inputs.append(
+                PlanInputs(
+                    shape=shape,
+                    page_size=request.page_size,
+                    chunk_pages=chunk_pages(chunk_tokens, request.page_size),
+                    prefill=side_of(sizes),
+                    decode=side_of(request.decode),
+                    cp_mode=request.cp_mode,
+                )
+            )
+        except LayoutError as error:
+            if len(request.prefill) == 1:
+                raise
+            raise LayoutError(f"prefill instance {instance}: {error}") from None
+    return tuple(inputs)
+
+
+def side_of(sizes: Sizes) -> Side:
+    """An instance's sizes as the layout knows them."""
+    return Side(sizes.dp, sizes.pp, sizes.cp, sizes.tp, sizes.layers)
 
 
 def check_load(request: PlanRequest) -> None:
@@ -79,6 +69,8 @@ def check_load(request: PlanRequest) -> None:
     """
     for load in request.loads:
         check_size("--concurrency", load.concurrency)
+        if request.requests:
+            continue
         for tokens in load.tokens.values or (load.tokens.low, load.tokens.high):
             check_size("--tokens", tokens)
         if load.tokens.low > load.tokens.high:
@@ -88,26 +80,49 @@ def check_load(request: PlanRequest) -> None:
             check_size(option, value)
     if not 0 <= request.prefix_hit < 1:
         raise ConfigError(f"--prefix-hit {request.prefix_hit}: it must be at least 0 and below 1")
+    for option, number in (
+        ("--rate", request.rate),
+        ("--layer-ms", request.layer_ms),
+        ("--decode-ms", request.decode_ms),
+    ):
+        if not 0 <= number < float("inf"):
+            raise ConfigError(f"{option} {number}: it must be 0 or more")
     choose("--transport", request.transport, KEYS_BY_NAME["transport"].choices)
     choose("--page-order", request.page_order, PAGE_ORDERS)
+    for index, asked in enumerate(request.requests):
+        _check_request(index, asked, request)
 
 
-def resolve_paths(paths: tuple[str, ...], inputs: PlanInputs) -> tuple[str, ...]:
-    """The paths to run side by side: those asked for, or the sensible comparison for the two layouts.
+def resolve_pipelines(pipelines: tuple[str, ...]) -> tuple[str, ...]:
+    """The ways of grouping layers to run side by side.
+
+    Raises:
+        ConfigError: one is neither a mode nor a number of layers.
+    """
+    for pipeline in pipelines:
+        if not (pipeline.isascii() and pipeline.isdecimal() and int(pipeline) > 0):
+            choose("--pipeline", pipeline, (*PIPELINES, "a number of layers per group"))
+    return tuple(dict.fromkeys(pipelines)) or ("off",)
+
+
+def resolve_paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...]) -> tuple[str, ...]:
+    """The paths to run side by side: those asked for, or the sensible comparison for the layouts.
 
     Raises:
         ConfigError: an unknown path.
         LayoutError: bulk between pools that hold different heads.
     """
-    every = (share for dp in range(inputs.decode.dp) for share in shares(inputs, 0, dp))
-    split = next((share for share in every if not share.whole_rows), None)
+    every = ((each, share) for each in inputs for dp in range(each.decode.dp) for share in shares(each, 0, dp))
+    split = next(((each, share) for each, share in every if not share.whole_rows), None)
     for path in paths:
         choose("--path", path, KEYS_BY_NAME["path"].choices)
         if path == "bulk" and split is not None:
+            each, share = split
+            segment = each.segments[share.segment]
             raise LayoutError(
                 f"--path bulk moves whole pages, so both pools must hold the same heads; here a prefill rank holds "
-                f"{split.src_pool_heads} and a decode rank {split.dst_pool_heads} of {inputs.shape.num_kv_heads} "
-                f"(prefill tp {inputs.prefill.tp}, decode tp {inputs.decode.tp}): use slice, staged or auto"
+                f"{share.src_pool_heads} and a decode rank {share.dst_pool_heads} of {segment.heads} "
+                f"(prefill tp {each.prefill.tp}, decode tp {each.decode.tp}): use slice, staged or auto"
             )
     if paths:
         return tuple(dict.fromkeys(paths))
@@ -124,3 +139,17 @@ def choose(option: str, value: str, allowed: tuple[str, ...]) -> None:
         near = get_close_matches(value, allowed, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"{option} {value!r:.40} is unknown; {hint}allowed: {', '.join(allowed)}")
+
+
+def _check_request(index: int, asked: Request, request: PlanRequest) -> None:
+    try:
+        check_size("tokens", asked.tokens)
+        cached = prefix_pages(asked.prefix_tokens, request.page_size)
+        if cached > page_count(asked.tokens, request.page_size):
+            raise LayoutError(f"a cached prefix of {asked.prefix_tokens} tokens is longer than the prompt")
+        if asked.decode_dp >= request.decode.dp:
+            raise LayoutError(f"decode dp group {asked.decode_dp} of {request.decode.dp}")
+        if asked.arrival_ms is not None and not 0 <= asked.arrival_ms < float("inf"):
+            raise LayoutError(f"it arrives at {asked.arrival_ms} ms")
+    except LayoutError as error:
+        raise LayoutError(f"request {index}: {error}") from None

@@ -1,7 +1,7 @@
 """Checks a decode rank's pool after a run, with no access to any source.
 
-The pool was poisoned before, so every byte has exactly one right value: the pattern in the pages that were owed, poison
-everywhere else. Cached prefixes, spare pages and page 0 count as everywhere else.
+The pool was poisoned before, so every byte has exactly one right value: the pattern in the pages and items that were
+owed, poison everywhere else. Cached prefixes, spare pages and page 0 count as everywhere else.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from kvctl_agent.contract.rig import Mismatch, Room, VerifyReport
-from kvctl_agent.rig.content import AUX_ROW_BYTES, Content
+from kvctl_agent.rig.content import AUX_ROW_BYTES, Content, Deck
 from kvctl_agent.rig.pages import Pages, unused_pages
-from kvctl_agent.rig.pattern import KV_NAMES, POISON, Bytes, Wrong, aux_row, trace
+from kvctl_agent.rig.pattern import POISON, Bytes, Sheet, Wrong, aux_row, trace
 
 MAX_MISMATCHES = 8
-# A sample looks at this part of the pages of each layer's K and V.
+# A sample looks at this part of the pages of each layer's planes.
 _SAMPLE = 8
+_PIECE_BYTES = 256 << 10
 
 
 def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyReport:
     """Compare the pool with what must be there after every room taken but the `failed` ones has succeeded.
 
     Args:
-        mode: "full" compares every byte, "sample" a stretch of the pages of every layer's K and V of every room.
+        mode: "full" compares every byte, "sample" a stretch of the pages of every layer's planes of every room.
         failed: numbers of rooms whose pages may hold anything.
     """
     rooms = [room for room in content.rooms.values() if room.number not in failed]
@@ -41,46 +42,56 @@ def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyR
 
 
 def _verify_room(content: Content, room: Room, mode: str, report: VerifyReport) -> Mismatch | None:
-    pages, bases = content.pages[room.number], content.bases(room)
-    cached = room.prefix_tokens // content.start.page_size
     source = random.Random(room.index)
-    for layer in range(*content.start.layers):
-        for kv in (0, 1):
-            first, end = cached, len(pages)
+    for deck, bases in content.with_bases(room):
+        items = content.items[room.number][deck.held.segment.index]
+        cached = _cached(content, room, deck)
+        for sheet, block in deck.sheets():
+            first, end = cached, len(items)
             if mode == "sample":
                 count = -(-(end - first) // _SAMPLE)
                 first = source.randint(first, end - count)
                 end = first + count
-            block = content.block(layer, kv)
-            wrong = content.writer.check(block, pages[first:end], bases, layer, kv, first_page=first)
-            report["bytes"] += (end - first) * content.rows.page_bytes
+            wrong = deck.writer.check(block, items[first:end], bases, sheet, first_page=first)
+            report["bytes"] += (end - first) * deck.rows.page_bytes
             if wrong is not None:
                 return Mismatch(
                     room=room.number,
-                    layer=layer,
-                    kv=KV_NAMES[kv],
-                    token=wrong.token,
+                    layer=sheet.layer,
+                    kv=deck.name,
+                    token=wrong.at,
                     head=wrong.head,
                     dim=wrong.dim,
                     expected=wrong.expected.hex(),
                     found=wrong.found.hex(),
-                    hint=_origin(content, wrong),
+                    hint=_origin(content, deck, wrong),
                 )
     return None
 
 
-def _origin(content: Content, wrong: Wrong) -> str:
+def _cached(content: Content, room: Room, deck: Deck) -> int:
+    """Pages of a room that are not moved: the decode side has them. A state always moves whole."""
+    return 0 if deck.held.segment.state else room.prefix_tokens // content.start.page_size
+
+
+def _origin(content: Content, deck: Deck, wrong: Wrong) -> str:
     """What is there instead: the difference between lost, misplaced and damaged."""
     if wrong.row == bytes([POISON]) * len(wrong.row):
         return "never written"
+    segment = deck.held.segment
+    here = [each for each in content.decks if each.held.segment.index == segment.index]
+    alike = {each.index: each for each in here if each.plane.rows == deck.plane.rows}
+    sheets = [
+        Sheet(segment.index, layer, plane) for layer in range(segment.layer_lo, segment.layer_hi) for plane in alike
+    ]
     numbers = {room.index: room.number for room in content.rooms.values()}
-    tokens = {room.index: content.whole_tokens(room) for room in content.rooms.values()}
-    source = trace(wrong.row, content.start.seed, tokens, content.start.total_kv_heads, content.start.layers)
+    rows = {room.index: content.whole_rows(room, deck) for room in content.rooms.values()}
+    source = trace(wrong.row, content.start.seed, rows, segment.heads, sheets)
     if source is None:
         return "no row of this rank's rooms: damaged, or of another rank or run"
     return (
-        f"the row of room {numbers[source.room]} layer {source.layer} {KV_NAMES[source.kv]} "
-        f"token {source.token} head {source.head}"
+        f"the row of room {numbers[source.room]} layer {source.sheet.layer} {alike[source.sheet.plane].name} "
+        f"token {source.at} head {source.head}"
     )
 
 
@@ -104,32 +115,44 @@ def _verify_aux(content: Content, room: Room) -> Mismatch | None:
 
 
 def _strays(content: Content) -> Iterator[Mismatch]:
-    """The first bytes written where nothing was owed, per layer's K and V and per aux row."""
-    start, rows = content.start, content.rows
-    quiet = _quiet_pages(content)
-    for layer in range(*start.layers):
-        for kv in (0, 1):
-            pages = content.block(layer, kv).reshape(-1, rows.page_bytes)
-            for page in quiet.tolist():
-                if (pages[page] != POISON).any():
-                    at = int(np.flatnonzero(pages[page] != POISON)[0])
-                    row, dim = divmod(at, rows.row_bytes)
-                    token, head = divmod(row, rows.heads)
-                    where = f"{KV_NAMES[kv]} page {page} was owed nothing but was written to"
-                    yield _stray(pages[page, at:], where, layer, token, rows.head_lo + head, dim // rows.dtype_bytes)
-                    break
+    """The first bytes written where nothing was owed, per layer's planes and per aux row."""
+    for deck in content.decks:
+        rows, quiet = deck.rows, _quiet_pages(content, deck)
+        what = "item" if deck.held.segment.state else "page"
+        for sheet, block in deck.sheets():
+            pages = block.reshape(-1, rows.page_bytes)
+            page = _first_written(pages, quiet)
+            if page is not None:
+                at = int(np.flatnonzero(pages[page] != POISON)[0])
+                row, dim = divmod(at, rows.row_bytes)
+                in_page, head = divmod(row, rows.heads)
+                where = f"{deck.name} {what} {page} was owed nothing but was written to"
+                place = (sheet.layer, in_page, rows.head_lo + head, dim // rows.element_bytes)
+                yield _stray(pages[page, at:], where, *place)
     used = {room.slot for room in content.rooms.values()}
-    for slot in (slot for slot in range(start.aux_slots) if slot not in used):
+    for slot in (slot for slot in range(content.start.aux_slots) if slot not in used):
         found = content.aux()[slot]
         if (found != POISON).any():
             at = int(np.flatnonzero(found != POISON)[0])
             yield _stray(found[at:], f"aux row {slot} was owed nothing but was written to", 0, 0, 0, at)
 
 
-def _quiet_pages(content: Content) -> Pages:
-    page_size = content.start.page_size
-    prefixes = [pages[: content.rooms[number].prefix_tokens // page_size] for number, pages in content.pages.items()]
-    return np.concatenate([unused_pages(list(content.pages.values()), content.start.pool_pages), *prefixes])
+def _first_written(pages: Bytes, quiet: Pages) -> int | None:
+    """The first of the quiet pages that is not all poison; many small pages are looked at in one go."""
+    step = max(1, _PIECE_BYTES // pages.shape[1])
+    for first in range(0, len(quiet), step):
+        some = quiet[first : first + step]
+        written = np.flatnonzero((pages[some] != POISON).any(axis=1))
+        if len(written):
+            return int(some[written[0]])
+    return None
+
+
+def _quiet_pages(content: Content, deck: Deck) -> Pages:
+    index = deck.held.segment.index
+    assigned = [items[index] for items in content.items.values()]
+    cached = [items[index][: _cached(content, content.rooms[number], deck)] for number, items in content.items.items()]
+    return np.concatenate([unused_pages(assigned, deck.num_slots), *cached])
 
 
 def _stray(found: Bytes, hint: str, layer: int, token: int, head: int, dim: int) -> Mismatch:

@@ -26,11 +26,11 @@ from kvctl_agent.contract.rig import (
 )
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
 from kvctl_agent.memory.floor import memcpy_gb_per_s
 from kvctl_agent.rank import Rank
 from kvctl_agent.rig import measure
-from kvctl_agent.rig.content import Content, allocate_pool
+from kvctl_agent.rig.content import Content, allocate_pool, own_coord, own_side
+from kvctl_agent.rig.geometry import model_shape
 from kvctl_agent.runtime.handles import Handle
 
 CLOSE_TIMEOUT_S = 3.0
@@ -46,15 +46,27 @@ class Change(NamedTuple):
     at_ns: int
 
 
+class Outcome(NamedTuple):
+    """What became of a run's rooms.
+
+    Attributes:
+        rows: of `RunReport.rooms`, one per room that succeeded.
+        failures: the cause of each that did not, by index.
+        ring_samples: of `RunReport`.
+    """
+
+    rows: list[list[int]]
+    failures: dict[int, str]
+    ring_samples: list[list[int]]
+
+
 class Worker(ABC):
     """A rank of either role."""
 
     def __init__(self, start: Start, progress: Callable[[str], None]) -> None:
         """Allocate the pool and start the agent; `progress` is told what is being waited for."""
         self.start = start
-        self._side = start.prefill if start.role == "prefill" else start.decode
-        side = Side(self._side.dp, self._side.pp, self._side.cp, self._side.tp)
-        self.at = side.coord(start.unique)
+        self.at = own_coord(start)
         self._changes: queue.SimpleQueue[Change] = queue.SimpleQueue()
         progress("touching its KV pool")
         self._pool = allocate_pool(start)
@@ -62,10 +74,11 @@ class Worker(ABC):
         progress("starting its agent")
         self.agent = Agent(
             role=start.role,
-            rank=Rank(**self.at._asdict(), dp_size=side.dp, pp_size=side.pp, cp_size=side.cp, tp_size=side.tp),
+            rank=_rank(start),
             pool=self._pool,
             name=start.name,
-            bootstrap=start.bootstrap,
+            bootstrap=self.bootstraps(),
+            model=model_shape(start.shape, start.page_size),
             on_state=self._on_state,
             **start.config,
         )
@@ -100,6 +113,10 @@ class Worker(ABC):
         return FloorMeasured(gb_per_s=self.agent.measure_lane().write_gb_per_s)
 
     @abstractmethod
+    def bootstraps(self) -> tuple[str, ...]:
+        """Endpoints of the prefill instances that this rank belongs to or is served by."""
+
+    @abstractmethod
     def owns(self, room: Room) -> bool:
         """Whether this rank has to do with a room."""
 
@@ -113,30 +130,36 @@ class Worker(ABC):
         """Drive the prepared rooms until all have finished or `timeout_s` is over."""
         before, cpu_before = measure.counters(self.agent.observe.metrics()), measure.cpu_ns()
         deadline_ns = time.monotonic_ns() + round(command.timeout_s * 1e9)
-        rooms, failures = self.drive(command, deadline_ns)
+        outcome = self.drive(command, deadline_ns)
         cpu_ns = measure.cpu_ns() - cpu_before
-        self.failed = {number for number in self.content.rooms if self.content.rooms[number].index in failures}
+        failures, rooms = outcome.failures, self.content.rooms
+        self.failed = {number for number in rooms if rooms[number].index in failures}
         staging = self.agent.observe.staging()
+        succeeded = {number: room.index for number, room in rooms.items() if number not in self.failed}
+        find = self.agent.telemetry.rooms.find
         return RunReport(
-            rooms=rooms,
+            rooms=outcome.rows,
+            hidden=measure.hidden(find, succeeded),
+            waterfall=[
+                part
+                for number, index in succeeded.items()
+                if index == command.show
+                for part in measure.shown_parts(find(number))
+            ],
+            ring_samples=outcome.ring_samples,
             failures=[[index, text] for index, text in failures.items()],
             held=self.held,
             counters=measure.growth(before, measure.counters(self.agent.observe.metrics())),
-            stages=measure.stages(
-                self.agent.observe.layers, [number for number in self.content.rooms if number not in self.failed]
-            ),
+            # Agents forget: rooms of a long run that were over first may be gone, whatever their place in it.
+            stages=measure.stages(self.agent.observe.layers, [number for number in succeeded if find(number)]),
             ring_high_water_bytes=staging["ring"]["high_water_bytes"] if staging["ring"] else 0,
             cpu_ns=cpu_ns,
             peak_rss_bytes=measure.peak_rss_bytes(),
         )
 
     @abstractmethod
-    def drive(self, command: Run, deadline_ns: int) -> tuple[list[list[int]], dict[int, str]]:
-        """Drive the rooms.
-
-        Returns:
-            One row of `RunReport.rooms` per room that succeeded, and the cause of each that did not, by index.
-        """
+    def drive(self, command: Run, deadline_ns: int) -> Outcome:
+        """Drive the rooms until all are over or the deadline is."""
 
     @abstractmethod
     def verify(self, command: Verify) -> VerifyReport:
@@ -147,13 +170,11 @@ class Worker(ABC):
         self.agent.close(CLOSE_TIMEOUT_S)
         self._pool.close()
 
-    def next_change(self, deadline_ns: int) -> Change | None:
-        """The next state change of any room, or None at the deadline."""
-        left_s = (deadline_ns - time.monotonic_ns()) / 1e9
-        if left_s <= 0:
-            return None
+    def next_change(self, until_ns: int) -> Change | None:
+        """The next state change of any room, or None when there was none until then."""
+        left_s = (until_ns - time.monotonic_ns()) / 1e9
         try:
-            return self._changes.get(timeout=left_s)
+            return self._changes.get(timeout=left_s) if left_s > 0 else self._changes.get_nowait()
         except queue.Empty:
             return None
 
@@ -173,3 +194,15 @@ class Worker(ABC):
     def _on_state(self, handle: Handle, state: RoomState) -> None:
         # On the agent's control thread: only note the time and pass it on.
         self._changes.put(Change(handle, state, time.monotonic_ns()))
+
+
+def _rank(start: Start) -> Rank:
+    side = own_side(start)
+    return Rank(
+        **own_coord(start)._asdict(),
+        dp_size=side.dp,
+        pp_size=side.pp,
+        cp_size=side.cp,
+        tp_size=side.tp,
+        stages=side.stages,
+    )

@@ -1,4 +1,4 @@
-"""The decode side: keeps its window of rooms open, closed-loop, and checks what landed."""
+"""The decode side: opens rooms as they come and as there is a place for them, decodes them, and checks what landed."""
 
 from __future__ import annotations
 
@@ -6,57 +6,125 @@ import time
 
 from kvctl_agent.contract.rig import Prepare, Room, Run, Verify, VerifyReport
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.rig.resolve import STAGED_PATHS
+from kvctl_agent.rig.samples import Samples
+from kvctl_agent.rig.traffic import Arrivals, Decoding, Visit
 from kvctl_agent.rig.verify import verify
-from kvctl_agent.rig.worker import Worker
+from kvctl_agent.rig.worker import Change, Outcome, Worker
 from kvctl_agent.runtime.handles import Receive
 
 
 class DecodeWorker(Worker):
-    """Opens the next room whenever one finishes; all ranks of a dp group open the same rooms in the same order."""
+    """Opens the next room whenever there is a place for it; all ranks of a dp group in the same order."""
+
+    _path = ""
+
+    def bootstraps(self) -> tuple[str, ...]:
+        return self.start.bootstraps
 
     def owns(self, room: Room) -> bool:
         return room.decode_dp == self.at.dp
 
     def prepare(self, command: Prepare) -> None:
         super().prepare(command)
+        self._path = command.path
         if command.poison:
             self.content.poison()
 
-    def drive(self, command: Run, deadline_ns: int) -> tuple[list[list[int]], dict[int, str]]:
-        failures: dict[int, str] = {}
-        rows: list[list[int]] = []
-        receives: dict[int, Receive] = {}
-        opened_ns: dict[int, int] = {}  # rooms in flight
-        waiting = list(reversed(self.content.rooms.values()))
-        while waiting or opened_ns:
-            while waiting and len(opened_ns) < command.windows[self.at.dp]:
-                room = waiting.pop()
-                opened_ns[room.number] = time.monotonic_ns()
-                receives[room.number] = self._open(room)
-            change = self.next_change(deadline_ns)
-            if change is None:
-                break
-            number = change.handle.room
-            if change.state.finished and number in opened_ns:
-                index = self.content.rooms[number].index
-                if change.state is RoomState.SUCCESS:
-                    rows.append([index, opened_ns[number], change.at_ns])
-                else:
-                    failures[index] = self.cause(receives[number].error)
-                del opened_ns[number]
-        for number in opened_ns:
-            state = receives[number].state.label
-            failures[self.content.rooms[number].index] = f"still {state} on {self.start.name} at the run's deadline"
-            receives[number].abort("the bench's run is over")
-        for room in waiting:
-            failures[room.index] = f"not opened on {self.start.name} before the run's deadline"
-        self.settle(receives.values())
-        return rows, failures
+    def drive(self, command: Run, deadline_ns: int) -> Outcome:
+        samples = Samples(self._ring_used if self._path in STAGED_PATHS else None)
+        run = _Run(self, samples, command.windows[self.at.dp], round(command.decode_ms * 1e6))
+        run.until_done(deadline_ns)
+        run.give_up()
+        self.settle(run.receives.values())
+        return Outcome(run.rows, run.failures, samples.taken)
 
     def verify(self, command: Verify) -> VerifyReport:
         return verify(self.content, command.mode, self.failed)
 
-    def _open(self, room: Room) -> Receive:
+    def open(self, room: Room) -> Receive:
+        """Ask the room's prefill instance for it."""
         cached = room.prefix_tokens // self.start.page_size
-        pages = self.content.pages[room.number][cached:]
-        return self.agent.receive(room.number, pages, prefix_tokens=room.prefix_tokens, aux_index=room.slot)
+        return self.agent.receive(
+            room.number,
+            self.content.pages(room.number)[cached:],
+            prefill=self.start.bootstraps[room.instance],
+            prefix_tokens=room.prefix_tokens,
+            aux_index=room.slot,
+            state_indices=self.content.states(room.number),
+        )
+
+    def _ring_used(self) -> int:
+        machine = self.agent.machine
+        return machine.book.ring.used_bytes if isinstance(machine, DecodeMachine) else 0
+
+
+class _Run:
+    """One run of a decode rank.
+
+    Attributes:
+        rows: of `RunReport.rooms`.
+        failures: causes, by index.
+        receives: every room that was opened, by number.
+    """
+
+    def __init__(self, worker: DecodeWorker, samples: Samples, window: int, step_ns: int) -> None:
+        self._worker = worker
+        self._samples = samples
+        self._window = window
+        self._arrivals = Arrivals(worker.content.rooms.values(), time.monotonic_ns())
+        self._decoding = Decoding(step_ns)
+        self._visits: dict[int, Visit] = {}  # in flight: until decoded
+        self.rows: list[list[int]] = []
+        self.failures: dict[int, str] = {}
+        self.receives: dict[int, Receive] = {}
+
+    def until_done(self, deadline_ns: int) -> None:
+        """Run until every room is decoded or has failed, or until the deadline."""
+        while (now_ns := time.monotonic_ns()) < deadline_ns:
+            self._leave(self._decoding.advance(now_ns), now_ns)
+            if not self._arrivals and not self._visits:
+                break
+            while len(self._visits) < self._window and (visit := self._arrivals.take(now_ns)) is not None:
+                self._visits[visit.room.number] = visit
+                self.receives[visit.room.number] = self._worker.open(visit.room)
+            moments = [self._decoding.next_ns, self._samples.next_ns, deadline_ns]
+            if len(self._visits) < self._window:
+                moments.append(self._arrivals.next_ns)
+            change = self._worker.next_change(min(at for at in moments if at is not None))
+            if change is not None:
+                self._changed(change)
+            self._samples.look(time.monotonic_ns())
+
+    def give_up(self) -> None:
+        """Whatever is not over now has failed."""
+        name = self._worker.start.name
+        for number, visit in self._visits.items():
+            receive = self.receives[number]
+            doing = "decoding" if visit.success_ns else receive.state.label
+            self.failures[visit.room.index] = f"still {doing} on {name} at the run's deadline"
+            receive.abort("the bench's run is over")
+        for room in self._arrivals.untaken():
+            self.failures[room.index] = f"not opened on {name} before the run's deadline"
+
+    def _changed(self, change: Change) -> None:
+        visit = self._visits.get(change.handle.room)
+        if visit is None or not change.state.finished:
+            return
+        now_ns = time.monotonic_ns()
+        if change.state is RoomState.SUCCESS:
+            visit.success_ns = change.at_ns
+            self._leave(self._decoding.join(visit, now_ns), now_ns)
+            return
+        self.failures[visit.room.index] = self._worker.cause(self.receives[visit.room.number].error)
+        self._over(visit, now_ns)
+
+    def _leave(self, decoded: list[Visit], now_ns: int) -> None:
+        for visit in decoded:
+            self.rows.append(visit.row())
+            self._over(visit, now_ns)
+
+    def _over(self, visit: Visit, now_ns: int) -> None:
+        del self._visits[visit.room.number]
+        self._arrivals.over(visit.room, now_ns)

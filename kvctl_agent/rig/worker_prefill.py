@@ -1,71 +1,122 @@
-"""The prefill side: pretends to compute, and hands pages over as an engine's scheduler would."""
+"""The prefill side: computes one room after the other, each when the decode side waits for it."""
 
 from __future__ import annotations
-
-import time
 
 from kvctl_agent.contract.rig import Prepare, Room, Run, Verify, VerifyReport
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
-from kvctl_agent.layout.chunks import chunk_pages
-from kvctl_agent.rig.worker import Worker
+from kvctl_agent.layout.holding import held
+from kvctl_agent.rig.compute import Compute
+from kvctl_agent.rig.content import own_side
+from kvctl_agent.rig.forward import Computed, Forward
+from kvctl_agent.rig.geometry import model_shape
+from kvctl_agent.rig.worker import Change, Outcome, Worker
 from kvctl_agent.runtime.handles import Send
+
+_PLAIN = "off"
 
 
 class PrefillWorker(Worker):
-    """Creates every room of the lot up front and forwards each as soon as the decode side waits for it."""
+    """Creates every room of the lot up front."""
+
+    _pipeline = _PLAIN
+
+    def bootstraps(self) -> tuple[str, ...]:
+        return (self.start.bootstraps[self.start.instance],)
 
     def owns(self, room: Room) -> bool:
-        return room.number % self.start.prefill.dp == self.at.dp
+        return room.instance == self.start.instance and room.number % own_side(self.start).dp == self.at.dp
 
     def prepare(self, command: Prepare) -> None:
         super().prepare(command)
+        self._pipeline = command.pipeline
+        self.agent.set_pipeline(command.pipeline)
         self.content.fill(command.lot)
 
-    def drive(self, command: Run, deadline_ns: int) -> tuple[list[list[int]], dict[int, str]]:
-        failures: dict[int, str] = {}
-        forwards: dict[int, tuple[int, int]] = {}
-        rows: list[list[int]] = []
-        sends = {number: self.agent.send(number) for number in self.content.rooms}
-        for send in sends.values():
-            send.prefetch()  # a forward takes no time here, so it is about to start whenever the room opens
-        pending = set(sends)
-        while pending:
-            change = self.next_change(deadline_ns)
-            if change is None:
-                break
-            number = change.handle.room
-            if number not in pending:
-                continue
-            room, send = self.content.rooms[number], sends[number]
-            if change.state is RoomState.WAITING_FOR_INPUT:
-                try:
-                    forwards[number] = self._forward(room, send)
-                except KvctlError as error:
-                    send.abort(str(error))
-            elif change.state.finished:
-                pending.remove(number)
-                if change.state is RoomState.SUCCESS:
-                    rows.append([room.index, *forwards[number], change.at_ns])
-                else:
-                    failures[room.index] = self.cause(send.error)
-        for number in pending:
-            state = sends[number].state.label
-            failures[self.content.rooms[number].index] = f"still {state} on {self.start.name} at the run's deadline"
-            sends[number].abort("the bench's run is over")
-        self.settle(sends.values())
-        return rows, failures
+    def drive(self, command: Run, deadline_ns: int) -> Outcome:
+        compute = self._compute(round(command.layer_ms * 1e6))
+        # A forward that takes no time is about to start whenever its room opens.
+        at_once = not compute.layer_ns and self._pipeline == _PLAIN
+        run = _Run(self, Forward(self.agent, self.content, compute, deadline_ns), at_once)
+        run.until_done(deadline_ns)
+        run.give_up()
+        self.settle(run.sends.values())
+        return Outcome(run.rows, run.failures, [])
 
     def verify(self, command: Verify) -> VerifyReport:
         return VerifyReport(rooms=0, bytes=0, mismatches=[], bad_rooms=[])
 
-    def _forward(self, room: Room, send: Send) -> tuple[int, int]:
-        """Hand over one room, chunk by chunk; (forward start, forward done: the last page is computed)."""
-        started_ns = done_ns = time.monotonic_ns()
-        pages = self.content.pages[room.number]
-        step = chunk_pages(int(self.start.config["chunk_tokens"]), self.start.page_size)
-        for first in range(0, len(pages), step):
-            done_ns = time.monotonic_ns()
-            send.pages(pages[first : first + step], last=first + step >= len(pages))
-        send.finish(room.slot)
-        return started_ns, done_ns
+    def _compute(self, layer_ns: int) -> Compute:
+        side, shape = own_side(self.start), model_shape(self.start.shape, self.start.page_size)
+        stages = [held(shape, self.start.page_size, side, self.at._replace(pp=stage)) for stage in range(side.pp)]
+        layers = [sum(each.num_layers for each in stage if not each.segment.state) for stage in stages]
+        return Compute(layers, self.at.pp, layer_ns)
+
+
+class _Run:
+    """One run of a prefill rank.
+
+    Attributes:
+        rows: of `RunReport.rooms`.
+        failures: causes, by index.
+        sends: every room, by number.
+    """
+
+    def __init__(self, worker: PrefillWorker, forward: Forward, prefetch: bool) -> None:
+        """`prefetch`: ask for staging of all rooms now."""
+        self._worker = worker
+        self._forward = forward
+        self._prefetched = prefetch
+        self._rooms = worker.content.rooms
+        self._asked_ns: dict[int, int] = {}  # rooms that wait for their forward, since when
+        self._computed: dict[int, Computed] = {}
+        self.rows: list[list[int]] = []
+        self.failures: dict[int, str] = {}
+        self.sends: dict[int, Send] = {number: worker.agent.send(number) for number in self._rooms}
+        self._pending = set(self.sends)
+        if prefetch:
+            for send in self.sends.values():
+                send.prefetch()
+
+    def until_done(self, deadline_ns: int) -> None:
+        """Run until every room is sent or has failed, or until the deadline."""
+        while self._pending:
+            # All news first: what waits is chosen from by its order, not by when this rank heard of it, so that the
+            # tp ranks of an instance, which do not talk, mostly compute the same room.
+            change = self._worker.next_change(0 if self._asked_ns else deadline_ns)
+            if change is not None:
+                self._changed(change)
+            elif self._asked_ns:
+                self._compute(min(self._asked_ns, key=lambda number: self._rooms[number].index))
+            else:
+                break
+
+    def give_up(self) -> None:
+        """Whatever is not over now has failed."""
+        for number in self._pending:
+            send, name = self.sends[number], self._worker.start.name
+            self.failures[self._rooms[number].index] = f"still {send.state.label} on {name} at the run's deadline"
+            send.abort("the bench's run is over")
+
+    def _compute(self, number: int) -> None:
+        room, send, asked_ns = self._rooms[number], self.sends[number], self._asked_ns.pop(number)
+        try:
+            self._computed[number] = self._forward.run(room, send, asked_ns, self._prefetched)
+        except KvctlError as error:
+            send.abort(str(error))
+
+    def _changed(self, change: Change) -> None:
+        number = change.handle.room
+        if number not in self._pending:
+            return
+        if change.state is RoomState.WAITING_FOR_INPUT:
+            self._asked_ns[number] = change.at_ns
+        elif change.state.finished:
+            self._pending.remove(number)
+            self._asked_ns.pop(number, None)
+            index = self._rooms[number].index
+            if change.state is RoomState.SUCCESS:
+                started_ns, done_ns, compute_ns = self._computed[number]
+                self.rows.append([index, started_ns, done_ns, change.at_ns, compute_ns])
+            else:
+                self.failures[index] = self._worker.cause(self.sends[number].error)

@@ -7,8 +7,9 @@ same rooms.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from kvctl_agent.contract.rig import Tokens
 
@@ -41,6 +42,13 @@ def draw_tokens(tokens: Tokens, rooms: int, seed: int) -> list[int]:
         return [tokens.values[index % len(tokens.values)] for index in range(rooms)]
     source = random.Random(seed)
     return [source.randint(tokens.low, tokens.high) for _ in range(rooms)]
+
+
+def draw_arrivals(rate: float, rooms: int, seed: int) -> list[float]:
+    """When each room arrives, in milliseconds from the first: a Poisson process of `rate` a second."""
+    source = random.Random(f"arrivals {seed}")
+    gaps = [source.expovariate(rate) * 1e3 for _ in range(rooms - 1)]
+    return list(accumulate(gaps, initial=0.0))
 
 
 def mean_tokens(tokens: Tokens) -> float:
@@ -103,21 +111,55 @@ def cut(rooms: int, lot_rooms: int) -> list[tuple[int, int]]:
     return [(first, min(first + lot_rooms, rooms)) for first in range(0, rooms, lot_rooms)]
 
 
-def pool_pages(
-    pages: Sequence[int], lots: Sequence[tuple[int, int]], groups: int, group_of: Callable[[int], int]
+def cut_to_fit(nbytes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:
+    """Lots as [first, end) of rooms of these sizes, none over `most_bytes` unless a single room is."""
+    lots = []
+    first = held = 0
+    for index, size in enumerate(nbytes):
+        if held + size > most_bytes and index > first:
+            lots.append((first, index))
+            first, held = index, 0
+        held += size
+    return [*lots, (first, len(nbytes))]
+
+
+def prefill_instance(position: int, groups: int, instances: int, decode_dp: int) -> int:
+    """Prefill instance of the room at a position of its lot, in turns.
+
+    Within an instance the position decides the dp group, so a turn lasts until each of its `groups` has had a room.
+    Shifted by one now and then, so that every instance meets every decode group.
+    """
+    turn = position // groups
+    return (turn + turn // (instances * decode_dp)) % instances
+
+
+def group_windows(in_flight: int, groups: Sequence[int], sessions: Sequence[int], decode_dp: int) -> list[int]:
+    """Most rooms in flight of each decode dp group, where requests say themselves when and where they run.
+
+    All ranks of a group must open the same rooms in the same order. Turns of sessions become ready in an order of each
+    rank's own, so there none may have to wait for another: the window is at least the number of the group's sessions.
+    """
+    here = [len({each for each, at in zip(sessions, groups, strict=True) if at == group}) for group in range(decode_dp)]
+    alone = max(sessions, default=-1) < 0
+    return [in_flight if alone else max(in_flight, count) for count in here]
+
+
+def most_held(
+    counts: Sequence[int], lots: Sequence[tuple[int, int]], group_of: Sequence[int], groups: int
 ) -> list[int]:
-    """Pages that a rank of each dp group needs for its largest lot, page 0 (never used) included.
+    """Pages (or items) that a rank of each dp group needs for its largest lot, number 0 (never used) included.
 
     Args:
-        pages: pages of every room of the load.
+        counts: those of every room of the load.
         lots: as from `cut`.
+        group_of: dp group of every room; -1: none of these ranks has to do with it.
         groups: dp groups of the side.
-        group_of: the group of a position in a lot.
     """
     most = [0] * groups
     for first, end in lots:
         held = [0] * groups
-        for position, count in enumerate(pages[first:end]):
-            held[group_of(position)] += count
+        for index in range(first, end):
+            if group_of[index] >= 0:
+                held[group_of[index]] += counts[index]
         most = [max(pair) for pair in zip(most, held, strict=True)]
     return [count + 1 for count in most]

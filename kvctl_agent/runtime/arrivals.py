@@ -127,10 +127,11 @@ class ArrivalLoop:
             self._telemetry.recorder.record("scatter", f"{order.key}: {error}", "error", order.room)
 
     def _scatter(self, order: Scatter) -> None:
-        share, pool, key = order.share, self._pool, order.key
-        layout = pool.part_layout(key.lo, key.hi - key.lo, len(order.pages), share.heads)
+        share, key = order.share, order.key
+        memory = self._pool.segments[share.segment]
+        layout = memory.part_layout(key.lo, key.hi, len(order.pages), share.heads)
         assert self._ring is not None
-        rows = RowIndex(pool, order.pages, share.dst_head, share.heads)
+        rows = RowIndex(memory, order.pages, share.dst_head, share.heads)
         region = self._ring.view(order.offset, layout.region_bytes)
         self._crew.run([partial(scatter_piece, piece, rows, region[piece.offset :]) for piece in layout.pieces()])
         self._report(Scattered(order.serial, time.monotonic_ns()))

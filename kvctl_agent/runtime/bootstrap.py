@@ -6,6 +6,8 @@ Both ends run in their control loops: no thread of their own, no blocking call.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Set
+from typing import Any
 
 import zmq
 
@@ -59,10 +61,6 @@ class RegistryClient:
     def complete(self) -> bool:
         return bool(self.roster.size) and not self.roster.missing and not self.roster.refused
 
-    def hurry(self) -> None:
-        """Ask again at once: a peer was lost and may be back elsewhere."""
-        self.due_ns = 0
-
     def turn(self, now_ns: int) -> bool:
         """Read answers and ask when it is time; True when the roster has changed."""
         changed = False
@@ -83,3 +81,50 @@ class RegistryClient:
 
     def close(self) -> None:
         self.socket.close(0)
+
+
+class Registries:
+    """The registries that one agent asks: its own instance's, or those of every prefill instance it serves.
+
+    Attributes:
+        changes: grows whenever `sockets` gives others than before.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str, request: roster.Request) -> None:
+        self._context = context
+        self._name = name
+        self._request = request
+        self._clients: dict[str, RegistryClient] = {}
+        self.changes = 0
+
+    def ask(self, endpoint: str) -> None:
+        """Ask this one too, from now on; again changes nothing."""
+        if endpoint not in self._clients:
+            self._clients[endpoint] = RegistryClient(self._context, endpoint, self._name, self._request)
+            self.changes += 1
+
+    def roster(self, endpoint: str) -> roster.Roster:
+        """What a registry that is asked has said so far."""
+        return self._clients[endpoint].roster
+
+    def complete(self, endpoint: str) -> bool:
+        """Whether all ranks of its instance are there."""
+        return self._clients[endpoint].complete
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [client.socket for client in self._clients.values()]
+
+    def hurry(self) -> None:
+        """Ask all of them again at once: a peer was lost and may be back elsewhere."""
+        for client in self._clients.values():
+            client.due_ns = 0
+
+    def turn(self, ready: Set[Any], now_ns: int) -> Iterator[str]:
+        """Read answers and ask where it is time; the endpoints whose roster has changed."""
+        for endpoint, client in list(self._clients.items()):
+            if (client.socket in ready or now_ns >= client.due_ns) and client.turn(now_ns):
+                yield endpoint
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()

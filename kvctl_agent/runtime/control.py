@@ -17,7 +17,7 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import PeerState
-from kvctl_agent.runtime.bootstrap import RegistryClient, RegistryServer
+from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.liveness import is_dead
 from kvctl_agent.runtime.mailbox import Mailbox
@@ -42,6 +42,9 @@ class Hands(Protocol):
 
     def released(self, room: int) -> None: ...
 
+    def overlapped(self, action: ev.Overlapped) -> None:
+        """A pipelined room is sent."""
+
     def refused(self, room: int, text: str) -> None:
         """The machine does not take this room of our engine."""
 
@@ -62,7 +65,7 @@ class ControlLoop:
         hands: Hands,
         links: Links,
         mailbox: Mailbox,
-        client: RegistryClient,
+        registries: Registries,
         server: RegistryServer | None,
         telemetry: Telemetry,
         host: str,
@@ -71,7 +74,7 @@ class ControlLoop:
         self._hands = hands
         self._links = links
         self._mailbox = mailbox
-        self._client = client
+        self._registries = registries
         self._server = server
         self._telemetry = telemetry
         self._host = host
@@ -79,7 +82,7 @@ class ControlLoop:
         self._tick_ns = 0
         self._liveness_ns = 0
         self._poller = zmq.Poller()
-        self._polled = -1
+        self._polled = (-1, -1)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._table: dict[type, Callable[[Any], None]] = {
             ev.Send: lambda action: links.queue(action.peer, action.message),
@@ -87,8 +90,10 @@ class ControlLoop:
             ev.Scatter: hands.move,
             ev.StateChanged: hands.state_changed,
             ev.Released: lambda action: hands.released(action.room),
+            ev.Overlapped: hands.overlapped,
             ev.ConnectPeer: self._connect_peer,
             ev.DropPeer: self._drop_peer,
+            ev.FindInstance: self._find_instance,
         }
 
     def start(self) -> None:
@@ -116,17 +121,18 @@ class ControlLoop:
 
     def _release(self) -> None:
         self._links.close()
-        self._client.close()
+        self._registries.close()
         if self._server is not None:
             self._server.close()
 
     def _poll(self) -> Set[Any]:
         """Wait for something to happen; returns the sockets that have something to read."""
-        if self._links.changes != self._polled:
-            self._polled = self._links.changes
+        changes = self._links.changes, self._registries.changes
+        if changes != self._polled:
+            self._polled = changes
             for socket, _ in self._poller.sockets[:]:
                 self._poller.unregister(socket)
-            own = [self._client.socket, *([self._server.socket] if self._server is not None else [])]
+            own = [*self._registries.sockets(), *([self._server.socket] if self._server is not None else [])]
             for socket in (self._mailbox, *own, *self._links.sockets()):
                 self._poller.register(socket, zmq.POLLIN)
         due = min(self._tick_ns, self._links.due_ns or self._tick_ns)
@@ -146,8 +152,8 @@ class ControlLoop:
         now = time.monotonic_ns()
         if self._server is not None and self._server.socket in ready:
             self._server.turn()
-        if (self._client.socket in ready or now >= self._client.due_ns) and self._client.turn(now):
-            self._roster_changed()
+        for instance in self._registries.turn(ready, now):
+            self._roster_changed(instance)
         if now >= self._tick_ns:
             self._tick_ns = now + _TICK_NS
             self._check_liveness(now)
@@ -186,14 +192,20 @@ class ControlLoop:
         """A bug, ours or one of the engine's callback, must cost one event or action, not all rooms of this rank."""
         self._telemetry.recorder.record("control", f"{type(error).__name__}: {error}", "error")
 
-    def _roster_changed(self) -> None:
-        roster = self._client.roster
+    def _find_instance(self, action: ev.FindInstance) -> None:
+        self._registries.ask(action.instance)
+        if self._registries.complete(action.instance):
+            self._roster_changed(action.instance)
+
+    def _roster_changed(self, instance: str) -> None:
+        roster = self._registries.roster(instance)
         if roster.refused:
             self._telemetry.recorder.record("bootstrap", f"the registry refuses us: {roster.refused}", "error")
-        if self._client.complete and self._machine.local.role == "decode":
+        if self._registries.complete(instance) and self._machine.local.role == "decode":
+            self._feed(ev.RosterKnown(instance, tuple(rank.name for rank in roster.ranks)))
             for rank in roster.ranks:
-                self._links.connect(rank.name, rank.endpoint)
-            self._feed(ev.RosterKnown(tuple(rank.name for rank in roster.ranks)))
+                if rank.name in self._machine.roster(instance):
+                    self._links.connect(rank.name, rank.endpoint)
 
     def _check_liveness(self, now_ns: int) -> None:
         """A silent peer on this host may be provably gone; then nobody needs to wait for its silence to grow."""
@@ -206,7 +218,6 @@ class ControlLoop:
                 continue
             if is_dead(who.pid):
                 self._feed(ev.PeerDead(peer.name, peer.incarnation, f"process {who.pid} has ended"))
-                self._client.hurry()
 
     def _connect_peer(self, action: ev.ConnectPeer) -> None:
         try:
@@ -218,3 +229,4 @@ class ControlLoop:
 
     def _drop_peer(self, action: ev.DropPeer) -> None:
         self._hands.drop_peer(action.peer)
+        self._registries.hurry()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,13 +56,57 @@ class Handle:
             self._changed.notify_all()
 
 
+class Bounds(NamedTuple):
+    """What a rank's pool and stage allow in an engine's calls; every method raises LocalProtocolError beyond it."""
+
+    num_pages: int
+    aux_slots: int
+    layers: range
+    state_slots: tuple[int, ...]  # of each state component, in the model's order
+
+    def pages(self, room: int, indices: Any) -> ev.Pages:
+        """Page numbers of this rank's pool."""
+        pages = page_array(indices)
+        if len(pages) and int(pages.max()) >= self.num_pages:
+            raise LocalProtocolError(f"room {room}: page {pages.max()} is outside the pool of {self.num_pages}")
+        return pages
+
+    def aux(self, room: int, index: int | None) -> int:
+        """An aux row's number, -1 for none."""
+        if index is None:
+            return -1
+        if not 0 <= index < self.aux_slots:
+            raise LocalProtocolError(f"room {room}: aux row {index} is outside the pool's {self.aux_slots}")
+        return index
+
+    def states(self, room: int, indices: Sequence[Any]) -> tuple[ev.Pages, ...]:
+        """Item numbers of each state component; none of one that this rank's pipeline stage has no layers of."""
+        if len(indices) > len(self.state_slots):
+            raise LocalProtocolError(
+                f"room {room}: {len(indices)} lists of state items, the model has {len(self.state_slots)} components"
+            )
+        arrays = tuple(map(page_array, indices))
+        for items, slots in zip(arrays, self.state_slots, strict=False):
+            if len(items) and slots and int(items.max()) >= slots:
+                raise LocalProtocolError(f"room {room}: state item {items.max()} is outside the pool's {slots}")
+        return tuple(items if slots else items[:0] for items, slots in zip(arrays, self.state_slots, strict=False))
+
+    def group(self, room: int, layers: range) -> tuple[int, int]:
+        """A layer group of this rank as [lo, hi)."""
+        own = self.layers
+        if layers.step != 1 or not own.start <= layers.start < layers.stop <= own.stop:
+            raise LocalProtocolError(
+                f"room {room}: {layers} is no group of this rank's layers {own.start} to {own.stop - 1}"
+            )
+        return layers.start, layers.stop
+
+
 class Send(Handle):
     """A room on a prefill rank. Calls come from the engine's scheduler thread; none blocks or synchronises."""
 
-    def __init__(self, room: int, post: Callable[[ev.Event], None], num_pages: int, aux_slots: int) -> None:
+    def __init__(self, room: int, post: Callable[[ev.Event], None], bounds: Bounds) -> None:
         super().__init__(room, post)
-        self._num_pages = num_pages
-        self._aux_slots = aux_slots
+        self._bounds = bounds
         self._last = False
         self._finished = False
 
@@ -71,12 +115,21 @@ class Send(Handle):
         """The prefill may release the room's pages."""
         return self.released
 
-    def prefetch(self) -> None:
-        """The forward is about to start: ask for staging now, so that grants are there when data is."""
-        self._post(ev.Prefetch(self.room))
+    def prefetch(self, groups: Iterable[range] = ()) -> None:
+        """The forward is about to start: ask for staging now, so that grants are there when data is.
+
+        Args:
+            groups: the layer groups that `layers` will be called with, as `Agent.layer_groups` gave them; none where
+                `pages` will be called. A cell of the grid is cut into parts once, so what is said first holds.
+
+        Raises:
+            LocalProtocolError: a group that is not consecutive layers of this rank.
+        """
+        cut = tuple(self._bounds.group(self.room, group) for group in groups)
+        self._post(ev.Prefetch(self.room, cut, time.monotonic_ns()))
 
     def pages(self, indices: Any, last: bool = False) -> None:
-        """The next pages of the prompt are computed.
+        """The next pages of the prompt are computed, in all layers of this rank.
 
         Args:
             indices: page numbers in this rank's pool (sequence, array or CPU tensor of integers), in prompt order from
@@ -88,24 +141,43 @@ class Send(Handle):
         """
         if self._last:
             raise LocalProtocolError(f"room {self.room}: pages after the last ones")
-        pages = page_array(indices)
-        if len(pages) and int(pages.max()) >= self._num_pages:
-            raise LocalProtocolError(f"room {self.room}: page {pages.max()} is outside the pool of {self._num_pages}")
+        pages = self._bounds.pages(self.room, indices)
         self._last = last
         self._post(ev.SendPages(self.room, pages, last, time.monotonic_ns()))
 
-    def finish(self, aux_index: int | None = None) -> None:
-        """Nothing follows but the aux row `aux_index`; also ends a room whose last chunk is empty.
+    def layers(self, layers: range, indices: Any, last: bool = False) -> None:
+        """The next pages of the prompt are computed in one layer group; the others follow with the same pages.
+
+        Args:
+            layers: consecutive layers of this rank, by their global ids.
+            indices: as for `pages`.
+            last: no more pages follow; say so with every group of the last chunk.
 
         Raises:
-            LocalProtocolError: called twice, or the aux row is outside the pool.
+            LocalProtocolError: layers that are not this rank's, the room is finished, or as `pages`.
+        """
+        if self._finished or self._last:
+            raise LocalProtocolError(f"room {self.room}: layers after the last ones")
+        group = self._bounds.group(self.room, layers)
+        pages = self._bounds.pages(self.room, indices)
+        self._post(ev.SendPages(self.room, pages, last, time.monotonic_ns(), group))
+
+    def finish(self, aux_index: int | None = None, state_indices: Sequence[Any] = ()) -> None:
+        """Nothing follows but the aux row `aux_index` and the state; also ends a room whose last chunk is empty.
+
+        Args:
+            aux_index: row of this rank's aux tensor.
+            state_indices: for each state component, in the model's order, the items of this room in this rank's pool.
+
+        Raises:
+            LocalProtocolError: called twice, or the aux row or an item is outside the pool.
         """
         if self._finished:
             raise LocalProtocolError(f"room {self.room} was finished already")
-        if aux_index is not None and not 0 <= aux_index < self._aux_slots:
-            raise LocalProtocolError(f"room {self.room}: aux row {aux_index} is outside the pool's {self._aux_slots}")
+        aux = self._bounds.aux(self.room, aux_index)
+        states = self._bounds.states(self.room, state_indices)
         self._last = self._finished = True
-        self._post(ev.Finish(self.room, -1 if aux_index is None else aux_index, time.monotonic_ns()))
+        self._post(ev.Finish(self.room, aux, time.monotonic_ns(), states))
 
 
 class Receive(Handle):

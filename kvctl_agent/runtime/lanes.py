@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 
 from kvctl_agent.errors import DeadlineExceeded, KvctlError, LocalProtocolError
+from kvctl_agent.layout.holding import Held
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.buffers import StagingBuffers
 from kvctl_agent.memory.pool import KVPool
@@ -52,9 +53,9 @@ class Lanes:
         self._recorder = recorder
         self._calibrating = False
 
-    def connect(self, peer: str, who: Introduction, worker: TransferWorker | None) -> None:
-        """Make `peer` writable; raises KvctlError where it cannot be."""
-        theirs = PoolAddresses.from_wire(who.pool)
+    def connect(self, peer: str, who: Introduction, held: tuple[Held, ...], worker: TransferWorker | None) -> None:
+        """Make `peer`, which holds `held` of the model, writable; raises KvctlError where it cannot be."""
+        theirs = PoolAddresses.from_wire(who.pool, held)
         self._transport.connect(peer, who.metadata)
         self._scratch[peer] = Region(who.scratch_base, who.scratch_bytes)
         self.by_peer[peer] = Lane(peer, self._transport, self._pool, theirs, who.ring_base)

@@ -31,11 +31,15 @@ class Telemetry:
         """A room has ended: count it, and move its record to the finished ones."""
         record.finish(now_ns)
         self.metrics.add("kvctl_rooms_finished_total", 1, record.state_now.label)
-        latency = record.latency_ns
+        latency, overlap = record.latency_ns, record.overlap(now_ns)
         if latency is not None:
             self.latencies.add(latency)
             self.metrics.observe("kvctl_room_seconds", latency / 1e9)
             self.rate.room(now_ns)
+            if overlap is not None:
+                hidden, exposed = overlap
+                self.metrics.observe("kvctl_transfer_hidden_seconds", hidden / 1e9)
+                self.metrics.observe("kvctl_transfer_exposed_seconds", exposed / 1e9)
         self.rooms.close(record)
 
     def part(
@@ -48,7 +52,13 @@ class Telemetry:
         moments: Mapping[str, int],
         forward_done_ns: int | None = None,
     ) -> None:
-        """A part is through this rank: its stages, its bytes, its place on the room's timeline."""
+        """A part is through this rank: its stages, its bytes, its place on the room's timeline.
+
+        Args:
+            key: writer, chunk and layers [lo, hi).
+            moments: stage name to the monotonic ns at which it ended, in the order of the stages.
+            forward_done_ns: prefill: when the forward was done, or now while it still runs.
+        """
         record.part(path, nbytes)
         last = 0
         for stage, at in moments.items():
@@ -58,8 +68,13 @@ class Telemetry:
             else:
                 record.event(stage, at, *key, peer, path=path, nbytes=nbytes)
             last = at
-        self.stages.add(key[2], path, nbytes, moments, forward_done_ns)
+        first_ready: int | None = None
+        if (ready := moments.get("ready")) is not None:
+            first_ready = record.chunks_ready[key[1]] = min(ready, record.chunks_ready.get(key[1], ready))
+        self.stages.add(key[2], path, nbytes, moments, forward_done_ns, first_ready)
         self.metrics.add("kvctl_parts_total", 1, path)
         self.metrics.add("kvctl_part_bytes_total", nbytes, path)
         first = min(moments.values())
+        if forward_done_ns is not None:
+            record.moved.add(first, last)
         self.rate.add(first, last, nbytes)

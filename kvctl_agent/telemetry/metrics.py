@@ -110,14 +110,19 @@ class Metrics:
 
     def total(self, name: str, *labels: str) -> float:
         """Value of a counter: of one label set, or over all of them when no label is given."""
+        totals = self.totals(name)
+        if labels:
+            self._check("counter", name, labels)
+            return totals.get(labels, 0)
+        return sum(totals.values())
+
+    def totals(self, name: str) -> dict[tuple[str, ...], float]:
+        """Values of a counter by label set; only those that were counted."""
         declared = self._declared[name]
         if declared.kind != "counter":
             raise ValueError(f"{name} is a {declared.kind}, not a counter")
         counters = self._sum().counters
-        if labels:
-            self._check("counter", name, labels)
-            return counters.get((name, labels), 0)
-        return sum(value for (counter, _), value in counters.items() if counter == name)
+        return {labels: value for (counter, labels), value in counters.items() if counter == name}
 
     def snapshot(self) -> list[MetricFamily]:
         """Every declared family, in the order of declaration; clears nothing.

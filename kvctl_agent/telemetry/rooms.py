@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kvctl_agent.contract.snapshots import Failure, Role, RoomDetail, RoomRow, TimelineEvent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.spans import Spans
 
 
 class Event(NamedTuple):
@@ -45,18 +46,24 @@ class RoomRecord:
         parked: parts that wait for a grant or the watermark right now.
         peers: agent names on the other side.
         first_ready_at: monotonic moment of the first `ready`, where a prefill rank's latency begins.
+        forward_begun_at, forward_done_at: monotonic moments between which a prefill rank computed the room; None where
+            the engine did not say.
     """
 
     __slots__ = (
         "_event_limit",
         "_events",
         "bytes",
+        "chunks_ready",
         "events_dropped",
         "failure",
         "finished_at",
         "first_ready_at",
+        "forward_begun_at",
+        "forward_done_at",
         "key",
         "landed",
+        "moved",
         "nonce",
         "opened_at",
         "pages",
@@ -82,6 +89,8 @@ class RoomRecord:
         self.state_now = RoomState.BOOTSTRAPPING
         self.state_at = opened_at
         self.first_ready_at: int | None = None
+        self.forward_begun_at: int | None = None
+        self.forward_done_at: int | None = None
         self.failure: Failure | None = None
         self.peers: list[str] = []
         self.planned = 0
@@ -94,6 +103,8 @@ class RoomRecord:
         self.parts = 0
         self.paths: dict[str, int] = {}
         self.parked = 0
+        self.chunks_ready: dict[int, int] = {}
+        self.moved = Spans()
         self._events: list[_BareEvent] = []
         self.events_dropped = 0
         self._event_limit = event_limit
@@ -139,6 +150,15 @@ class RoomRecord:
         """The room ended at monotonic `at`; its ages stop growing."""
         if self.finished_at is None:
             self.finished_at = at
+
+    def overlap(self, now: int) -> tuple[int, int] | None:
+        """How long parts were on their way (hidden, exposed): before and after the end of the forward.
+
+        A forward that still runs hides whatever has been sent. None where no part was sent, and on decode ranks.
+        """
+        if not self.moved:
+            return None
+        return self.moved.split(now if self.forward_done_at is None else self.forward_done_at)
 
     @property
     def events(self) -> list[Event]:
@@ -249,8 +269,9 @@ class RoomBook:
 
     def row(self, record: RoomRecord) -> RoomRow:
         """The row of one record as of now."""
-        finished_at = record.finished_at
+        finished_at, done_at = record.finished_at, record.forward_done_at
         until = finished_at if finished_at is not None else self._clock.now_ns()
+        hidden, exposed = record.overlap(until) or (None, None)
         return {
             "room": str(record.room),
             "nonce": str(record.nonce),
@@ -275,6 +296,9 @@ class RoomBook:
             "paths": record.paths.copy(),
             "parked": record.parked,
             "latency_ns": record.latency_ns,
+            "forward_done_at_ns": None if done_at is None else self._clock.wall_ns(done_at),
+            "hidden_ns": hidden,
+            "exposed_ns": exposed,
             "failure": record.failure,
         }
 

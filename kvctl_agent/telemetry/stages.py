@@ -1,7 +1,8 @@
 """Where the time of a part goes, per layer group and path: the data behind `kvctl layers`.
 
 A stage's duration is the distance from the end of the stage before it *that this rank saw*: a part that was never
-gated has no gate time, and a writer knows nothing of arrival.
+gated has no gate time, and a writer knows nothing of arrival. `ready` counts from where the chunk's first layer group
+was ready: how much later the compute of this one ended.
 """
 
 from __future__ import annotations
@@ -32,24 +33,26 @@ class _Group:
         self.exposed_ns = 0
         self.overlapped_ns = 0
 
-    def add(self, nbytes: int, moments: Mapping[str, int], forward_done_ns: int | None) -> None:
+    def add(
+        self, nbytes: int, moments: Mapping[str, int], forward_done_ns: int | None, first_ready_ns: int | None
+    ) -> None:
         self.parts += 1
         self.bytes += nbytes
         first: int | None = None
-        last = 0
+        last = first_ready_ns
         for stage in STAGES:
             at = moments.get(stage)
             if at is None:
                 continue
             if first is None:
                 first = at
-            else:
+            if last is not None:
                 digest = self.digests.get(stage)
                 if digest is None:
                     digest = self.digests[stage] = Digest()
                 digest.add(at - last)
             last = at
-        if forward_done_ns is not None and first is not None:
+        if forward_done_ns is not None and first is not None and last is not None:
             self.compared += 1
             self.exposed_ns += max(0, last - max(first, forward_done_ns))
             self.overlapped_ns += max(0, min(last, forward_done_ns) - first)
@@ -91,6 +94,7 @@ class StageTimes:
         nbytes: int,
         moments: Mapping[str, int],
         forward_done_ns: int | None = None,
+        first_ready_ns: int | None = None,
     ) -> None:
         """Counts one part.
 
@@ -100,6 +104,7 @@ class StageTimes:
             nbytes: KV bytes of the part.
             moments: stage name to the monotonic ns at which it *ended*; stages not seen are absent.
             forward_done_ns: when the compute that the part ran beside was done, where that is known.
+            first_ready_ns: when the first layer group of its chunk was ready, where that is known.
         """
         with self._writers:
             group = self._groups.get((layers, path))
@@ -108,7 +113,7 @@ class StageTimes:
                     self.dropped += 1
                     return
                 group = self._groups[layers, path] = _Group()
-            group.add(nbytes, moments, forward_done_ns)
+            group.add(nbytes, moments, forward_done_ns, first_ready_ns)
 
     def rows(self) -> list[LayerRow]:
         """One row per (layer group, path), by first layer."""
@@ -116,9 +121,7 @@ class StageTimes:
         return [groups[key].row(self._agent, *key) for key in sorted(groups)]
 
 
-def room_rows(
-    records: list[RoomRecord], clock: Clock, agent_name: str, forward_done_ns: int | None = None
-) -> list[LayerRow]:
+def room_rows(records: list[RoomRecord], clock: Clock, agent_name: str) -> list[LayerRow]:
     """Stage times of one room, read from the timelines of its records, with the moments of each part.
 
     A part that is still under way shows the moments it has; its path is "" until an event named it. Moments are
@@ -126,7 +129,9 @@ def room_rows(
     """
     parts: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], dict[str, int]] = {}
     moved: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], tuple[str, int]] = {}
+    done: dict[int, int | None] = {}
     for record in records:
+        done[record.nonce] = _forward_done(record, clock)
         for event in record.events:
             if event.layers is None or event.stage not in STAGES:
                 continue
@@ -134,11 +139,15 @@ def room_rows(
             parts.setdefault(key, {})[event.stage] = event.at_ns
             if event.path:
                 moved[key] = (event.path, event.nbytes or moved.get(key, ("", 0))[1])
+    first_ready: dict[tuple[int, int | None], int] = {}
+    for (nonce, _, chunk, _, _), moments in parts.items():
+        if (ready := moments.get("ready")) is not None:
+            first_ready[nonce, chunk] = min(ready, first_ready.get((nonce, chunk), ready))
     groups: dict[tuple[tuple[int, int], str], tuple[_Group, list[dict[str, int | None]]]] = {}
     for key, moments in parts.items():
         path, nbytes = moved.get(key, ("", 0))
         group, shown = groups.setdefault((key[-1], path), (_Group(), []))
-        group.add(nbytes, moments, forward_done_ns)
+        group.add(nbytes, moments, done[key[0]], first_ready.get((key[0], key[2])))
         shown.append({stage: clock.wall_ns(moments[stage]) if stage in moments else None for stage in STAGES})
     rows: list[LayerRow] = []
     for layers, path in sorted(groups):
@@ -147,6 +156,15 @@ def room_rows(
         row["moments"] = shown
         rows.append(row)
     return rows
+
+
+def _forward_done(record: RoomRecord, clock: Clock) -> int | None:
+    """When a prefill rank's forward was done, now while it still runs; None on decode ranks, which do not know."""
+    if record.sent is None:
+        return None
+    if record.forward_done_at is not None:
+        return record.forward_done_at
+    return clock.now_ns() if record.finished_at is None else record.finished_at
 
 
 def _summary(digest: Digest | None) -> LayerStage:

@@ -110,7 +110,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """`nixl`, `loopback`."""
+        """`nixl`, `mooncake`, `loopback`."""
         ...
 
     def register(self, regions: Sequence[Region]) -> None:

@@ -27,6 +27,11 @@ def prepare_environment() -> dict[str, str]:
         "NIXL_LOG_LEVEL": "WARN",
         # UCX prints its warnings (a peer died) to stdout too.
         "UCX_LOG_FILE": "stderr",
+        # Mooncake says several lines for every connection.
+        "MC_LOG_LEVEL": "ERROR",
+        # A small write that a stopped peer does not acknowledge fails after 30 s by default, and lands all the same
+        # when the peer goes on: then in memory that may have another owner. A day is for ever; deadlines are ours.
+        "MC_TCP_STATUS_TIMEOUT_SEC": "86400",
     }
     if not _has_infiniband():
         # UCX's ib module loads libnl, whose destructor crashes the process after Python is done (exit code 139).

@@ -24,29 +24,14 @@ from typing import Any
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Region, Sizes, check_tag
-from kvctl_agent.transport.loopback_memory import Ranges, allow_siblings, copy, merge
+from kvctl_agent.transport.descriptors import CheckedList, Ranges, pair
+from kvctl_agent.transport.loopback_memory import allow_siblings, copy
 from kvctl_agent.transport.loopback_peer import Peer, pack_metadata
 
 _PATH_MAX_BYTES = 107
 _DATAGRAM_MAX_BYTES = 65536
 _ARRIVALS_MAX = 4096
 _FLUSH_S = 0.5
-
-
-class LoopbackPrepared:
-    """Checked descriptors; `owner` is the incarnation they belong to, None for our own memory."""
-
-    def __init__(self, addrs: Addresses, sizes: Sizes, owner: Peer | None) -> None:
-        self.addrs = addrs
-        self.sizes = sizes
-        self.owner = owner
-        self.count = len(addrs)
-
-    def at(self, index: Indices) -> tuple[Addresses, Sizes]:
-        """Addresses and sizes of the descriptors at `index`."""
-        if len(index) == 0 or not 0 <= int(index.min()) <= int(index.max()) < self.count:
-            raise TransportError(f"loopback: no index, or one outside a prepared list of {self.count}")
-        return self.addrs[index], self.sizes[index]
 
 
 class LoopbackWrite:
@@ -85,7 +70,7 @@ class LoopbackTransport:
         allow_siblings()
         self._closed = False
         self._regions: list[Region] = []
-        self._ranges = Ranges([])
+        self._ranges = Ranges("loopback", [])
         self._peers: dict[str, Peer] = {}
         self._keys: dict[str, str] = {}
         self._ident = secrets.token_hex(8)
@@ -107,7 +92,7 @@ class LoopbackTransport:
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
         self._regions += regions
-        self._ranges = Ranges(self._regions)
+        self._ranges = Ranges("loopback", self._regions)
 
     def metadata(self) -> bytes:
         self._check_open()
@@ -129,15 +114,15 @@ class LoopbackTransport:
             self._keys.pop(known.ident, None)
             known.close()
 
-    def prepare_local(self, addrs: Addresses, sizes: Sizes) -> LoopbackPrepared:
+    def prepare_local(self, addrs: Addresses, sizes: Sizes) -> CheckedList:
         self._check_open()
         self._ranges.check(addrs, sizes, "this agent")
-        return LoopbackPrepared(addrs.copy(), sizes.copy(), None)
+        return CheckedList(addrs, sizes, None)
 
-    def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> LoopbackPrepared:
+    def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> CheckedList:
         known = self._peer(peer)
         known.ranges.check(addrs, sizes, f"peer {peer!r}")
-        return LoopbackPrepared(addrs.copy(), sizes.copy(), known)
+        return CheckedList(addrs, sizes, known)
 
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
@@ -157,15 +142,8 @@ class LoopbackTransport:
         tag: bytes | None,
     ) -> LoopbackWrite:
         known = self._peer(peer)
-        if not isinstance(local, LoopbackPrepared) or local.owner is not None:
-            raise TransportError("loopback: the local list is not one of our own memory")
-        if not isinstance(remote, LoopbackPrepared) or remote.owner is not known:
-            raise TransportError(f"loopback: the remote list does not belong to peer {peer!r} as connected now")
-        local_addrs, sizes = local.at(local_index)
-        remote_addrs, remote_sizes = remote.at(remote_index)
-        if len(sizes) != len(remote_sizes) or bool((sizes != remote_sizes).any()):
-            raise TransportError("loopback: the sizes on the two sides of the write differ")
-        return self._post(known, *merge(local_addrs, remote_addrs, sizes), len(local_index), tag)
+        here, there, sizes = pair("loopback", peer, known, local, local_index, remote, remote_index)
+        return self._post(known, here, there, sizes, len(local_index), tag)
 
     def tell(self, peer: str, tag: bytes) -> None:
         known = self._peer(peer)

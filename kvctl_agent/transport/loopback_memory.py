@@ -1,46 +1,20 @@
-"""Writes bytes from this process into another one of the same host, and knows which addresses are allowed."""
+"""Writes bytes from this process into another one of the same host."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
 
 import numpy as np
 
 from kvctl_agent.errors import PeerDisconnected, TransportError, TransportUnavailable
-from kvctl_agent.transport.base import Addresses, Region, Sizes
+from kvctl_agent.transport.base import Addresses, Sizes
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _IOV_MAX = 1024
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-
-
-class Ranges:
-    """Registered regions, for checking many descriptors at once."""
-
-    def __init__(self, regions: Sequence[Region]) -> None:
-        ordered = np.array(sorted(regions), np.uint64).reshape(-1, 2)
-        self._starts = ordered[:, 0]
-        self._ends = ordered.sum(axis=1, dtype=np.uint64)
-
-    def check(self, addrs: Addresses, sizes: Sizes, whose: str) -> None:
-        """Raises TransportError unless every descriptor lies within one registered region."""
-        if len(addrs) == 0 or len(addrs) != len(sizes):
-            raise TransportError(f"loopback: {len(addrs)} addresses, {len(sizes)} sizes; at least one of each")
-        place = np.searchsorted(self._starts, addrs, side="right").astype(np.int64) - 1
-        inside = place >= 0
-        if bool(inside.all()):
-            ends = self._ends[place]
-            inside = (addrs <= ends) & (sizes <= ends - np.minimum(addrs, ends))
-        if not bool(inside.all()):
-            first = int(np.argmin(inside))
-            raise TransportError(
-                f"loopback: descriptor {first}, {int(sizes[first])} bytes at {int(addrs[first]):#x}, is not in the "
-                f"registered memory of {whose}"
-            )
 
 
 def allow_siblings() -> None:
@@ -92,13 +66,6 @@ def copy(pid: int, peer: str, local: Addresses, remote: Addresses, sizes: Sizes)
             source, target = source[full:], target[full:]
             for rows in (source, target):
                 rows[:1] += np.array([rest, -rest], np.int64).astype(np.uint64)
-
-
-def merge(local: Addresses, remote: Addresses, sizes: Sizes) -> tuple[Addresses, Addresses, Sizes]:
-    """Joins descriptors that follow each other in memory on both sides."""
-    follows = (local[1:] == local[:-1] + sizes[:-1]) & (remote[1:] == remote[:-1] + sizes[:-1])
-    first = np.flatnonzero(np.concatenate(([True], ~follows)))
-    return local[first], remote[first], np.add.reduceat(sizes, first)
 
 
 def _failed(code: int, pid: int, peer: str) -> TransportError:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.transport.base import Region
-from kvctl_agent.transport.loopback_memory import Ranges
+from kvctl_agent.transport.descriptors import Ranges
 
 _OUTBOX_MAX = 65536
 
@@ -45,7 +45,7 @@ class Peer:
             self.ident = str(told["loopback"])
             self.pid = int(told["pid"])
             self._path = Path(told["socket"])
-            self.ranges = Ranges([Region(int(addr), int(nbytes)) for addr, nbytes in told["regions"]])
+            self.ranges = Ranges("loopback", [Region(int(addr), int(nbytes)) for addr, nbytes in told["regions"]])
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise TransportError(f"loopback: the metadata of peer {key!r} is malformed: {error!r}") from error
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)

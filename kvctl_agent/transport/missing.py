@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 from kvctl_agent.errors import TransportUnavailable
 
@@ -14,19 +16,32 @@ _DEBIAN = {
     "libstdc++.so.6": "libstdc++6",
 }
 _LIBRARY = re.compile(r"\blib[\w+.-]*\.so[\w.]*")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
-def unavailable(engine: str, error: ImportError) -> TransportUnavailable:
-    """The error to raise when importing `engine` failed with `error`."""
+def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> TransportUnavailable:
+    """The error to raise when importing `engine` failed with `error`.
+
+    Args:
+        engine: name of the transport.
+        error: its text names the library, if one is missing.
+        others: Debian packages the engine needs besides: the loader names one library at a time.
+    """
     library = _LIBRARY.search(str(error))
     if library is None:
         return TransportUnavailable(
-            f"transport {engine!r} is not installed ({error}): pip install 'kvctl[{engine}]', "
+            f"transport {engine!r} is not installed ({error}): pip install 'kvctl[{_extra(engine)}]', "
             f"or run without an engine: --transport loopback"
         )
     package = _DEBIAN.get(library[0])
-    remedy = f"apt-get install {package}" if package else "install the package that holds it"
+    packages = " ".join(dict.fromkeys([package, *others])) if package else ""
+    remedy = f"apt-get install {packages}" if package else "install the package that holds it"
     return TransportUnavailable(
         f"transport {engine!r} needs the shared library {library[0]}, which this machine lacks ({error}): "
         f"{remedy}, or run without an engine: --transport loopback"
     )
+
+
+def _extra(engine: str) -> str:
+    """Mooncake has a wheel of its own for machines without CUDA."""
+    return "mooncake-cpu" if engine == "mooncake" and not _NVIDIA_DRIVER.exists() else engine

@@ -8,11 +8,11 @@ on from `InFlight.drain_on`, since nothing but a status call sends the tag behin
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport.base import Indices, Sizes
+from kvctl_agent.transport.draining import Draining
 from kvctl_agent.transport.nixl_binding import Engine, translate
 
 _DRAIN_S = 0.5
@@ -83,16 +83,15 @@ class NixlWrite:
         return self._in_flight.drain(self)
 
 
-class InFlight:
+class InFlight(Draining[NixlWrite]):
     """The transfer requests of one agent that the engine still has."""
 
     def __init__(self, engine: Engine) -> None:
+        super().__init__()
         self._engine = engine
         self._agent = engine.agent
         self._done = engine.binding.NIXL_SUCCESS
         self._open: set[NixlWrite] = set()
-        self._draining: list[NixlWrite] = []
-        self._drain_lock = threading.Lock()
 
     def post(self, peer: Peer, handle: int, nbytes: int, descriptors: int) -> NixlWrite:
         """Posts a request; with host memory on one host, the copy happens in here with the GIL released.
@@ -125,21 +124,6 @@ class InFlight:
             write.error = translate(self._engine, error, "a write failed", write.peer.key, write.peer.engine_name)
         self._free(write)
         return True
-
-    def drain(self, write: NixlWrite) -> bool:
-        """As `advance`; from now on also from `drain_on`."""
-        with self._drain_lock:
-            if self.advance(write):
-                return True
-            if write not in self._draining:
-                self._draining.append(write)
-            return False
-
-    def drain_on(self) -> None:
-        """Drives all requests on that were given up."""
-        if self._draining:
-            with self._drain_lock:
-                self._draining = [write for write in self._draining if not self.advance(write)]
 
     def close(self) -> None:
         """Waits a moment for what is in flight, then gives it up."""

@@ -24,7 +24,17 @@ def _loopback(agent_name: str, params: Mapping[str, str]) -> Transport:
     return LoopbackTransport(agent_name, params)
 
 
-TRANSPORTS: dict[str, Callable[[str, Mapping[str, str]], Transport]] = {"nixl": _nixl, "loopback": _loopback}
+def _mooncake(agent_name: str, params: Mapping[str, str]) -> Transport:
+    from kvctl_agent.transport.mooncake import MooncakeTransport
+
+    return MooncakeTransport(agent_name, params)
+
+
+TRANSPORTS: dict[str, Callable[[str, Mapping[str, str]], Transport]] = {
+    "nixl": _nixl,
+    "mooncake": _mooncake,
+    "loopback": _loopback,
+}
 
 
 def open_transport(name: str, agent_name: str, params: Mapping[str, str] | None = None) -> Transport:
@@ -48,3 +58,16 @@ def open_transport(name: str, agent_name: str, params: Mapping[str, str] | None 
     if len(agent_name) > MAX_NAME_CHARACTERS:
         raise ConfigError(f"agent name: {len(agent_name)} characters; allowed: up to {MAX_NAME_CHARACTERS}")
     return TRANSPORTS[name](agent_name, params or {})
+
+
+def parse_params(text: str) -> dict[str, str]:
+    """The engine's own settings as `transport_params` has them: name=value pairs joined by commas.
+
+    Raises:
+        ConfigError: something is no such pair.
+    """
+    pairs = [pair.strip() for pair in text.split(",") if pair.strip()]
+    for pair in pairs:
+        if "=" not in pair:
+            raise ConfigError(f"transport_params: {pair!r} is no name=value pair")
+    return dict(pair.split("=", 1) for pair in pairs)

@@ -31,46 +31,67 @@ def pd() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module", params=["llama", "mla"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def model(pd: ModuleType) -> Any:
-    return pd.build_model()
+def model(pd: ModuleType, name: str) -> Any:
+    return pd.build_model(name)
 
 
-def hand_over(pd: ModuleType, model: Any, prompt: torch.Tensor, head_of: Callable[[int], int]) -> list[int]:
-    """Prefill in four ranks, copy every page by hand, decode; `head_of` says where each model head lands."""
-    decode = pd.PagedKV(range(pd.KV_HEADS), 40, PAGE, slots=1, seed=9)
+def hand_over(
+    pd: ModuleType, model: Any, options: Any, prompt: torch.Tensor, head_of: Callable[[int], int]
+) -> list[int]:
+    """Prefill on every rank, copy every page by hand, decode; `head_of` says where each model head lands."""
+    shape = options.shape
+    decode = pd.PagedKV(shape, pd.Rank(), 40, PAGE, slots=1, seed=9)
     decode_pages = decode.allocate(len(prompt))
     decode_rows = decode._rows(decode_pages)
-    for tp in range(pd.PREFILL_TP):
-        per_rank = pd.KV_HEADS // pd.PREFILL_TP
-        rank = pd.PagedKV(range(tp * per_rank, (tp + 1) * per_rank), 20, PAGE, slots=1, seed=tp)
-        pages = rank.allocate(len(prompt))
-        sent: list[int] = []
-        for chunk_pages, token in pd.prefill_in_chunks(model, rank, prompt, pages, CHUNK):
-            sent += chunk_pages
-            rank.first_tokens[0] = token
-        assert sent == pages
-        rows = rank._rows(pages)
-        for layer in range(pd.LAYERS):
-            for local, head in enumerate(rank.heads):
-                decode.k[layer][decode_rows, head_of(head)] = rank.k[layer][rows, local]
-                decode.v[layer][decode_rows, head_of(head)] = rank.v[layer][rows, local]
-        decode.first_tokens[0] = rank.first_tokens[0]
+    for place, rank in enumerate(options.prefill_ranks):
+        kv = pd.PagedKV(shape, rank, 20, PAGE, slots=1, seed=place)
+        pages = kv.allocate(len(prompt))
+        computed: list[int] = []
+        prefill = pd.Prefill(model, kv, computed.append)
+        for start in range(0, len(prompt), CHUNK):
+            token = prefill.run(prompt, pages, start, min(start + CHUNK, len(prompt)))
+        assert computed == list(kv.layers) * -(-len(prompt) // CHUNK)
+        for hooked in model.model.layers:
+            hooked._forward_hooks.clear()
+        rows = kv._rows(pages)
+        for layer in kv.layers:
+            for ours, theirs in zip(kv._pair(layer), decode._pair(layer), strict=True):
+                for local, head in enumerate(range(kv.heads.start, kv.heads.stop)):
+                    theirs[decode_rows, head_of(head)] = ours[rows, local]
     cache = decode.load(decode_pages, len(prompt))
-    tokens: list[int] = pd.continue_greedily(model, cache, int(decode.first_tokens[0]), NEW_TOKENS)
+    tokens: list[int] = pd.continue_greedily(model, cache, token, NEW_TOKENS)
     return tokens
 
 
 @pytest.mark.parametrize("length", [1, PAGE - 1, CHUNK, 3 * CHUNK + PAGE + 3])
-def test_pages_carry_everything_that_decode_needs(pd: ModuleType, model: Any, length: int) -> None:
+def test_pages_carry_everything_that_decode_needs(pd: ModuleType, model: Any, name: str, length: int) -> None:
+    options = pd.parse(["--model", name, "--prefill-tp", "2", "--prefill-pp", "3"], "unused")
     prompt = torch.arange(length) * 37 % pd.VOCABULARY
-    assert hand_over(pd, model, prompt, lambda head: head) == pd.generate_undivided(model, prompt, NEW_TOKENS)
+    assert hand_over(pd, model, options, prompt, lambda head: head) == pd.generate_undivided(model, prompt, NEW_TOKENS)
 
 
-def test_a_head_in_another_heads_place_shows_in_the_tokens(pd: ModuleType, model: Any) -> None:
+def test_a_head_in_another_heads_place_shows_in_the_tokens(pd: ModuleType) -> None:
+    model = pd.build_model("llama")
     prompt = torch.arange(3 * CHUNK + 5) * 37 % pd.VOCABULARY
-    swapped = hand_over(pd, model, prompt, lambda head: head ^ 1)
+    swapped = hand_over(pd, model, pd.parse([], "unused"), prompt, lambda head: head ^ 1)
     assert swapped != pd.generate_undivided(model, prompt, NEW_TOKENS)
+
+
+def test_a_layout_that_cannot_be_is_refused_with_the_arithmetic(
+    pd: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        pd.main(["--prefill-tp", "3"])
+    assert "8 KV heads cannot be laid out over tp 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        pd.main(["--prefill-pp", "11"])
+    assert "10 layers cannot be cut into pp=11 stages" in capsys.readouterr().err
 
 
 def test_prompts_cover_page_and_chunk_boundaries(pd: ModuleType) -> None:
@@ -88,12 +109,24 @@ def test_chunks_are_whole_pages(pd: ModuleType, capsys: pytest.CaptureFixture[st
     assert "--chunk-tokens 40 is not a multiple of --page-size 16" in capsys.readouterr().err
 
 
-def test_every_token_equals_the_undivided_run() -> None:
-    command = [sys.executable, "-W", "error", str(EXAMPLE), "--prompts", "8", "--new-tokens", "16", "--timeout", "80"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+@pytest.mark.parametrize(
+    ("layout", "sent_by_groups"),
+    [
+        ([], 0),
+        (["--prefill-tp", "2", "--prefill-pp", "2", "--pipelined", "--transport", "mooncake"], 12),
+        (["--prefill-tp", "2", "--prefill-cp", "2", "--model", "mla", "--pipelined"], 12),
+    ],
+    ids=["tp4", "tp2-pp2-pipelined-mooncake", "tp2-cp2-mla-pipelined"],
+)
+def test_every_token_equals_the_undivided_run(layout: list[str], sent_by_groups: int) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLE), "--prompts", "4", "--new-tokens", "12", "--timeout", "100"]
+    run = subprocess.run([*command, *layout], capture_output=True, text=True, timeout=115)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "all 8 prompts token-identical"
-    assert run.stdout.count("identical") == 9
+    lines = run.stdout.splitlines()
+    assert lines[-1] == "all 4 prompts token-identical"
+    assert sum(line.endswith(" identical") for line in lines) == 4
+    said = f"{sent_by_groups} forwards of 4 prefill ranks were sent by layer groups"
+    assert (said in lines) == bool(sent_by_groups)
 
 
 def test_a_rank_that_dies_ends_it_all_and_is_named(socket_dir: Path) -> None:

@@ -68,6 +68,14 @@ def status(name: str) -> dict[str, Any]:
         if decode
         else None,
         "peers": {"ready": 2},
+        "pipeline": None
+        if decode
+        else {
+            "mode": "on",
+            "min_tokens": 3072,
+            "group_size": None,
+            "decisions": {"formula": 600, "few-tokens": 48, "prefill-only": 2},
+        },
         "pool": {"pages": 4096, "page_size": 16, "bytes": 1 << 30, "layers": 32, "heads": 8},
         "health": ["KV_RING_PINNED"] if name == "decode-1" else [],
         "waiting_for": None,
@@ -100,6 +108,9 @@ def room_row(name: str, room: str = ROOM, **changes: Any) -> dict[str, Any]:
         "paths": {"staged": 2},
         "parked": 0 if decode else 1,
         "latency_ns": None,
+        "forward_done_at_ns": None if decode else NOW + 5 * MS,
+        "hidden_ns": None if decode else 1 * MS,
+        "exposed_ns": None if decode else 9 * MS + int(name[-1]) * MS,
         "failure": None,
         **changes,
     }
@@ -221,23 +232,24 @@ def stage(p50_ms: float | None) -> dict[str, Any]:
 
 
 def layers(name: str) -> list[dict[str, Any]]:
-    times = (
-        {"gate": 0.5, "queue": 0.2, "gather": 2.0, "post": 0.3, "wire": 4.0}
-        if role_of(name) == "prefill"
-        else {"arrive": 0.4, "scatter": 2.5}
-    )
+    if role_of(name) == "decode":
+        times = {"arrive": 0.4, "scatter": 2.5}
+        groups: list[tuple[Any, Any, Any]] = [(None, None, None)] * 2
+    else:
+        times = {"gate": 0.5, "queue": 0.2, "gather": 2.0, "post": 0.3, "wire": 4.0}
+        groups = [(0.0, 0, 7 * MS), (9.0, 5 * MS + 250_000, 1 * MS + 750_000)]
     return [
         {
             "agent": name,
-            "layers": list(group),
+            "layers": list(layers),
             "path": "staged",
             "parts": 9,
             "bytes": 9 << 20,
-            "stages": {each: stage(p50) for each, p50 in {"ready": None, **times}.items()},
-            "exposed_ns": 1 * MS if role_of(name) == "prefill" else None,
-            "overlapped_ns": 3 * MS if role_of(name) == "prefill" else None,
+            "stages": {each: stage(p50) for each, p50 in {"ready": ready, **times}.items()},
+            "exposed_ns": exposed,
+            "overlapped_ns": hidden,
         }
-        for group in ((0, 16), (16, 32))
+        for layers, (ready, exposed, hidden) in zip(((0, 16), (16, 32)), groups, strict=True)
     ]
 
 

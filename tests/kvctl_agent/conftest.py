@@ -18,6 +18,9 @@ import pytest
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.heads import head_range
+from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.side import Side
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive, Send
@@ -44,9 +47,14 @@ class Model:
         shape = (self.pages, self.page_size, self.heads, row)
         return _random(layer, kv, shape)
 
-    def pool(self, tp: int) -> KVPool:
-        sizes = (self.page_size, max(1, self.heads // tp), self.heads, self.k_dim, self.v_dim, self.dtype_bytes)
-        return KVPool.allocate(self.layers, self.pages, *sizes, aux_slots=AUX_SLOTS, aux_row_bytes=AUX_ROW_BYTES)
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(self.layers, self.heads, self.k_dim, self.v_dim, self.dtype_bytes)
+
+    def pool(self, side: Side, number: int) -> KVPool:
+        """Memory of one rank of an instance."""
+        here = held(self.shape, self.page_size, side, side.coord(number))
+        return KVPool.allocate(here, self.page_size, self.pages, aux_slots=AUX_SLOTS, aux_row_bytes=AUX_ROW_BYTES)
 
 
 @lru_cache(maxsize=64)
@@ -113,12 +121,12 @@ class Fleet:
     def prefill_agent(self, number: int, **config: Any) -> Agent:
         """A new agent (not started) for one place of the prefill instance, its pool filled with the truth."""
         dp, tp = self.prefill_size
-        pool = self._pool(tp)
+        pool = self._pool(Side(dp=dp, tp=tp), number)
         heads = head_range(self.model.heads, tp, number % tp)
         for layer in range(self.model.layers):
             for kv in (0, 1):
                 ours = self.model.truth(layer, kv)[:, :, heads.lo : heads.hi]
-                pool.block(layer, kv)[:] = ours.reshape(-1)
+                pool.segments[0].block(layer, kv)[:] = ours.reshape(-1)
         assert pool.aux is not None
         pool.aux[:] = np.random.default_rng(99).integers(0, 256, pool.aux.shape, np.uint8)
         rank = Rank(dp=number // tp, tp=number % tp, dp_size=dp, tp_size=tp)
@@ -127,11 +135,11 @@ class Fleet:
     def decode_agent(self, number: int, **config: Any) -> Agent:
         """A new agent (not started) for one place of the decode instance, its pool poisoned."""
         dp, tp = self.decode_size
-        pool, name = self._pool(tp), f"decode-{number}"
+        pool, name = self._pool(Side(dp=dp, tp=tp), number), f"decode-{number}"
         for layer in range(self.model.layers):
             for kv in (0, 1):
-                pool.block(layer, kv)[:] = POISON
-                self.image[name, layer, kv] = pool.block(layer, kv).copy()
+                pool.segments[0].block(layer, kv)[:] = POISON
+                self.image[name, layer, kv] = pool.segments[0].block(layer, kv).copy()
         assert pool.aux is not None
         pool.aux[:] = POISON
         self.aux_image[name] = pool.aux.copy()
@@ -139,8 +147,8 @@ class Fleet:
         rank = Rank(dp=number // tp, tp=number % tp, dp_size=dp, tp_size=tp)
         return self._agent("decode", name, rank, pool, config)
 
-    def _pool(self, tp: int) -> KVPool:
-        self._pools.append(self.model.pool(tp))
+    def _pool(self, side: Side, number: int) -> KVPool:
+        self._pools.append(self.model.pool(side, number))
         return self._pools[-1]
 
     def _agent(self, role: Any, name: str, rank: Rank, pool: KVPool, config: dict[str, Any]) -> Agent:
@@ -149,7 +157,13 @@ class Fleet:
         small: dict[str, Any] = {"staging_buffer_mb": 4, "staging_ring_mb": 1, "resend_s": 0.1, "path": "staged"}
         small["transport"] = self.transport
         return Agent(
-            role=role, rank=rank, pool=pool, name=name, bootstrap=self.bootstrap, **{**small, **self.config, **config}
+            role=role,
+            rank=rank,
+            pool=pool,
+            name=name,
+            bootstrap=self.bootstrap,
+            model=self.model.shape,
+            **{**small, **self.config, **config},
         )
 
     # ---- rooms ------------------------------------------------------------------------------------------------
@@ -227,7 +241,7 @@ class Fleet:
                 skip[room.dst.get(agent.name, [])] = True
             for layer in range(self.model.layers):
                 for kv in (0, 1):
-                    found = pool.block(layer, kv).reshape(self.model.pages, -1)
+                    found = pool.segments[0].block(layer, kv).reshape(self.model.pages, -1)
                     wanted = self.image[agent.name, layer, kv].reshape(self.model.pages, -1)
                     wrong = np.flatnonzero((found != wanted).any(axis=1) & ~skip)
                     assert not len(wrong), f"{agent.name} layer {layer} kv {kv}: pages {wrong.tolist()} are wrong"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvctl.bench.failures import FleetError
-from kvctl.bench.laps import Course
+from kvctl.bench.laps import Case, Course, Lap, cases_of, length
 from kvctl_agent.contract.rig import Room
 
 
@@ -17,13 +17,23 @@ class FleetOnPaper:
 
     def __init__(self, held: Sequence[int] = ()) -> None:
         self.prepared: list[tuple[int, str, tuple[Room, ...]]] = []
+        self.pipelines: list[str] = []
+        self.paces: list[tuple[float, float]] = []
+        self.shown: list[int] = []
         self.verified = 0
         self.held = list(held)
 
-    def prepare(self, lot: int, path: str, rooms: tuple[Room, ...], poison: bool, doing: str) -> None:
+    def prepare(
+        self, lot: int, path: str, rooms: tuple[Room, ...], poison: bool, doing: str, pipeline: str = "off"
+    ) -> None:
         self.prepared.append((lot, path, rooms))
+        self.pipelines.append(pipeline)
 
-    def run(self, windows: Sequence[int], rooms: Sequence[Room], doing: str) -> dict[str, Any]:
+    def run(
+        self, windows: Sequence[int], rooms: Sequence[Room], doing: str, layer_ms: float, decode_ms: float, show: int
+    ) -> dict[str, Any]:
+        self.paces.append((layer_ms, decode_ms))
+        self.shown.append(show)
         return {"decode-0": {"held": self.held, "failures": [[0, "decode-0: peer lost"]]}}
 
     def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, Any]:
@@ -31,19 +41,30 @@ class FleetOnPaper:
         return {}
 
 
-def plan(lots: Sequence[Sequence[Sequence[int]]] = ([[0, 3], [3, 5]], [[0, 2]])) -> Any:
-    rooms = [{"tokens": 16, "prefix_tokens": 0, "decode_dp": index % 2, "bytes": 1} for index in range(5)]
+def planned(index: int) -> dict[str, Any]:
+    room = {"tokens": 16, "prefix_tokens": 0, "instance": 0, "decode_dp": index % 2, "bytes": 1}
+    return {**room, "arrival_ms": None, "output_tokens": 0, "session": -1}
+
+
+def plan(
+    lots: Sequence[Sequence[Sequence[int]]] = ([[0, 3], [3, 5]], [[0, 2]]), pipelines: Sequence[str] = ("off",)
+) -> Any:
+    rooms = [planned(index) for index in range(5)]
     loads = [{"concurrency": 2, "tokens": "16", "windows": [1, 1], "rooms": rooms, "lots": cuts} for cuts in lots]
-    return {"paths": ["slice", "staged"], "loads": loads, "room_stride": 4}
+    return {"paths": ["slice", "staged"], "pipelines": list(pipelines), "loads": loads, "room_stride": 4}
 
 
-def course(fleet: FleetOnPaper, verify: str = "full", repeat: int = 1, **changes: Any) -> Course:
-    return Course(fleet, plan(**changes), verify, repeat, lambda text: None)  # type: ignore[arg-type]
+def laps(fleet: FleetOnPaper, verify: str = "full", repeat: int = 1, **changes: Any) -> list[Lap]:
+    whole = plan(**changes)
+    course = Course(fleet, whole, verify, 0.0, lambda text: None)
+    cases = cases_of(whole, 0.0)
+    ran = list(course.laps(cases, repeat))
+    assert len(ran) == length(whole, cases) * repeat
+    return ran
 
 
 def test_paths_and_loads_take_turns_lot_by_lot():
-    laps = list(course(FleetOnPaper()).laps())
-    assert [(lap.lot, lap.load, lap.path) for lap in laps] == [
+    assert [(lap.lot, lap.case.load, lap.case.path) for lap in laps(FleetOnPaper())] == [
         (0, 0, "slice"),
         (0, 0, "staged"),
         (0, 1, "slice"),
@@ -53,13 +74,36 @@ def test_paths_and_loads_take_turns_lot_by_lot():
     ]
 
 
-def test_the_length_is_the_number_of_laps():
-    every = course(FleetOnPaper(), repeat=3)
-    assert every.length == len(list(every.laps())) == 18
+def test_everything_is_repeated_as_a_whole():
+    assert [lap.repeat for lap in laps(FleetOnPaper(), repeat=3)] == [0] * 6 + [1] * 6 + [2] * 6
+
+
+def test_pipelines_stand_side_by_side_like_paths():
+    cases = cases_of(plan(lots=([[0, 3]],), pipelines=("off", "on")), 0.5)
+    assert [(case.path, case.pipeline, case.layer_ms) for case in cases] == [
+        ("slice", "off", 0.5),
+        ("slice", "on", 0.5),
+        ("staged", "off", 0.5),
+        ("staged", "on", 0.5),
+    ]
+
+
+def test_a_case_is_run_with_its_own_pipeline_and_pace():
+    fleet = FleetOnPaper()
+    course = Course(fleet, plan(lots=([[0, 3]],)), "full", 7.0, lambda text: None)
+    list(course.laps([Case(0, "staged", "on", 1.5), Case(0, "staged", "off", 2.5)], 1))
+    assert fleet.pipelines == ["on", "off"]
+    assert fleet.paces == [(1.5, 7.0), (2.5, 7.0)]
+
+
+def test_a_room_from_the_middle_of_the_lot_is_shown():
+    fleet = FleetOnPaper()
+    ran = laps(fleet, lots=([[0, 3]],))
+    assert fleet.shown == [lap.shown for lap in ran] == [1, 1]
 
 
 def test_paths_run_the_same_rooms_under_numbers_of_their_own():
-    slice_lap, staged_lap = list(course(FleetOnPaper(), lots=([[0, 3]],)).laps())
+    slice_lap, staged_lap = laps(FleetOnPaper(), lots=([[0, 3]],))
     assert [room.index for room in slice_lap.rooms] == [room.index for room in staged_lap.rooms]
     numbers = [room.number for lap in (slice_lap, staged_lap) for room in lap.rooms]
     assert len(set(numbers)) == 6
@@ -68,13 +112,13 @@ def test_paths_run_the_same_rooms_under_numbers_of_their_own():
 
 
 def test_the_position_in_a_lot_decides_the_prefill_group():
-    for lap in course(FleetOnPaper()).laps():
+    for lap in laps(FleetOnPaper()):
         assert [room.number % 4 for room in lap.rooms] == list(range(len(lap.rooms)))
 
 
 def test_a_lot_has_one_identity_over_all_its_laps_and_no_other_has_it():
     fleet = FleetOnPaper()
-    list(course(fleet, repeat=2).laps())
+    laps(fleet, repeat=2)
     by_content = {}
     for lot, _, rooms in fleet.prepared:
         by_content.setdefault(tuple(room.index for room in rooms), set()).add(lot)
@@ -84,10 +128,10 @@ def test_a_lot_has_one_identity_over_all_its_laps_and_no_other_has_it():
 
 def test_verification_can_be_left_out():
     fleet = FleetOnPaper()
-    list(course(fleet, verify="off").laps())
+    laps(fleet, verify="off")
     assert fleet.verified == 0
 
 
 def test_nothing_runs_after_rooms_that_hold_their_pages():
     with pytest.raises(FleetError, match=r"1 rooms still hold pages after slice.*decode-0: peer lost"):
-        list(course(FleetOnPaper(held=[0]), lots=([[0, 3]],)).laps())
+        laps(FleetOnPaper(held=[0]), lots=([[0, 3]],))

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
-from kvctl.bench.options import parse_names, parse_percent, parse_sweep, parse_tokens, sweep_loads
-from kvctl_agent.contract.rig import Load, Tokens
+from kvctl.bench.options import (
+    parse_cp_modes,
+    parse_instances,
+    parse_names,
+    parse_percent,
+    parse_pipelines,
+    parse_scale,
+    parse_scale_bytes,
+    parse_stages,
+    parse_state,
+    parse_sweep,
+    parse_tokens,
+    sweep_loads,
+)
+from kvctl_agent.contract.rig import Load, Sizes, State, Tokens
 
 
 @pytest.mark.parametrize(
@@ -75,3 +90,92 @@ def test_percentages():
 def test_names():
     assert parse_names("slice, staged,,auto") == ("slice", "staged", "auto")
     assert parse_names("") == ()
+
+
+class TestInstances:
+    @pytest.mark.parametrize(
+        ("text", "instances"),
+        [
+            ("tp4", (Sizes(tp=4),)),
+            ("tp4, tp2:pp2,cp2", (Sizes(tp=4), Sizes(tp=2, pp=2), Sizes(cp=2))),
+            ("dp2:tp4:pp10+22", (Sizes(dp=2, tp=4, pp=2, layers=(10, 22)),)),
+            ("tp1,tp1", (Sizes(), Sizes())),
+        ],
+    )
+    def test_each_is_sizes_joined_by_colons(self, text: str, instances: tuple[Sizes, ...]):
+        assert parse_instances(text) == instances
+
+    @pytest.mark.parametrize(
+        ("text", "wrong"),
+        [
+            ("", "'' is no size"),
+            ("4", "'4' is no size"),
+            ("tp4,,cp2", "'' is no size"),
+            ("tp4,tp2:xx2", "'xx2' is no size of a prefill instance; write tp4 or tp2:pp2"),
+            ("tp", "'tp' is no size"),
+            ("tp0", "'tp0' is no size"),
+            ("tp2+2", r"'tp2\+2' is no size"),
+            ("pp10+0", r"'pp10\+0' is no size"),
+            ("tp-1", "'tp-1' is no size"),
+            ("tp999999", "'tp999999' is no size"),
+            ("tp2:tp4", "'tp2:tp4' gives tp twice"),
+            (",".join(["tp1"] * 17), "17 instances, at most 16"),
+        ],
+    )
+    def test_the_wrong_piece_is_named(self, text: str, wrong: str):
+        with pytest.raises(ValueError, match=wrong):
+            parse_instances(text)
+
+
+def test_stages_are_layers():
+    assert parse_stages("10, 22") == (10, 22)
+    assert parse_stages("") == ()
+    with pytest.raises(ValueError, match="'x' is not a whole number"):
+        parse_stages("10,x")
+
+
+def test_cp_modes_and_pipelines_are_lists_of_known_words():
+    assert parse_cp_modes("rank0,all-chunk,rank0") == ("rank0", "all-chunk")
+    assert parse_pipelines("off,on,measured,4") == ("off", "on", "measured", "4")
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "wrong"),
+    [
+        (parse_cp_modes, "al", "'al' is unknown; did you mean all?"),
+        (parse_cp_modes, "", "nothing is named; allowed: rank0, all, all-chunk, room-hash"),
+        (parse_pipelines, "messured", "did you mean measured"),
+        (parse_pipelines, "0", "'0' is unknown"),
+        (parse_pipelines, "-1", "'-1' is unknown"),
+    ],
+)
+def test_other_words_are_refused_with_what_is_allowed(parse, text: str, wrong: str):
+    with pytest.raises(ValueError, match=wrong):
+        parse(text)
+
+
+def test_a_scale_is_exact():
+    assert parse_scale("0.05") == Fraction(1, 20)
+    assert parse_scale("1/3") == Fraction(1, 3)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "", "half", "1/0", "101", "inf", "nan"])
+def test_other_scales_are_refused(text: str):
+    with pytest.raises(ValueError, match="is no factor"):
+        parse_scale(text)
+
+
+def test_scale_bytes_are_of_k_and_v():
+    assert [parse_scale_bytes(text) for text in ("", "4", "4,2")] == [(None, None), (4, 4), (4, 2)]
+    for text in ("x", "1,2,3", "-4", "4,"):
+        with pytest.raises(ValueError, match="write bytes per page and head"):
+            parse_scale_bytes(text)
+
+
+def test_state_components():
+    assert parse_state("conv:4x1x256") == State("conv", 4, 1, 256)
+    assert parse_state("swa:1x8x256:window=512") == State("swa", 1, 8, 256, kind="window", window=512)
+    assert parse_state("idx:1x1x132:pages") == State("idx", 1, 1, 132, kind="pages")
+    for text in ("conv", "conv:4x1", "conv:4x1x256:rows", "Conv:1x1x1", "a:1x1x1:window=", "conv:-1x1x1"):
+        with pytest.raises(ValueError, match="write NAME:ROWSxHEADSxBYTES"):
+            parse_state(text)

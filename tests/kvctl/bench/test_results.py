@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from kvctl.bench.baseline import compare, failures, load_baseline
-from kvctl.bench.laps import LOAD_STRIDE, Lap
+from kvctl.bench.deltas import with_delta
+from kvctl.bench.laps import LOAD_STRIDE, Case, Lap
+from kvctl.bench.outcome import Measured, Outcome
 from kvctl.bench.passages import join, rate
+from kvctl.bench.program import SideBySide
 from kvctl.bench.results import Results
-from kvctl.bench.views import BENCH, blocks, with_delta
+from kvctl.bench.variants import Variant
+from kvctl.bench.views import BENCH, blocks
 from kvctl.views.data import tsv
 from kvctl.views.terminal import render
 from kvctl_agent.contract.rig import Mismatch, Plan, PlanRequest, Room, RunReport, Sizes, VerifyReport
@@ -26,7 +30,7 @@ NAMES: dict[str, Any] = {
 
 
 def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
-    room = {"tokens": 64, "prefix_tokens": 0, "decode_dp": 0, "bytes": GB // 10}
+    room = {"tokens": 64, "prefix_tokens": 16, "decode_dp": 0, "bytes": GB // 10, "arrival_ms": None}
     load = {
         "concurrency": 2,
         "in_flight": 2,
@@ -36,13 +40,26 @@ def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
         "rooms": [room] * 4,
         "lots": [[0, 2], [2, 4]],
     }
-    shape = {"model": "m", "layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "bf16", "dtype_bytes": 2}
+    shape = {
+        "model": "m",
+        "kind": "mha",
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "v_head_dim": 8,
+        "dtype": "bf16",
+        "dtype_bytes": 2,
+        "draft": None,
+        "states": [],
+    }
     return {  # type: ignore[typeddict-item,return-value]
         "shape": shape,
         "page_size": 16,
         "page_order": "random",
         "transport": "nixl",
         "paths": list(paths),
+        "pipelines": ["off"],
+        "cp_mode": "rank0",
         "loads": [load],
     }
 
@@ -54,6 +71,9 @@ def room(index: int) -> Room:
 def report(rooms: list[list[int]], failures: list[list[Any]] | None = None, **changes: Any) -> RunReport:
     whole: dict[str, Any] = {
         "rooms": rooms,
+        "hidden": [],
+        "waterfall": [],
+        "ring_samples": [],
         "failures": failures or [],
         "held": [],
         "counters": {},
@@ -64,6 +84,11 @@ def report(rooms: list[list[int]], failures: list[list[Any]] | None = None, **ch
         **changes,
     }
     return whole  # type: ignore[return-value]
+
+
+def received(index: int, opened_ns: int, success_ns: int) -> list[int]:
+    """Of a decode rank: nothing is decoded, so the tokens come with success."""
+    return [index, opened_ns, success_ns, success_ns, success_ns]
 
 
 def lap(path: str = "staged", lot: int = 0, at_ms: int = 0, took_ms: int = 50, repeat: int = 0, **changes: Any) -> Lap:
@@ -79,26 +104,57 @@ def lap(path: str = "staged", lot: int = 0, at_ms: int = 0, took_ms: int = 50, r
     }
     reports = {
         "prefill-0": report(
-            [[first, start, start + 1 * MS, 0], [second, start + half, start + half + MS, 0]], counters=moved
+            [[first, start, start + 1 * MS, 0, MS], [second, start + half, start + half + MS, 0, MS]], counters=moved
         ),
         "prefill-1": report(
-            [[first, start + MS, start + 2 * MS, 0], [second, start + half, start + half + MS, 0]], counters=moved
+            [[first, start + MS, start + 2 * MS, 0, MS], [second, start + half, start + half + MS, 0, MS]],
+            counters=moved,
         ),
-        "decode-0": report([[first, start - MS, start + took_ms * MS]], counters={"kvctl_parts_total": {path: 2.0}}),
+        "decode-0": report(
+            [received(first, start - MS, start + took_ms * MS)], counters={"kvctl_parts_total": {path: 2.0}}
+        ),
         "decode-1": report(
-            [[second, start + half - MS, start + half + took_ms * MS]], counters={"kvctl_parts_total": {path: 2.0}}
+            [received(second, start + half - MS, start + half + took_ms * MS)],
+            counters={"kvctl_parts_total": {path: 2.0}},
         ),
     }
     reports.update(changes.pop("reports", {}))
     clean = VerifyReport(rooms=1, bytes=1, mismatches=[], bad_rooms=[])
     verdicts = {"decode-0": clean, "decode-1": clean, **changes.pop("verdicts", {})}
-    return Lap(0, lot, repeat, path, (room(first), room(second)), reports, verdicts)
+    return Lap(Case(0, path), lot, repeat, (room(first), room(second)), reports, verdicts, shown=first)
 
 
 def results(*laps: Lap, verify: str = "full", paths: tuple[str, ...] = ("slice", "staged")) -> Results:
     collected = Results(plan(paths), NAMES, verify)
     for each in laps:
         collected.add(each)
+    return collected
+
+
+class SessionOnPaper:
+    """What an outcome asks a session for."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.program = SideBySide(0.0, 1)
+
+    def lanes(self) -> list[str]:
+        return ["shm"]
+
+
+def outcome(*several: Results, **changes: Any) -> Outcome:
+    collected = Outcome()
+    for number, each in enumerate(several):
+        request = PlanRequest(
+            prefill=(Sizes(tp=2),),
+            decode=Sizes(dp=2),
+            loads=(),
+            memory_bytes=0,
+            seed=0,
+            transport=("nixl", "mooncake")[number],
+        )
+        label = request.transport if len(several) > 1 else ""
+        collected.measured.append(Measured(Variant(label, request), SessionOnPaper(each)))
     return collected
 
 
@@ -135,10 +191,10 @@ def test_rates_are_over_the_time_in_which_rooms_were_under_way():
 
 
 def test_a_row_has_every_name_that_scripts_rely_on():
-    document = results(lap()).document({"kvctl": "x"})
+    document = outcome(results(lap())).document()
     assert set(document) >= {"schema", "verified", "floors", "runs", "env"}
     assert document["schema"] == "kvctl.bench/1"
-    assert set(document["floors"]) == {
+    assert set(document["floors"]) >= {
         "memcpy_gb_per_s",
         "transport_write_gb_per_s",
         "device_copy_gb_per_s",
@@ -167,9 +223,13 @@ def test_costs_are_per_room_and_summed_over_ranks():
 
 
 def test_the_ring_counts_only_where_something_was_staged():
-    full = {"decode-0": report([[0, 0, MS]], ring_high_water_bytes=77, counters={"kvctl_parts_total": {"staged": 1.0}})}
+    full = {
+        "decode-0": report(
+            [received(0, 0, MS)], ring_high_water_bytes=77, counters={"kvctl_parts_total": {"staged": 1.0}}
+        )
+    }
     assert results(lap(reports=full)).rows()[0]["ring_high_water_bytes"] == 77
-    idle = {"decode-0": report([[0, 0, MS]], ring_high_water_bytes=77)}
+    idle = {"decode-0": report([received(0, 0, MS)], ring_high_water_bytes=77)}
     assert results(lap("slice", reports=idle)).rows()[0]["ring_high_water_bytes"] == 0
 
 
@@ -215,12 +275,14 @@ def test_a_failed_room_spoils_the_result_and_is_told():
 def test_what_nobody_looked_at_is_not_verified():
     collected = results(lap(), verify="off")
     assert collected.verified is None
-    assert collected.document({})["verified"] is None
+    assert outcome(collected).document()["verified"] is None
 
 
 def test_a_bench_that_was_cut_short_before_its_first_lap_has_no_rows():
     assert results().rows() == []
     assert results().verified is None
+    assert outcome(results()).rows() == []
+    assert outcome(results()).verified is None
 
 
 def test_tsv_has_a_line_per_run_in_machine_units():
@@ -236,8 +298,8 @@ def test_tsv_has_a_line_per_run_in_machine_units():
 def test_people_see_a_column_per_path_with_the_difference():
     collected = results(lap("slice", took_ms=100), lap("staged", took_ms=50))
     collected.floors["memcpy"].append(14.6)
-    request = PlanRequest(prefill=Sizes(tp=2), decode=Sizes(dp=2), loads=(), memory_bytes=0, seed=0)
-    made = blocks(collected.rows(), plan(), request, {"memcpy": 14.6, "write": None})
+    whole = outcome(collected)
+    made = blocks(whole.rows(), whole, None)
     columns = [(getattr(block, "view", None) and block.view.columns) or () for block in made]  # type: ignore[union-attr]
     text = render(made, columns, 80, colour=False)
     assert "prefill tp2 → decode dp2 over nixl · m: 2 layers, 2 KV heads of 8 bf16" in text
@@ -249,10 +311,10 @@ def test_people_see_a_column_per_path_with_the_difference():
 
 class TestBaseline:
     def rows(self, took_ms: int) -> list[dict[str, Any]]:
-        return results(lap("staged", took_ms=took_ms)).rows()
+        return outcome(results(lap("staged", took_ms=took_ms))).rows()
 
     def saved(self, took_ms: int) -> dict[str, Any]:
-        return results(lap("staged", took_ms=took_ms)).document({})
+        return outcome(results(lap("staged", took_ms=took_ms))).document()
 
     def test_within_the_allowance_passes(self):
         rows = compare(self.rows(104), plan()["shape"], self.saved(100), 0.05)

@@ -176,6 +176,9 @@ def test_the_plan_moves_nothing(spawn: Run, socket_directory: Path):
     shares = orjson.loads(out)["data"]
     assert len(shares) == 8
     assert shares[1] == {
+        "fleet": "",
+        "instance": 0,
+        "segment": "kv",
         "writer": "prefill-1",
         "reader": "decode-0",
         "heads": [2, 4],
@@ -205,6 +208,9 @@ def test_the_plan_moves_nothing(spawn: Run, socket_directory: Path):
         (["--max-regress", "much"], "write 5%"),
         (["--baseline", "/nowhere.json"], "/nowhere.json cannot be read"),
         (["--columns", "speed"], "speed"),
+        (["--prefill-instances", "tp4,tp3"], "8 % 3 = 2"),
+        (["--prefill-instances", "tp4,xx2"], "'xx2' is no size of a prefill instance"),
+        (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
         (["--tokens", "100000000"], "one room of 100000000 tokens needs"),
     ],
 )
@@ -297,3 +303,119 @@ def test_progress_is_told_only_to_those_who_ask(spawn: Run):
     _, _, verbose = finish(spawn(*LOOPBACK, *TINY, "--path", "staged", "-v"))
     assert quiet == ""
     assert verbose.splitlines()[:2] == ["kvctl: starting 2 ranks", "kvctl: measuring the memcpy floor"]
+
+
+def test_a_trace_hits_what_is_computed_from_it_offline(spawn: Run, tmp_path: Path):
+    """Four conversations that branch; one line is broken. The hits are worked out here anew, with a set."""
+    page, blocks = 16, 512
+    lines, expected, seen = [], [], set()
+    for number in range(24):
+        family, depth = number % 4, 1 + number // 4
+        ids = [0, *(100 * family + at for at in range(1, depth + 1))]
+        tokens = blocks * len(ids) - 8 * number
+        lines.append({"timestamp": 40 * number, "input_length": tokens, "output_length": 9, "hash_ids": ids})
+        scaled = round(tokens / 8)
+        leading = next((at for at, each in enumerate(ids) if each not in seen), len(ids))
+        seen |= set(ids)
+        expected.append((scaled, min(min(leading * 64, scaled) // page, (scaled - 1) // page) * page))
+    file, saved = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    texts = [orjson.dumps(line).decode() for line in lines]
+    file.write_text("\n".join([*texts[:5], '{"timestamp": 0}', *texts[5:]]))
+    options = ["--trace", str(file), "--tokens-scale", "0.125", "--speedup", "4", "--path", "staged"]
+    shape = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--prefill-tp", "2", *LOOPBACK]
+    code, _, err = finish(spawn(*options, *shape, "--save", str(saved)))
+    assert code == 0
+    assert err.startswith("kvctl: trace.jsonl line 6 is skipped: input_length is missing, not a whole number")
+    assert err.count("\n") == 1
+    document = orjson.loads(saved.read_bytes())
+    requests = document["traffic"]["requests"]
+    assert [(each["tokens"], each["prefix_tokens"]) for each in requests] == expected
+    assert sum(hit for _, hit in expected) > 0
+    (run,) = document["runs"]
+    assert (run["verified"], run["rooms"], run["arrivals"]) == (True, 24, "open")
+    assert run["prefix_hit_ratio"] == sum(hit for _, hit in expected) / sum(tokens for tokens, _ in expected)
+    code, out, err = finish(spawn(*options, *shape, "--strict"))
+    assert (code, out) == (2, "")
+    assert "trace.jsonl line 6: input_length is missing" in err
+
+
+def test_conversations_reuse_what_was_said(spawn: Run):
+    shape = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--decode-dp", "2", "--path", "staged"]
+    turns = ["--sessions", "3", "--turns", "3", "--tokens", "100", "--output-tokens", "20", "--decode-ms", "0.2"]
+    bench = spawn(*LOOPBACK, *shape, *turns, "-o", "json")
+    code, out, err = finish(bench)
+    assert (code, err) == (0, "")
+    (run,) = orjson.loads(out)["data"]
+    assert (run["rooms"], run["verified"], run["concurrency"]) == (9, True, 3)
+    assert run["prefix_hit_ratio"] == (0 + 112 + 240) / (100 + 220 + 340)  # whole pages of what was said before
+    assert run["tpot_ms"]["mean"] >= 0.2
+
+
+def test_modes_and_transports_have_fleets_of_their_own_in_one_table(spawn: Run, tmp_path: Path):
+    saved = tmp_path / "result.json"
+    options = ["--prefill-cp", "2", "--cp-mode", "rank0,all-chunk", "--chunk-tokens", "16", "--path", "staged"]
+    code, out, err = finish(spawn(*LOOPBACK, *TINY, *options, "--save", str(saved), "-o", "table"))
+    assert (code, err) == (0, "")
+    assert "rank0" in out
+    assert "Δ rank0" in out
+    document = orjson.loads(saved.read_bytes())
+    assert [(run["cp_mode"], run["verified"]) for run in document["runs"]] == [("rank0", True), ("all-chunk", True)]
+    assert [run["writes_per_room"] for run in document["runs"]] == [3, 3]
+    assert document["runs"][0]["delta_ratio"] is None
+
+
+def test_several_prefill_instances_serve_one_decode_instance(spawn: Run):
+    code, out, err = finish(
+        spawn(*LOOPBACK, *TINY, "--prefill-instances", "tp2,pp1+1,cp2", "--path", "staged", "-o", "json")
+    )
+    assert (code, err) == (0, "")
+    (run,) = orjson.loads(out)["data"]
+    assert (run["prefill"], run["verified"]) == ("tp2 + pp1+1 + cp2", True)
+
+
+def test_pipelines_stand_side_by_side_and_a_report_is_drawn(spawn: Run, tmp_path: Path):
+    page, saved = tmp_path / "report.html", tmp_path / "result.json"
+    options = ["--layers", "8", "--kv-heads", "4", "--head-dim", "16", "--tokens", "64", "--rooms", "4"]
+    simulated = ["--pipeline", "off,2", "--layer-ms", "1", "--path", "staged"]
+    files = ["--html", str(page), "--save", str(saved)]
+    code, _, err = finish(spawn(*LOOPBACK, *options, *simulated, *files, "-o", "table"))
+    assert (code, err) == (0, f"kvctl: the report is in {page}\n")
+    off, on = orjson.loads(saved.read_bytes())["runs"]
+    assert [(run["pipeline"], run["groups"]) for run in (off, on)] == [("off", 1), ("2", 4)]
+    assert (off["pipeline_decisions"], on["pipeline_decisions"]) == ({"off": 4}, {"override": 4})
+    assert off["compute_ms"]["p50"] >= 8
+    assert on["hidden_ms"]["mean"] > 0
+    text = page.read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert "<svg" in text
+
+
+def test_a_preset_prints_the_published_columns(spawn: Run):
+    sizes = ["--layers", "8", "--kv-heads", "2", "--head-dim", "16", "--sweep", "tokens=64", "--concurrency", "2"]
+    code, out, err = finish(spawn(*LOOPBACK, "--preset", "pipeline-sweep", *sizes, "--rooms", "2"), 110)
+    assert code == 0, err
+    header, *lines = (line.split("\t") for line in out.splitlines())
+    assert header[:4] == ["tokens", "concurrency", "ratio", "pipeline"]
+    assert {"compute_ns", "transfer_ns", "groups", "exposed_ns", "model_ns", "off_model_ratio"} <= set(header)
+    by_load = [(line[1], line[3]) for line in lines]
+    assert by_load == [("1", how) for _ in range(5) for how in ("off", "on", "measured")] + [
+        ("2", how) for how in ("off", "on", "measured")
+    ]
+    ratios = [float(line[2]) for line in lines]
+    assert sorted({round(ratio, 2) for ratio in ratios}) == [0.25, 0.5, 1.0, 2.0, 4.0]
+
+
+def test_interrupting_fleets_in_turns_prints_what_each_has_measured(spawn: Run):
+    options = ["--prefill-cp", "2", "--cp-mode", "rank0,all", "--repeat", "1000", "--path", "staged", "-v"]
+    bench = spawn(*LOOPBACK, *TINY, *options)
+    assert bench.stderr is not None
+    for line in bench.stderr:
+        if "all: verifying staged" in line:
+            break
+    time.sleep(0.5)
+    bench.send_signal(signal.SIGINT)
+    code, out, err = finish(bench, 20)
+    assert code == 130
+    header, *lines = (line.split("\t") for line in out.splitlines())
+    assert [line[header.index("cp_mode")] for line in lines] == ["rank0", "all"]
+    assert "Traceback" not in err

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.views import ring_map, waterfall
-from kvctl.views.bars import segments
+from kvctl.views.bars import segments, split
 from kvctl.views.events import EVENTS
 from kvctl.views.report import Grid, Line
 from kvctl.views.rooms import ROOMS
@@ -69,6 +70,50 @@ def test_a_waterfall_of_a_room_uses_its_real_moments(canned: Any) -> None:
     assert axis.rstrip().endswith("9 µs")
     assert abs(bar.count("━") - bar.count("▒")) <= 1
     assert abs(bar.count("━") - 4 * bar.count("·")) <= 5
+
+
+class TestHiddenAndExposed:
+    """Two layer groups: the first wholly hidden, the second ready 9 ms later and a quarter hidden."""
+
+    def test_a_group_begins_where_it_was_ready(self, canned: Any) -> None:
+        _, first, second, *_ = (text(line) for line in waterfall.draw(canned.layers("prefill-0"), 120))
+        assert first.index("·") == second.index("p") + len("prefill-0 16-31 staged  ")
+        assert second.index("·") > first.rindex("━")
+
+    def test_the_share_stands_behind_the_bar(self, canned: Any) -> None:
+        lines = [text(line) for line in waterfall.draw(canned.layers("prefill-0"), 80)]
+        assert lines[1].endswith("■■■■■■■■  100 %")
+        assert lines[2].endswith("■■□□□□□□   25 %")
+        assert lines[-1] == "■ hidden behind the forward  □ exposed"
+
+    def test_where_nobody_knows_there_is_none(self, canned: Any) -> None:
+        lines = [text(line) for line in waterfall.draw(canned.layers("decode-0"), 80)]
+        assert not any(glyph in line for line in lines for glyph in "■□%")
+
+    @pytest.mark.parametrize("width", [60, 80, 140])
+    def test_no_line_is_longer_than_the_terminal(self, canned: Any, width: int) -> None:
+        rows = [row for name in canned.FLEET for row in canned.layers(name)]
+        assert max(len(text(line).rstrip()) for line in waterfall.draw(rows, width)[:-2]) <= width
+
+    def test_a_narrow_terminal_keeps_the_percentage(self, canned: Any) -> None:
+        lines = [text(line) for line in waterfall.draw(canned.layers("prefill-0"), 60)]
+        assert lines[2].endswith("  25 %")
+        assert "□" not in "".join(lines)
+
+    def test_of_very_many_groups_the_most_used_writers_are_drawn(self, canned: Any) -> None:
+        row, reader = canned.layers("prefill-0")[0], canned.layers("decode-0")[0]
+        rows = [{**row, "layers": [n, n + 1], "parts": n} for n in range(40)] + [{**reader, "parts": 999}] * 3
+        lines = [text(line) for line in waterfall.draw(rows, 100)]
+        drawn = [line.split()[1] for line in lines if line.startswith(("prefill", "decode"))]
+        assert drawn == [f"{n}-{n}" for n in range(8, 40)]
+        assert "11 layer groups are in the table only" in lines
+
+    @pytest.mark.parametrize(
+        ("share", "picture"),
+        [(0, "□□□□□□□□"), (0.001, "■□□□□□□□"), (0.5, "■■■■□□□□"), (0.999, "■■■■■■■□"), (1, "■■■■■■■■")],
+    )
+    def test_nothing_and_all_look_like_nothing_else(self, share: float, picture: str) -> None:
+        assert "".join(piece for piece, _ in split(share, 8)) == picture
 
 
 @given(

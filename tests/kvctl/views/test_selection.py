@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvctl.views.expressions import ExpressionError
+from kvctl.views.layers import LAYERS
 from kvctl.views.rooms import ROOMS, SLOW
 from kvctl.views.selection import data_columns, select, table_columns
 
@@ -30,6 +31,12 @@ def test_the_unknown_comes_last_either_way() -> None:
 
 def test_later_columns_break_ties() -> None:
     assert rooms("agent,-room") == ["18446744073709551615", "10", "9"]
+
+
+def test_layer_groups_sort_by_both_ends() -> None:
+    rows = [{"agent": "a", "layers": layers} for layers in ([0, 80], [8, 16], [0, 8], [16, 80])]
+    kept = select(LAYERS).rows(rows)
+    assert [row["layers"] for row in kept] == [[0, 8], [0, 80], [8, 16], [16, 80]]
 
 
 def test_a_view_brings_its_own_order() -> None:

@@ -16,6 +16,7 @@ from kvctl_agent.contract.admin import socket_path
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
 from kvctl_agent.contract.states import STAGES, STATE_LABELS, RoomState
+from kvctl_agent.layout.grouping import ForwardInfo
 
 # What each command answers; `stacks` and the others that the server answers itself included.
 ANSWERS: dict[str, Any] = {
@@ -153,6 +154,66 @@ def test_the_contracts_shape_at_any_moment_of_live_transfers(fleet: Any, connect
     assert fleet.errors() == []
 
 
+class TestPipelined:
+    """Eight layers in four groups, each of which takes 10 ms to compute."""
+
+    @pytest.fixture
+    def done(self, make_fleet: Any, model: Any) -> Any:
+        deep = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=600, layers=8)
+        fleet = make_fleet("nixl", model=deep, path="staged", pipeline="on", pipeline_group_size=2).start()
+        for number in range(3):
+            room = fleet.claim(fleet.receive(fleet.room(FIRST + number, 16, aux=1)))
+            groups = fleet.prefill[0].layer_groups(ForwardInfo((128,))).groups
+            for send in room.sends:
+                send.prefetch(groups)
+            for group in groups:
+                time.sleep(0.01)
+                for send in room.sends:
+                    send.layers(group, room.src, last=True)
+            for send in room.sends:
+                send.finish(aux_index=1)
+            assert room.wait() == {RoomState.SUCCESS}
+            fleet.expect(room)
+        fleet.prefill[0].layer_groups(ForwardInfo(()))
+        fleet.settle()
+        fleet.check()
+        return fleet
+
+    @pytest.mark.parametrize("args", [{}, {"room": str(FIRST)}])
+    def test_layers(self, done: Any, connect: Any, args: dict[str, str]) -> None:
+        rows = ask(connect, done.prefill[0], "layers", **args)
+        assert [row["layers"] for row in rows] == [[0, 2], [2, 4], [4, 6], [6, 8]]
+        assert {row["parts"] for row in rows} == {1 if args else 3}
+        assert all(row["overlapped_ns"] > 0 for row in rows[:-1])
+        assert rows[-1]["exposed_ns"] > 0
+        ready = [row["stages"]["ready"]["p50_ns"] for row in rows]
+        assert ready[0] == 0
+        assert ready == sorted(ready)
+        assert ready[-1] >= 29 * 10**6  # three groups later
+
+    def test_a_room(self, done: Any, connect: Any) -> None:
+        (row,) = ask(connect, done.prefill[0], "room", room=str(FIRST))
+        assert row["hidden_ns"] > 0
+        assert row["exposed_ns"] > 0
+        assert row["opened_at_ns"] < row["forward_done_at_ns"] < row["finished_at_ns"]
+        assert row["hidden_ns"] + row["exposed_ns"] <= row["latency_ns"]
+
+    def test_decisions(self, done: Any, connect: Any) -> None:
+        use = {"mode": "on", "min_tokens": 3072, "group_size": 2, "decisions": {"override": 3, "empty-batch": 1}}
+        assert ask(connect, done.prefill[0], "status")["pipeline"] == use
+        assert ask(connect, done.prefill[1], "status")["pipeline"] == {**use, "decisions": {}}
+        done.prefill[1].set_pipeline("measured")
+        measured = ask(connect, done.prefill[1], "status")["pipeline"]
+        assert (measured["mode"], measured["group_size"]) == ("measured", None)
+
+    def test_metrics(self, done: Any, connect: Any) -> None:
+        families = {family["name"]: family["samples"] for family in ask(connect, done.prefill[0], "metrics")}
+        for name in ("kvctl_transfer_hidden_seconds", "kvctl_transfer_exposed_seconds"):
+            (sample,) = families[name]
+            assert sample["count"] == 3
+            assert 0 < sample["sum"] < 10
+
+
 class TestNumbersAddUp:
     @pytest.fixture
     def done(self, fleet: Any) -> Any:
@@ -200,7 +261,7 @@ class TestNumbersAddUp:
                 "page_size": 8,
                 "bytes": agent.pool.nbytes,
                 "layers": 2,
-                "heads": agent.pool.heads,
+                "heads": 2 if agent.role == "prefill" else 4,
             }
             assert status["bytes_total"] == status["rate"]["bytes"] > 0
             assert 0.0001 < status["rate"]["gb_per_s"] < 1000
@@ -242,17 +303,23 @@ class TestNumbersAddUp:
         assert landed["parts"] == 40
         assert set(sent["stages"]) <= set(STAGES)
         for name, stage in sent["stages"].items():
-            if name in ("ready", "arrive", "scatter"):  # nothing comes before ready; the others are the reader's
+            if name in ("arrive", "scatter"):  # the reader's
                 assert stage == {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
             else:
                 assert stage["count"] == 20
                 assert 0 <= stage["p50_ns"] <= stage["p99_ns"] < 10**10
         assert landed["stages"]["scatter"]["count"] == 40
+        assert sent["stages"]["ready"]["p99_ns"] == 0  # one layer group: nothing was ready before it
         (one,) = ask(connect, done.prefill[0], "layers", room=str(FIRST))
         assert len(one["moments"]) == one["parts"] == 2
         for moments in one["moments"]:
             known = [moments[stage] for stage in STAGES if moments.get(stage) is not None]
             assert known == sorted(known)
+
+    def test_forwards_nobody_asked_about_are_no_decisions(self, done: Any, connect: Any) -> None:
+        plain = {"mode": "off", "min_tokens": 3072, "group_size": None, "decisions": {}}
+        assert ask(connect, done.prefill[0], "status")["pipeline"] == plain
+        assert ask(connect, done.decode[0], "status")["pipeline"] is None
 
     def test_metrics(self, done: Any, connect: Any) -> None:
         for agent in done.prefill + done.decode:

@@ -19,8 +19,11 @@ prepare_environment()
 import numpy as np  # noqa: E402
 
 from kvctl_agent import Agent, KVPool, Rank, RoomState  # noqa: E402
+from kvctl_agent.layout.holding import held  # noqa: E402
+from kvctl_agent.layout.shape import ModelShape  # noqa: E402
 
 LAYERS, HEADS, ROW_BYTES, PAGE_SIZE, PAGES, ROOM_PAGES = 2, 4, 64, 4, 1024, 6
+SHAPE = ModelShape(LAYERS, HEADS, ROW_BYTES, ROW_BYTES, 1)
 
 
 def truth(layer: int, kv: int) -> np.ndarray:
@@ -39,16 +42,22 @@ class Worker:
         tp = size if role == "prefill" else 1
         self.heads = HEADS // tp
         self.lo = number * self.heads if role == "prefill" else 0
-        self.pool = KVPool.allocate(LAYERS, PAGES, PAGE_SIZE, self.heads, HEADS, ROW_BYTES, ROW_BYTES, 1)
+        rank = Rank(tp=number, tp_size=size) if role == "prefill" else Rank(dp=number, dp_size=size)
+        self.pool = KVPool.allocate(held(SHAPE, PAGE_SIZE, rank.side, rank.coord), PAGE_SIZE, PAGES)
         if role == "prefill":
             for layer in range(LAYERS):
                 for kv in (0, 1):
                     ours = truth(layer, kv)[:, :, self.lo : self.lo + self.heads]
-                    self.pool.block(layer, kv)[:] = ours.reshape(-1)
-        rank = Rank(tp=number, tp_size=size) if role == "prefill" else Rank(dp=number, dp_size=size)
+                    self.pool.segments[0].block(layer, kv)[:] = ours.reshape(-1)
         small = {"staging_buffer_mb": 4, "staging_ring_mb": 1, "path": "staged", "resend_s": 0.2}
         self.agent = Agent(
-            role=role, rank=rank, pool=self.pool, name=f"{role}-{number}", bootstrap=bootstrap, **{**small, **config}
+            role=role,
+            rank=rank,
+            pool=self.pool,
+            name=f"{role}-{number}",
+            bootstrap=bootstrap,
+            model=SHAPE,
+            **{**small, **config},
         )
         self.rooms: dict[int, Any] = {}
         self.pages: dict[int, np.ndarray] = {}
@@ -97,7 +106,8 @@ class Worker:
         wrong = set()
         for layer in range(LAYERS):
             for kv in (0, 1):
-                found, wanted = self.pool.block(layer, kv).reshape(PAGES, -1), truth(layer, kv).reshape(PAGES, -1)
+                found = self.pool.segments[0].block(layer, kv).reshape(PAGES, -1)
+                wanted = truth(layer, kv).reshape(PAGES, -1)
                 wrong |= {room for room in rooms if not np.array_equal(found[self.pages[room]], wanted[source(room)])}
         return sorted(wrong)
 

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import AdminError, ConfigError, DeadlineExceeded, LayoutError, LocalProtocolError
+from kvctl_agent.errors import (
+    AdminError,
+    ConfigError,
+    DeadlineExceeded,
+    LayoutError,
+    LocalProtocolError,
+    TransportError,
+)
+from kvctl_agent.layout.side import Side
 
 FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
 
@@ -259,9 +267,9 @@ class TestNames:
             "staging_buffer_mb": 4,
             **config,
         }
-        pool = fleet.model.pool(1)
+        pool = fleet.model.pool(Side(), 0)
         with pytest.raises(ConfigError, match=error):
-            Agent(rank=Rank(), pool=pool, name="a", **settings)
+            Agent(rank=Rank(), pool=pool, name="a", model=fleet.model.shape, **settings)
         pool.close()
 
 
@@ -313,7 +321,7 @@ class TestCalls:
             raise RuntimeError("the engine's own bug")
 
         for agent in fleet.prefill + fleet.decode:
-            agent._on_state = broken
+            agent._desk._on_state = broken
         fleet.run(1, 9)
         fleet.check()
         assert any("the engine's own bug" in text for text in fleet.errors())
@@ -402,6 +410,21 @@ class TestClose:
         room.sends[0].pages([1])
         room.sends[0].abort("late")
         assert room.wait(0) == FAILED
+
+    def test_an_observer_that_is_still_being_answered_keeps_nothing_open_but_itself(self, make_fleet: Any) -> None:
+        agent = make_fleet(prefill=(1, 1)).start().prefill[0]
+        close_admin = agent._admin.close
+
+        def busy() -> None:
+            close_admin()
+            raise DeadlineExceeded("the admin server of prefill-0 did not stop within 2 s")
+
+        agent._admin.close = busy
+        agent.close()
+        with pytest.raises(TransportError, match="closed"):
+            agent.transport.arrivals()
+        assert agent._context.closed
+        assert "did not stop" in agent.telemetry.recorder.since(None, 1)["events"][0]["text"]
 
     def test_one_that_was_never_started(self, make_fleet: Any) -> None:
         fleet = make_fleet()

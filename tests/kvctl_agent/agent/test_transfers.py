@@ -178,7 +178,7 @@ class TestOrder:
         told: list[tuple[str, RoomState]] = []
         prefill, decode = fleet.prefill_agent(0), fleet.decode_agent(0)
         for agent in (prefill, decode):
-            agent._on_state = lambda handle, state, name=agent.name: told.append((name, state))
+            agent._desk._on_state = lambda handle, state, name=agent.name: told.append((name, state))
             agent.start()
         fleet.prefill, fleet.decode = [prefill], [decode]
         decode.wait_ready(5)

@@ -11,8 +11,9 @@ import pytest
 
 from kvctl_agent.contract import admin, snapshots
 from kvctl_agent.contract.commands import COMMANDS, Level
-from kvctl_agent.contract.config import KEYS, Key
+from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, Key
 from kvctl_agent.contract.metrics import METRICS, Metric
+from kvctl_agent.contract.pipeline import PIPELINE_MODES, PIPELINED, REASONS
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.states import STATE_LABELS, RoomState
 
@@ -70,6 +71,16 @@ def test_times_and_sizes_say_their_unit_in_their_name() -> None:
             if name.endswith("_per_s"):
                 continue
             assert not name.endswith(("_ms", "_us", "_s", "_sec", "_mb", "_kb", "_seconds")), f"{shape}.{name}"
+
+
+def test_every_pipeline_reason_has_its_words() -> None:
+    assert PIPELINED.issubset(REASONS)
+    assert all(re.fullmatch(r"[a-z-]+", reason) and words for reason, words in REASONS.items())
+    assert KEYS_BY_NAME["pipeline"].choices == PIPELINE_MODES
+
+
+def test_what_groups_layers_can_be_changed_while_running() -> None:
+    assert {key.name for key in KEYS if key.name.startswith("pipeline") and not key.runtime} == set()
 
 
 class TestSocketPath:

@@ -198,6 +198,12 @@ class TestTogether:
         with pytest.raises(ConfigError, match=names):
             load_settings(arguments, nowhere)
 
+    def test_fewest_groups_are_no_more_than_most(self, nowhere: dict[str, str]) -> None:
+        names = "pipeline_min_iters = 11 .argument. must not exceed pipeline_max_iters = 10 .default."
+        with pytest.raises(ConfigError, match=names):
+            load_settings({"pipeline_min_iters": 11}, nowhere)
+        assert load_settings({"pipeline_min_iters": 10}, nowhere)["pipeline_max_iters"] == 10
+
     def test_across_sources(self, nowhere: dict[str, str]) -> None:
         with pytest.raises(ConfigError, match=r"environment KVCTL_HEARTBEAT_S.*must be less"):
             load_settings({"suspect_s": 4.0}, {**nowhere, "KVCTL_HEARTBEAT_S": "5"})
@@ -219,4 +225,4 @@ def test_whatever_the_environment_holds_it_is_valid_settings_or_a_config_error(e
 def test_what_is_allowed_reads_as_a_sentence() -> None:
     assert allowed(KEYS_BY_NAME["workers"]) == "an int from 1 to 64, or auto"
     assert allowed(KEYS_BY_NAME["staging_ring_mb"]) == "an int from 1 to 1048576 MiB"
-    assert allowed(KEYS_BY_NAME["transport"]) == "one of nixl, loopback"
+    assert allowed(KEYS_BY_NAME["pipeline"]) == "one of off, on, measured"

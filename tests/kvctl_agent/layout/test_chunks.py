@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvctl_agent.errors import LayoutError, LocalProtocolError
-from kvctl_agent.layout.chunks import Chunk, ChunkCutter, chunk_pages, grid, page_count, prefix_pages
+from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.chunks import Chunk, chunk_pages, full_pages, grid, page_count, prefix_pages
 
 
 def test_a_partly_filled_page_counts() -> None:
@@ -37,9 +37,6 @@ def test_a_cell_has_at_least_one_page() -> None:
         lambda: grid(-1, 0, 4),
         lambda: grid(4, -1, 4),
         lambda: grid(4, 0, 0),
-        lambda: ChunkCutter(-1, 4),
-        lambda: ChunkCutter(0, 0),
-        lambda: ChunkCutter(0, 4).feed(-1, last=False),
     ],
 )
 def test_sizes_out_of_range_are_refused(bad: object) -> None:
@@ -61,42 +58,14 @@ def test_nothing_to_send_has_no_cells() -> None:
     assert grid(7, 7, 4) == ()
 
 
-def test_a_prefix_longer_than_the_prompt_is_refused_on_both_sides() -> None:
-    text = "prefix of 5 pages is longer than the prompt of 4"
-    with pytest.raises(LayoutError, match=text):
+def test_a_prefix_longer_than_the_prompt_is_refused() -> None:
+    with pytest.raises(LayoutError, match="prefix of 5 pages is longer than the prompt of 4"):
         grid(4, 5, 4)
-    cutter = ChunkCutter(5, 4)
-    cutter.feed(4, last=False)
-    with pytest.raises(LayoutError, match=text):
-        cutter.feed(0, last=True)
 
 
-def test_a_send_is_cut_at_lines_and_its_tail_held_back_for_the_next() -> None:
-    cutter = ChunkCutter(0, 4)
-    assert cutter.feed(3, last=False) == []
-    assert cutter.feed(6, last=False) == [Chunk(0, 0, 4), Chunk(1, 4, 4)]
-    assert cutter.fed == 9
-    assert cutter.feed(2, last=True) == [Chunk(2, 8, 3)]
-
-
-def test_an_empty_last_send_releases_what_was_held_back() -> None:
-    cutter = ChunkCutter(0, 4)
-    cutter.feed(2, last=False)
-    assert cutter.feed(0, last=True) == [Chunk(0, 0, 2)]
-
-
-def test_a_send_that_ends_inside_the_prefix_yields_nothing() -> None:
-    cutter = ChunkCutter(6, 4)
-    assert cutter.feed(5, last=False) == []
-    assert cutter.feed(3, last=False) == [Chunk(1, 6, 2)]
-    assert cutter.feed(0, last=True) == []
-
-
-def test_pages_after_the_last_send_are_a_caller_error() -> None:
-    cutter = ChunkCutter(0, 4)
-    cutter.feed(4, last=True)
-    with pytest.raises(LocalProtocolError, match="2 pages sent after the last ones"):
-        cutter.feed(2, last=True)
+def test_what_is_not_the_last_is_held_back_to_the_last_full_line() -> None:
+    assert [full_pages(fed, last=False, chunk_pages=4) for fed in (0, 3, 4, 9)] == [0, 0, 4, 8]
+    assert [full_pages(fed, last=True, chunk_pages=4) for fed in (0, 3, 4, 9)] == [0, 3, 4, 9]
 
 
 sends = st.lists(st.integers(0, 40), min_size=1, max_size=12)
@@ -116,18 +85,19 @@ def test_the_grid_covers_every_page_after_the_prefix_once_and_no_cell_crosses_a_
 
 @settings(deadline=None)
 @given(sends=sends, data=st.data(), chunk=st.integers(1, 50))
-def test_however_a_prompt_is_sent_the_writer_cuts_exactly_the_grid(
+def test_however_a_prompt_is_sent_each_cell_leaves_whole_and_as_soon_as_it_can(
     sends: list[int], data: st.DataObject, chunk: int
 ) -> None:
     total = sum(sends)
     prefix = data.draw(st.integers(0, total))
-    cutter = ChunkCutter(prefix, chunk)
-    got: list[Chunk] = []
+    cells = grid(total, prefix, chunk)
+    fed = sent = 0
     for i, pages in enumerate(sends):
-        got += cutter.feed(pages, last=i == len(sends) - 1)
-        # Only computed pages may leave, and nothing that could leave whole is held back.
-        assert all(cell.first + cell.count <= cutter.fed for cell in got)
-        complete = [c for c in grid(total, prefix, chunk) if (c.index + 1) * chunk <= cutter.fed]
-        assert got[: len(complete)] == complete
-    assert tuple(got) == grid(total, prefix, chunk)
-    assert cutter.fed == total
+        fed += pages
+        may = full_pages(fed, i == len(sends) - 1, chunk)
+        # Only computed pages may leave, none is taken back, and nothing that could leave whole is held back.
+        assert sent <= may <= fed
+        assert all(cell.first + cell.count <= may or cell.first >= may for cell in cells)
+        assert all(cell.first + cell.count <= may for cell in cells if (cell.index + 1) * chunk <= fed)
+        sent = may
+    assert sent == total

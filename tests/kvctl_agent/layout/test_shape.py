@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.shape import MAX_STATES, ModelShape, Plane, StateShape, segments
+
+MLA = ModelShape(num_layers=4, num_kv_heads=1, k_dim=576, v_dim=0, dtype_bytes=2, kind="mla")
+CONV = StateShape("conv", layers=(0, 2), rows=3, heads=1, head_bytes=10)
 
 
 def test_bytes_follow_from_dims_that_may_differ() -> None:
@@ -26,11 +31,133 @@ def test_a_bad_size_is_refused_by_name(field: str, value: object) -> None:
         ModelShape(**(sizes | {field: value}))  # type: ignore[arg-type]
 
 
-def test_latent_pools_are_refused_as_not_supported_yet() -> None:
-    with pytest.raises(LayoutError, match="'mla': latent pools are not supported yet by this version"):
-        ModelShape(1, 1, 1, 1, 2, kind="mla")
-
-
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(LayoutError, match="kind 'ring' is unknown"):
         ModelShape(1, 1, 1, 1, 2, kind="ring")
+
+
+# --- What a layer consists of. ---
+
+
+def test_a_layer_of_heads_has_k_and_v_of_their_own_dims_and_a_scale_row_for_each_page() -> None:
+    plain = ModelShape(num_layers=1, num_kv_heads=2, k_dim=192, v_dim=128, dtype_bytes=2)
+    assert plain.planes(16) == (Plane("k", 16, 384), Plane("v", 16, 256))
+    fp8 = ModelShape(1, 2, 192, 128, 1, k_scale_bytes=4, v_scale_bytes=2)
+    assert fp8.planes(16) == (Plane("k", 16, 192), Plane("v", 16, 128), Plane("k_scale", 1, 4), Plane("v_scale", 1, 2))
+    k_only = ModelShape(1, 2, 192, 128, 1, k_scale_bytes=4)
+    assert [plane.name for plane in k_only.planes(16)] == ["k", "v", "k_scale"]
+
+
+def test_a_layer_of_latents_has_one_row_a_token() -> None:
+    assert MLA.planes(64) == (Plane("latent", 64, 1152),)
+    scaled = ModelShape(4, 1, 576, 0, 1, kind="mla", k_scale_bytes=16)
+    assert scaled.planes(64) == (Plane("latent", 64, 576), Plane("scale", 1, 16))
+    assert MLA.token_bytes == 4 * 1152
+
+
+# --- Segments. ---
+
+
+def test_a_plain_model_is_one_segment() -> None:
+    (kv,) = segments(ModelShape(3, 5, 192, 128, 2), page_size=16)
+    assert (kv.index, kv.name, kv.layer_lo, kv.layer_hi, kv.heads, kv.state) == (0, "kv", 0, 3, 5, False)
+    assert kv.page_head_bytes == 16 * 640
+
+
+def test_draft_layers_are_numbered_after_the_targets_and_each_state_has_numbers_of_its_own() -> None:
+    draft = ModelShape(2, 3, 8, 8, 1, k_scale_bytes=4)
+    ssm = StateShape("ssm", layers=(1, 2, 3), rows=2, heads=6, head_bytes=7)
+    shape = ModelShape(4, 5, 8, 4, 2, draft=draft, states=(CONV, ssm))
+    found = segments(shape, page_size=16)
+    assert [(s.index, s.name, s.layer_lo, s.layer_hi, s.heads, s.state) for s in found] == [
+        (0, "kv", 0, 4, 5, False),
+        (1, "draft", 4, 6, 3, False),
+        (2, "conv", 0, 2, 1, True),
+        (3, "ssm", 0, 3, 6, True),
+    ]
+    assert found[1].page_head_bytes == 16 * 16 + 4
+    assert found[2].beside == (0, 2)
+    assert found[3].page_head_bytes * found[3].heads == ssm.item_bytes == 2 * 6 * 7
+
+
+def test_without_a_draft_the_first_state_follows_the_kv() -> None:
+    assert [s.name for s in segments(ModelShape(4, 1, 1, 1, 1, states=(CONV,)), 1)] == ["kv", "conv"]
+
+
+@pytest.mark.parametrize("page_size", [0, -1, 1.0])
+def test_pages_have_a_size(page_size: object) -> None:
+    with pytest.raises(LayoutError, match=r"^page_size is "):
+        segments(MLA, page_size)  # type: ignore[arg-type]
+
+
+# --- Refusals. ---
+
+
+@pytest.mark.parametrize(
+    ("change", "numbers"),
+    [
+        ({"num_kv_heads": 8}, "8, 0 and 0"),
+        ({"v_dim": 64}, "1, 64 and 0"),
+        ({"v_scale_bytes": 4}, "1, 0 and 4"),
+    ],
+)
+def test_a_latent_has_neither_heads_nor_v(change: dict[str, int], numbers: str) -> None:
+    text = f"one latent row a token: num_kv_heads must be 1, v_dim and v_scale_bytes 0, not {numbers}$"
+    with pytest.raises(LayoutError, match=text):
+        replace(MLA, **change)  # type: ignore[arg-type]
+
+
+def test_only_a_latent_has_no_v() -> None:
+    with pytest.raises(LayoutError, match=r"^v_dim is 0: it must be a whole number from 1"):
+        ModelShape(1, 1, 1, 0, 2)
+
+
+@pytest.mark.parametrize("field", ["k_scale_bytes", "v_scale_bytes"])
+@pytest.mark.parametrize("value", [-1, 0.5, None])
+def test_scales_have_a_size_or_are_absent(field: str, value: object) -> None:
+    with pytest.raises(LayoutError, match=f"^{field} is .* from 0 "):
+        ModelShape(1, 1, 1, 1, 1, **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_draft_of_a_draft_and_a_draft_with_state_are_refused() -> None:
+    for draft in (replace(MLA, draft=MLA), replace(MLA, states=(CONV,))):
+        with pytest.raises(LayoutError, match="a draft model has no draft model and no state of its own here"):
+            replace(MLA, draft=draft)
+
+
+@pytest.mark.parametrize("name", ["", "kv", "draft", "two words", "a-b", "3d", "x" * 65])
+def test_a_states_name_is_a_word_that_names_no_other_segment(name: str) -> None:
+    with pytest.raises(LayoutError, match="its name must be a word of at most 64 letters, not a segment's"):
+        replace(CONV, name=name)
+
+
+@pytest.mark.parametrize("field", ["rows", "heads", "head_bytes"])
+def test_a_states_sizes_are_refused_by_name(field: str) -> None:
+    with pytest.raises(LayoutError, match=f"^state conv {field} is 0: it must be a whole number from 1"):
+        replace(CONV, **{field: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layers", [(), (2, 1), (0, 2, 1)])
+def test_a_states_layers_ascend(layers: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError, match=r"^state conv: layers \(.*\) are not ascending layer numbers"):
+        replace(CONV, layers=layers)
+
+
+@pytest.mark.parametrize("layer", [-1, 1.5, "1", True])
+def test_a_states_layers_are_numbers(layer: object) -> None:
+    with pytest.raises(LayoutError, match=r"^state conv layer is .* from 0 "):
+        replace(CONV, layers=(layer, 2))  # type: ignore[arg-type]
+
+
+def test_a_state_lies_beside_layers_that_the_model_has() -> None:
+    with pytest.raises(LayoutError, match=r"^state conv: layer 4 is beyond the 4 layers"):
+        replace(MLA, states=(replace(CONV, layers=(0, 4)),))
+
+
+def test_states_have_names_of_their_own_and_a_limit() -> None:
+    with pytest.raises(LayoutError, match=r"\['conv', 'conv'\]: each needs a name of its own"):
+        replace(MLA, states=(CONV, CONV))
+    many = tuple(replace(CONV, name=f"s{i}") for i in range(MAX_STATES + 1))
+    assert len(segments(replace(MLA, states=many[:-1]), 1)) == 1 + MAX_STATES
+    with pytest.raises(LayoutError, match=f"there may be {MAX_STATES}"):
+        replace(MLA, states=many)

@@ -59,3 +59,55 @@ def test_a_place_outside_the_instance_is_refused() -> None:
         Side(dp=2).unique_rank(Coord(dp=2, pp=0, cp=0, tp=0))
     with pytest.raises(LayoutError, match="tp=-1 is outside"):
         Side(tp=2).unique_rank(Coord(dp=0, pp=0, cp=0, tp=-1))
+
+
+# --- Pipeline stages. ---
+
+
+def ranges(side: Side, num_layers: int) -> list[tuple[int, int]]:
+    return [side.stage_range(num_layers, stage) for stage in range(side.pp)]
+
+
+def test_even_stages_give_the_first_ones_the_remainder() -> None:
+    assert ranges(Side(), 5) == [(0, 5)]
+    assert ranges(Side(pp=2), 4) == [(0, 2), (2, 4)]
+    assert ranges(Side(pp=3), 8) == [(0, 3), (3, 6), (6, 8)]
+    assert ranges(Side(pp=4), 5) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+
+
+def test_stages_of_given_sizes_follow_each_other() -> None:
+    assert ranges(Side(pp=3, stages=(1, 5, 2)), 8) == [(0, 1), (1, 6), (6, 8)]
+
+
+@pytest.mark.parametrize("layers", range(1, 12))
+@pytest.mark.parametrize("pp", range(1, 12))
+def test_even_stages_tile_the_layers_and_differ_by_one_at_most(layers: int, pp: int) -> None:
+    if pp > layers:
+        with pytest.raises(
+            LayoutError, match=f"^{layers} layers cannot be cut into pp={pp} stages: one would be empty"
+        ):
+            Side(pp=pp).stage_range(layers, 0)
+        return
+    stages = ranges(Side(pp=pp), layers)
+    assert [layer for lo, hi in stages for layer in range(lo, hi)] == list(range(layers))
+    sizes = [hi - lo for lo, hi in stages]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+def test_stages_that_do_not_add_up_are_refused_with_the_sum() -> None:
+    with pytest.raises(LayoutError, match=r"^stages of 3\+4 = 7 layers do not make the model's 8$"):
+        Side(pp=2, stages=(3, 4)).stage_range(8, 0)
+
+
+def test_as_many_stages_as_pp_says() -> None:
+    with pytest.raises(LayoutError, match=r"^stages of 3,4,1 layers are 3, but pp=2$"):
+        Side(pp=2, stages=(3, 4, 1))
+    with pytest.raises(LayoutError, match=r"^stages of 8 layers are 1, but pp=2$"):
+        Side(pp=2, stages=(8,))
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, "2", True])
+def test_a_stage_has_layers(size: object) -> None:
+    with pytest.raises(LayoutError, match=r"^layers of a stage is .* it must be a whole number from 1"):
+        Side(pp=2, stages=(3, size))  # type: ignore[arg-type]

@@ -12,55 +12,60 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.copy import gather, gather_piece, scatter, scatter_piece
 from kvctl_agent.memory.parts import PartLayout, Piece, Span
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.slab import Bytes
+
+Planes = tuple[Plane, ...]
+
+WIDE_K: Planes = (Plane("k", 4, 20), Plane("v", 4, 12))
+PLANES: dict[str, Planes] = {
+    "K and V alike": (Plane("k", 4, 12), Plane("v", 4, 12)),
+    "K wider than V": WIDE_K,
+    "with scales": (*WIDE_K, Plane("k_scale", 1, 4), Plane("v_scale", 1, 2)),
+    "one row a page": (Plane("k", 1, 8), Plane("v", 1, 8)),
+    "latent": (Plane("latent", 4, 18),),
+    "latent with scales": (Plane("latent", 4, 18), Plane("scale", 1, 6)),
+    "items of state": (Plane("conv", 3, 8),),
+}
 
 
 @contextmanager
-def filled_pool(
-    layers: int, pages: int, page_size: int, heads: int, k_dim: int, v_dim: int, dtype_bytes: int, seed: int = 1
-) -> Iterator[KVPool]:
-    """A pool of random bytes."""
-    pool = KVPool.allocate(layers, pages, page_size, heads, heads, k_dim, v_dim, dtype_bytes)
+def filled(layers: range, pages: int, heads: int, planes: Planes, seed: int = 1) -> Iterator[SegmentMemory]:
+    """Memory of random bytes; `layers` are the segment's numbers."""
+    segment = Segment(0, "kv", 0, layers.stop + 2, heads, planes)
+    pool = KVPool.allocate((Held(segment, layers.start, layers.stop, 0, heads),), planes[0].rows, pages)
     random = np.random.default_rng(seed)
-    for layer in range(layers):
-        for kv in (0, 1):
-            block = pool.block(layer, kv)
+    for layer in pool.segments[0].blocks:
+        for block in layer:
             block[:] = random.integers(0, 256, block.nbytes, dtype=np.uint8)
     try:
-        yield pool
+        yield pool.segments[0]
     finally:
         pool.close()
 
 
-def row(pool: KVPool, layer: int, kv: int, page: int, token: int, head: int) -> slice:
-    """Where one head of one token lies in its block, by the definition of NHD."""
-    row_bytes = (pool.v_dim if kv else pool.k_dim) * pool.dtype_bytes
-    start = ((page * pool.page_size + token) * pool.heads + head) * row_bytes
-    return slice(start, start + row_bytes)
-
-
-def part_rows(pool: KVPool, layers: range, pages: list[int], head: int, heads: int) -> Iterator[tuple[int, int, slice]]:
-    """(layer, kv, place in the block) of every row of a part, in the order the region has."""
+def part_rows(
+    memory: SegmentMemory, layers: range, pages: list[int], head: int, heads: int
+) -> Iterator[tuple[int, int, slice]]:
+    """(layer, plane, place in the block) of every head's row of a part, by definition, in the region's order."""
     for layer in layers:
-        for kv in (0, 1):
+        for plane, (_, rows, head_bytes) in enumerate(memory.held.segment.planes):
             for page in pages:
-                for token in range(pool.page_size):
+                for row in range(rows):
                     for each in range(head, head + heads):
-                        yield layer, kv, row(pool, layer, kv, page, token, each)
+                        start = ((page * rows + row) * memory.held.heads + each) * head_bytes
+                        yield layer, plane, slice(start, start + head_bytes)
 
 
-def layout_of(pool: KVPool, layers: range, pages: list[int], heads: int) -> PartLayout:
-    k_bytes, v_bytes = pool.k_dim * pool.dtype_bytes, pool.v_dim * pool.dtype_bytes
-    return PartLayout(layers.start, len(layers), len(pages), pool.page_size, heads, k_bytes, v_bytes)
-
-
-def gathered(pool: KVPool, layers: range, pages: list[int], head: int, heads: int, target_bytes: int) -> Bytes:
-    part = layout_of(pool, layers, pages, heads)
-    rows = RowIndex(pool, pages, head, heads)
+def gathered(memory: SegmentMemory, layers: range, pages: list[int], head: int, heads: int, target_bytes: int) -> Bytes:
+    part = memory.part_layout(layers.start, layers.stop, len(pages), heads)
+    rows = RowIndex(memory, pages, head, heads)
     region = np.zeros(part.region_bytes, dtype=np.uint8)
     for piece in part.pieces(target_bytes):
         assert gather_piece(piece, rows, region[piece.offset :]) == piece.nbytes
@@ -73,39 +78,49 @@ SLICES = [(8, 0, 8), (8, 2, 2), (8, 3, 2), (8, 5, 3), (8, 7, 1), (1, 0, 1), (6, 
 PAGES = [[3], [5, 0, 9, 2], [4, 4, 1, 4], [2, 3, 4, 5], [7, 8, 1, 2, 3, 0], [3, 2, 1, 0]]
 
 
+LAYERS = range(5, 8)  # of these the part has the last two
+
+
+@pytest.mark.parametrize("planes", PLANES.values(), ids=PLANES)
 @pytest.mark.parametrize("pages", PAGES, ids=str)
 @pytest.mark.parametrize(("pool_heads", "head", "heads"), SLICES)
-def test_gather_reads_what_plain_loops_read(pool_heads: int, head: int, heads: int, pages: list[int]) -> None:
-    with filled_pool(3, 10, 4, pool_heads, k_dim=6, v_dim=10, dtype_bytes=2) as pool:
+def test_gather_reads_what_plain_loops_read(
+    pool_heads: int, head: int, heads: int, pages: list[int], planes: Planes
+) -> None:
+    with filled(LAYERS, 10, pool_heads, planes) as memory:
         oracle = b"".join(
-            pool.block(layer, kv)[place].tobytes()
-            for layer, kv, place in part_rows(pool, range(1, 3), pages, head, heads)
+            memory.block(layer, plane)[place].tobytes()
+            for layer, plane, place in part_rows(memory, LAYERS[1:], pages, head, heads)
         )
         for target_bytes in (1, 200, 1 << 20):
-            assert gathered(pool, range(1, 3), pages, head, heads, target_bytes).tobytes() == oracle
+            assert gathered(memory, LAYERS[1:], pages, head, heads, target_bytes).tobytes() == oracle
 
 
+@pytest.mark.parametrize("planes", PLANES.values(), ids=PLANES)
 @pytest.mark.parametrize("pages", [pages for pages in PAGES if len(set(pages)) == len(pages)], ids=str)
 @pytest.mark.parametrize(("pool_heads", "head", "heads"), SLICES)
 def test_scatter_writes_what_plain_loops_write_and_nothing_else(
-    pool_heads: int, head: int, heads: int, pages: list[int]
+    pool_heads: int, head: int, heads: int, pages: list[int], planes: Planes
 ) -> None:
-    for target_bytes in (1, 200, 1 << 20):
-        with filled_pool(3, 10, 4, pool_heads, k_dim=6, v_dim=10, dtype_bytes=2) as pool:
-            part = layout_of(pool, range(1, 3), pages, heads)
-            region = np.random.default_rng(2).integers(0, 256, part.region_bytes, dtype=np.uint8)
-            oracle = {(layer, kv): pool.block(layer, kv).copy() for layer in range(3) for kv in (0, 1)}
+    with filled(LAYERS, 10, pool_heads, planes) as memory:
+        part = memory.part_layout(6, 8, len(pages), heads)
+        rows = RowIndex(memory, pages, head, heads)
+        random = np.random.default_rng(2)
+        for target_bytes in (1, 200, 1 << 20):
+            region = random.integers(0, 256, part.region_bytes, dtype=np.uint8)
+            oracle = {
+                (layer, plane): memory.block(layer, plane).copy() for layer in LAYERS for plane in range(len(planes))
+            }
             at = 0
-            for layer, kv, place in part_rows(pool, range(1, 3), pages, head, heads):
+            for layer, plane, place in part_rows(memory, LAYERS[1:], pages, head, heads):
                 size = place.stop - place.start
-                oracle[layer, kv][place] = region[at : at + size]
+                oracle[layer, plane][place] = region[at : at + size]
                 at += size
             assert at == part.nbytes
-            rows = RowIndex(pool, pages, head, heads)
             for piece in part.pieces(target_bytes):
                 assert scatter_piece(piece, rows, region[piece.offset :]) == piece.nbytes
-            for (layer, kv), block in oracle.items():
-                assert pool.block(layer, kv).tobytes() == block.tobytes()
+            for (layer, plane), block in oracle.items():
+                assert memory.block(layer, plane).tobytes() == block.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
@@ -113,13 +128,13 @@ def test_kernels_work_on_torch_tensors_of_any_element_size(dtype: torch.dtype) -
     k = [torch.randint(0, 100, (12, 4, 8)).to(dtype)]
     v = [torch.randint(0, 100, (12, 4, 16)).to(dtype)]
     pool = KVPool.from_tensors(k, v, page_size=4, total_kv_heads=8)
-    rows = RowIndex(pool, torch.tensor([2, 0]), 1, 2)
-    for kv, tensor in enumerate((k[0], v[0])):
+    rows = RowIndex(pool.segments[0], torch.tensor([2, 0]), 1, 2)
+    for plane, tensor in enumerate((k[0], v[0])):
         expected = tensor.view(3, 4, 4, -1)[[2, 0], :, 1:3].contiguous()
         out = np.zeros(expected.numel() * dtype.itemsize, dtype=np.uint8)
-        gather(Span(0, kv, 0, 2), rows, out)
+        gather(Span(0, plane, 0, 2), rows, out)
         assert out.tobytes() == expected.view(torch.uint8).numpy().tobytes()
-        scatter(Span(0, kv, 0, 2), rows, np.zeros_like(out))
+        scatter(Span(0, plane, 0, 2), rows, np.zeros_like(out))
         assert not tensor.view(3, 4, 4, -1)[[2, 0], :, 1:3].any()
         assert tensor.view(3, 4, 4, -1)[1].any(), "a page that was not named stays"
 
@@ -127,57 +142,89 @@ def test_kernels_work_on_torch_tensors_of_any_element_size(dtype: torch.dtype) -
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_is_gathered_here_and_scattered_there_reads_the_same(data: st.DataObject) -> None:
-    """Two pools of different page numbers, pipeline offsets and local heads, as prefill and decode are."""
+    """Two ranks of different page numbers, pipeline stages and local heads, as prefill and decode are."""
     heads = data.draw(st.integers(1, 4))
     sides = [(heads + data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))) for _ in range(2)]
     (from_heads, from_layer), (to_heads, to_layer) = sides
     from_head, to_head = (data.draw(st.integers(0, total - heads)) for total, _ in sides)
-    k_dim, v_dim, size = (data.draw(st.sampled_from(some)) for some in ([4, 3], [4, 5], [1, 2, 4]))
-    page_size = data.draw(st.sampled_from([1, 2, 4]))
-    layers = data.draw(st.integers(1, 2))
+    planes = data.draw(st.sampled_from(list(PLANES.values())))
+    layers = range(2, 2 + data.draw(st.integers(1, 2)))
     numbers = st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True)
     source_pages = data.draw(numbers)
     target_pages = data.draw(st.permutations(range(12)))[: len(source_pages)]
     piece_bytes = data.draw(st.integers(1, 2000))
     with (
-        filled_pool(from_layer + layers, 12, page_size, from_heads, k_dim, v_dim, size, seed=1) as source,
-        filled_pool(to_layer + layers, 12, page_size, to_heads, k_dim, v_dim, size, seed=2) as target,
+        filled(range(from_layer, layers.stop), 12, from_heads, planes, seed=1) as source,
+        filled(range(to_layer, layers.stop + 1), 12, to_heads, planes, seed=2) as target,
     ):
-        source_layers = range(from_layer, from_layer + layers)
-        target_layers = range(to_layer, to_layer + layers)
-        region = gathered(source, source_layers, source_pages, from_head, heads, piece_bytes)
+        region = gathered(source, layers, source_pages, from_head, heads, piece_bytes)
         rows = RowIndex(target, target_pages, to_head, heads)
-        for piece in layout_of(target, target_layers, target_pages, heads).pieces(piece_bytes):
+        for piece in target.part_layout(layers.start, layers.stop, len(target_pages), heads).pieces(piece_bytes):
             scatter_piece(piece, rows, region[piece.offset :])
-        there = gathered(target, target_layers, target_pages, to_head, heads, piece_bytes)
+        there = gathered(target, layers, target_pages, to_head, heads, piece_bytes)
         assert there.tobytes() == region.tobytes()
 
 
-def test_long_runs_of_pages_are_found_and_copied_as_runs() -> None:
-    with filled_pool(1, 200, 16, 4, k_dim=64, v_dim=64, dtype_bytes=2) as pool:
-        pages = [*range(100, 180), *range(10, 90)]
-        for head, heads in ((0, 4), (1, 2)):
-            rows = RowIndex(pool, pages, head, heads)
-            assert rows.as_runs
-            assert list(rows.runs(0, 160)) == [(100, 0, 80), (10, 80, 160)]
-            assert list(rows.runs(70, 85)) == [(170, 0, 10), (10, 10, 15)]
-            assert list(rows.runs(80, 81)) == [(10, 0, 1)]
-            region = gathered(pool, range(1), pages, head, heads, 1 << 16)
-            blocks = [pool.block(0, kv).reshape(200, 16, 4, 128)[pages, :, head : head + heads] for kv in (0, 1)]
-            assert region.tobytes() == b"".join(block.tobytes() for block in blocks)
-        assert not RowIndex(pool, pages[::-1], 0, 4).as_runs
+class TestRuns:
+    def test_long_runs_of_pages_are_found_and_copied_as_runs(self) -> None:
+        with filled(range(1), 200, 4, (Plane("k", 16, 128), Plane("v", 16, 128))) as memory:
+            pages = [*range(100, 180), *range(10, 90)]
+            for head, heads in ((0, 4), (1, 2)):
+                rows = RowIndex(memory, pages, head, heads)
+                assert rows.as_runs == (True, True)
+                assert list(rows.runs(0, 160)) == [(100, 0, 80), (10, 80, 160)]
+                assert list(rows.runs(70, 85)) == [(170, 0, 10), (10, 10, 15)]
+                assert list(rows.runs(80, 81)) == [(10, 0, 1)]
+                region = gathered(memory, range(1), pages, head, heads, 1 << 16)
+                blocks = [memory.block(0, plane).reshape(200, 16, 4, 128) for plane in (0, 1)]
+                wanted = [block[pages, :, head : head + heads].tobytes() for block in blocks]
+                assert region.tobytes() == b"".join(wanted)
+            assert RowIndex(memory, pages[::-1], 0, 4).as_runs == (False, False)
+
+    def test_small_scales_do_not_keep_rows_from_being_copied_as_runs(self) -> None:
+        with filled(range(1), 200, 4, (Plane("k", 16, 128), Plane("k_scale", 1, 4))) as memory:
+            assert RowIndex(memory, [*range(100, 180), *range(10, 90)], 0, 4).as_runs == (True, False)
+
+
+class TestStack:
+    """Short rooms of many layers go in one call per run of pages, where the blocks allow it."""
+
+    @pytest.mark.parametrize("name", ["K and V alike", "one row a page", "latent", "items of state"])
+    @pytest.mark.parametrize("heads", [1, 4])
+    def test_a_slab_of_planes_that_are_alike_is_one_stack(self, name: str, heads: int) -> None:
+        with filled(LAYERS, 10, 4, PLANES[name]) as memory:
+            stack = memory.head_slice(0, heads).stack
+            assert stack is not None
+            rows, head_bytes = PLANES[name][0][1:]
+            assert stack.shape == (3 * len(PLANES[name]), 10, rows, heads * head_bytes)
+
+    @pytest.mark.parametrize("name", ["K wider than V", "with scales", "latent with scales"])
+    def test_planes_that_differ_are_not(self, name: str) -> None:
+        with filled(LAYERS, 10, 4, PLANES[name]) as memory:
+            assert memory.head_slice(0, 4).stack is None
+
+    def test_it_is_taken_where_there_are_more_blocks_than_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[Span] = []
+        monkeypatch.setattr(
+            "kvctl_agent.memory.copy.gather", lambda span, rows, out: calls.append(span) or 4 * 2 * 12 * rows.run_count
+        )
+        with filled(LAYERS, 10, 2, PLANES["K and V alike"]) as memory:
+            for pages, spans in (([3], 0), ([3, 1, 7, 2, 9], 0), ([3, 1, 7, 2, 9, 0], 6)):
+                calls.clear()
+                gathered(memory, LAYERS, pages, 0, 2, 1 << 20)
+                assert len(calls) == spans
 
 
 class TestRefusals:
     @pytest.fixture
-    def pool(self) -> Iterator[KVPool]:
-        with filled_pool(2, 10, 4, 4, k_dim=8, v_dim=8, dtype_bytes=2) as pool:
-            yield pool
+    def memory(self) -> Iterator[SegmentMemory]:
+        with filled(range(3, 5), 10, 4, (Plane("k", 4, 16), Plane("v", 4, 16))) as memory:
+            yield memory
 
     @pytest.mark.parametrize(
         ("pages", "head", "heads", "message"),
         [
-            ([1, 10], 0, 4, "page 10 is outside the pool of 10 pages"),
+            ([1, 10], 0, 4, "kv: page 10 is outside the pool of 10 pages"),
             ([1, -1], 0, 4, "page -1 is outside"),
             (np.array([1 << 63], dtype=np.uint64), 0, 4, "page 9223372036854775808 is outside"),
             ([], 0, 4, "non-empty"),
@@ -188,22 +235,24 @@ class TestRefusals:
             ([1], 0, 0, r"heads \[0, 0\)"),
         ],
     )
-    def test_rows_outside_the_pool(self, pool: KVPool, pages: list[int], head: int, heads: int, message: str) -> None:
+    def test_rows_outside_the_pool(
+        self, memory: SegmentMemory, pages: list[int], head: int, heads: int, message: str
+    ) -> None:
         with pytest.raises(MemoryLayoutError, match=message):
-            RowIndex(pool, pages, head, heads)
+            RowIndex(memory, pages, head, heads)
 
-    def test_spans_outside_the_part_or_the_pool(self, pool: KVPool) -> None:
-        rows = RowIndex(pool, [1, 5], 0, 2)
+    def test_spans_outside_the_part_or_the_pool(self, memory: SegmentMemory) -> None:
+        rows = RowIndex(memory, [1, 5], 0, 2)
         out = np.zeros(4096, dtype=np.uint8)
         for copy in (gather, scatter):
             for page_lo, page_hi in ((0, 3), (1, 1), (-1, 1)):
                 with pytest.raises(MemoryLayoutError, match="outside the 2 pages"):
                     copy(Span(0, 0, page_lo, page_hi), rows, out)
-            with pytest.raises(MemoryLayoutError, match=r"layer=2.* lies outside the pool's 2 layers"):
+            with pytest.raises(MemoryLayoutError, match=r"layer=2.* lies outside the 2 layers of this rank"):
                 copy(Span(2, 0, 0, 1), rows, out)
 
-    def test_staging_that_is_short_or_not_flat_bytes(self, pool: KVPool) -> None:
-        rows, span = RowIndex(pool, [1, 5], 0, 2), Span(0, 0, 0, 2)
+    def test_staging_that_is_short_or_not_flat_bytes(self, memory: SegmentMemory) -> None:
+        rows, span = RowIndex(memory, [1, 5], 0, 2), Span(0, 0, 0, 2)
         need = 2 * 4 * 2 * 16
         for staging in (
             np.zeros(need - 1, dtype=np.uint8),
@@ -215,47 +264,75 @@ class TestRefusals:
                 with pytest.raises(MemoryLayoutError, match=f"needs {need} contiguous uint8"):
                     copy(span, rows, staging)
 
+    @pytest.mark.parametrize(
+        ("lo", "hi", "asked"), [(2, 4, "layers 2 to 3"), (4, 6, "layers 4 to 5"), (5, 6, "layer 5")]
+    )
+    def test_layers_of_another_stage(self, memory: SegmentMemory, lo: int, hi: int, asked: str) -> None:
+        with pytest.raises(MemoryLayoutError, match=f"kv: {asked} asked for, but this rank has layers 3 to 4"):
+            memory.part_layout(lo, hi, 1, 1)
+        with pytest.raises(MemoryLayoutError, match="but this rank has layers 3 to 4"):
+            memory.block(hi - 1 if lo > 3 else lo, 0)
+
+    def test_a_segment_of_which_the_stage_has_no_layer(self) -> None:
+        memory = SegmentMemory(Held(Segment(1, "draft", 8, 9, 4, WIDE_K), 8, 8, 0, 4), 0, ())
+        for asked in (
+            lambda: memory.block(8, 0),
+            lambda: memory.head_slice(0, 4),
+            lambda: memory.part_layout(8, 9, 1, 4),
+        ):
+            with pytest.raises(MemoryLayoutError, match=r"draft: .* this rank's stage has none of its layers"):
+                asked()
+
 
 class TestPartLayout:
-    def test_blocks_follow_layer_then_k_before_v(self) -> None:
-        part = PartLayout(5, 2, 3, 4, 2, k_row_bytes=10, v_row_bytes=6)
-        assert [part.block(layer, kv) for layer in (5, 6) for kv in (0, 1)] == [
+    def test_blocks_follow_layer_then_plane(self) -> None:
+        part = PartLayout(5, 2, 3, (80, 48))
+        assert [part.block(layer, plane) for layer in (5, 6) for plane in (0, 1)] == [
             (0, 240), (240, 144), (384, 240), (624, 144),
         ]  # fmt: skip
         assert part.nbytes == 768
         assert part.region_bytes == 768
-        assert PartLayout(0, 1, 1, 1, 1, 1, 1).region_bytes == 256
+        assert PartLayout(0, 1, 1, (1, 1)).region_bytes == 256
         with pytest.raises(MemoryLayoutError, match=r"layer 7 is not in the part's layers \[5, 7\)"):
             part.block(7, 0)
-        with pytest.raises(MemoryLayoutError, match="positive sizes"):
-            PartLayout(0, 0, 3, 4, 2, 10, 6)
+        for wrong in ((0, 3, (80, 48)), (2, 0, (80, 48)), (2, 3, (80, 0))):
+            with pytest.raises(MemoryLayoutError, match="positive sizes"):
+                PartLayout(0, *wrong)
 
     @settings(max_examples=200, deadline=None)
     @given(
-        sizes=st.tuples(*[st.integers(0, 3)] + [st.integers(1, 6)] * 6),
+        sizes=st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(1, 6)),
+        page_bytes=st.lists(st.integers(1, 200), min_size=1, max_size=4).map(tuple),
         target_bytes=st.integers(1, 3000),
     )
     def test_pieces_tile_the_region_in_order_within_the_target(
-        self, sizes: tuple[int, int, int, int, int, int, int], target_bytes: int
+        self, sizes: tuple[int, int, int], page_bytes: tuple[int, ...], target_bytes: int
     ) -> None:
-        part = PartLayout(*sizes)
+        part = PartLayout(*sizes, page_bytes)
         at = 0
         for piece in part.pieces(target_bytes):
             assert piece.offset == at
             for span in piece.spans:
-                block, _ = part.block(span.layer, span.kv)
-                assert block + span.page_lo * part.page_bytes(span.kv) == at
-                at += (span.page_hi - span.page_lo) * part.page_bytes(span.kv)
+                block, _ = part.block(span.layer, span.plane)
+                assert block + span.page_lo * page_bytes[span.plane] == at
+                at += (span.page_hi - span.page_lo) * page_bytes[span.plane]
             assert piece.offset + piece.nbytes == at
+            assert all(span.page_hi - span.page_lo == part.num_pages for span in piece.spans[1:]), "whole blocks"
             one_page = piece.spans[0].page_hi - piece.spans[0].page_lo == 1
             assert piece.nbytes <= target_bytes or (len(piece.spans) == 1 and one_page)
         assert at == part.nbytes
 
     def test_a_large_block_is_split_evenly_and_small_ones_are_grouped(self) -> None:
-        large = PartLayout(0, 1, 10, 1, 1, k_row_bytes=100, v_row_bytes=10)
-        assert [piece.nbytes for piece in large.pieces(900)] == [500, 500, 100]
-        small = PartLayout(0, 3, 1, 1, 1, k_row_bytes=10, v_row_bytes=10)
+        large = PartLayout(0, 1, 10, (100, 60))
+        assert [piece.nbytes for piece in large.pieces(900)] == [500, 500, 600]
+        small = PartLayout(0, 3, 1, (10, 10))
         assert small.pieces(40) == (
             Piece(0, 40, (Span(0, 0, 0, 1), Span(0, 1, 0, 1), Span(1, 0, 0, 1), Span(1, 1, 0, 1))),
             Piece(40, 20, (Span(2, 0, 0, 1), Span(2, 1, 0, 1))),
         )
+
+    def test_small_blocks_ride_with_the_rest_of_a_large_one(self) -> None:
+        """Scales of a long room are no writes of their own."""
+        part = PartLayout(0, 1, 10, (100, 100, 2, 2))
+        assert [piece.nbytes for piece in part.pieces(900)] == [500, 500, 500, 540]
+        assert part.pieces(900)[-1].spans == (Span(0, 1, 5, 10), Span(0, 2, 0, 10), Span(0, 3, 0, 10))

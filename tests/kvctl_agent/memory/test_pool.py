@@ -1,4 +1,4 @@
-"""KV pools: what shape is accepted, what is refused by name, where the bytes are said to be."""
+"""KV pools: what shape is accepted, what is refused by name, and which part of the model a pool is placed as."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvctl_agent.errors import MemoryLayoutError, RemoteProtocolError
-from kvctl_agent.memory.addresses import K, PoolAddresses, V
-from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.holding import Held, held
+from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.side import Coord, Side
+from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
+
+K, V = 0, 1
 
 
 def layers(count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -30,24 +35,25 @@ class TestFromTensors:
     def test_bf16_tensors_are_described_and_shared_not_copied(self) -> None:
         k, v = layers(3, (12, 2, 6)), layers(3, (12, 2, 10))
         pool = wrap(k, v, aux=torch.zeros((5, 24), dtype=torch.uint8))
-        assert (pool.num_layers, pool.num_pages, pool.page_size, pool.heads) == (3, 3, 4, 2)
-        assert (pool.total_kv_heads, pool.k_dim, pool.v_dim, pool.dtype_bytes) == (8, 6, 10, 2)
+        assert pool.shape() == ModelShape(3, 8, 6, 10, 2)
+        (kv,) = pool.segments
+        assert (kv.held.num_layers, kv.held.heads, pool.num_pages, pool.page_size) == (3, 2, 3, 4)
         assert (pool.aux_slots, pool.aux_row_bytes) == (5, 24)
         assert pool.nbytes == 3 * 12 * 2 * (6 + 10) * 2 + 5 * 24
         v[1][3, 1, 2] = 1.0
         offset = ((3 * 2 + 1) * 10 + 2) * 2
-        assert pool.block(1, V)[offset : offset + 2].tobytes() == b"\x80\x3f"
+        assert pool.segments[0].block(1, V)[offset : offset + 2].tobytes() == b"\x80\x3f"
 
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32])
     def test_the_element_size_follows_the_dtype(self, dtype: torch.dtype) -> None:
         pool = wrap(layers(1, (4, 1, 8), dtype), layers(1, (4, 1, 8), dtype))
-        assert pool.dtype_bytes == dtype.itemsize
+        assert pool.shape().dtype_bytes == dtype.itemsize
 
     def test_numpy_arrays_serve_as_well(self) -> None:
         k = [np.zeros((8, 2, 4), dtype=np.float32)]
         v = [np.zeros((8, 2, 4), dtype=np.float32)]
         pool = wrap(k, v)
-        pool.block(0, K)[:4] = np.frombuffer(np.float32(2.5).tobytes(), dtype=np.uint8)
+        pool.segments[0].block(0, K)[:4] = np.frombuffer(np.float32(2.5).tobytes(), dtype=np.uint8)
         assert k[0][0, 0, 0] == 2.5
 
     def test_each_tensor_that_stands_alone_is_a_region(self) -> None:
@@ -71,7 +77,7 @@ class TestFromTensors:
         gc.collect()
         assert gone() is None
         with pytest.raises(MemoryLayoutError, match="closed"):
-            pool.block(0, K)
+            pool.segments[0].block(0, K)
 
 
 GOOD = layers(2, (8, 2, 4))
@@ -139,76 +145,156 @@ def test_a_read_only_array_is_refused() -> None:
         wrap([frozen], [np.zeros((4, 2, 4), dtype=np.float32)])
 
 
+FULL = ModelShape(
+    num_layers=5,
+    num_kv_heads=8,
+    k_dim=6,
+    v_dim=10,
+    dtype_bytes=2,
+    k_scale_bytes=4,
+    v_scale_bytes=2,
+    draft=ModelShape(1, 4, 8, 4, 2),
+    states=(StateShape("conv", (0, 3, 4), 3, 8, 4), StateShape("index", (1,), 1, 1, 40)),
+)
+STAGES = Side(pp=2, tp=2, stages=(2, 3))
+
+
+def of_rank(pp: int, tp: int) -> tuple[Held, ...]:
+    return held(FULL, 4, STAGES, Coord(0, pp, 0, tp))
+
+
 class TestAllocate:
     def test_an_allocated_pool_is_one_region_that_holds_every_block(self) -> None:
-        pool = KVPool.allocate(3, 5, 4, 2, 8, 6, 10, 2, aux_slots=7, aux_row_bytes=24)
+        pool = KVPool.allocate(of_rank(1, 1), 4, 5, {"conv": 6}, aux_slots=7, aux_row_bytes=24)
         try:
             (region,) = pool.regions()
-            where = pool.addresses()
             ends = []
-            for layer in range(3):
-                for kv, dim in ((K, 6), (V, 10)):
-                    block = pool.block(layer, kv)
-                    assert block.ctypes.data == where.base(layer, kv)
-                    assert block.nbytes == 5 * 4 * 2 * dim * 2
-                    ends.append((where.base(layer, kv), where.base(layer, kv) + block.nbytes))
+            for segment in pool.segments:
+                held = segment.held
+                for layer in range(held.layer_lo, held.layer_hi):
+                    for number, plane in enumerate(held.segment.planes):
+                        block = segment.block(layer, number)
+                        assert block.nbytes == segment.num_slots * plane.rows * held.heads * plane.head_bytes
+                        assert block.ctypes.data == segment.addresses.bases[layer - held.layer_lo][number]
+                        ends.append((block.ctypes.data, block.ctypes.data + block.nbytes))
+                        assert not block.any()
+            assert len(ends) == 3 * 4 + 1 * 2 + 2, "three layers, the draft, two layers of conv"
+            where = pool.addresses()
             ends.append((where.aux_base, where.aux_base + 7 * 24))
-            assert ends == sorted(ends), "layer-major, K then V, aux last"
+            assert ends == sorted(ends), "segments, layers and planes in order, aux last"
             assert all(end <= start for (_, end), (start, _) in pairwise(ends))
             assert region.addr <= ends[0][0]
             assert ends[-1][1] <= region.addr + region.nbytes
             assert pool.aux is not None
             assert pool.aux.shape == (7, 24)
-            assert not pool.block(2, V).any()
+            assert [segment.num_slots for segment in pool.segments] == [5, 5, 6, 0]
+            assert pool.nbytes == sum(end - start for start, end in ends)
         finally:
             pool.close()
             pool.close()
 
-    @pytest.mark.parametrize("sizes", [(0, 1, 4, 1, 1, 8, 8, 2), (1, 1, 4, 3, 8, 8, 8, 2), (1, 1, 4, 1, 1, 8, 8, 0)])
-    def test_sizes_that_make_no_pool_are_refused(self, sizes: tuple[int, ...]) -> None:
-        with pytest.raises(MemoryLayoutError, match="positive sizes"):
-            KVPool.allocate(*sizes)
-
-
-class TestAddresses:
-    WHERE = PoolAddresses((1000, 9000), (5000, 13000), 4, 2, 12, 20, 3, 77, 24, 5)
-
-    def test_a_row_is_where_page_token_and_head_say(self) -> None:
-        pages = np.array([2, 0])
-        for kv, base, row in ((K, 9000, 12), (V, 13000, 20)):
-            assert self.WHERE.page_addrs(1, kv, pages).tolist() == [base + 2 * 4 * 2 * row, base]
-            expected = [base + ((page * 4 + token) * 2 + 1) * row for page in (2, 0) for token in range(4)]
-            assert self.WHERE.token_addrs(1, kv, pages, head=1).tolist() == expected
-        assert self.WHERE.aux_addr(3) == 77 + 3 * 24
-
-    def test_the_wire_form_is_plain_and_comes_back_equal(self) -> None:
-        wire = self.WHERE.to_wire()
-        assert all(isinstance(value, int | list) for value in wire.values())
-        assert PoolAddresses.from_wire(wire) == self.WHERE
-
     @pytest.mark.parametrize(
-        ("change", "message"),
+        ("pages", "items", "aux", "message"),
         [
-            ({"page_size": None}, "page_size is None"),
-            ({"page_size": 0}, "page_size is 0"),
-            ({"heads": True}, "heads is True"),
-            ({"aux_base": -1}, "aux_base is -1"),
-            ({"num_pages": 1 << 63}, "num_pages is"),
-            ({"k_bases": [1.5, 2]}, "k_bases"),
-            ({"k_bases": []}, "k_bases"),
-            ({"v_bases": [1]}, "2 K layers but 1 V layers"),
-            ({"surprise": 1}, "surprise"),
+            (0, {"conv": 6}, (0, 0), "none for kv, draft"),
+            (5, {}, (0, 0), "none for conv"),
+            (5, {"conv": -1}, (0, 0), "none for conv"),
+            (5, {"conv": 6}, (1, 0), "aux slots with a row size"),
         ],
     )
-    def test_a_malformed_wire_form_is_refused_by_field(self, change: dict[str, Any], message: str) -> None:
-        with pytest.raises(RemoteProtocolError, match=message):
-            PoolAddresses.from_wire({**self.WHERE.to_wire(), **change})
+    def test_sizes_that_make_no_pool_are_refused(
+        self, pages: int, items: dict[str, int], aux: tuple[int, int], message: str
+    ) -> None:
+        with pytest.raises(MemoryLayoutError, match=message):
+            KVPool.allocate(of_rank(1, 1), 4, pages, items, *aux)
 
-    def test_a_missing_field_is_refused_by_name(self) -> None:
-        wire = self.WHERE.to_wire()
-        del wire["v_row_bytes"]
-        with pytest.raises(RemoteProtocolError, match="v_row_bytes"):
-            PoolAddresses.from_wire(wire)
+    def test_its_model_is_not_known(self) -> None:
+        pool = KVPool.allocate(of_rank(0, 0), 4, 5, {"conv": 6, "index": 2})
+        with pytest.raises(MemoryLayoutError, match="give the agent model="):
+            pool.shape()
+        pool.close()
+
+
+class TestPlace:
+    def tensors(self, pp: int) -> KVPool:
+        """What an engine has on a rank of `STAGES`."""
+        count = STAGES.stages[pp]
+        items = 1 if pp == 0 else 2
+        return KVPool.from_tensors(
+            layers(count, (20, 4, 6)),
+            layers(count, (20, 4, 10)),
+            page_size=4,
+            total_kv_heads=8,
+            k_scale=layers(count, (5, 4, 2)),
+            v_scale=layers(count, (5, 4)),
+            draft=DraftKV(layers(1, (20, 2, 8)), layers(1, (20, 2, 4)), 4) if pp else None,
+            state=[
+                StateTensors("conv", layers(items, (6, 3, 4, 2)), heads=8, axis=2),
+                StateTensors("index", layers(1 - pp, (7, 20))),
+            ],
+        )
+
+    @pytest.mark.parametrize("pp", [0, 1])
+    @pytest.mark.parametrize("tp", [0, 1])
+    def test_a_ranks_memory_takes_the_plans_numbers(self, pp: int, tp: int) -> None:
+        pool = self.tensors(pp)
+        before = {segment.name: segment.blocks for segment in pool.segments}
+        pool.place(of_rank(pp, tp))
+        assert tuple(segment.held for segment in pool.segments) == of_rank(pp, tp)
+        assert [segment.name for segment in pool.segments] == ["kv", "draft", "conv", "index"]
+        for segment in pool.segments:
+            assert segment.blocks == before.get(segment.name, ()), "the same memory"
+        assert [segment.num_slots for segment in pool.segments] == ([5, 0, 6, 7] if pp == 0 else [5, 5, 6, 0])
+        first = 2 if pp else 0
+        pool.segments[0].block(first, 0)
+        with pytest.raises(MemoryLayoutError, match=f"kv: layer {2 - first} asked for, but this rank has"):
+            pool.segments[0].block(2 - first, 0)
+        pool.place(of_rank(pp, tp))  # again changes nothing
+
+    def test_one_rank_that_is_all_of_it_is_where_it_was_taken_to_be(self) -> None:
+        state = [StateTensors("conv", layers(1, (6, 3)), layers=(1,))]
+        pool = wrap(
+            layers(2, (8, 8, 4)), layers(2, (8, 8, 4)), draft=DraftKV(GOOD, layers(2, (8, 2, 4)), 2), state=state
+        )
+        whole = held(pool.shape(), 4, Side(), Coord(0, 0, 0, 0))
+        assert tuple(segment.held for segment in pool.segments) == whole
+        pool.place(whole)
+
+    def test_an_allocated_pool_is_placed_by_what_it_was_allocated_for(self) -> None:
+        pool = KVPool.allocate(of_rank(1, 1), 4, 5, {"conv": 6})
+        pool.place(of_rank(1, 1))
+        with pytest.raises(MemoryLayoutError, match="kv: the pool has 3 layers, but the plan says 2"):
+            pool.place(of_rank(0, 0))
+        pool.close()
+
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [
+            (replace(FULL, num_kv_heads=4), "kv: the pool has 4 heads on this rank, but the plan says 2"),
+            (replace(FULL, num_layers=6), "kv: the pool has 3 layers, but the plan says 4"),
+            (
+                replace(FULL, v_dim=6),
+                r"kv: the pool has k 4 x 12 bytes, v 4 x 20 bytes.* planes, but the plan says k 4 x",
+            ),
+            (replace(FULL, v_scale_bytes=0), "kv: the pool has .*v_scale 1 x 2 bytes planes, but the plan says"),
+            (replace(FULL, draft=None), "the pool holds draft, which the model does not have"),
+            (replace(FULL, draft=ModelShape(2, 4, 8, 4, 2)), "draft: the pool has 1 layers, but the plan says 2"),
+            (replace(FULL, states=FULL.states[1:]), "the pool holds conv, which"),
+            (replace(FULL, states=(*FULL.states, StateShape("swa", (4,), 1, 1, 8))), "swa: the pool has none of it"),
+            (
+                replace(FULL, states=(StateShape("conv", (2,), 3, 8, 4),)),
+                "conv: the pool has 2 layers, but the plan says 1",
+            ),
+            (
+                replace(FULL, states=(StateShape("conv", (0,), 3, 8, 4),)),
+                "conv: the pool has 2 layers, but the plan says 0",
+            ),
+        ],
+    )
+    def test_a_pool_that_is_something_else_is_refused_with_the_numbers(self, model: ModelShape, message: str) -> None:
+        stages = (2, 4) if model.num_layers == 6 else (2, 3)
+        with pytest.raises(MemoryLayoutError, match=message):
+            self.tensors(1).place(held(model, 4, Side(pp=2, tp=2, stages=stages), Coord(0, 1, 0, 0)))
 
 
 def test_the_package_never_imports_torch() -> None:
@@ -216,8 +302,11 @@ def test_the_package_never_imports_torch() -> None:
         "import sys, pkgutil, importlib, kvctl_agent.memory as m\n"
         "names = [i.name for i in pkgutil.iter_modules(m.__path__)]\n"
         "[importlib.import_module(f'kvctl_agent.memory.{n}') for n in names]\n"
+        "from kvctl_agent.layout.holding import held\n"
+        "from kvctl_agent.layout.shape import ModelShape\n"
+        "from kvctl_agent.layout.side import Coord, Side\n"
         "from kvctl_agent.memory.pool import KVPool\n"
-        "KVPool.allocate(1, 1, 4, 1, 1, 8, 8, 2).close()\n"
+        "KVPool.allocate(held(ModelShape(1, 1, 8, 8, 2), 4, Side(), Coord(0, 0, 0, 0)), 4, 1).close()\n"
         "assert len(names) >= 8 and 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

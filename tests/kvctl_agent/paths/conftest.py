@@ -1,4 +1,8 @@
-"""Two ends of a lane in this process: ranks' pools on a writer's and on a reader's transport, and what is planned."""
+"""Two ends of a lane in this process: ranks' pools on a writer's and on a reader's transport, and what is planned.
+
+What the model holds is known element by element. A writer's pool is filled from it by its own layers and heads; what
+must have landed is worked out for the reader's, so that a wrong head or layer shows whichever side it comes from.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.layout.plan import PlanInputs, Share, shares
-from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.holding import Held, held
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.plan import shares, state_shares_to_reader
+from kvctl_agent.layout.shape import ModelShape, Segment
+from kvctl_agent.layout.share import Share
 from kvctl_agent.layout.side import Side
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copy import scatter_piece
@@ -31,7 +38,7 @@ AUX_SLOTS = 4
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a test varies."""
+    """What a test varies; `model` and the sides stand for the sizes before them where they are given."""
 
     heads: int = 8
     prefill_tp: int = 2
@@ -42,29 +49,61 @@ class Geometry:
     layers: int = 3
     pages: int = 40
     dtype_bytes: int = 2
-
-    def shares(self) -> tuple[Share, ...]:
-        return shares(self.inputs(), 1, 0)
-
-    def shape(self) -> ModelShape:
-        return ModelShape(self.layers, self.heads, self.k_dim, self.v_dim, self.dtype_bytes)
+    model: ModelShape | None = None
+    prefill: Side | None = None
+    decode: Side | None = None
 
     def inputs(self) -> PlanInputs:
-        return PlanInputs(self.shape(), self.page_size, 1024, Side(tp=self.prefill_tp), Side(tp=self.decode_tp))
+        model = self.model or ModelShape(self.layers, self.heads, self.k_dim, self.v_dim, self.dtype_bytes)
+        prefill, decode = self.prefill or Side(tp=self.prefill_tp), self.decode or Side(tp=self.decode_tp)
+        return PlanInputs(model, self.page_size, 1024, prefill, decode)
 
-    def pool(self, tp: int) -> KVPool:
-        local = max(1, self.heads // tp)
-        sizes = (self.page_size, local, self.heads, self.k_dim, self.v_dim, self.dtype_bytes)
-        return KVPool.allocate(self.layers, self.pages, *sizes, aux_slots=AUX_SLOTS, aux_row_bytes=48)
+    def shares(self) -> tuple[Share, ...]:
+        """KV and draft."""
+        return shares(self.inputs(), 1, 0)
 
-    def grid(self, pool: KVPool, layer: int, kv: int) -> np.ndarray:
-        """One layer's K or V as [pages, page_size, heads, row bytes]."""
-        return pool.block(layer, kv).reshape(self.pages, self.page_size, pool.heads, -1)
+    def state_shares(self) -> tuple[Share, ...]:
+        inputs = self.inputs()
+        return tuple(
+            share for reader in range(inputs.decode.size) for share in state_shares_to_reader(inputs, 1, reader)
+        )
+
+    def slots(self, segment: Segment) -> int:
+        """Pages or items of it that every pool has."""
+        return self.pages - 3 * segment.index if segment.state else self.pages
+
+    def pools(self, side: Side) -> list[KVPool]:
+        inputs = self.inputs()
+        items = {segment.name: self.slots(segment) for segment in inputs.segments if segment.state}
+        return [
+            KVPool.allocate(
+                held(inputs.shape, self.page_size, side, side.coord(rank)),
+                self.page_size,
+                self.pages,
+                items,
+                aux_slots=AUX_SLOTS,
+                aux_row_bytes=48,
+            )
+            for rank in range(side.size)
+        ]
+
+    def truth(self, segment: Segment, layer: int, plane: int) -> np.ndarray:
+        """What every writer has of it: uint8 [slots, rows, heads of the model, head bytes]."""
+        _, rows, head_bytes = segment.planes[plane]
+        shape = self.slots(segment), rows, segment.heads, head_bytes
+        return np.random.default_rng([segment.index, layer, plane]).integers(0, 256, shape, np.uint8)
+
+
+def planes_of(held: Held) -> Iterator[tuple[int, int]]:
+    """(layer, plane) of everything that a rank holds of a segment."""
+    for layer in range(held.layer_lo, held.layer_hi):
+        for plane in range(len(held.segment.planes)):
+            yield layer, plane
 
 
 @dataclass
 class Ends:
-    """Pools of all ranks, filled with random bytes (writers) and poison (readers), and the image of what must land."""
+    """Pools of all ranks, filled with the truth (writers) and poison (readers), and the image of what must land."""
 
     geometry: Geometry
     here: Transport
@@ -72,15 +111,26 @@ class Ends:
     writers: list[KVPool]
     readers: list[KVPool]
     ring: RingMemory
-    image: dict[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
+    image: dict[tuple[int, int, int, int], np.ndarray] = field(default_factory=dict)
+
+    def fill(self) -> None:
+        """Every writer has its part of the truth."""
+        for pool in self.writers:
+            for memory in pool.segments:
+                heads = slice(memory.held.head_lo, memory.held.head_hi)
+                for layer, plane in planes_of(memory.held):
+                    truth = self.geometry.truth(memory.held.segment, layer, plane)
+                    memory.block(layer, plane)[:] = truth[:, :, heads].reshape(-1)
+            assert pool.aux is not None
+            pool.aux[:] = np.random.default_rng(1).integers(0, 256, pool.aux.shape, np.uint8)
 
     def poison(self) -> None:
         """Nothing has landed, and nothing is planned."""
         for number, pool in enumerate(self.readers):
-            for layer in range(self.geometry.layers):
-                for kv in (0, 1):
-                    pool.block(layer, kv)[:] = POISON
-                    self.image[number, layer, kv] = pool.block(layer, kv).copy()
+            for index, memory in enumerate(pool.segments):
+                for layer, plane in planes_of(memory.held):
+                    memory.block(layer, plane)[:] = POISON
+                    self.image[number, index, layer, plane] = memory.block(layer, plane).copy()
             assert pool.aux is not None
             pool.aux[:] = POISON
 
@@ -91,7 +141,7 @@ class Ends:
     def order(
         self, share: Share | None, src: Any, dst: Any, layers: tuple[int, int] | None = None, **more: Any
     ) -> Transfer:
-        lo, hi = layers or (0, self.geometry.layers)
+        lo, hi = layers or ((share.layer_lo, share.layer_hi) if share else (0, 1))
         defaults: dict[str, Any] = {
             "peer": "reader",
             "room": 1,
@@ -102,8 +152,6 @@ class Ends:
             "share": share,
             "src_pages": np.asarray(src, np.int32),
             "dst_pages": np.asarray(dst, np.int32),
-            "src_aux": -1,
-            "dst_aux": -1,
             "grant": None,
             "tag": b"tag",
             "fence": Fence(),
@@ -113,39 +161,37 @@ class Ends:
         return Transfer(**{**defaults, **more})
 
     def layout(self, share: Share, pages: int, layers: tuple[int, int]) -> PartLayout:
-        g = self.geometry
-        rows = g.k_dim * g.dtype_bytes, g.v_dim * g.dtype_bytes
-        return PartLayout(layers[0], layers[1] - layers[0], pages, g.page_size, share.heads, *rows)
+        return self.readers[share.reader].segments[share.segment].part_layout(*layers, pages, share.heads)
 
     def grant(self, share: Share, pages: int, layers: tuple[int, int] | None = None, offset: int = 4096) -> Grant:
-        lo, hi = layers or (0, self.geometry.layers)
-        end = offset + self.layout(share, pages, (lo, hi)).region_bytes
-        return Grant(0, lo, hi, 1, offset, end, 0)
+        """As the reader grants: by the plan alone."""
+        lo, hi = layers or (share.layer_lo, share.layer_hi)
+        return Grant(0, lo, hi, 1, offset, offset + share.part_bytes(pages, hi - lo), 0)
 
-    def scatter(self, share: Share, dst: Any, layers: tuple[int, int], offset: int) -> None:
+    def scatter(self, share: Share, dst: Any, layers: tuple[int, int] | None = None, offset: int = 4096) -> None:
         """What the reader does with a landed part."""
-        part = self.layout(share, len(dst), layers)
-        rows = RowIndex(self.readers[share.reader], np.asarray(dst, np.int32), share.dst_head, share.heads)
+        part = self.layout(share, len(dst), layers or (share.layer_lo, share.layer_hi))
+        memory = self.readers[share.reader].segments[share.segment]
+        rows = RowIndex(memory, np.asarray(dst, np.int32), share.dst_head, share.heads)
         region = self.ring.view(offset, part.region_bytes)
         for piece in part.pieces():
             scatter_piece(piece, rows, region[piece.offset :])
 
     def expect(self, share: Share, src: Any, dst: Any, layers: tuple[int, int] | None = None) -> None:
-        """From now on these bytes are planned to be there."""
-        g, writer, reader = self.geometry, self.writers[share.writer], self.readers[share.reader]
+        """From now on these elements of the model are planned to be there."""
+        held = self.readers[share.reader].segments[share.segment].held
         theirs = slice(share.dst_head, share.dst_head + share.heads)
-        ours = slice(share.src_head, share.src_head + share.heads)
-        for layer in range(*(layers or (0, g.layers))):
-            for kv in (0, 1):
-                image = self.image[share.reader, layer, kv]
-                image.reshape(g.grid(reader, layer, kv).shape)[dst, :, theirs] = g.grid(writer, layer, kv)[src][
-                    :, :, ours
-                ]
+        heads = slice(held.head_lo + theirs.start, held.head_lo + theirs.stop)
+        for layer in range(*(layers or (share.layer_lo, share.layer_hi))):
+            for plane, (_, rows, head_bytes) in enumerate(held.segment.planes):
+                image = self.image[share.reader, share.segment, layer, plane].reshape(-1, rows, held.heads, head_bytes)
+                image[dst, :, theirs] = self.geometry.truth(held.segment, layer, plane)[src][:, :, heads]
 
     def check(self) -> None:
         """Every byte of every reader's pool is what was planned, and no other was touched."""
-        for (reader, layer, kv), image in self.image.items():
-            assert np.array_equal(self.readers[reader].block(layer, kv), image), (reader, layer, kv)
+        for (reader, segment, layer, plane), image in self.image.items():
+            got = self.readers[reader].segments[segment].block(layer, plane)
+            assert np.array_equal(got, image), (reader, segment, layer, plane)
 
     def tags(self, count: int, timeout_s: float = 3.0) -> list[bytes]:
         """The tags that arrived at the reader within a moment."""
@@ -190,22 +236,14 @@ def ends(engine: str, buffers: StagingBuffers) -> Iterator[Callable[[Geometry], 
     closing: list[Callable[[], None]] = []
 
     def make(geometry: Geometry) -> Ends:
-        random = np.random.default_rng(1)
-        writers = [geometry.pool(geometry.prefill_tp) for _ in range(geometry.prefill_tp)]
-        readers = [geometry.pool(geometry.decode_tp) for _ in range(geometry.decode_tp)]
+        writers, readers = geometry.pools(geometry.inputs().prefill), geometry.pools(geometry.inputs().decode)
         ring = RingMemory(4 << 20)
         here, there = open_transport(engine, "writer"), open_transport(engine, "reader")
         here.register([Region(*r) for pool in writers for r in pool.regions()] + [Region(*buffers.region())])
         there.register([Region(*r) for pool in readers for r in pool.regions()] + [Region(*ring.region())])
         here.connect("reader", there.metadata())
         made = Ends(geometry, here, there, writers, readers, ring)
-        for pool in writers:
-            for layer in range(geometry.layers):
-                for kv in (0, 1):
-                    block = pool.block(layer, kv)
-                    block[:] = random.integers(0, 256, block.nbytes, np.uint8)
-            assert pool.aux is not None
-            pool.aux[:] = random.integers(0, 256, pool.aux.shape, np.uint8)
+        made.fill()
         made.poison()
         closing.extend([here.close, there.close, ring.close, *(pool.close for pool in writers + readers)])
         return made

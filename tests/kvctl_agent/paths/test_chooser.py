@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvctl_agent.layout.plan import Share
-from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.shape import ModelShape, StateShape, segments
+from kvctl_agent.layout.share import Share
 from kvctl_agent.memory.slab import Slab
 from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.paths.chooser import Chooser, CopyCost
 from kvctl_agent.transport.probe import LaneCost
 
-SHAPE = ModelShape(32, 8, 128, 128, 2)
-SAME = Share(0, 0, 0, 0, 2, 0, 32, 2, 2)  # both ends hold exactly these heads
-CUT = Share(0, 0, 0, 2, 2, 0, 32, 2, 8)  # the reader holds more
+SHAPE = ModelShape(32, 8, 128, 128, 2, states=(StateShape("conv", (0, 1), 4, 8, 256),))
+KV, CONV = segments(SHAPE, 16)
+SAME = Share(0, 0, 0, 0, 0, 2, 0, 32, 2, 2, KV.page_head_bytes)  # both ends hold exactly these heads
+CUT = Share(0, 0, 0, 0, 2, 2, 0, 32, 2, 8, KV.page_head_bytes)  # the reader holds more
 RUN = np.arange(64, dtype=np.int32)
 SCATTERED = (RUN * 7) % 1021
 RING = 1 << 30
@@ -119,6 +121,54 @@ class TestAuto:
             )
             assert small < wide
             assert small < deep
+
+
+class TestState:
+    """It is small, its items lie anywhere, and it has no room in the ring."""
+
+    SAME = Share(0, 0, 1, 0, 0, 2, 0, 2, 2, 2, CONV.page_head_bytes)
+    CUT = Share(0, 0, 1, 0, 2, 2, 0, 2, 2, 8, CONV.page_head_bytes)
+
+    @pytest.mark.parametrize("path", ["auto", "staged", "bulk"])
+    @pytest.mark.parametrize("staging", ["on", "auto", "off"])
+    def test_it_goes_straight_to_its_items(self, path: str, staging: str) -> None:
+        made = chooser(path, staging, lane=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert made.without_ring(self.SAME) == "bulk"
+        assert made.without_ring(self.CUT) == "slice"
+
+    def test_slice_is_slice(self) -> None:
+        assert chooser("slice").without_ring(self.SAME) == "slice"
+
+
+class TestGeometries:
+    """Costs follow from what lies in a page, not from a token of K and V."""
+
+    def made(self, shape: ModelShape) -> tuple[Chooser, Share]:
+        made = Chooser(shape, 16, "auto", "auto")
+        made.lane, made.copy = DEAR_DESCRIPTORS, CopyCost((256, 4096), (1000.0, 1.0), (1000.0, 1.0))
+        bytes_ = segments(shape, 16)[0].page_head_bytes
+        return made, Share(0, 0, 0, 0, 0, 1, 0, 32, 1, 1, bytes_)
+
+    def test_latents_are_one_plane(self) -> None:
+        made, share = self.made(ModelShape(32, 1, 576, 0, 2, kind="mla"))
+        plain, alike = self.made(ModelShape(32, 1, 288, 288, 2))
+        assert made.lane is not None
+        assert share.payload_bytes(64, 4) == alike.payload_bytes(64, 4)
+        assert made.costs(share, 4, SCATTERED)["bulk"] == made.lane.write_us(4 * 64, share.payload_bytes(64, 4))
+        assert made.costs(share, 4, SCATTERED)["bulk"] < plain.costs(alike, 4, SCATTERED)["bulk"]
+
+    def test_small_rows_of_scales_cost_what_small_rows_cost(self) -> None:
+        made, share = self.made(ModelShape(32, 8, 128, 128, 2))
+        scaled, with_scales = self.made(ModelShape(32, 8, 128, 128, 2, k_scale_bytes=64, v_scale_bytes=64))
+        more = scaled.costs(with_scales, 4, SCATTERED)["staged"] - made.costs(share, 4, SCATTERED)["staged"]
+        tiny = 2 * 4 * 64 * 64 / (1 << 20)  # MiB of scales, gathered and scattered at the rate of tiny rows
+        assert more > 2 * tiny * 1000
+
+    def test_slice_has_a_descriptor_for_each_row_of_each_plane(self) -> None:
+        made, share = self.made(ModelShape(32, 8, 128, 64, 2, k_scale_bytes=4))
+        cut = replace(share, dst_pool_heads=2)
+        assert made.lane is not None
+        assert made.costs(cut, 4, RUN)["slice"] == made.lane.write_us(4 * 64 * 33, cut.payload_bytes(64, 4))
 
 
 class TestCopyCost:

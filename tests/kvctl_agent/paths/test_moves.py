@@ -54,7 +54,7 @@ def test_slice_and_staged_serve_any_two_layouts(
                 made.fly(by_writer[share.writer], share, src, dst, layers=(1, 3))
             else:
                 made.fly(staged, share, src, dst, layers=(1, 3), grant=made.grant(share, 9, (1, 3)))
-                made.scatter(share, dst, (1, 3), 4096)
+                made.scatter(share, dst, (1, 3))
         made.check()
     assert buffers.in_use == 0
 
@@ -72,7 +72,7 @@ def test_bulk_moves_whole_pages_between_ranks_of_the_same_heads(
     made.check()
 
 
-def test_bulk_merges_neighbours_into_one_descriptor_for_each_layer_and_k_or_v(ends: Any, geometry: Any) -> None:
+def test_bulk_merges_neighbours_into_one_descriptor_for_each_layer_and_plane(ends: Any, geometry: Any) -> None:
     made = ends(geometry(prefill_tp=1, decode_tp=1))
     share, path = made.geometry.shares()[0], BulkPath()
 
@@ -155,7 +155,7 @@ class TestAux:
         share = made.geometry.shares()[0]
         wanted = made.readers[0].aux.copy()
         wanted[3] = made.writers[0].aux[1]
-        order = made.order(None, [], [], kind=PartKind.AUX, src_aux=1, dst_aux=3)
+        order = made.order(None, [1], [3], kind=PartKind.AUX)
         landed(AuxPath().start(made.lane(share), order), made.there)
         assert made.tags(1) == [b"tag"]
         assert np.array_equal(made.readers[0].aux, wanted)
@@ -164,6 +164,6 @@ class TestAux:
     @pytest.mark.parametrize("row", [-1, 4])
     def test_a_row_that_was_not_given_says_what_to_do(self, ends: Any, geometry: Any, row: int) -> None:
         made = ends(geometry())
-        order = made.order(None, [], [], kind=PartKind.AUX, src_aux=row, dst_aux=3)
+        order = made.order(None, [row], [3], kind=PartKind.AUX)
         with pytest.raises(MemoryLayoutError, match=r"give finish\(\) an aux row"):
             AuxPath().start(made.lane(made.geometry.shares()[0]), order)

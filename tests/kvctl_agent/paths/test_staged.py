@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import MemoryLayoutError, PeerDisconnected
-from kvctl_agent.layout.plan import Share
+from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.shape import Plane, Segment
+from kvctl_agent.layout.share import Share
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copy import gather_piece
 from kvctl_agent.memory.crew import CopyCrew
@@ -27,8 +29,9 @@ from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
 
 PAGES = np.array([3, 9, 4, 1, 15, 0, 2, 8, 7, 11, 13, 12], np.int32)
-SHARE = Share(0, 0, 1, 0, 2, 0, 4, 4, 2)
-PART = PartLayout(0, 4, len(PAGES), 4, 2, 32, 32)
+HELD = Held(Segment(0, "kv", 0, 4, 4, (Plane("k", 4, 32), Plane("v", 4, 32))), 0, 4, 0, 4)
+SHARE = Share(0, 0, 0, 1, 0, 2, 0, 4, 4, 2, HELD.segment.page_head_bytes)
+PART = PartLayout(0, 4, len(PAGES), (256, 256))
 
 
 class LateWrite:
@@ -74,11 +77,10 @@ class LateTransport:
 
 class Bench:
     def __init__(self) -> None:
-        self.pool = KVPool.allocate(4, 16, 4, 4, 4, 16, 16, 2)
+        self.pool = KVPool.allocate((HELD,), 4, 16)
         random = np.random.default_rng(1)
-        for layer in range(4):
-            for kv in (0, 1):
-                block = self.pool.block(layer, kv)
+        for layer in self.pool.segments[0].blocks:
+            for block in layer:
                 block[:] = random.integers(0, 256, block.nbytes, np.uint8)
         self.ring = RingMemory(1 << 20)
         self.transport = LateTransport()
@@ -102,8 +104,6 @@ class Bench:
             "share": SHARE,
             "src_pages": PAGES,
             "dst_pages": PAGES,
-            "src_aux": -1,
-            "dst_aux": -1,
             "grant": Grant(0, 0, 4, 1, offset, offset + PART.region_bytes, 0),
             "tag": b"tag",
             "fence": self.fence,
@@ -118,7 +118,7 @@ class Bench:
         wanted = np.zeros(1 << 20, np.uint8)
         region = wanted[offset : offset + PART.region_bytes]
         for piece in PART.pieces():
-            gather_piece(piece, RowIndex(self.pool, PAGES, 1, 2), region[piece.offset :])
+            gather_piece(piece, RowIndex(self.pool.segments[0], PAGES, 1, 2), region[piece.offset :])
         return bool(np.array_equal(self.ring.view(0, 1 << 20), wanted))
 
 

@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from simulation import Broken, Item, Machine, World, direct
 
-from kvctl_agent.layout.plan import PlanInputs, Share
-from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.shape import ModelShape, Segment
+from kvctl_agent.layout.share import Share
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
@@ -47,6 +48,8 @@ class Record:
         self.nonce = nonce
         self.planned = self.sent = self.landed = self.scattered = self.parked = self.pages = 0
         self.peers: list[str] = []
+        self.forward_begun_at: int | None = None
+        self.forward_done_at: int | None = None
 
     def _nothing(self, *args: object, **kwargs: object) -> None:
         pass
@@ -146,7 +149,8 @@ def _shared_at(place: int) -> object:
 
 class _Pickler(pickle.Pickler):
     dispatch_table = copyreg.dispatch_table | dict.fromkeys(
-        (np.ndarray, Share, Side, ModelShape, PlanInputs, Local, Timing, msg.Introduction, msg.RoomOpen), _share
+        (np.ndarray, Share, Side, ModelShape, Segment, PlanInputs, Local, Timing, msg.Introduction, msg.RoomOpen),
+        _share,
     )
 
 
@@ -254,7 +258,7 @@ def _machine_state(machine: Machine) -> object:
                     room.nonce,
                     room.state,
                     room.released,
-                    room.aux_landed,
+                    frozenset(room.finals),
                     tuple(sorted(room.landed.items())),
                     tuple(sorted(room.scattered.items())),
                     tuple((leg.peer, leg.accepted, leg.acked, leg.drained) for leg in room.legs.values()),
@@ -272,7 +276,8 @@ def _machine_state(machine: Machine) -> object:
                 room.state,
                 room.claimed,
                 room.prefetched,
-                room.fed,
+                tuple(room.ledger._spans),
+                room.ledger.total,
                 room.finished,
                 room.released,
                 tuple(_leg_state(leg) for leg in room.legs.values()),
@@ -292,13 +297,13 @@ def _leg_state(leg: Any) -> object:
         leg.in_flight,
         leg.to_queue,
         leg.to_send,
-        leg.aux_state,
+        tuple(final.state for final in leg.finals.values()),
         leg.done,
         leg.abort_asked,
         leg.failed_acked,
         leg.drained_said,
         leg.resend_ns > 0,
-        tuple((p.state, p.grant, p.requested, p.revoked, p.path, p.confirmed) for p in leg.parts.values()),
+        tuple((p.key, p.state, p.grant, p.requested, p.revoked, p.path, p.confirmed) for p in leg.parts.values()),
     )
 
 

@@ -16,12 +16,27 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.tag import TAG_BYTES, PartKey, PartKind, Tag
 
-WHO = msg.Introduction("d", "decode", [0] * 4, [1] * 4, 0, {"page_size": 1}, {"k_bases": [1]}, "nixl", b"\0", "h", 1)
+WHO = msg.Introduction(
+    "d",
+    "decode",
+    [0] * 4,
+    [1, 2, 1, 1],
+    0,
+    {"page_size": 1},
+    {"slots": [1]},
+    "nixl",
+    b"\0",
+    "h",
+    1,
+    stages=[3, 1],
+    cp_mode="all",
+)
 EVERY: list[msg.Message] = [
     msg.Hello(1, WHO),
     msg.HelloAck(1, WHO, 7, ["page_size 64 ≠ 32"]),
     msg.Heartbeat(1, 2, 3, [4, 5, 6]),
     msg.RoomOpen(2**64 - 1, 2**64 - 1, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3),
+    msg.RoomOpen(1, 2, b"", 0, 0, {}, -1, [b"\1\0\0\0", b""], True),
     msg.RoomAccepted(1, 2),
     msg.RoomRefused(1, 2, "prefill-0", "CODE", 3, "text"),
     msg.StagingRequest(1, 2, [msg.PartSpec(0, 0, 32, 512)]),
@@ -65,6 +80,16 @@ def test_an_unknown_field_is_ignored_so_that_additions_are_possible() -> None:
         {"t": "room-done", "room": "1", "nonce": 2},
         {"t": "room-open", "room": 1, "nonce": 2, "pages": b"", "prefix_pages": -1, "total_pages": 0, "inputs": {}},
         {"t": "room-open", "room": 1, "nonce": 2, "pages": b"", "prefix_pages": 0, "total_pages": 2**31, "inputs": {}},
+        {
+            "t": "room-open",
+            "room": 1,
+            "nonce": 2,
+            "pages": b"",
+            "prefix_pages": 0,
+            "total_pages": 0,
+            "inputs": {},
+            "states": [b""] * 65,
+        },
         {"t": "staging-request", "room": 1, "nonce": 2, "parts": [{"chunk": 0, "lo": 0, "hi": 65536, "nbytes": 1}]},
         {"t": "staging-request", "room": 1, "nonce": 2, "parts": [{"chunk": 0, "lo": -1, "hi": 1, "nbytes": 1}]},
         {"t": "heartbeat", "sent_ns": 1, "watermark": [1, 2, 3, 4]},

@@ -5,12 +5,14 @@ Loss, copies, overtaking, aborts and restarts are bounded per history; the order
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from explorer import Budget, SmallWorld, explore
-from simulation import Broken
+from simulation import SHAPE, Broken
 
+from kvctl_agent.layout.shape import StateShape
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import gate as gate_module
 from kvctl_agent.protocol import ring as ring_module
@@ -25,6 +27,9 @@ def small_world(
     aux: int = -1,
     granted: bool = False,
     computed: tuple[tuple[str, int], ...] = (),
+    groups: tuple[int, ...] = (),
+    states: tuple[int, ...] = (),
+    cp: int = 1,
 ) -> SmallWorld:
     """Rooms 7, 8, … opened at all writers and asked for; the forwards are not done yet.
 
@@ -32,15 +37,20 @@ def small_world(
         ring: units; a part of one page is one unit with two writers and two with one.
         granted: the grants have arrived too.
         computed: (agent, room) whose forward is done, in this order: their parts are with the workers, or parked.
+        groups: layers in a group; a part of one page and one layer is one unit with one writer.
+        states: items of each state component.
+        cp: context parallel ranks, which share each chunk.
     """
-    world = SmallWorld(prefill=Side(tp=writers), decode=Side(), ring=ring, chunk_pages=1)
+    shape = replace(SHAPE, states=tuple(StateShape(f"s{n}", (0, 1), 1, 1, 64) for n in range(len(states))))
+    prefill = Side(tp=writers, cp=cp)
+    world = SmallWorld(prefill=prefill, decode=Side(), shape=shape, cp_mode="all-chunk", ring=ring, chunk_pages=cp)
     world.connect()
     numbers = range(7, 7 + rooms)
     for room in numbers:
-        world.receive(room, pages, aux=aux)
+        world.receive(room, pages, aux=aux, states=states)
     world.flush()
     for room in numbers:
-        world.send(room, pages)
+        world.send(room, pages, groups=groups, states=states)
     engines = [item._replace(what=item.what[2:]) for item in world.pool]
     asking = [(item.to, call) for item in world.pool for call in item.what[:2]]
     world.pool.clear()
@@ -74,6 +84,18 @@ OTHER_ORDER = (("prefill-0", 7), ("prefill-0", 8), ("prefill-1", 8), ("prefill-1
             id="two parts of one writer wait for each other",
         ),
         pytest.param({"rooms": 1, "writers": 2, "ring": 2}, Budget(1), id="two writers"),
+        pytest.param(
+            {"rooms": 1, "writers": 1, "ring": 1, "groups": (1,)},
+            Budget(2, losses=1, overtakings=1),
+            id="two layer groups wait for each other",
+        ),
+        pytest.param(
+            {"rooms": 2, "writers": 1, "ring": 1, "groups": (1,), "granted": True, "computed": (("prefill-0", 8),)},
+            Budget(1),
+            id="layer groups of two rooms",
+        ),
+        pytest.param({"rooms": 1, "writers": 1, "ring": 2, "states": (1,)}, Budget(2, losses=1, copies=1), id="state"),
+        pytest.param({"rooms": 1, "writers": 1, "ring": 2, "cp": 2, "pages": 2}, Budget(1), id="two cp ranks"),
         pytest.param({"rooms": 2, "writers": 1, "ring": 2}, Budget(2, losses=1), id="two rooms gate each other"),
         pytest.param({"rooms": 2, "writers": 1, "ring": 3}, Budget(2, overtakings=2), id="a ring with a rest"),
         pytest.param(
@@ -93,7 +115,7 @@ OTHER_ORDER = (("prefill-0", 7), ("prefill-0", 8), ("prefill-1", 8), ("prefill-1
         ),
         pytest.param(
             {"rooms": 1, "writers": 2, "ring": 1, "granted": True},
-            Budget(2, aborts=(("prefill-0", 7),)),
+            Budget(1, aborts=(("prefill-0", 7),)),
             id="prefill aborts",
         ),
         pytest.param(

@@ -164,10 +164,21 @@ def test_wrong_pages_are_refused_with_the_reason() -> None:
     outside = world.receive(7, 2, first_page=49)
     beyond = world.receive(8, 2, first_page=0, aux=64)
     world.flush()
-    assert "page 50 is outside decode-0's pool" in outside.failure["text"]
+    assert "pages 0..2: 49..50 is outside decode-0's pool of 50" in outside.failure["text"]
     assert "aux row 64 is outside decode-0's pool" in beyond.failure["text"]
     assert not world.p().open_rooms
     assert not world.d().open_rooms
+
+
+def test_prefill_does_not_wait_for_a_room_whose_opening_it_refused() -> None:
+    world = World(Side(), Side(), num_pages=50)
+    world.connect()
+    world.send(7, 2)
+    world.receive(7, 2, first_page=49)
+    world.settle(ticks=3)
+    assert world.sent["prefill-0", 7] is RoomState.FAILED
+    assert "outside decode-0's pool of 50" in world.sent_failures["prefill-0", 7]["text"]
+    world.check_empty()
 
 
 def test_our_own_wrong_page_list_fails_that_room_here() -> None:
@@ -276,7 +287,24 @@ class TestDeadlines:
         world.source.update({("prefill-0", page): (7, page) for page in range(2)})
         world.feed("prefill-0", ev.SendPages(7, np.arange(2, dtype=np.int32), True, 1))
         text = self.failure(world, TIMING.waiting_ns)
-        assert "the aux row did not arrive" in text or "the engine did not finish it" in text
+        assert "the aux row of writer 0 did not arrive" in text or "the engine did not finish it" in text
+
+    def test_an_engine_that_does_not_finish_one_of_two_ranks(self) -> None:
+        """Not "no RoomDone": the decode side cannot say so before the aux row is there."""
+        world = World(Side(tp=2), Side())
+        world.connect()
+        world.receive(7, 2)
+        world.flush()
+        for number, name in enumerate(world.prefill_names):
+            world.feed(name, ev.SendRoom(7))
+            world.source.update({(name, page): (7, page) for page in range(2)})
+            world.feed(name, ev.SendPages(7, np.arange(2, dtype=np.int32), True, 1))
+            world.flush()
+            world.tick((1 - number) * SECOND)
+        world.settle(ticks=130)
+        failure = world.sent_failures["prefill-0", 7]
+        assert failure["rank"] == "prefill-0"
+        assert failure["text"].endswith("the engine did not finish it")
 
     def test_a_room_that_moves_on_meets_no_deadline(self) -> None:
         world = World(Side(), Side(), chunk_pages=1, ring=64)

@@ -1,57 +1,79 @@
 """Random histories of the composed machines: whatever the network and the processes do, the oracle holds.
 
-A history is its seed. The rings are tiny, so that gating, wrapping and revoking happen in most of them.
+A history is its seed. The rings are tiny, so that gating, wrapping and revoking happen in most of them; what else a
+history may hold is in `scenarios`.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import SECOND, World, direct, staged
+from scenarios import open_and_compute, world
+from simulation import SECOND, Broken, World
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.events import Fence
+from kvctl_agent.protocol.ledger import Ledger
+from kvctl_agent.protocol.recv_room import RecvRoom
+from kvctl_agent.protocol.send_room import Leg
 
 
-def history(dice: random.Random) -> tuple[World, list[int]]:
-    """Two instances and one to three rooms, all at random."""
-    prefill = dice.choice([Side(tp=2), Side(tp=2, dp=2), Side(tp=4), Side()])
-    decode = dice.choice([Side(), Side(tp=2), Side(dp=2)])
-    world = World(
-        prefill,
-        decode,
-        ring=dice.choice([2, 3, 4, 8]),
-        chunk_pages=dice.choice([1, 2]),
-        choose=dice.choice([staged, staged, direct]),
-    )
-    if dice.random() < 0.7:
-        world.connect()
+def history(dice: random.Random, *, answers: float = 1.0) -> tuple[World, list[int]]:
+    """Two or three instances and one to three rooms, all at random."""
+    found = world(dice, answers=answers)
     rooms = [10 + number for number in range(dice.choice([1, 2, 3]))]
     for room in rooms:
-        pages = dice.randrange(6)
-        prefix = dice.randrange(pages + 1) if dice.random() < 0.4 else 0
-        dp = dice.randrange(decode.dp)
-        for tp in range(decode.tp):
-            world.receive(room, pages, reader=dp * decode.tp + tp, prefix=prefix, aux=dice.choice([-1, 3]))
-        world.send(room, pages, ranks=range(prefill.size), split=[1] if pages > 1 and dice.random() < 0.5 else [])
-    return world, rooms
+        open_and_compute(found, dice, room, late=0.3)
+    return found, rooms
 
 
-@settings(max_examples=150)
+def unhindered(seed: int) -> World:
+    """A history in which nothing fails but the network, up to its end."""
+    dice = random.Random(seed)
+    found, _ = history(dice)
+    loss, copies = dice.choice([0, 0.05, 0.2]), dice.choice([0, 0.05, 0.2])
+    found.stir(dice, dice.choice([50, 200, 600]), loss=loss, copies=copies)
+    found.settle(ticks=60)
+    return found
+
+
+@settings(max_examples=100)
 @given(seed=st.integers(0, 1 << 32))
 def test_loss_duplication_reordering_and_delay_harm_no_room(seed: int) -> None:
-    dice = random.Random(seed)
-    world, _ = history(dice)
-    loss, copies = dice.choice([0, 0.05, 0.2]), dice.choice([0, 0.05, 0.2])
-    world.stir(dice, dice.choice([50, 200, 600]), loss=loss, copies=copies)
-    world.settle(ticks=60)
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    assert set(world.sent.values()) == {RoomState.SUCCESS}
-    world.check_empty()
+    found = unhindered(seed)
+    assert {room.state for room in found.rooms.values()} == {RoomState.SUCCESS}
+    assert set(found.sent.values()) == {RoomState.SUCCESS}
+    found.check_empty()
+
+
+def test_the_histories_cover_what_a_room_can_hold() -> None:
+    """Else the oracle above would be content with nothing."""
+    seen: Counter[str] = Counter()
+    for seed in range(45):
+        found = unhindered(seed)
+        for room in found.rooms.values():
+            names = {found.inputs.segments[segment].name for segment, *_ in room.written}
+            seen.update(names)
+            seen["aux"] += room.aux_written
+            seen["prefill only"] += room.prefill_only
+            seen["other instance"] += room.instance
+            seen["prefix"] += room.prefix_pages % found.chunk_pages > 0
+            seen["no pages"] += not room.pages
+            seen[found.instances[room.instance].cp_mode] += found.instances[room.instance].side.cp > 1
+        seen.update(found.paths)
+        for name in found.machines:
+            seen["kept back"] += getattr(found.machines[name], "_holds_back", False)
+        seen["uneven"] += bool(found.prefill.stages) + bool(found.decode.stages)
+        seen["layer groups"] += found.cut[True]
+    wanted = {"kv", "draft", "conv", "ssm", "index", "aux", "prefill only", "other instance", "prefix", "no pages"}
+    wanted |= {"rank0", "all", "all-chunk", "room-hash", "kept back", "uneven", "layer groups", "staged", "slice"}
+    assert {name: seen[name] for name in wanted if seen[name] < 3} == {}
 
 
 def harm(world: World, dice: random.Random, rooms: list[int], loss: float, copies: float) -> None:
@@ -84,30 +106,53 @@ def harm(world: World, dice: random.Random, rooms: list[int], loss: float, copie
         world.paused.clear()
 
 
-@settings(max_examples=150)
-@given(seed=st.integers(0, 1 << 32))
-def test_abort_restart_pause_and_engine_errors_end_every_room_and_leave_nothing(seed: int) -> None:
+def harmed(seed: int) -> World:
+    """A history in which something fails, up to its end."""
     dice = random.Random(seed)
-    world, rooms = history(dice)
+    found, rooms = history(dice, answers=0.7)
     loss, copies = dice.choice([0, 0.05, 0.2]), dice.choice([0, 0.05, 0.2])
     for _ in range(dice.choice([1, 2, 3])):
-        world.stir(dice, dice.choice([5, 20, 50, 100, 200]), loss=loss, copies=copies)
-        harm(world, dice, rooms, loss, copies)
-    world.settle()
-    world.check_empty()
+        found.stir(dice, dice.choice([5, 20, 50, 100, 200]), loss=loss, copies=copies)
+        harm(found, dice, rooms, loss, copies)
+    found.settle()
+    return found
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 1 << 32))
+def test_abort_restart_pause_and_engine_errors_end_every_room_and_leave_nothing(seed: int) -> None:
+    harmed(seed).check_empty()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_many_rooms_through_a_ring_that_holds_two_parts(seed: int) -> None:
     """No set of rooms can hold each other up for ever."""
     dice = random.Random(seed)
-    world = World(Side(tp=2), Side(), ring=2, chunk_pages=1)
-    world.connect()
+    found = World(Side(tp=2), Side(), ring=2, chunk_pages=1)
+    found.connect()
     for room in range(12):
-        world.receive(room, 3)
-        world.send(room, 3)
-    world.stir(dice, 500, loss=0.02)
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    assert world.d().book.ring.round > 5
-    world.check_empty()
+        found.receive(room, 3)
+        found.send(room, 3)
+    found.stir(dice, 500, loss=0.02)
+    found.settle()
+    assert {room.state for room in found.rooms.values()} == {RoomState.SUCCESS}
+    assert found.d().book.ring.round > 5
+    found.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "instead", "complaint"),
+    [
+        (RecvRoom, "complete", property(lambda room: room.missing == 0), "succeeds with 0 aux rows|cells in place"),
+        (Leg, "drained", property(lambda leg: True), "after the room was released|after it was released|while writer"),
+        (Fence, "raised", property(lambda fence: False, lambda fence, raised: None), "to be dropped"),
+        (Ledger, "ready", lambda ledger, lo, hi, page: True, "before page .* is computed there"),
+    ],
+)
+def test_the_oracle_sees_a_machine_that_forgets_a_rule(
+    monkeypatch: pytest.MonkeyPatch, of: type, name: str, instead: object, complaint: str
+) -> None:
+    """No final parts in the completion; a drain that does not wait; a fence that stops nobody; layers not awaited."""
+    monkeypatch.setattr(of, name, instead)
+    with pytest.raises(Broken, match=complaint):
+        list(map(harmed, range(200)))

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from simulation import UNIT, World
 
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.context import CP_MODES
+from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
@@ -39,6 +41,14 @@ NUMBERS = [
     2**64 - 1,
     -1,
 ]
+SHAPE = ModelShape(2, 2, 32, 32, 2, states=(StateShape("conv", (0, 1), 3, 1, 16), StateShape("ssm", (1,), 2, 2, 16)))
+
+
+def world_of(decode: Side) -> World:
+    """Stages, cp ranks and states, so that all fields of an opening mean something."""
+    return World(Side(pp=2, cp=2), decode, shape=SHAPE, cp_mode="all-chunk", ring=4)
+
+
 number = st.sampled_from(NUMBERS)
 text = st.sampled_from(["", "prefill", "decode", "room-done", "room-failed", "x" * 300, "\0"])
 blob = st.sampled_from([b"", b"\0", b"\1\0\0\0", b"\xff" * 4, b"\0" * 8, b"\0" * 4096])
@@ -52,13 +62,15 @@ who = st.builds(
     sizes=lists,
     unique_rank=number,
     plan=plan,
-    pool=st.dictionaries(st.sampled_from(["num_pages", "aux_slots", "k_bases"]), number | text | lists, max_size=3),
+    pool=st.dictionaries(st.sampled_from(["num_pages", "aux_slots", "slots"]), number | text | lists, max_size=3),
     transport=text,
     metadata=blob,
     host=text,
     pid=number,
     ring_base=number,
     ring_bytes=number,
+    stages=lists,
+    cp_mode=text | st.sampled_from(CP_MODES),
 )
 tags = st.builds(
     lambda kind, numbers, key: Tag._make([kind, *(n % 2**64 for n in numbers), PartKey(*key)]).pack(),
@@ -77,7 +89,10 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "differences": st.lists(text, max_size=2),
     "watermark": lists,
     "pages": blob,
-    "inputs": plan | st.sampled_from([World(Side(tp=2), decode).inputs.to_wire() for decode in (Side(), Side(dp=2))]),
+    "inputs": plan | st.sampled_from([world_of(decode).inputs.to_wire() for decode in (Side(), Side(dp=2))]),
+    "states": st.lists(blob, max_size=4),
+    "prefill_only": st.booleans(),
+    "drained": st.booleans(),
     "parts": st.lists(part, max_size=3),
     "grants": st.lists(grant, max_size=3),
     "tags": st.lists(tags | blob, max_size=3),
@@ -104,15 +119,15 @@ def feed(world: World, to: str, by: str, incarnation: int, frame: bytes) -> None
         world.feed(to, ev.Received(by, incarnation, message))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(frames=st.lists(hostile(), min_size=1, max_size=12), seed=st.integers(0, 1000), stray=st.booleans())
 def test_a_peer_may_say_anything(frames: list[bytes], seed: int, stray: bool) -> None:
     """From the real peer's mouth or a stranger's: no exception, and the other dp rank's room is not harmed."""
-    world = World(Side(tp=2), Side(dp=2), ring=4)
+    world = world_of(Side(dp=2))
     world.connect()
-    world.receive(8, 3, reader=1, nonce=1001)
-    world.send(8, 3)
-    hostile_room = world.receive(7, 3, reader=0, nonce=1000)
+    world.receive(8, 3, reader=1, nonce=1001, states=(1, 2))
+    world.send(8, 3, states=(1, 2), groups=[1])
+    hostile_room = world.receive(7, 3, reader=0, nonce=1000, states=(1, 2))
     dice = random.Random(seed)
     world.stir(dice, dice.randrange(60))
     life = world.d(0).local.incarnation
@@ -125,13 +140,13 @@ def test_a_peer_may_say_anything(frames: list[bytes], seed: int, stray: bool) ->
     assert world.rooms["decode-1", 8, 1001].state is RoomState.SUCCESS
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(frames=st.lists(hostile(), min_size=1, max_size=12), seed=st.integers(0, 1000))
 def test_a_prefill_rank_may_say_anything(frames: list[bytes], seed: int) -> None:
-    world = World(Side(tp=2), Side(), ring=4)
+    world = world_of(Side())
     world.connect()
-    world.receive(7, 3, nonce=1000)
-    world.send(7, 3)
+    world.receive(7, 3, nonce=1000, states=(1, 2))
+    world.send(7, 3, states=(1, 2), groups=[1])
     dice = random.Random(seed)
     world.stir(dice, dice.randrange(60))
     machine = world.d()
@@ -164,7 +179,7 @@ def test_a_page_list_of_the_wrong_length_is_refused(pages: bytes) -> None:
     )
     answer = codec.decode(world.pool[-1].what)[1][0]
     assert isinstance(answer, msg.RoomRefused)
-    assert f"{len(pages)} bytes of page numbers for pages 0..1" in answer.text
+    assert f"{len(pages)} bytes of numbers for pages 0..1" in answer.text
     assert not world.p().open_rooms
 
 
@@ -176,3 +191,34 @@ def test_a_mismatch_at_open_names_the_factor() -> None:
     answer = codec.decode(world.pool[-1].what)[1][0]
     assert isinstance(answer, msg.RoomRefused)
     assert answer.text == "chunk_pages 2 ≠ 64"
+
+
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        ([b"\0"], "1 bytes of numbers for items of state conv"),
+        ([b"", b"\0" * 6], "6 bytes of numbers for items of state ssm"),
+        ([b"\xff" * 4], "items of state conv: -1..-1 is outside decode-0's pool of 65536"),
+        ([b"\0\0\1\0"], "items of state conv: 65536..65536 is outside decode-0's pool of 65536"),
+        ([b""] * 3, "items of 3 state components, the model has 2"),
+    ],
+)
+def test_items_that_cannot_be_are_refused(states: list[bytes], text: str) -> None:
+    world = world_of(Side())
+    world.connect()
+    opening = msg.RoomOpen(7, 1, b"", 0, 0, world.inputs.to_wire(), -1, states)
+    world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, opening))
+    answer = codec.decode(world.pool[-1].what)[1][0]
+    assert isinstance(answer, msg.RoomRefused)
+    assert answer.text == text
+    assert not world.p().open_rooms
+
+
+def test_an_opening_may_not_want_more_pages_than_a_prompt_can_have() -> None:
+    world = world_of(Side())
+    world.connect()
+    for prefix, total in [(5, 4), (0, 2**31 - 1)]:
+        opening = msg.RoomOpen(7, total, b"", prefix, total, world.inputs.to_wire(), -1, [], True)
+        world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, opening))
+        assert isinstance(codec.decode(world.pool[-1].what)[1][0], msg.RoomRefused)
+    assert not world.p().open_rooms

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
-from simulation import MS, SECOND, TIMING, World, direct
+from simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
@@ -89,6 +92,37 @@ def test_a_parked_part_goes_on_when_the_lease_is_renewed() -> None:
     world.tick(SECOND)
     world.flush()
     assert world.p().parked() == []
+    assert room.state is RoomState.SUCCESS
+
+
+def test_final_parts_wait_for_the_lease_too() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    room = world.receive(7, 3, prefix=3)
+    world.flush()
+    world.now_ns += TIMING.lease_ns + MS
+    world.send(7, 3)
+    world.flush()
+    assert not room.aux_written
+    world.tick(SECOND)
+    world.flush()
+    assert room.state is RoomState.SUCCESS
+
+
+def test_a_parked_part_goes_on_when_a_hello_is_what_renews_the_lease() -> None:
+    """Found by a random history: decode, which suspected us, says Hello before anything else."""
+    world = World(Side(), Side(), choose=direct)
+    world.connect()
+    room = world.receive(7, 2)
+    world.flush()
+    world.now_ns += TIMING.lease_ns + MS
+    world.send(7, 2)
+    world.flush()
+    assert len(world.p().parked()) == 1
+    hello = msg.Hello(msg.PROTOCOL_VERSION, world.d().local.introduction())
+    world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, hello))
+    assert world.p().parked() == []
+    world.flush()
     assert room.state is RoomState.SUCCESS
 
 
@@ -286,7 +320,7 @@ def mismatched(**changes: object) -> World:
     fields = {name: getattr(local, name) for name in local.__struct_fields__} | changes
     world.machines["decode-0"] = world._machine(type(local)(**fields))
     world.pool.clear()
-    world.feed("decode-0", ev.RosterKnown(world.prefill_names))
+    world.feed("decode-0", ev.RosterKnown(registry(0), world.prefill_names))
     return world
 
 
@@ -300,6 +334,16 @@ def mismatched(**changes: object) -> World:
         ({"pool": {}}, "its pool does not say num_pages"),
         ({"pool": {"num_pages": [1], "aux_slots": 1}}, "its pool does not say num_pages"),
         ({"pool": {"num_pages": 1, "aux_slots": -1}}, "its pool does not say aux_slots"),
+        ({"pool": {"num_pages": 1, "aux_slots": 1}}, "its pool does not say slots"),
+        ({"pool": {"num_pages": 1, "aux_slots": 1, "slots": []}}, "its pool does not say slots"),
+        ({"pool": {"num_pages": 1, "aux_slots": 1, "slots": [1, 1]}}, "its pool does not say slots"),
+        ({"pool": {"num_pages": 1, "aux_slots": 1, "slots": [-1]}}, "its pool does not say slots"),
+        ({"shape": replace(SHAPE, k_scale_bytes=4)}, "shape.k_scale_bytes 0 ≠ 4"),
+        ({"shape": replace(SHAPE, draft=SHAPE)}, "draft.num_layers absent ≠ 2"),
+        (
+            {"shape": replace(SHAPE, states=(StateShape("ssm", (0,), 1, 2, 8),))},
+            "state.ssm absent ≠ 1x2x8 bytes beside layers 0",
+        ),
     ],
 )
 def test_a_mismatch_is_refused_at_hello_and_names_the_factor(changes: dict[str, object], factor: str) -> None:
@@ -311,6 +355,68 @@ def test_a_mismatch_is_refused_at_hello_and_names_the_factor(changes: dict[str, 
     assert factor in room.failure["text"]
     later = world.receive(8, 2)
     assert later.state is RoomState.FAILED, "nor does a later room wait for what cannot be"
+
+
+HEADS_8 = ModelShape(6, 8, 32, 32, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"sizes": [1, 1, 1, 3]}, "decode tp=3: 8 KV heads cannot be laid out over tp 3: 8 % 3 = 2 and 3 % 8 = 3"),
+        ({"sizes": [1, 2, 1, 1], "stages": [1, 4]}, "decode pp=2: stages of 1+4 = 5 layers do not make the model's 6"),
+        ({"sizes": [1, 2, 1, 1], "stages": [1, 2, 3]}, "stages of 1,2,3 layers are 3, but pp=2"),
+        ({"sizes": [1, 2, 1, 1], "stages": [6, 0]}, "layers of a stage is 0"),
+        ({"sizes": [1, 7, 1, 1]}, "decode pp=7: 6 layers cannot be cut into pp=7 stages: one would be empty"),
+        (
+            {"sizes": [1, 1, 2, 1]},
+            "decode cp=2: decode has no context parallelism; start the decode instance with cp=1",
+        ),
+        ({"sizes": [1, 1, 1]}, "sizes and coordinates need the four axes dp, pp, cp, tp"),
+        ({"sizes": [2, 1, 1, 1], "unique_rank": 1}, "unique rank 1 does not fit coordinates [0, 0, 0, 0]"),
+        ({"role": "prefill"}, "role prefill fits no prefill"),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused_at_hello_with_the_arithmetic(
+    changes: dict[str, object], text: str
+) -> None:
+    world = World(Side(), Side(), shape=HEADS_8)
+    who = msgspec.structs.replace(world.d().local.introduction(), **changes)
+    world.pool.clear()
+    world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(msg.PROTOCOL_VERSION, who)))
+    answer = codec.decode(world.pool[0].what)[1][0]
+    assert isinstance(answer, msg.HelloAck)
+    assert len(answer.differences) == 1
+    assert text in answer.differences[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cp_mode": "odd"}, "cp_mode 'odd' is unknown: it must be one of rank0, all, all-chunk, room-hash"),
+        ({"cp_mode": "x" * 256}, "is unknown: it must be one of"),
+        ({"stages": [5]}, "prefill pp=1: stages of 5 = 5 layers do not make the model's 6"),
+        ({"sizes": [1, 1, 1, 3]}, "prefill tp=3: 8 KV heads cannot be laid out over tp 3"),
+    ],
+)
+def test_a_prefill_rank_that_cannot_work_is_refused_by_decode(changes: dict[str, object], text: str) -> None:
+    world = World(Side(), Side(), shape=HEADS_8)
+    room = world.receive(7, 2)
+    who = msgspec.structs.replace(world.p().local.introduction(), **changes)
+    world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, who, world.d().local.incarnation)))
+    assert room.failure["code"] == "KV_COMPAT_MISMATCH"
+    assert text in room.failure["text"]
+
+
+def test_heads_that_a_draft_or_a_state_has_too_few_of_are_named() -> None:
+    shape = replace(HEADS_8, states=(StateShape("ssm", (0,), 1, 3, 8),))
+    world = World(Side(), Side(), shape=shape)
+    who = msgspec.structs.replace(world.d().local.introduction(), sizes=[1, 1, 1, 2])
+    world.pool.clear()
+    world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(msg.PROTOCOL_VERSION, who)))
+    answer = codec.decode(world.pool[0].what)[1][0]
+    assert isinstance(answer, msg.HelloAck)
+    assert "decode tp=2 (ssm): 3 KV heads cannot be laid out over tp 2: 3 % 2 = 1" in answer.differences[0]
 
 
 def test_a_refused_peer_is_asked_again_so_that_its_restart_is_seen() -> None:
@@ -341,15 +447,53 @@ def test_another_version_is_refused_with_both_numbers() -> None:
     assert answer.differences == ["protocol version 1 ≠ 9"]
 
 
-def test_a_rank_that_does_not_fit_the_roster_is_refused() -> None:
+def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -> None:
+    """A restart with another layout: hello comes first, and no room fails for that."""
     world = World(Side(tp=2), Side())
     me = world.d().local.incarnation
     wrong = world.p(1).local.introduction()
     world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, wrong, me)))
-    assert world.d().peers["prefill-0"].differences == ("it says that it is rank 1, the roster says otherwise",)
-    other = World(Side(tp=4), Side()).p(0).local.introduction()
-    world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(1, other, me)))
-    assert world.d().peers["prefill-0"].differences == ("2 ranks on the roster ≠ 4 by its sizes",)
+    peer = world.d().peers["prefill-0"]
+    assert peer.differences == ("it says that it is rank 1, the roster says otherwise",)
+    right = World(Side(), Side()).p(0).local.introduction()
+    for _ in range(2):
+        world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(1, right, me)))
+    assert peer.differences == ("2 ranks on the roster ≠ 1 by its sizes",)
+    assert peer.state is PeerState.CONNECTING
+    notes = [row["text"] for row in world.d().telemetry.recorder.since(None, 100)["events"]]
+    assert sum("≠ 1 by its sizes" in text for text in notes) == 1, "told once, however often it says so"
+    room = world.receive(7, 2)
+    assert room.state is RoomState.BOOTSTRAPPING
+    world.feed("decode-0", ev.RosterKnown(registry(0), ("prefill-0",)))
+    world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(1, right, me)))
+    assert peer.state is PeerState.READY
+    assert world.d().rooms[7].legs
+
+
+def test_a_life_that_was_never_met_is_no_end_of_a_later_one() -> None:
+    """Its answer was on its way for long; to take it for a return would free what the living one may still write."""
+    world = World(Side(), Side())
+    world.connect()
+    peer, me = world.d().peers["prefill-0"], world.d().local.incarnation
+    world.restart("prefill-0")
+    world.settle(ticks=5, until=lambda: peer.usable)
+    met = peer.incarnation
+    peer.past.clear()
+    world.feed("decode-0", ev.Received("prefill-0", 1, msg.HelloAck(1, world.p().local.introduction(), me)))
+    assert (peer.incarnation, peer.state) == (met, PeerState.READY)
+
+
+def test_a_registry_that_never_agrees_is_named_at_the_deadline() -> None:
+    world = World(Side(tp=2), Side())
+    world.pool.clear()
+    room = world.receive(7, 2)
+    wrong = world.p(1).local.introduction()
+    world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, wrong, world.d().local.incarnation)))
+    world.now_ns += TIMING.bootstrap_ns + SECOND
+    world.feed("decode-0", ev.Tick())
+    assert room.failure["text"].endswith(
+        "not accepted by prefill-0 (it says that it is rank 1, the roster says otherwise), prefill-1"
+    )
 
 
 def test_peers_that_nobody_needs_do_not_grow_without_bound() -> None:

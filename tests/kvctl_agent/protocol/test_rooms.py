@@ -86,7 +86,7 @@ def test_a_room_is_opened_at_every_rank_and_one_that_owes_nothing_reports_at_onc
     for reader in range(4):
         owing = {share.writer for share in world.owed(7, reader)}
         for rank in range(4):
-            assert bool(world.p(rank)._legs[f"decode-{reader}", 7, 1000 + reader].parts) == (rank in owing)
+            assert bool(world.p(rank)._legs[f"decode-{reader}", 7, 1000 + reader].planned) == (rank in owing)
     world.send(7, 2)
     world.settle()
     assert set(world.sent.values()) == {RoomState.SUCCESS}
@@ -281,9 +281,9 @@ def test_a_room_number_fits_64_bits(number: int) -> None:
     with pytest.raises(LocalProtocolError, match="is no room number"):
         world.feed("prefill-0", ev.SendRoom(number))
     with pytest.raises(LocalProtocolError, match="is no room number"):
-        world.feed("decode-0", ev.OpenRoom(number, 1, np.empty(0, np.int32), 0, 0, -1))
+        world.feed("decode-0", ev.OpenRoom(number, 1, np.empty(0, np.int32), 0, 0, -1, "registry-0"))
     with pytest.raises(LocalProtocolError, match="is no room number"):
-        world.feed("decode-0", ev.OpenRoom(1, number, np.empty(0, np.int32), 0, 0, -1))
+        world.feed("decode-0", ev.OpenRoom(1, number, np.empty(0, np.int32), 0, 0, -1, "registry-0"))
 
 
 def test_a_number_can_be_used_again_under_another_nonce() -> None:

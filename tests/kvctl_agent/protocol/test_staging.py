@@ -335,6 +335,17 @@ def test_a_tag_without_a_grant_that_covers_half_of_a_granted_part_changes_nothin
     assert len(world.d().book) == 1
 
 
+def test_a_tag_without_a_grant_does_not_free_a_region_that_is_being_scattered() -> None:
+    """Reuse under a scatter: the part has landed, whatever else is said of it."""
+    world = asked(1)
+    serial = granted(world).grants[0].serial
+    here = world.d().local.incarnation
+    world.feed("decode-0", ev.Arrived(Tag(PartKind.KV, here, 7, 1000, serial, PartKey(0, 0, 0, 2)), 1))
+    world.feed("decode-0", ev.Arrived(Tag(PartKind.KV, here, 7, 1000, 0, PartKey(0, 0, 0, 2)), 1))
+    assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "duplicate") == 1
+    assert [holding.state for holding in world.d().book.holdings()] == [RegionState.LANDED]
+
+
 def test_a_grant_outside_the_ring_is_not_written() -> None:
     world = asked(1)
     said(world, "decode-0")

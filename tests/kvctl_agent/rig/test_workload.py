@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +25,15 @@ def test_drawn_lengths_stay_in_their_range_and_follow_the_seed(low: int, more: i
     assert all(low <= length <= low + more for length in drawn)
     assert drawn == workload.draw_tokens(tokens, 50, seed)
     assert low <= workload.mean_tokens(tokens) <= low + more == workload.most_tokens(tokens)
+
+
+def test_arrivals_come_at_the_rate_and_follow_the_seed():
+    arrivals = workload.draw_arrivals(200.0, 4000, seed=3)
+    assert arrivals[0] == 0
+    assert arrivals == sorted(arrivals) == workload.draw_arrivals(200.0, 4000, seed=3)
+    assert 4.5 < arrivals[-1] / len(arrivals) < 5.5
+    gaps = [after - before for before, after in itertools.pairwise(arrivals)]
+    assert 0.6 < sum(gap < 5.0 * math.log(2) * 2 for gap in gaps) / len(gaps) < 0.9  # three quarters of them
 
 
 @given(tokens=st.integers(1, 5000), page_size=st.sampled_from([1, 16, 64]), hit=st.floats(0, 0.999))
@@ -73,7 +85,41 @@ def test_lots_cover_all_rooms_and_fit_in_memory(concurrency: int, rooms: int, ro
 @given(pages=st.lists(st.integers(1, 9), min_size=1, max_size=40), size=st.integers(1, 12), groups=st.integers(1, 4))
 def test_pools_hold_the_largest_lot_of_each_group(pages: list[int], size: int, groups: int):
     lots = workload.cut(len(pages), size)
-    held = workload.pool_pages(pages, lots, groups, lambda at: at % groups)
+    group_of = [(index % size) % groups for index in range(len(pages))]
+    held = workload.most_held(pages, lots, group_of, groups)
     for group in range(groups):
         needs = [sum(pages[first + group : end : groups]) for first, end in lots]
         assert held[group] == max(needs) + 1  # page 0 is never used
+
+
+def test_rooms_of_another_instance_take_no_pages():
+    assert workload.most_held([5, 7, 9], [(0, 3)], [0, -1, 0], 1) == [15]
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=40), most=st.integers(1, 120))
+def test_requests_are_cut_into_as_many_as_fit(sizes: list[int], most: int):
+    lots = workload.cut_to_fit(sizes, most)
+    assert [index for first, end in lots for index in range(first, end)] == list(range(len(sizes)))
+    for first, end in lots:
+        assert sum(sizes[first:end]) <= most or end - first == 1
+    for (first, end), (after, _) in itertools.pairwise(lots):
+        assert sum(sizes[first:end]) + sizes[after] > most
+
+
+@given(groups=st.integers(1, 4), instances=st.integers(1, 4), dp=st.integers(1, 4))
+def test_every_prefill_instance_s_dp_groups_meet_every_decode_group(groups: int, instances: int, dp: int):
+    met = {
+        (workload.prefill_instance(at, groups, instances, dp), at % groups, workload.decode_group(at, dp))
+        for at in range(groups * instances * dp * max(instances, dp))
+    }
+    assert {(instance, group) for instance, group, _ in met} == {
+        (instance, group) for instance in range(instances) for group in range(groups)
+    }
+    assert {(instance, group) for instance, _, group in met} == {
+        (instance, group) for instance in range(instances) for group in range(dp)
+    }
+
+
+def test_turns_of_sessions_never_wait_for_another_session():
+    assert workload.group_windows(2, groups=[0, 1, 0, 0, 1, 0], sessions=[0, 1, 2, 3, 1, 0], decode_dp=2) == [3, 2]
+    assert workload.group_windows(2, groups=[0, 1, 0], sessions=[-1, -1, -1], decode_dp=2) == [2, 2]

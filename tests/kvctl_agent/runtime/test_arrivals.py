@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import TransportError
-from kvctl_agent.layout.plan import Share
+from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.share import Share
+from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copy import gather_piece
 from kvctl_agent.memory.crew import CopyCrew
@@ -24,6 +27,7 @@ from kvctl_agent.runtime.arrivals import ArrivalLoop
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Arrival
 
+SHAPE = ModelShape(num_layers=4, num_kv_heads=4, k_dim=8, v_dim=6, dtype_bytes=2)
 KEY = PartKey(0, 0, 1, 3)
 TAG = Tag(PartKind.KV, 5, 7, 9, 11, KEY)
 
@@ -47,7 +51,7 @@ class Tags:
 class Rig:
     def __init__(self, telemetry: Telemetry) -> None:
         self.tags = Tags()
-        self.pool = KVPool.allocate(4, 16, 4, 4, 4, 8, 6, 2)
+        self.pool = KVPool.allocate(held(SHAPE, 4, Side(), Coord(0, 0, 0, 0)), 4, 16)
         self.ring = RingMemory(1 << 20)
         self.reported: Queue[Any] = Queue()
         self.loop = ArrivalLoop(
@@ -81,7 +85,7 @@ def rig(telemetry: Telemetry) -> Iterator[Rig]:
 
 
 def scatter(offset: int = 512, pages: Any = (3, 9), heads: int = 2, lo: int = 1, hi: int = 3) -> Scatter:
-    share = Share(0, 0, 0, 2, heads, 0, 4, 2, 4)
+    share = Share(0, 0, 0, 0, 2, heads, 0, 4, 2, 4, 4 * (16 + 12))
     key = PartKey(0, 0, lo, hi)
     return Scatter(21, offset, key, share, np.array(pages, np.int32), 7, 9, time.monotonic_ns())
 
@@ -134,25 +138,25 @@ def test_expecting_wakes_it_from_its_long_pause(rig: Rig) -> None:
 
 class TestScatter:
     def test_a_landed_part_is_copied_to_exactly_its_pages(self, rig: Rig) -> None:
-        source = KVPool.allocate(4, 16, 4, 2, 4, 8, 6, 2)
+        source = KVPool.allocate(held(SHAPE, 4, Side(tp=2), Coord(0, 0, 0, 0)), 4, 16)
         random = np.random.default_rng(1)
         for layer in range(4):
-            for kv in (0, 1):
-                source.block(layer, kv)[:] = random.integers(0, 256, source.block(layer, kv).shape, np.uint8)
-        part = PartLayout(1, 2, 2, 4, 2, 16, 12)
+            for block in source.segments[0].blocks[layer]:
+                block[:] = random.integers(0, 256, block.shape, np.uint8)
+        part = PartLayout(1, 2, 2, (4 * 2 * 16, 4 * 2 * 12))
         region = rig.ring.view(512, part.region_bytes)
         for piece in part.pieces():
-            gather_piece(piece, RowIndex(source, np.array([5, 2], np.int32), 0, 2), region[piece.offset :])
+            gather_piece(piece, RowIndex(source.segments[0], np.array([5, 2], np.int32), 0, 2), region[piece.offset :])
         rig.loop.put(scatter())
         done = rig.report()
         assert isinstance(done, Scattered)
         assert done.serial == 21
         for layer in range(4):
             for kv, dim in ((0, 16), (1, 12)):
-                got = rig.pool.block(layer, kv).reshape(16, 4, 4, dim)
+                got = rig.pool.segments[0].block(layer, kv).reshape(16, 4, 4, dim)
                 wanted = np.zeros_like(got)
                 if 1 <= layer < 3:
-                    wanted[[3, 9], :, 2:4] = source.block(layer, kv).reshape(16, 4, 2, dim)[[5, 2]]
+                    wanted[[3, 9], :, 2:4] = source.segments[0].block(layer, kv).reshape(16, 4, 2, dim)[[5, 2]]
                 assert np.array_equal(got, wanted)
         source.close()
 

@@ -11,7 +11,7 @@ import zmq
 
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.protocol.roster import MAX_REQUEST_BYTES, Lookup, Rank, Register, Request
-from kvctl_agent.runtime.bootstrap import RegistryClient, RegistryServer
+from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.endpoints import connect
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -115,7 +115,7 @@ def test_a_restarted_rank_replaces_itself_and_others_see_the_change(server: Regi
     again = ask("prefill-0-again", rank(0, 1, incarnation=2))
     turns(server, again, until=lambda: again.complete)
     changes: list[bool] = []
-    reader.hurry()  # else it would ask after seconds, being complete
+    reader.due_ns = 0  # else it would ask after seconds, being complete
     turns(server, until=lambda: changes.append(reader.turn(time.monotonic_ns())) or any(changes))
     assert [known.incarnation for known in reader.roster.ranks] == [2]
 
@@ -125,7 +125,7 @@ def test_an_answer_that_says_the_same_is_no_change(server: RegistryServer, ask: 
     changes: list[bool] = []
     turns(server, until=lambda: changes.append(only.turn(time.monotonic_ns())) or any(changes))
     for _ in range(3):
-        only.hurry()
+        only.due_ns = 0
         deadline = time.monotonic() + 0.05
         while time.monotonic() < deadline:
             server.turn()
@@ -152,3 +152,36 @@ def test_a_second_registry_at_the_same_place_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="is another agent using it"):
         RegistryServer(zmq_context, endpoint)
+
+
+class TestSeveralInstances:
+    """A decode rank asks the registry of each prefill instance that it serves."""
+
+    def test_each_is_asked_and_told_apart(self, zmq_context: Context, directory: Path) -> None:
+        endpoints = [f"ipc://{directory}/boot{number}" for number in range(2)]
+        servers = [RegistryServer(zmq_context, endpoint) for endpoint in endpoints]
+        ranks = [
+            RegistryClient(zmq_context, endpoint, f"p{number}", rank(0, size=1, name=f"p{number}"))
+            for number, endpoint in enumerate(endpoints)
+        ]
+        registries = Registries(zmq_context, "decode-0", Lookup("decode-0"))
+        for endpoint in [*endpoints, endpoints[0]]:
+            registries.ask(endpoint)
+        assert registries.changes == len(registries.sockets()) == 2
+        told: set[str] = set()
+        deadline = time.monotonic() + 3
+        while not all(map(registries.complete, endpoints)):
+            assert time.monotonic() < deadline
+            for turner in ranks:
+                turner.turn(time.monotonic_ns())
+            for server in servers:
+                server.turn()
+            told |= set(registries.turn(set(), time.monotonic_ns()))
+            registries.hurry()
+            time.sleep(0.002)
+        told |= set(registries.turn(set(registries.sockets()), time.monotonic_ns()))
+        assert told == set(endpoints)
+        assert [[each.name for each in registries.roster(endpoint).ranks] for endpoint in endpoints] == [["p0"], ["p1"]]
+        registries.close()
+        for closing in [*ranks, *servers]:
+            closing.close()

@@ -20,7 +20,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.roster import Lookup, Rank, Register
-from kvctl_agent.runtime.bootstrap import RegistryClient, RegistryServer
+from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.control import ControlLoop
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.mailbox import Mailbox
@@ -44,6 +44,9 @@ class StandInMachine:
         self.handled: list[Any] = []
         self.answers: dict[int, list[ev.Action] | Exception] = {}
         self.open_rooms = 0
+
+    def roster(self, instance: str) -> tuple[str, ...]:
+        return ("prefill-0", "prefill-1")
 
     def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
         self.handled.append(event)
@@ -77,6 +80,9 @@ class StandInHands:
     def released(self, room: int) -> None:
         self._do(("released", room))
 
+    def overlapped(self, action: ev.Overlapped) -> None:
+        self._do(action)
+
     def refused(self, room: int, text: str) -> None:
         self.refusals.append((room, text))
 
@@ -92,13 +98,15 @@ class Rig:
         self.machine, self.hands, self.mailbox = StandInMachine(), StandInHands(), Mailbox()
         endpoint = f"ipc://{directory}/boot"
         self.server = RegistryServer(context, endpoint)
+        self.registries = Registries(context, "decode-0", Lookup("decode-0"))
+        self.registries.ask(endpoint)
         self.loop = ControlLoop(
             "control",
             self.machine,  # type: ignore[arg-type]
             self.hands,
             Links(context, "decode-0", 1, telemetry),
             self.mailbox,
-            RegistryClient(context, endpoint, "decode-0", Lookup("decode-0")),
+            self.registries,
             self.server,
             telemetry,
             "host",
@@ -160,7 +168,7 @@ def test_an_action_that_fails_costs_itself_and_not_those_behind_it(rig: Rig) -> 
 
 @pytest.mark.parametrize(
     "event",
-    [ev.SendRoom(1), ev.OpenRoom(1, 2, [], 0, 0, -1)],  # type: ignore[arg-type]
+    [ev.SendRoom(1), ev.OpenRoom(1, 2, [], 0, 0, -1, "ipc:///nowhere")],  # type: ignore[arg-type]
 )
 def test_a_room_that_the_machine_refuses_is_told_so(rig: Rig, event: ev.Event) -> None:
     """Else its handle would wait for a room that nobody knows."""
@@ -178,7 +186,7 @@ def test_other_broken_orders_of_calls_are_recorded(rig: Rig) -> None:
 
 def test_a_peer_that_cannot_be_connected_is_unusable(rig: Rig) -> None:
     who = msg.Introduction("p", "prefill", [], [], 0, {}, {}, "nixl", b"", "", 1)
-    rig.machine.answers[1] = [ev.ConnectPeer("prefill-0", 3, who)]
+    rig.machine.answers[1] = [ev.ConnectPeer("prefill-0", 3, who, ())]
     rig.mailbox.put(ev.SendRoom(1))
     until(lambda: ev.PeerConnected("prefill-0") in rig.machine.handled)
     for error in (TransportError("no lane"), ValueError("a bug")):
@@ -225,11 +233,16 @@ def test_a_complete_roster_reaches_the_machine_with_the_ranks_in_order(rig: Rig,
     def known() -> bool:
         for rank in ranks:
             rank.turn(time.monotonic_ns())
-        return ev.RosterKnown(("prefill-0", "prefill-1")) in rig.machine.handled
+        return ev.RosterKnown(rig.endpoint, ("prefill-0", "prefill-1")) in rig.machine.handled
 
     until(known)
     for rank in ranks:
         rank.close()
+    # A machine that could not take it asks again later, although nothing has changed.
+    told = len(rig.machine.handled)
+    rig.machine.answers[1] = [ev.FindInstance(rig.endpoint)]
+    rig.mailbox.put(ev.SendRoom(1))
+    until(lambda: any(isinstance(event, ev.RosterKnown) for event in rig.machine.handled[told:]))
 
 
 class TestLiveness:

@@ -13,7 +13,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.runtime.handles import Receive, Send, page_array
+from kvctl_agent.runtime.handles import Bounds, Receive, Send, page_array
 
 CAUSE: Failure = {"rank": "decode-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
 
@@ -25,7 +25,7 @@ def posted() -> list[ev.Event]:
 
 @pytest.fixture
 def send(posted: list[ev.Event]) -> Send:
-    return Send(7, posted.append, num_pages=100, aux_slots=4)
+    return Send(7, posted.append, Bounds(num_pages=100, aux_slots=4, layers=range(8, 16), state_slots=(3, 0)))
 
 
 class TestSend:
@@ -36,11 +36,40 @@ class TestSend:
         send.pages(np.array([2]), last=True)
         send.finish(aux_index=1)
         prefetch, first, second, finish = posted
-        assert prefetch == ev.Prefetch(7)
+        assert (prefetch.room, prefetch.groups) == (7, ())
         assert (first.pages.tolist(), first.last) == ([3, 1], False)
         assert (second.pages.tolist(), second.last) == ([2], True)
         assert (finish.room, finish.aux_index) == (7, 1)
         assert before <= first.at_ns <= second.at_ns <= finish.at_ns <= time.monotonic_ns()
+
+    def test_layer_groups_and_state_become_events_too(self, send: Send, posted: list[Any]) -> None:
+        send.prefetch([range(8, 12), range(12, 16)])
+        send.layers(range(8, 12), [3, 1])
+        send.layers(range(12, 16), [3, 1], last=True)
+        send.finish(state_indices=[[2], [77]])
+        prefetch, first, second, finish = posted
+        assert prefetch.groups == ((8, 12), (12, 16))
+        assert (first.layers, first.last) == ((8, 12), False)
+        assert (second.layers, second.last) == ((12, 16), True)
+        assert [items.tolist() for items in finish.states] == [[2], []]  # of the second component nothing is here
+
+    @pytest.mark.parametrize("layers", [range(0, 4), range(12, 17), range(9, 9), range(8, 16, 2)])
+    def test_layers_of_another_rank_are_an_error(self, send: Send, layers: range) -> None:
+        with pytest.raises(LocalProtocolError, match=r"room 7: range.* is no group of this rank's layers 8 to 15"):
+            send.layers(layers, [1])
+        with pytest.raises(LocalProtocolError, match="no group of this rank's layers 8 to 15"):
+            send.prefetch([layers])
+
+    def test_state_outside_the_pool_is_an_error(self, send: Send) -> None:
+        with pytest.raises(LocalProtocolError, match="room 7: state item 3 is outside the pool's 3"):
+            send.finish(state_indices=[[3]])
+        with pytest.raises(LocalProtocolError, match="room 7: 3 lists of state items, the model has 2 components"):
+            send.finish(state_indices=[[], [], []])
+
+    def test_layers_after_finish_are_an_error(self, send: Send) -> None:
+        send.finish()
+        with pytest.raises(LocalProtocolError, match="room 7: layers after the last ones"):
+            send.layers(range(8, 16), [1])
 
     def test_finish_without_an_aux_row(self, send: Send, posted: list[Any]) -> None:
         send.finish()

@@ -79,9 +79,7 @@ class Bench:
     def order(self, peer: str, room: int, fence: Fence | None = None, kind: PartKind = PartKind.KV) -> Fence:
         fence = fence or Fence()
         key = PartKey(0, 0, 0, 2)
-        order = Transfer(
-            peer, room, 1, kind, key, "bulk", None, NONE, NONE, -1, -1, None, b"t", fence, time.monotonic_ns(), 0
-        )
+        order = Transfer(peer, room, 1, kind, key, "bulk", None, NONE, NONE, None, b"t", fence, time.monotonic_ns(), 0)
         self.worker.put(order)
         return fence
 

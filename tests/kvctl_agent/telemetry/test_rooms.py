@@ -72,6 +72,9 @@ def test_the_row_of_a_living_room() -> None:
             "paths": {"bulk": 2, "staged": 1},
             "parked": 1,
             "latency_ns": None,
+            "forward_done_at_ns": None,
+            "hidden_ns": None,
+            "exposed_ns": None,
             "failure": None,
         }
     ]

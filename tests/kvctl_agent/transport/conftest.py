@@ -156,10 +156,18 @@ class PeerProcess:
         return told
 
 
-@pytest.fixture(scope="module", params=["nixl", "loopback"])
+@pytest.fixture(scope="session")
+def mooncake_started() -> None:
+    """What Mooncake opens with its first engine and keeps until the process ends belongs to no test."""
+    open_transport("mooncake", "first").close()
+
+
+@pytest.fixture(scope="module", params=["nixl", "mooncake", "loopback"])
 def engine(request: pytest.FixtureRequest) -> str:
     """Every test that uses it runs on every transport."""
     name: str = request.param
+    if name == "mooncake":
+        request.getfixturevalue("mooncake_started")
     return name
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvctl_agent.transport import Region, Transport, open_transport
 
-POOL_BYTES = 4 << 20
+POOL_BYTES = int(os.environ.get("PEER_POOL_BYTES", 4 << 20))
 DUTY_S = 0.005
 
 

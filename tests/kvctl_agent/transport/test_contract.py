@@ -28,7 +28,11 @@ def pair(engine: str, module_crew: Any) -> Pair:
     agent.transport.connect("peer", peer.metadata)
     peer.ask("connect", peer="writer", metadata=agent.transport.metadata().hex())
     # Engines wire up with the first use; what that opens belongs to the module and not to its first test.
-    agent.transport.tell("peer", b"ping")
+    agent.finish(
+        agent.transport.write(
+            "peer", agent.at(*range(0, 65536, 128)), peer.at(*range(0, 65536, 128)), sizes(64, 512), b"ping"
+        )
+    )
     peer.collect(1)
     peer.ask("tell", peer="writer", tag=b"pong".hex())
     agent.collect(1)

@@ -8,7 +8,14 @@ import pytest
 
 from kvctl_agent.transport import environment, prepare_environment
 
-NAMES = ("THP_MEM_ALLOC_ENABLE", "NIXL_LOG_LEVEL", "UCX_LOG_FILE", "UCX_MODULES")
+NAMES = (
+    "THP_MEM_ALLOC_ENABLE",
+    "NIXL_LOG_LEVEL",
+    "UCX_LOG_FILE",
+    "UCX_MODULES",
+    "MC_LOG_LEVEL",
+    "MC_TCP_STATUS_TIMEOUT_SEC",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +33,8 @@ def test_sets_what_is_missing_once() -> None:
         "NIXL_LOG_LEVEL": "WARN",
         "UCX_LOG_FILE": "stderr",
         "UCX_MODULES": "^ib",
+        "MC_LOG_LEVEL": "ERROR",
+        "MC_TCP_STATUS_TIMEOUT_SEC": "86400",
     }
     assert prepare_environment() == {}
 

@@ -15,7 +15,7 @@ from kvctl_agent.transport.missing import unavailable
 
 
 def test_an_unknown_transport_is_refused_with_the_near_one() -> None:
-    with pytest.raises(ConfigError, match="unknown 'nixel'; allowed: nixl, loopback; did you mean 'nixl'"):
+    with pytest.raises(ConfigError, match="unknown 'nixel'; allowed: nixl, mooncake, loopback; did you mean 'nixl'"):
         open_transport("nixel", "a")
 
 
@@ -46,7 +46,8 @@ def test_a_missing_library_that_no_package_is_known_for_is_still_named() -> None
 
 
 def test_importing_the_package_loads_no_engine() -> None:
-    code = "import sys, kvctl_agent.transport; print([m for m in sys.modules if m.split('.')[0] in ('nixl', 'torch')])"
+    heavy = ("nixl", "mooncake", "torch")
+    code = f"import sys, kvctl_agent.transport; print([m for m in sys.modules if m.split('.')[0] in {heavy}])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -1,0 +1,69 @@
+"""The sentences around a bench's table: what was run on what, with which load, and what this machine can do at best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvctl.bench.outcome import Outcome
+from kvctl.bench.variants import sizes_text
+from kvctl.views import units
+from kvctl.views.view import Row
+from kvctl_agent.contract.rig import Plan, PlannedShape
+
+
+def head(outcome: Outcome) -> list[str]:
+    """Layouts, transports and shape."""
+    requests = [each.variant.request for each in outcome.measured]
+    layouts = dict.fromkeys(
+        f"prefill {' + '.join(map(sizes_text, request.prefill))} → decode {sizes_text(request.decode)}"
+        for request in requests
+    )
+    transports = dict.fromkeys(request.transport for request in requests)
+    plans: list[Plan] = [each.session.results.plan for each in outcome.measured]
+    shapes = dict.fromkeys(shape_text(plan["shape"]) for plan in plans)
+    plan = plans[0]
+    return [
+        f"{' and '.join(layouts)} over {' and '.join(transports)} · {'; then '.join(shapes)} · "
+        f"pages of {plan['page_size']}, {plan['page_order']}"
+    ]
+
+
+def load(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
+    """What ran, where all rows ran the same."""
+    if not rows or len({(row["concurrency"], row["tokens_drawn"]) for row in rows}) > 1:
+        return []
+    row = rows[0]
+    line = (
+        f"{row['rooms']} rooms of {row['tokens_drawn']} tokens, {units.size(row['bytes_per_room'])} each, "
+        f"{row['in_flight']} in flight"
+    )
+    return [line + (", arriving on their own" if row["arrivals"] == "open" else "")]
+
+
+def floors(outcome: Outcome) -> str:
+    """What this machine's memory and transports can do."""
+    found = outcome.floors()
+    memcpy = max((each["memcpy"] for each in found.values() if each["memcpy"] is not None), default=None)
+    writes = ", ".join(f"over {transport} {_rate(each['write'])} GB/s" for transport, each in found.items())
+    return f"floors of this machine in the same run: memcpy {_rate(memcpy)} GB/s on one thread, one write {writes}"
+
+
+def shape_text(shape: PlannedShape) -> str:
+    """`llama-3.1-8b: 32 layers, 8 KV heads of 128 bf16`."""
+    words = [f"{shape['layers']} layers"]
+    if shape["kind"] == "mla":
+        words.append(f"latents of {shape['head_dim']} {shape['dtype']}")
+    else:
+        same = shape["head_dim"] == shape["v_head_dim"]
+        dims = f"{shape['head_dim']}" if same else f"{shape['head_dim']} and {shape['v_head_dim']}"
+        words.append(f"{shape['kv_heads']} KV heads of {dims} {shape['dtype']}")
+    if shape["draft"]:
+        count = shape["draft"]["layers"]
+        words.append(f"{count} draft layer{'s' * (count > 1)}")
+    words += [f"state {state['name']}" for state in shape["states"]]
+    model = f"{shape['model']}: " if shape["model"] else ""
+    return model + ", ".join(words)
+
+
+def _rate(value: float | None) -> str:
+    return units.UNKNOWN if value is None else units.three_digits(value)

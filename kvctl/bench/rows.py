@@ -1,0 +1,142 @@
+"""One measured case as a row: the names that scripts rely on (`kvctl.bench/1`; names are added, never changed).
+
+A room's latency is from the moment the last prefill rank had its forward done to the moment the last decode rank may
+start: the part of the transfer that no compute hid. Rates are over the wall-clock union of all spans from forward start
+to success, so that a pause between lots counts for nobody and waiting inside one for everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvctl.bench.costs import Costs
+from kvctl.bench.lives import layer_groups
+from kvctl.bench.passages import Finished, Passage, by_repeat, rate
+from kvctl.bench.statistics import median, stage_us, summary_ms
+from kvctl_agent.contract.rig import Mismatch, Plan, PlannedLoad, PlannedRank, Ready
+
+STAGES = ("gather", "gate", "post", "wire", "scatter")
+
+
+def row_of(
+    laps: Sequence[Finished],
+    plan: Plan,
+    names: Mapping[str, PlannedRank],
+    ready: Mapping[str, Ready],
+    floors: Mapping[str, float | None],
+    looked: bool,
+) -> dict[str, Any]:
+    """The row of one case.
+
+    Args:
+        laps: all of this one case, at least one.
+        names, ready: the ranks of the fleet and what each said of itself.
+        looked: whether what landed was compared.
+    """
+    case = laps[0].lap.case
+    planned = plan["loads"][case.load]
+    passages = [passage for finished in laps for passage in finished.passages.values()]
+    failed = sum(len(finished.failures) for finished in laps)
+    costs = Costs(laps, names, ready)
+    parts = sum(costs.by_label("kvctl_parts_total", "decode").values())
+    verified = not failed and not any(mismatches(finished) for finished in laps) if looked else None
+    return {
+        "path": case.path,
+        "transport": plan["transport"],
+        "device": "cpu",
+        "pipeline": case.pipeline,
+        "cp_mode": plan["cp_mode"],
+        "concurrency": planned["concurrency"],
+        "in_flight": planned["in_flight"],
+        "tokens": _short(planned["tokens_mean"]),
+        "tokens_drawn": planned["tokens"],
+        "page_size": plan["page_size"],
+        "page_order": plan["page_order"],
+        "layer_ms": case.layer_ms,
+        "arrivals": "open" if any(room["arrival_ms"] is not None for room in planned["rooms"]) else "closed",
+        "rooms": len(passages) + failed,
+        "failed": failed,
+        "verified": verified,
+        "verified_parts": parts if verified else None if verified is None else 0,
+        **_rates(laps, planned, floors, sum(rank["role"] == "decode" for rank in names.values())),
+        "bytes_per_room": sum(each.nbytes for each in passages) // max(1, len(passages)),
+        "prefix_hit_ratio": _prefix_hit(planned),
+        **_times(passages),
+        "groups": _groups(laps, names, plan["shape"]["layers"]),
+        "pipeline_decisions": costs.by_label("kvctl_pipeline_decisions_total", "prefill"),
+        "descriptors_per_room": costs.per_room("kvctl_descriptors_total"),
+        "writes_per_room": costs.per_room("kvctl_writes_total"),
+        "engine_posts_per_room": costs.per_room("kvctl_engine_posts_total"),
+        "paths_taken": costs.by_label("kvctl_parts_total", "prefill"),
+        "fallbacks": costs.fallbacks,
+        "peak_rss_bytes": costs.peak_rss_bytes,
+        "rss_overhead_bytes": costs.rss_overhead_bytes,
+        "cpu_seconds": costs.cpu_seconds,
+        "stages_us": {stage: stage_us(costs.stage(stage)) for stage in STAGES},
+        "ring_high_water_bytes": costs.ring_high_water_bytes,
+    }
+
+
+def mismatches(finished: Finished) -> list[Mismatch]:
+    """What a lap's decode ranks found wrong."""
+    return [mismatch for verdict in finished.lap.verdicts.values() for mismatch in verdict["mismatches"]]
+
+
+def _rates(
+    laps: Sequence[Finished], planned: PlannedLoad, floors: Mapping[str, float | None], readers: int
+) -> dict[str, Any]:
+    """Throughput of the repeat in the middle, and of the best one."""
+    repeats = by_repeat(laps)
+    rates = [rate(repeat) for repeat in repeats]
+    middle = median([each.gb_per_s for each in rates])
+    typical = min(rates, key=lambda each: abs(each.gb_per_s - middle))
+    best = max(range(len(rates)), key=lambda at: rates[at].gb_per_s)
+    memcpy, write = floors["memcpy"], floors["write"]
+    return {
+        "repeats": len(rates),
+        **asdict(typical),
+        "tokens_per_s": typical.rooms_per_s * planned["tokens_mean"],
+        "gb_per_s_per_decode_rank": typical.gb_per_s / readers,
+        "best": {
+            **asdict(rates[best]),
+            "tokens_per_s": rates[best].rooms_per_s * planned["tokens_mean"],
+            "ttft_ms": _ttft([passage for finished in repeats[best] for passage in finished.passages.values()]),
+        },
+        "memcpy_ratio": typical.gb_per_s / memcpy if memcpy else None,
+        "write_ratio": typical.gb_per_s / write if write else None,
+    }
+
+
+def _times(passages: Sequence[Passage]) -> dict[str, Any]:
+    latency = summary_ms(each.latency_ns for each in passages)
+    return {
+        "latency_ms": latency,
+        "exposed_ms": latency,  # what is not hidden behind a forward is what is waited for after it
+        "hidden_ms": summary_ms(each.hidden_ns for each in passages if each.hidden_ns is not None),
+        "compute_ms": summary_ms(each.compute_ns for each in passages),
+        "total_ms": summary_ms(each.success_ns - each.started_ns for each in passages),
+        "ttft_ms": _ttft(passages),
+        "tpot_ms": summary_ms(each.token_ns for each in passages if each.token_ns is not None),
+    }
+
+
+def _ttft(passages: Sequence[Passage]) -> dict[str, float | None]:
+    return summary_ms(each.first_token_ns - each.opened_ns for each in passages)
+
+
+def _groups(laps: Sequence[Finished], names: Mapping[str, PlannedRank], layers: int) -> int | None:
+    """Layer groups that a room's parts came in, over the rooms that were looked at; 1 where it was not pipelined."""
+    counts = [count for finished in laps if (count := layer_groups(finished.lap, names, layers)) is not None]
+    return round(median(counts)) if counts else None
+
+
+def _prefix_hit(planned: PlannedLoad) -> float:
+    """The part of all prompts that decode had cached."""
+    rooms = planned["rooms"]
+    return sum(room["prefix_tokens"] for room in rooms) / max(1, sum(room["tokens"] for room in rooms))
+
+
+def _short(mean: float) -> float:
+    return mean if mean % 1 else int(mean)

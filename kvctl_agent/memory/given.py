@@ -1,0 +1,175 @@
+"""What an engine gives of each segment: tensors in its own words, read as planes of rows of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.memory.tensors import Seen, see, see_latent, see_layers, see_rows
+
+Tensors = Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftKV:
+    """One model's KV tensors. An engine gives them for a draft model, which has the page numbers of its target; the
+    target's own are arguments of the pool, and are read the same way.
+
+    Attributes:
+        k: per layer K, or the latent where `v` is None, as `KVPool.from_tensors` and `KVPool.mla` take them.
+        v: per layer V; None for a latent.
+        total_kv_heads: KV heads of that model; 1 for a latent.
+        k_scale, v_scale: per layer the scales of each page; a latent's are `k_scale`.
+    """
+
+    k: Tensors
+    v: Tensors | None = None
+    total_kv_heads: int = 1
+    k_scale: Tensors | None = None
+    v_scale: Tensors | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateTensors:
+    """One component of per-request state, or of pages with numbers of their own.
+
+    Attributes:
+        name: a word, the same on both sides.
+        tensors: per layer `[slots, ...]`, contiguous, on the CPU; none where this rank's stage has none.
+        layers: for each of its layers the KV layer that it runs beside; None: the first layers. Only asked for
+            where the agent is given no model.
+        heads: size of the dimension that is cut over tensor-parallel ranks, over the whole model; 1: every rank has
+            the whole component, and one is elected to send it.
+        axis: which dimension of a tensor that is (0 being the slots); None for a component that is not cut.
+    """
+
+    name: str
+    tensors: Tensors
+    layers: Sequence[int] | None = None
+    heads: int = 1
+    axis: int | None = None
+
+
+class Given(NamedTuple):
+    """One segment's tensors, checked.
+
+    Attributes:
+        name: the segment's.
+        shape: of the model, or of the state component, with as many layers as this rank has.
+        heads: on this rank.
+        num_slots: pages or items.
+        layers: for each layer its planes.
+    """
+
+    name: str
+    shape: ModelShape | StateShape
+    heads: int
+    num_slots: int
+    layers: list[tuple[Seen, ...]]
+
+
+def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> Given:
+    """K and V, or latents, and their scales; `name` is "kv" for the target's.
+
+    Raises:
+        MemoryLayoutError: names the layer, the tensor and what is wrong with it.
+    """
+    label = "" if name == "kv" else f"{name} "
+    scales = {"k_scale": kv.k_scale, "v_scale": kv.v_scale} if kv.v is not None else {"scale": kv.k_scale}
+    if not kv.k or (kv.v is not None and len(kv.k) != len(kv.v)):
+        count = len(kv.k)
+        raise MemoryLayoutError(
+            f"{label}{count} latent layers; give one tensor for every layer"
+            if kv.v is None
+            else f"{label}{count} K and {len(kv.v)} V layers; give one K and one V for every layer"
+        )
+    if kv.v is None and (kv.v_scale is not None or kv.total_kv_heads != 1):
+        raise MemoryLayoutError(f"{label}latent: it has no V and one head; give no v_scale and total_kv_heads=1")
+
+    def layers(tensors: Tensors, plane: str, look: Any) -> list[Seen]:
+        if len(tensors) != len(kv.k):
+            raise MemoryLayoutError(f"{label}{len(tensors)} {plane} tensors for {len(kv.k)} layers")
+        return see_layers(tensors, [f"{label}layer {layer} {plane}" for layer in range(len(kv.k))], look)
+
+    if kv.v is None:
+        planes = [layers(kv.k, "latent", partial(see_latent, page_size=page_size))]
+        first = planes[0][0]
+        heads, k_dim, v_dim = 1, first.shape[-1], 0
+    else:
+        look = partial(see_rows, page_size=page_size)
+        planes = [layers(kv.k, "k", look), layers(kv.v, "v", look)]
+        first, other = planes[0][0], planes[1][0]
+        heads, k_dim, v_dim = *first.shape[1:], other.shape[2]
+        other.expect((*first.shape[:2], v_dim), first)
+    if kv.total_kv_heads <= 0 or kv.total_kv_heads % heads:
+        raise MemoryLayoutError(
+            f"{label}total_kv_heads is {kv.total_kv_heads}, not a multiple of the {heads} heads on this rank; "
+            "pass the number in the model's config"
+        )
+    num_pages = first.shape[0] // page_size
+    scale_bytes = []
+    for plane, tensors in scales.items():
+        if tensors is None:
+            scale_bytes.append(0)
+            continue
+        planes.append(layers(tensors, plane, see))
+        scale_bytes.append(_scale_bytes(planes[-1][0], num_pages, heads, latent=kv.v is None))
+    shape = ModelShape(
+        num_layers=len(kv.k),
+        num_kv_heads=kv.total_kv_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        dtype_bytes=first.itemsize,
+        kind="mla" if kv.v is None else "mha",
+        k_scale_bytes=scale_bytes[0],
+        v_scale_bytes=sum(scale_bytes[1:]),
+    )
+    return Given(name, shape, heads, num_pages, list(zip(*planes, strict=True)))
+
+
+def read_state(state: StateTensors) -> Given:
+    """A component of state.
+
+    Raises:
+        MemoryLayoutError: names the layer and what is wrong with it.
+        LayoutError: its name, or the layers it runs beside, are none.
+    """
+    count = len(state.tensors)
+    beside = tuple(range(count) if state.layers is None else state.layers)
+    if len(beside) != count:
+        raise MemoryLayoutError(f"{state.name}: {count} tensors, but {len(beside)} layers that they run beside")
+    layers = see_layers(state.tensors, [f"{state.name} layer {layer}" for layer in range(count)], see)
+    shape, axis = layers[0].shape, state.axis
+    if axis is None:
+        if state.heads != 1:
+            raise MemoryLayoutError(
+                f"{state.name}: {state.heads} heads over the whole model, but no axis; say which of {shape} is cut"
+            )
+        rows, heads, row = 1, 1, shape[1:]
+    else:
+        if not 0 < axis < len(shape):
+            raise MemoryLayoutError(f"{state.name}: axis {axis} is no dimension of an item; the shape is {shape}")
+        rows, heads, row = prod(shape[1:axis]), shape[axis], shape[axis + 1 :]
+    if state.heads <= 0 or state.heads % heads:
+        raise MemoryLayoutError(
+            f"{state.name}: heads is {state.heads}, not a multiple of the {heads} on this rank; "
+            "pass the size over the whole model"
+        )
+    component = StateShape(state.name, beside, rows, state.heads, prod(row) * layers[0].itemsize)
+    return Given(state.name, component, heads, shape[0], [(layer,) for layer in layers])
+
+
+def _scale_bytes(scale: Seen, num_pages: int, heads: int, latent: bool) -> int:
+    """Bytes of one page's and head's scales."""
+    wanted = (num_pages,) if latent else (num_pages, heads)
+    if scale.shape[: len(wanted)] != wanted:
+        words = "[pages, ...]" if latent else "[pages, heads, ...]"
+        raise MemoryLayoutError(
+            f"{scale.name}: shape {scale.shape}; scales are {words}, one row a page, so it must begin with {wanted}"
+        )
+    return scale.itemsize * prod(scale.shape[len(wanted) :])

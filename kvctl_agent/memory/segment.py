@@ -1,0 +1,81 @@
+"""One rank's memory of one segment: a flat block of bytes for each plane of each layer that it holds.
+
+Layers have the segment's numbers, as transfers name them: two ranks of different pipeline stages mean the same layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.holding import Held
+from kvctl_agent.memory.addresses import SegmentAddresses
+from kvctl_agent.memory.head_slice import HeadSlice
+from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.slab import Bytes
+
+
+class SegmentMemory:
+    """What a rank holds of one segment.
+
+    Attributes:
+        held: which layers and heads; no layers where its pipeline stage has none.
+        num_slots: pages (of a state: items) of each block; 0 without layers.
+        blocks: for each layer held, the flat bytes of each plane, in page order.
+        addresses: where they are.
+    """
+
+    def __init__(self, held: Held, num_slots: int, blocks: Sequence[tuple[Bytes, ...]]) -> None:
+        """Wrap checked memory: a block is `num_slots` pages of its plane."""
+        self.held = held
+        self.num_slots = num_slots
+        self.blocks = tuple(blocks)
+        bases = tuple(tuple(block.ctypes.data for block in layer) for layer in self.blocks)
+        self.addresses = SegmentAddresses(held, num_slots, bases)
+        self.nbytes = sum(block.nbytes for layer in self.blocks for block in layer)
+        self._slices: dict[tuple[int, int], HeadSlice] = {}
+
+    @property
+    def name(self) -> str:
+        """The segment's: "kv", "draft" or a state component's."""
+        return self.held.segment.name
+
+    def block(self, layer: int, plane: int) -> Bytes:
+        """All bytes of one layer's plane, flat, in page order."""
+        self._check_layers(layer, layer + 1)
+        return self.blocks[layer - self.held.layer_lo][plane]
+
+    def head_slice(self, head: int, heads: int) -> HeadSlice:
+        """Views of local heads [head, head + heads) in every layer, made once and kept while the pool is open."""
+        found = self._slices.get((head, heads))
+        if found is None:
+            if not self.blocks:
+                raise MemoryLayoutError(f"{self.name}: heads [{head}, {head + heads}) asked for, but {self._empty()}")
+            if head < 0 or heads <= 0 or head + heads > self.held.heads:
+                raise MemoryLayoutError(
+                    f"{self.name}: heads [{head}, {head + heads}) are outside the {self.held.heads} heads of this rank"
+                )
+            found = self._slices[head, heads] = HeadSlice(self.blocks, self.addresses, head, heads)
+        return found
+
+    def part_layout(self, layer_lo: int, layer_hi: int, num_pages: int, heads: int) -> PartLayout:
+        """How a part of these layers, pages and heads lies in its contiguous region."""
+        self._check_layers(layer_lo, layer_hi)
+        page_bytes = tuple(plane.rows * heads * plane.head_bytes for plane in self.held.segment.planes)
+        return PartLayout(layer_lo - self.held.layer_lo, layer_hi - layer_lo, num_pages, page_bytes)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.blocks = ()
+        self._slices.clear()
+
+    def _check_layers(self, lo: int, hi: int) -> None:
+        if not self.blocks or not self.held.layer_lo <= lo < hi <= self.held.layer_hi:
+            asked = f"layer {lo}" if hi == lo + 1 else f"layers {lo} to {hi - 1}"
+            raise MemoryLayoutError(f"{self.name}: {asked} asked for, but {self._empty()}")
+
+    def _empty(self) -> str:
+        lo, hi = self.held.layer_lo, self.held.layer_hi
+        if self.blocks:
+            return f"this rank has layers {lo} to {hi - 1}"
+        return "the pool is closed" if lo < hi else "this rank's stage has none of its layers"

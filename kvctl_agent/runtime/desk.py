@@ -1,0 +1,94 @@
+"""Where an agent's rooms meet the engine: one handle per room, made by the engine's calls, told by the control loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.runtime.handles import Receive, Send
+
+OnState = Callable[[Send | Receive, RoomState], None]
+
+_MAX_ROOM = (1 << 64) - 1
+
+
+class Desk:
+    """The handles of one agent; `add` may be called from any thread, the rest by the control loop.
+
+    Args:
+        on_state: called at each change of a room's state; it must only enqueue.
+    """
+
+    def __init__(self, name: str, on_state: OnState | None) -> None:
+        self._name = name
+        self._on_state = on_state
+        self._handles: dict[int, Send | Receive] = {}
+        self._lock = threading.Lock()
+
+    def add(self, handle: Send | Receive) -> None:
+        """Take a new room in.
+
+        Raises:
+            LocalProtocolError: its number is in use here, or no room number.
+        """
+        if not 0 <= handle.room <= _MAX_ROOM:
+            raise LocalProtocolError(f"room {handle.room} is no unsigned 64-bit number")
+        with self._lock:
+            if handle.room in self._handles:
+                raise LocalProtocolError(f"room {handle.room} is in use on {self._name}")
+            self._handles[handle.room] = handle
+
+    @property
+    def rooms(self) -> list[int]:
+        """Rooms whose handles have not ended."""
+        return list(self._handles)
+
+    def tell(self, room: int, state: RoomState, failure: Failure | None) -> None:
+        """A room has reached a state."""
+        handle = self._handles.get(room)
+        if handle is None:
+            return
+        handle.tell(state, failure)
+        self._forget(handle)
+        if self._on_state is not None:
+            self._on_state(handle, state)
+
+    def release(self, room: int) -> None:
+        """A room's pages are free."""
+        handle = self._handles.get(room)
+        if handle is not None:
+            handle.release()
+            self._forget(handle)
+
+    def refuse(self, room: int, text: str) -> None:
+        """The machine does not take this room."""
+        handle = self._handles.get(room)
+        if handle is not None:
+            handle.release()
+            self.tell(room, RoomState.FAILED, self._failure("KV_ROOM_DUPLICATE", text))
+
+    def finish(self, handle: Send | Receive) -> None:
+        """A room of which nothing moves: it has succeeded at once."""
+        handle.release()
+        handle.tell(RoomState.SUCCESS, None)
+        if self._on_state is not None:
+            self._on_state(handle, RoomState.SUCCESS)
+
+    def close(self) -> None:
+        """Fail what is left. Not released: whoever writes to these pages has not said that nothing is in flight."""
+        for handle in list(self._handles.values()):
+            text = f"agent {self._name} was closed with the room in flight"
+            handle.tell(RoomState.FAILED, self._failure("AGENT_CLOSED", text))
+        self._handles.clear()
+
+    def _failure(self, code: str, text: str) -> Failure:
+        return {"rank": self._name, "code": code, "at_ns": time.time_ns(), "text": text}
+
+    def _forget(self, handle: Send | Receive) -> None:
+        if handle.state.finished and handle.released:
+            with self._lock:
+                self._handles.pop(handle.room, None)

@@ -1,0 +1,286 @@
+"""Tags of the `mooncake` transport: a TCP connection of our own from each writer to each of its readers.
+
+A connection carries tags one way: a greeting (who, and a secret from the reader's metadata), then length and bytes of
+each tag. Nothing is sent back. That it ends is how a writer learns that its reader's process or transport is gone,
+within microseconds; Mooncake itself finds out with its next write, after up to 1 s.
+
+All sockets are driven from the transport's own calls, there is no thread. Strangers that reach the port must know the
+secret; what they send is bounded, and the connection ends with the first byte out of place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import select
+import socket
+import threading
+from collections import deque
+
+from kvctl_agent.errors import PeerDisconnected, TransportError
+from kvctl_agent.transport.base import MAX_TAG_BYTES
+
+SECRET_BYTES = 16
+IDENT_BYTES = 16
+
+_MAGIC = b"kvctltag"
+_FIXED_BYTES = len(_MAGIC) + SECRET_BYTES + IDENT_BYTES + 2
+_NAME_MAX_BYTES = 1024
+_LENGTH_BYTES = 4
+_RECEIVE_BYTES = 1 << 18
+_ROUNDS = 16
+_SEND_BYTES = 1 << 18
+_OUTBOX_MAX_BYTES = 256 << 20
+_STRANGERS_MAX = 64
+_BACKLOG = 512
+
+
+class Sender:
+    """One connection that tags arrive on; `ident` and `name` are "" until it has greeted us."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.ident = ""
+        self.name = ""
+        self._pending = bytearray()
+
+    def take(self, secret: bytes, more: bytes) -> list[bytes]:
+        """Tags completed by `more`.
+
+        Raises:
+            ValueError: it is not what a writer sends.
+        """
+        self._pending += more
+        if not self.ident and not self._greeted(secret):
+            return []
+        tags: list[bytes] = []
+        at = 0
+        while len(self._pending) - at >= _LENGTH_BYTES:
+            nbytes = int.from_bytes(self._pending[at : at + _LENGTH_BYTES], "little")
+            if not 0 < nbytes <= MAX_TAG_BYTES:
+                raise ValueError(f"a tag of {nbytes} bytes")
+            end = at + _LENGTH_BYTES + nbytes
+            if len(self._pending) < end:
+                break
+            tags.append(bytes(self._pending[at + _LENGTH_BYTES : end]))
+            at = end
+        del self._pending[:at]
+        return tags
+
+    def _greeted(self, secret: bytes) -> bool:
+        if not _MAGIC.startswith(self._pending[: len(_MAGIC)]):
+            raise ValueError("no greeting")
+        if len(self._pending) < _FIXED_BYTES:
+            return False
+        body = bytes(self._pending[len(_MAGIC) : _FIXED_BYTES])
+        name_bytes = int.from_bytes(body[-2:], "little")
+        if not hmac.compare_digest(body[:SECRET_BYTES], secret) or name_bytes > _NAME_MAX_BYTES:
+            raise ValueError("a stranger")
+        if len(self._pending) < _FIXED_BYTES + name_bytes:
+            return False
+        self.ident = body[SECRET_BYTES:-2].decode("ascii", "replace")
+        self.name = self._pending[_FIXED_BYTES : _FIXED_BYTES + name_bytes].decode("utf-8", "surrogatepass")
+        del self._pending[: _FIXED_BYTES + name_bytes]
+        return True
+
+
+class TagListener:
+    """Where this agent's tags arrive.
+
+    Attributes:
+        secret: what a greeting must contain.
+        port: of the listener.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self._lock = threading.Lock()
+        self._senders: dict[int, Sender] = {}
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self._listener.bind((host, 0))
+            self._listener.listen(_BACKLOG)
+        except OSError as error:
+            self._listener.close()
+            raise TransportError(f"mooncake: cannot listen for tags at {host}: {error}") from error
+        self.port = int(self._listener.getsockname()[1])
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+
+    def collect(self, landed: deque[tuple[Sender, bytes]]) -> None:
+        """Appends the tags that are here, in each sender's order; never waits."""
+        with self._lock:
+            for number, _ in self._epoll.poll(0):
+                if number == self._listener.fileno():
+                    self._accept(landed)
+                elif number in self._senders:
+                    self._receive(self._senders[number], landed)
+
+    def close(self) -> None:
+        """Ends all connections."""
+        with self._lock:
+            for sender in self._senders.values():
+                sender.connection.close()
+            self._senders.clear()
+            self._epoll.close()
+            self._listener.close()
+
+    def _accept(self, landed: deque[tuple[Sender, bytes]]) -> None:
+        with contextlib.suppress(OSError):  # nobody waits any more, or no descriptor is left for now
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                strangers = [sender for sender in self._senders.values() if not sender.ident]
+                if len(strangers) >= _STRANGERS_MAX:
+                    self._drop(strangers[0])
+                sender = self._senders[connection.fileno()] = Sender(connection)
+                self._epoll.register(connection, select.EPOLLIN)
+                self._receive(sender, landed)  # who has greeted by now is no stranger
+
+    def _receive(self, sender: Sender, landed: deque[tuple[Sender, bytes]]) -> None:
+        # Bounded, so that one sender does not keep the caller here; epoll tells what is left again.
+        for _ in range(_ROUNDS):
+            try:
+                more = sender.connection.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                more = b""
+            if not more:
+                self._drop(sender)
+                return
+            try:
+                landed.extend((sender, tag) for tag in sender.take(self.secret, more))
+            except ValueError:
+                self._drop(sender)
+                return
+            if len(more) < _RECEIVE_BYTES:
+                return
+
+    def _drop(self, sender: Sender) -> None:
+        del self._senders[sender.connection.fileno()]
+        sender.connection.close()
+
+
+class TagLink:
+    """The connection to one reader; tags that find no room wait here.
+
+    Attributes:
+        queued: tags given so far.
+        sent: tags that left for good.
+    """
+
+    def __init__(self, whose: str, address: tuple[str, int], greeting: bytes) -> None:
+        self.queued = 0
+        self.sent = 0
+        self._whose = whose
+        self._lock = threading.Lock()
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self._rest = greeting
+        self._rest_tags = 0
+        self._gone = ""
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(BlockingIOError):
+                self._socket.connect(address)
+        except OSError as error:
+            self.close()
+            raise PeerDisconnected(f"mooncake: {whose} cannot be reached: {error}") from error
+        self._flush()
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything waits here."""
+        return bool(self._rest or self._outbox)
+
+    def check_alive(self) -> None:
+        """Raises PeerDisconnected once the reader is known to be gone; asks the kernel."""
+        with self._lock:
+            self._look()
+            self._check()
+
+    def enqueue(self, tag: bytes) -> int:
+        """Sends a tag, or queues it behind those that wait; returns its number, which `sent` reaches."""
+        with self._lock:
+            self._look()
+            self._check()
+            if self._outbox_bytes > _OUTBOX_MAX_BYTES:
+                raise TransportError(f"mooncake: {self._whose} leaves {self._outbox_bytes} bytes of tags uncollected")
+            frame = len(tag).to_bytes(_LENGTH_BYTES, "little") + tag
+            self._outbox.append(frame)
+            self._outbox_bytes += len(frame)
+            self.queued += 1
+            number = self.queued
+            self._flush()
+        return number
+
+    def flush(self) -> None:
+        """Sends what the connection has room for.
+
+        Raises:
+            PeerDisconnected: the reader is gone.
+        """
+        with self._lock:
+            self._flush()
+            self._check()
+
+    def close(self) -> None:
+        with self._lock:
+            self._gone = self._gone or "disconnected here"
+            self._socket.close()
+
+    def _flush(self) -> None:
+        while not self._gone and (self._rest or self._outbox):
+            if not self._rest:
+                self._rest, self._rest_tags = self._next()
+            try:
+                sent = self._socket.send(self._rest)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._gone = str(error)
+                return
+            self._rest = self._rest[sent:]
+            if not self._rest:
+                self.sent += self._rest_tags
+                self._rest_tags = 0
+
+    def _next(self) -> tuple[bytes, int]:
+        frames: list[bytes] = []
+        nbytes = 0
+        while self._outbox and nbytes < _SEND_BYTES:
+            frames.append(self._outbox.popleft())
+            nbytes += len(frames[-1])
+        self._outbox_bytes -= nbytes
+        return b"".join(frames), len(frames)
+
+    def _look(self) -> None:
+        """Readers send nothing: what can be read is the end of the connection."""
+        if self._gone:
+            return
+        try:
+            if not self._socket.recv(1, socket.MSG_PEEK):
+                self._gone = "it closed the connection"
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._gone = str(error)
+
+    def _check(self) -> None:
+        if self._gone:
+            raise PeerDisconnected(f"mooncake: {self._whose} is gone: {self._gone}")
+
+
+def greeting(secret: bytes, ident: str, name: str) -> bytes:
+    """What a writer sends first.
+
+    Args:
+        secret: from the reader's metadata.
+        ident: random name of the writer's incarnation, `IDENT_BYTES` of ASCII.
+        name: of the writer's agent; cut where it is endless.
+    """
+    told = name.encode("utf-8", "surrogatepass")[:_NAME_MAX_BYTES]
+    return _MAGIC + secret + ident.encode() + len(told).to_bytes(2, "little") + told

@@ -1,0 +1,401 @@
+"""What an engine can ask of an agent beyond plain rooms: any layout, layer groups, state, several prefill instances.
+
+Every pool holds a value that names its place, so a byte that lands anywhere else is seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.agent import Agent
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import ConfigError, LocalProtocolError, MemoryLayoutError
+from kvctl_agent.layout.grouping import ForwardInfo
+from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.side import Side
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.rank import Rank
+from kvctl_agent.runtime.handles import Receive, Send
+
+POISON = 0xDB
+PAGE_SIZE, PAGES, CHUNK = 4, 64, 16
+STATES = (StateShape("conv", (0, 2, 5), 2, 4, 8), StateShape("index", (1, 3), 4, 1, 16))
+FULL = ModelShape(6, 4, 16, 8, 2, k_scale_bytes=4, v_scale_bytes=4, draft=ModelShape(1, 2, 8, 8, 2), states=STATES)
+PLAIN = ModelShape(6, 4, 16, 8, 2)
+LATENT = ModelShape(6, 1, 24, 0, 2, "mla")
+
+
+@dataclass
+class Instance:
+    """Agents of one instance."""
+
+    role: Any
+    side: Side
+    agents: list[Agent] = field(default_factory=list)
+    endpoint: str = ""
+
+
+class Fleet:
+    """Instances that share one model."""
+
+    def __init__(self, directory: Path, shape: ModelShape, transport: str) -> None:
+        self.directory, self.shape, self.transport = directory, shape, transport
+        self.stack = ExitStack()
+        self.prefill: list[Instance] = []
+        self.decode = Instance("decode", Side())
+
+    def start(self, prefill: Sequence[Side], decode: Side, **config: Any) -> Fleet:
+        for number, side in enumerate(prefill):
+            place = Instance("prefill", side, endpoint=f"ipc://{self.directory}/boot{number}")
+            self.prefill.append(place)
+            place.agents = [
+                self._agent(place, rank, f"p{number}-{rank}", place.endpoint, config) for rank in _all(side)
+            ]
+        self.decode.side = decode
+        endpoints = [place.endpoint for place in self.prefill]
+        self.decode.agents = [self._agent(self.decode, rank, f"d{rank}", endpoints, {}) for rank in _all(decode)]
+        for agent in self.decode.agents:
+            agent.wait_ready(20)
+        return self
+
+    def _agent(self, place: Instance, number: int, name: str, bootstrap: Any, config: dict[str, Any]) -> Agent:
+        coord, side = place.side.coord(number), place.side
+        pool = KVPool.allocate(
+            held(self.shape, PAGE_SIZE, side, coord),
+            PAGE_SIZE,
+            PAGES,
+            {state.name: 16 for state in self.shape.states},
+            aux_slots=4,
+            aux_row_bytes=32,
+        )
+        self.stack.callback(pool.close)
+        sizes = {f"{axis}_size": getattr(side, axis) for axis in coord._fields}
+        small: dict[str, Any] = {"staging_ring_mb": 1, "staging_buffer_mb": 4, "chunk_tokens": CHUNK, "path": "staged"}
+        agent = Agent(
+            role=place.role,
+            rank=Rank(**coord._asdict(), **sizes, stages=side.stages),
+            pool=pool,
+            name=name,
+            bootstrap=bootstrap,
+            model=self.shape,
+            transport=self.transport,
+            **{**small, **config},
+        )
+        self.stack.callback(agent.close)
+        _fill(agent, truth=place.role == "prefill")
+        return agent.start()
+
+    def receive(self, room: int, pages: Any, **more: Any) -> list[Receive]:
+        return [agent.receive(room, pages, **more) for agent in self.decode.agents]
+
+    def check(self, moved: dict[str, list[tuple[int, int]]]) -> None:
+        """Every byte of every decode pool: `moved` are (source, destination) pages or items, by segment."""
+        for agent in self.decode.agents:
+            for memory in agent.pool.segments:
+                here, segment = memory.held, memory.held.segment
+                pairs = moved.get("kv" if segment.name == "draft" else segment.name, [])
+                for layer in range(here.layer_lo, here.layer_hi):
+                    for place, plane in enumerate(segment.planes):
+                        wanted = np.full((memory.num_slots, plane.rows, here.heads, plane.head_bytes), POISON, np.uint8)
+                        for source, target in pairs:
+                            wanted[target] = _truth(memory, layer, place)[source]
+                        found = memory.block(layer, place)
+                        where = f"{agent.name} {segment.name} layer {layer} plane {plane.name}"
+                        assert np.array_equal(found, wanted.reshape(-1)), where
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+def _all(side: Side) -> range:
+    return range(side.size)
+
+
+def _truth(memory: Any, layer: int, plane: int) -> np.ndarray:
+    """What a prefill rank holds: each row names its segment, layer, plane, page, row and head."""
+    here = memory.held
+    rows, head_bytes = here.segment.planes[plane].rows, here.segment.planes[plane].head_bytes
+    page, row, head, byte = np.ogrid[: memory.num_slots, :rows, here.head_lo : here.head_hi, :head_bytes]
+    value = page * 5 + row * 3 + head * 11 + byte + here.segment.index * 7 + layer * 31 + plane * 13
+    return (value % 251).astype(np.uint8)
+
+
+def _fill(agent: Agent, *, truth: bool) -> None:
+    for memory in agent.pool.segments:
+        for layer in range(memory.held.layer_lo, memory.held.layer_hi):
+            for plane, block in enumerate(memory.blocks[layer - memory.held.layer_lo]):
+                block[:] = _truth(memory, layer, plane).reshape(-1) if truth else POISON
+
+
+def groups_of(agent: Agent, size: int = 2) -> list[range]:
+    own = agent.local.layers
+    return [range(lo, min(lo + size, own.stop)) for lo in range(own.start, own.stop, size)]
+
+
+Make = Callable[..., Fleet]
+
+
+@pytest.fixture
+def make(no_leaks: None, short_directory: Path, socket_dir: Path) -> Iterator[Make]:
+    fleets: list[Fleet] = []
+
+    def start(
+        prefill: Side | Sequence[Side],
+        decode: Side,
+        shape: ModelShape = PLAIN,
+        transport: str = "loopback",
+        **config: Any,
+    ) -> Fleet:
+        fleets.append(Fleet(short_directory, shape, transport))
+        return fleets[-1].start([prefill] if isinstance(prefill, Side) else prefill, decode, **config)
+
+    yield start
+    for fleet in fleets:
+        fleet.close()
+
+
+SRC, DST = np.arange(3, 14), np.arange(30, 41)
+MOVED = list(zip(SRC.tolist(), DST.tolist(), strict=True))
+
+
+def feed(sends: list[Send], agents: list[Agent], mode: str, **finish: Any) -> None:
+    """The forward of every rank: the prompt in two chunks, the first of which ends inside a cell."""
+    for send, agent in zip(sends, agents, strict=True):
+        groups = groups_of(agent)
+        if mode == "plain":
+            send.prefetch()
+            send.pages(SRC[:6])
+            send.pages(SRC[6:], last=True)
+        else:
+            send.prefetch(groups if mode == "declared" else ())
+            for lo, hi in ((0, 6), (6, 11)):
+                for group in groups:
+                    send.layers(group, SRC[lo:hi], last=hi == 11)
+        send.finish(**finish)
+
+
+def ended(handles: Sequence[Send | Receive], timeout: float = 10.0) -> set[RoomState]:
+    return {handle.wait(timeout) for handle in handles}
+
+
+class TestEveryLayout:
+    @pytest.mark.parametrize("mode", ["plain", "declared"])
+    @pytest.mark.parametrize("path", ["slice", "staged"])
+    @pytest.mark.parametrize("cp_mode", ["rank0", "all", "all-chunk", "room-hash"])
+    def test_stages_cp_heads_scales_draft_and_state_at_once(
+        self, make: Make, cp_mode: str, path: str, mode: str
+    ) -> None:
+        fleet = make(Side(pp=2, cp=2, tp=2, stages=(2, 4)), Side(pp=2, tp=4), FULL, cp_mode=cp_mode, path=path)
+        agents = fleet.prefill[0].agents
+        receives = fleet.receive(5, DST[2:], prefix_tokens=8, aux_index=1, state_indices=[[3], [4, 5, 6]])
+        sends = [agent.send(5) for agent in agents]
+        feed(sends, agents, mode, aux_index=2, state_indices=[[1], [9, 8, 7]])
+        assert ended([*receives, *sends]) == {RoomState.SUCCESS}, [each.error for each in [*receives, *sends]]
+        fleet.check({"kv": MOVED[2:], "conv": [(1, 3)], "index": [(9, 4), (8, 5), (7, 6)]})
+
+    def test_a_latent_is_written_once_by_one_rank_of_many(self, make: Make) -> None:
+        fleet = make(Side(tp=4), Side(tp=2), LATENT)
+        agents = fleet.prefill[0].agents
+        receives = fleet.receive(5, DST)
+        feed([agent.send(5) for agent in agents], agents, "plain")
+        assert ended(receives) == {RoomState.SUCCESS}
+        fleet.check({"kv": MOVED})
+        sent = [agent.telemetry.metrics.total("kvctl_parts_total") for agent in agents]
+        assert sorted(count > 0 for count in sent) == [False, False, True, True]
+
+    def test_layers_before_the_room_is_open_are_sent_when_it_is(self, make: Make) -> None:
+        fleet = make(Side(pp=2, tp=2), Side(tp=1))
+        agents = fleet.prefill[0].agents
+        sends = [agent.send(5) for agent in agents]
+        feed(sends, agents, "undeclared")
+        receives = fleet.receive(5, DST)
+        assert ended([*receives, *sends]) == {RoomState.SUCCESS}
+        fleet.check({"kv": MOVED})
+
+    def test_a_held_back_stage_sends_when_all_is_computed(self, make: Make) -> None:
+        fleet = make(Side(pp=2), Side(), pp_early_send=False)
+        first, last = fleet.prefill[0].agents
+        receives = fleet.receive(5, DST)
+        sends = [first.send(5), last.send(5)]
+        sends[0].pages(SRC, last=True)
+        sends[1].pages(SRC, last=True)
+        sends[1].finish()
+        assert receives[0].wait(0.3) is RoomState.TRANSFERRING  # the last stage never waits
+        assert first.telemetry.metrics.total("kvctl_parts_total") == 0
+        sends[0].finish()
+        assert ended([*receives, *sends]) == {RoomState.SUCCESS}
+        fleet.check({"kv": MOVED})
+
+
+class TestSeveralPrefillInstances:
+    def test_instances_of_different_layouts_serve_one_decode_instance_at_once(self, make: Make) -> None:
+        sides = [Side(tp=4), Side(tp=2, pp=2), Side(cp=2)]
+        fleet = make(sides, Side(tp=2), cp_mode="all")
+        moved: list[tuple[int, int]] = []
+        handles: list[Send | Receive] = []
+        for number, place in enumerate(fleet.prefill):
+            target = 1 + 12 * number + np.arange(11)
+            handles += fleet.receive(number, target, prefill=place.endpoint)
+            sends = [agent.send(number) for agent in place.agents]
+            feed(sends, place.agents, "declared" if number else "plain")
+            handles += sends
+            moved += zip(SRC.tolist(), target.tolist(), strict=True)
+        assert ended(handles) == {RoomState.SUCCESS}
+        fleet.check({"kv": moved})
+
+    def test_an_instance_that_is_found_later_is_met_when_a_room_names_it(
+        self, make: Make, short_directory: Path
+    ) -> None:
+        fleet = make(Side(), Side())
+        later = Instance("prefill", Side(tp=2), endpoint=f"ipc://{short_directory}/later")
+        later.agents = [fleet._agent(later, rank, f"later-{rank}", later.endpoint, {}) for rank in range(2)]
+        receives = fleet.receive(5, DST, prefill=later.endpoint)
+        feed([agent.send(5) for agent in later.agents], later.agents, "plain")
+        assert ended(receives) == {RoomState.SUCCESS}
+        fleet.check({"kv": MOVED})
+
+    @pytest.mark.parametrize(
+        ("name", "place"),
+        [("p0", "elsewhere"), ("other", "boot0"), ("p0", "boot0")],
+        ids=["moved", "renamed", "another layout of the same ranks"],
+    )
+    def test_an_instance_that_starts_anew_is_met_by_the_next_room(
+        self, make: Make, short_directory: Path, name: str, place: str
+    ) -> None:
+        """However little of its old life is left; the room opens before its registry is complete."""
+        fleet = make(Side(tp=2), Side())
+        for agent in fleet.prefill[0].agents:
+            agent.close()
+        new = Instance("prefill", Side(pp=3), endpoint=f"ipc://{short_directory}/{place}")
+        new.agents = [fleet._agent(new, 0, f"{name}-0", new.endpoint, {})]
+        receives = fleet.receive(5, DST, prefill=new.endpoint)
+        new.agents += [fleet._agent(new, rank, f"{name}-{rank}", new.endpoint, {}) for rank in (1, 2)]
+        feed([agent.send(5) for agent in new.agents], new.agents, "plain")
+        assert ended(receives) == {RoomState.SUCCESS}, [receive.error for receive in receives]
+        fleet.check({"kv": MOVED})
+
+    def test_a_prefill_agent_serves_one_registry(self, make: Make) -> None:
+        fleet = make(Side(), Side())
+        with pytest.raises(ConfigError, match="2 bootstrap endpoints"):
+            fleet._agent(fleet.prefill[0], 0, "x", ["ipc:///a", "ipc:///b"], {})
+
+
+class TestRoomsThatMoveLittle:
+    def test_a_fake_room_succeeds_at_once_and_nobody_hears_of_it(self, make: Make) -> None:
+        fleet = make(Side(), Side())
+        (prefill,), (decode,) = fleet.prefill[0].agents, fleet.decode.agents
+        send, receive = prefill.send(9, fake=True), decode.receive(9, [1, 2], fake=True)
+        send.prefetch()
+        send.pages([1, 2], last=True)
+        send.finish(aux_index=0)
+        assert (send.state, send.sent) == (RoomState.SUCCESS, True)
+        assert receive.wait(0) is RoomState.SUCCESS
+        assert not prefill.machine.rooms  # type: ignore[attr-defined]
+        assert decode.telemetry.metrics.total("kvctl_rooms_opened_total") == 0
+        fleet.check({})
+
+    def test_a_prefill_only_room_brings_its_aux_row_and_its_state(self, make: Make) -> None:
+        fleet = make(Side(tp=2), Side(tp=2), FULL)
+        agents = fleet.prefill[0].agents
+        for agent in agents:
+            agent.pool.aux[2] = 77  # type: ignore[index]
+        receives = fleet.receive(5, [], prefill_only=True, aux_index=1, state_indices=[[3]])
+        sends = [agent.send(5) for agent in agents]
+        feed(sends, agents, "plain", aux_index=2, state_indices=[[1]])
+        assert ended([*receives, *sends]) == {RoomState.SUCCESS}
+        fleet.check({"conv": [(1, 3)]})
+        assert all((agent.pool.aux[1] == 77).all() for agent in fleet.decode.agents)  # type: ignore[index]
+
+    def test_a_prefill_only_room_has_no_pages(self, make: Make) -> None:
+        with pytest.raises(LocalProtocolError, match="prefill-only room has no pages"):
+            make(Side(), Side()).receive(5, [1], prefill_only=True)
+
+
+class TestMisuse:
+    def test_state_items_that_do_not_match_fail_the_room_by_name(self, make: Make) -> None:
+        fleet = make(Side(), Side(), FULL)
+        agents = fleet.prefill[0].agents
+        receives = fleet.receive(5, DST, state_indices=[[3], [4, 5, 6]])
+        feed([agents[0].send(5)], agents, "plain", state_indices=[[1], [9]])
+        assert ended(receives) == {RoomState.FAILED}
+        assert "expects 3 items of state index, finish() gave 1" in receives[0].error["text"]  # type: ignore[index]
+
+    def test_layers_that_are_missing_at_the_end_fail_the_room_by_name(self, make: Make) -> None:
+        fleet = make(Side(), Side())
+        (agent,) = fleet.prefill[0].agents
+        receives = fleet.receive(5, DST)
+        send = agent.send(5)
+        send.layers(range(0, 2), SRC, last=True)
+        send.finish()
+        assert ended(receives) == {RoomState.FAILED}
+        assert "layers 0-6 do not stand at one page" in receives[0].error["text"]  # type: ignore[index]
+
+    def test_groups_that_leave_a_layer_out_fail_the_room_by_name(self, make: Make) -> None:
+        fleet = make(Side(), Side())
+        (agent,) = fleet.prefill[0].agents
+        receives = fleet.receive(5, DST)
+        agent.send(5).prefetch([range(0, 2), range(3, 6)])
+        assert ended(receives) == {RoomState.FAILED}
+        assert "layer groups 0-2, 3-6 do not tile layers 0-6" in receives[0].error["text"]  # type: ignore[index]
+
+    def test_a_stage_must_say_of_what_model_it_is(self) -> None:
+        k, v = [np.zeros((8, 2, 4), np.float16)], [np.zeros((8, 2, 4), np.float16)]
+        pool = KVPool.from_tensors(k, v, page_size=4, total_kv_heads=2)
+        with pytest.raises(ConfigError, match="give the agent model="):
+            Agent(role="prefill", rank=Rank(pp_size=2), pool=pool, name="x", bootstrap="ipc:///x", transport="loopback")
+        with pytest.raises(MemoryLayoutError, match="kv: the pool has 1 layers, but the plan says 3"):
+            Agent(
+                role="prefill",
+                rank=Rank(pp_size=2),
+                pool=pool,
+                name="x",
+                bootstrap="ipc:///x",
+                model=ModelShape(6, 2, 4, 4, 2),
+                transport="loopback",
+            )
+
+
+class TestLayerGroups:
+    def test_a_forward_is_cut_as_configured_and_every_decision_is_counted(self, make: Make) -> None:
+        fleet = make(Side(pp=2, stages=(1, 5)), Side(), pipeline="on", pipeline_min_tokens=16)
+        agent = fleet.prefill[0].agents[1]
+        assert agent.layer_groups(ForwardInfo((8,))).reason == "few-tokens"
+        grouping = agent.layer_groups(ForwardInfo((64,)))
+        assert grouping.reason == "formula"
+        assert [layer for group in grouping.groups for layer in group] == [1, 2, 3, 4, 5]
+        agent.set_pipeline("2")
+        assert agent.layer_groups(ForwardInfo((64,))).groups == (range(1, 3), range(3, 5), range(5, 6))
+        agent.set_pipeline("off")
+        assert agent.layer_groups(ForwardInfo((64,))).reason == "off"
+        with pytest.raises(ConfigError, match="pipeline 'sometimes'"):
+            agent.set_pipeline("sometimes")
+        counted = {
+            reason: agent.telemetry.metrics.total("kvctl_pipeline_decisions_total", reason)
+            for reason in ("few-tokens", "formula", "override", "off")
+        }
+        assert counted == {"few-tokens": 1, "formula": 1, "override": 1, "off": 1}
+
+    def test_measured_learns_from_rooms_that_were_sent_in_groups(self, make: Make) -> None:
+        fleet = make(Side(), Side(), pipeline="measured", pipeline_min_tokens=16)
+        (agent,) = fleet.prefill[0].agents
+        seen: list[Any] = []
+        agent.pipelining.learn = seen.append  # type: ignore[assignment,method-assign]
+        receives = fleet.receive(5, DST)
+        feed([agent.send(5)], [agent], "declared")
+        assert ended(receives) == {RoomState.SUCCESS}
+        deadline = time.monotonic() + 10  # the decode side may see the end first
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.005)
+        (room,) = seen
+        assert (room.pages, room.groups) == (5, 3)  # 11 pages in two forwards
+        assert room.compute_ns > 0
+        assert room.transfer_ns > 0

@@ -1,0 +1,114 @@
+"""What a peer is told of a pool, and the arithmetic on it; what a peer tells us may be anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.shape import Plane, Segment
+from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
+
+K, V = 0, 1
+
+
+class TestAddresses:
+    HELD = (
+        Held(Segment(0, "kv", 0, 9, 4, (Plane("k", 4, 12), Plane("v", 4, 20))), 7, 9, 0, 2),
+        Held(Segment(1, "conv", 0, 3, 2, (Plane("conv", 3, 8),), (1, 7, 8)), 1, 3, 0, 2),
+        Held(Segment(2, "swa", 0, 1, 1, (Plane("swa", 1, 8),), (2,)), 1, 1, 0, 1),
+    )
+    WHERE = PoolAddresses(
+        (
+            SegmentAddresses(HELD[0], 3, ((1000, 5000), (9000, 13000))),
+            SegmentAddresses(HELD[1], 6, ((20000,), (30000,))),
+            SegmentAddresses(HELD[2], 0, ()),
+        ),
+        aux_base=77,
+        aux_row_bytes=24,
+        aux_slots=5,
+    )
+
+    def test_a_row_is_where_page_row_and_head_say(self) -> None:
+        pages = np.array([2, 0])
+        for segment, plane, layer, rows, base, row in (
+            (0, K, 8, 4, 9000, 12),
+            (0, V, 8, 4, 13000, 20),
+            (1, 0, 1, 3, 20000, 8),
+        ):
+            where = self.WHERE.segments[segment]
+            expected = [base + ((page * rows + number) * 2 + 1) * row for page in (2, 0) for number in range(rows)]
+            assert where.row_addrs(layer, plane, pages, head=1).tolist() == expected
+            assert where.page_bytes(plane) == rows * 2 * row
+        assert self.WHERE.aux_addr(3) == 77 + 3 * 24
+
+    def test_the_wire_form_is_plain_and_comes_back_equal(self) -> None:
+        wire = self.WHERE.to_wire()
+        assert wire == {
+            "num_pages": 3,
+            "slots": [3, 6, 0],
+            "bases": [1000, 5000, 9000, 13000, 20000, 30000],
+            "aux_base": 77,
+            "aux_row_bytes": 24,
+            "aux_slots": 5,
+        }
+        assert PoolAddresses.from_wire(wire, self.HELD) == self.WHERE
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"num_pages": None}, "num_pages is None"),
+            ({"num_pages": 2}, "kv has 3 pages, but num_pages is 2"),
+            ({"aux_slots": True}, "aux_slots is True"),
+            ({"aux_base": -1}, "aux_base is -1"),
+            ({"aux_row_bytes": (1 << 63) - 1}, "the aux rows end beyond 64 bits"),
+            ({"num_pages": 1 << 63}, "num_pages is"),
+            ({"bases": [1.5, 2, 3, 4, 5, 6]}, "bases is not a list"),
+            ({"bases": 7}, "bases is not a list"),
+            ({"bases": []}, "0 bases, but that rank holds 6 planes"),
+            ({"bases": [1] * 7}, "7 bases"),
+            ({"bases": [1, 2, 3, 4, 5, (1 << 63) - 1]}, "conv ends beyond 64 bits"),
+            ({"slots": [3, 6]}, "2 slots, but the model has 3 segments"),
+            ({"slots": [3, "6", 0]}, "slots is not a list"),
+            ({"slots": [3, 0, 0]}, "slots of conv is 0, with 2 layers there"),
+            ({"slots": [3, 6, 1]}, "slots of swa is 1, with 0 layers"),
+            ({"slots": [3, 1 << 60, 0]}, "conv ends beyond 64 bits"),
+            ({"surprise": 1}, "surprise"),
+        ],
+    )
+    def test_a_malformed_wire_form_is_refused_by_field(self, change: dict[str, Any], message: str) -> None:
+        with pytest.raises(RemoteProtocolError, match=message):
+            PoolAddresses.from_wire({**self.WHERE.to_wire(), **change}, self.HELD)
+
+    def test_a_missing_field_is_refused_by_name(self) -> None:
+        wire = self.WHERE.to_wire()
+        del wire["aux_slots"]
+        with pytest.raises(RemoteProtocolError, match="aux_slots"):
+            PoolAddresses.from_wire(wire, self.HELD)
+
+    @settings(max_examples=300, deadline=None)
+    @given(data=st.data())
+    def test_a_hostile_wire_form_is_refused_or_safe_to_reckon_with(self, data: st.DataObject) -> None:
+        """Whatever is accepted gives addresses that are in 64 bits, and pages and items where there are layers."""
+        number = st.one_of(st.integers(-2, 9), st.integers(0, 1 << 64), st.none(), st.text(max_size=2), st.floats())
+        lists = st.one_of(
+            number, st.lists(number, max_size=7), st.lists(st.integers(0, 1 << 63), min_size=6, max_size=6)
+        )
+        wire = self.WHERE.to_wire()
+        for name in data.draw(st.lists(st.sampled_from([*wire, "more"]), max_size=3)):
+            wire[name] = data.draw(lists if name in ("slots", "bases") else number)
+        try:
+            where = PoolAddresses.from_wire(wire, self.HELD)
+        except RemoteProtocolError:
+            return
+        assert where.to_wire() == wire
+        for segment in where.segments:
+            assert bool(segment.num_slots) == bool(segment.bases) == bool(segment.held.num_layers)
+            for layer in segment.bases:
+                for plane, base in enumerate(layer):
+                    assert 0 <= base + segment.num_slots * segment.page_bytes(plane) < 1 << 63

@@ -1,0 +1,187 @@
+"""Latents, scales, K and V of different widths, drafts and state: every path, between any two layouts.
+
+The first half moves bytes between two engines; the second looks at the descriptors, element by element, because bytes
+that are written twice, or read from a neighbour that happens to hold the same, land just as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.share import Share
+from kvctl_agent.layout.side import Side
+from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
+from kvctl_agent.memory.buffers import StagingBuffers
+from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.paths.base import Lane
+from kvctl_agent.paths.bulk import BulkPath
+from kvctl_agent.paths.slice import SlicePath
+from kvctl_agent.paths.staged import StagedPath
+from kvctl_agent.protocol.tag import PartKind
+
+CONV = StateShape("conv", (0, 2, 3), 3, 8, 4)  # cut over tp
+INDEX = StateShape("index", (1, 4), 1, 1, 20)  # the same on every rank
+
+MODELS = {
+    "K wider than V, draft, state": ModelShape(5, 8, 6, 4, 2, draft=ModelShape(1, 4, 4, 6, 2), states=(CONV, INDEX)),
+    "scales": ModelShape(5, 8, 8, 8, 1, k_scale_bytes=4, v_scale_bytes=2),
+    "latent, latent draft, state": ModelShape(
+        5, 1, 18, 0, 2, kind="mla", draft=ModelShape(2, 1, 18, 0, 2, kind="mla"), states=(INDEX,)
+    ),
+    "latent with scales": ModelShape(5, 1, 18, 0, 1, kind="mla", k_scale_bytes=4),
+    "one of them with scales": ModelShape(
+        5, 8, 8, 8, 1, v_scale_bytes=1, draft=ModelShape(1, 8, 8, 8, 1, k_scale_bytes=2)
+    ),
+}
+SIDES = {
+    "tp2 to tp1": (Side(tp=2), Side()),
+    "tp1 to tp4 of dp2": (Side(), Side(dp=2, tp=4)),
+    "tp8 to tp2": (Side(tp=8), Side(tp=2)),
+    "tp4 to tp4": (Side(tp=4), Side(tp=4)),
+    "uneven pp2 tp2 to tp4": (Side(pp=2, tp=2, stages=(1, 4)), Side(tp=4)),
+    "pp3 to uneven pp2 tp2": (Side(pp=3), Side(pp=2, tp=2, stages=(4, 1))),
+    "pp2 to pp2": (Side(pp=2), Side(pp=2)),
+}
+
+
+def moved(made: Any, share: Share) -> tuple[np.ndarray, np.ndarray]:
+    """Source and destination pages, or items, of a room: several runs and single ones, in no order."""
+    segment = made.geometry.inputs().segments[share.segment]
+    random, total = np.random.default_rng(share.segment), made.geometry.slots(segment)
+    count = 3 if segment.state else 9
+    src, dst = random.permutation(total)[:count], random.permutation(total)[:count]
+    if not segment.state:
+        src[:3], dst[:3] = np.arange(total, total + 3) - 3, np.arange(3)
+        src[3:], dst[3:] = random.permutation(total - 3)[:6], 3 + random.permutation(total - 3)[:6]
+    return src, dst
+
+
+def groups(share: Share) -> list[tuple[int, int]]:
+    """Layer groups of a share: the first layer, and the rest."""
+    lo, hi = share.layer_lo, share.layer_hi
+    return [(lo, hi)] if hi == lo + 1 else [(lo, lo + 1), (lo + 1, hi)]
+
+
+@pytest.mark.parametrize("path", ["bulk", "slice", "staged"])
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_segment_lands_where_the_plan_says_and_nowhere_else(
+    ends: Any, geometry: Any, buffers: StagingBuffers, model: str, sides: str, path: str
+) -> None:
+    prefill, decode = SIDES[sides]
+    made = ends(geometry(model=MODELS[model], prefill=prefill, decode=decode, pages=20))
+    by_writer = [SlicePath() for _ in made.writers]
+    staged = StagedPath(buffers, CopyCrew(1))
+    for share in made.geometry.shares() + made.geometry.state_shares():
+        state = made.geometry.inputs().segments[share.segment].state
+        src, dst = moved(made, share)
+        for layers in groups(share):
+            made.expect(share, src, dst, layers)
+            more: dict[str, Any] = {"layers": layers, "kind": PartKind.STATE if state else PartKind.KV}
+            if path == "staged" and not state:
+                made.fly(staged, share, src, dst, grant=made.grant(share, len(src), layers), **more)
+                made.scatter(share, dst, layers)
+            elif path != "slice" and share.whole_rows:
+                made.fly(BulkPath(), share, src, dst, **more)
+            else:
+                made.fly(by_writer[share.writer], share, src, dst, **more)
+    made.check()
+    assert buffers.in_use == 0
+
+
+class Recorder:
+    """Stands for a transport: remembers which bytes it was told to copy where."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int, int]] = []
+
+    def write(self, peer: str, here: Any, there: Any, sizes: Any, tag: bytes) -> Recorder:
+        self.copies += zip(here.tolist(), there.tolist(), sizes.tolist(), strict=True)
+        return self
+
+    def prepare_local(self, addrs: Any, sizes: Any) -> Any:
+        return addrs, sizes
+
+    def prepare_remote(self, peer: str, addrs: Any, sizes: Any) -> Any:
+        return addrs, sizes
+
+    def write_prepared(self, peer: str, local: Any, here: Any, remote: Any, there: Any, tag: bytes) -> Recorder:
+        assert np.array_equal(local[1][here], remote[1][there]), "both ends of a descriptor are of one size"
+        return self.write(peer, local[0][here], remote[0][there], local[1][here], tag)
+
+    descriptors = 0
+
+
+def element(made_of: Any, layer: int, plane: int, page: int, row: int, head: int) -> int:
+    """Address of one head of one row, by the definition of a pool."""
+    held = made_of.held
+    _, rows, head_bytes = held.segment.planes[plane]
+    start = ((page * rows + row) * held.heads + head) * head_bytes
+    return int(made_of.block(layer, plane).ctypes.data) + start
+
+
+@pytest.mark.parametrize("engine", ["loopback"])
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("model", MODELS)
+def test_descriptors_name_every_byte_of_a_part_once(ends: Any, geometry: Any, model: str, sides: str) -> None:
+    prefill, decode = SIDES[sides]
+    made = ends(geometry(model=MODELS[model], prefill=prefill, decode=decode, pages=20))
+    for share in made.geometry.shares() + made.geometry.state_shares():
+        here = made.writers[share.writer].segments[share.segment]
+        there = made.readers[share.reader].segments[share.segment]
+        src, dst = moved(made, share)
+        lo, hi = groups(share)[-1]
+        wanted = set()
+        for layer in range(lo, hi):
+            for plane, (_, rows, head_bytes) in enumerate(here.held.segment.planes):
+                for s, d in zip(src.tolist(), dst.tolist(), strict=True):
+                    for row in range(rows):
+                        for head in range(share.heads):
+                            a = element(here, layer, plane, s, row, share.src_head + head)
+                            b = element(there, layer, plane, d, row, share.dst_head + head)
+                            wanted |= {(a + byte, b + byte) for byte in range(head_bytes)}
+        assert len(wanted) == share.payload_bytes(len(src), hi - lo)
+        for path in (SlicePath(), BulkPath()):
+            if isinstance(path, BulkPath) and not share.whole_rows:
+                continue
+            recorder = Recorder()
+            lane = Lane("reader", recorder, made.writers[share.writer], made.readers[share.reader].addresses(), 0)  # type: ignore[arg-type]
+            path.start(lane, made.order(share, src, dst, (lo, hi)))
+            named = [(a + byte, b + byte) for a, b, size in recorder.copies for byte in range(size)]
+            assert len(named) == len(wanted)
+            assert set(named) == wanted
+
+
+def test_bulk_of_latents_is_one_descriptor_for_each_run_and_layer(ends: Any, geometry: Any) -> None:
+    made = ends(geometry(model=MODELS["latent, latent draft, state"], prefill=Side(tp=2), decode=Side(tp=2)))
+    flight = made.fly(BulkPath(), made.geometry.shares()[0], [1, 2, 3, 7], [5, 6, 7, 1])
+    assert flight.descriptors == 2 * 5
+
+
+@pytest.mark.parametrize("engine", ["loopback"])
+class TestRefusals:
+    @pytest.mark.parametrize("path", [BulkPath, SlicePath])
+    @pytest.mark.parametrize("layers", [(0, 1), (0, 2), (1, 3), (2, 3), (1, 1)])
+    def test_layers_that_one_side_does_not_have(
+        self, ends: Any, geometry: Any, path: Any, layers: tuple[int, int]
+    ) -> None:
+        made = ends(geometry(prefill=Side(pp=3), decode=Side()))
+        share = made.geometry.shares()[1]
+        assert (share.layer_lo, share.layer_hi) == (1, 2)
+        with pytest.raises(MemoryLayoutError, match=r"kv: layers .* are not those of a rank that has 1-2"):
+            path().start(made.lane(share), made.order(share, [1], [1], layers))
+
+    def test_a_segment_with_more_rows_than_a_list_can_number(self, ends: Any, geometry: Any) -> None:
+        """A peer says how many pages it has; nothing is built from a number that cannot be right."""
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        theirs = made.readers[0].addresses()
+        huge = SegmentAddresses(theirs.segments[0].held, 1 << 40, theirs.segments[0].bases)
+        lane = Lane("reader", made.here, made.writers[0], PoolAddresses((huge,), 0, 0, 0), 0)
+        with pytest.raises(MemoryLayoutError, match=r"kv: \d+ rows cannot be numbered by 32 bits"):
+            SlicePath().start(lane, made.order(share, [1], [1]))

@@ -1,0 +1,56 @@
+"""What a simulated prefill engine calls for one room: its forwards, plain or cut into layer groups."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvctl_agent.protocol import events as ev
+
+Group = tuple[int, int]
+
+
+def tiles(layers: range, size: int) -> tuple[Group, ...]:
+    """Groups of `size` layers one after the other; the last may be smaller."""
+    return tuple((lo, min(lo + size, layers.stop)) for lo in range(layers.start, layers.stop, size))
+
+
+def forwards(
+    room: int,
+    layers: range,
+    first_page: int,
+    sends: Sequence[int],
+    groups: Sequence[int],
+    *,
+    declare: bool = True,
+    told: int = 0,
+    finish: ev.Finish,
+    dice: random.Random | None = None,
+) -> tuple[ev.Event, ...]:
+    """The calls for one room on one rank.
+
+    Args:
+        layers: of this rank.
+        sends: pages of each forward.
+        groups: layers in a group of each forward, 0 for a plain one; the last number goes on.
+        declare: whether the groups are told beforehand.
+        told: layers in a group as it is told, where the engine then does otherwise.
+        dice: shuffles the groups of each forward.
+    """
+    sizes = [groups[min(number, len(groups) - 1)] if groups else 0 for number in range(len(sends))]
+    calls: list[ev.Event] = [ev.SendRoom(room)]
+    first = next((size for size in sizes if size), 0)
+    told = told or first
+    if declare or not first:
+        calls.append(ev.Prefetch(room, tiles(layers, told) if told else ()))
+    for number, (count, size) in enumerate(zip(sends, sizes, strict=True), 1):
+        pages = np.arange(first_page, first_page + count, dtype=np.int32)
+        first_page += count
+        parts: list[Group | None] = [*tiles(layers, size)] if size else [None]
+        if dice is not None:
+            dice.shuffle(parts)
+        calls += [ev.SendPages(room, pages, number == len(sends), finish.at_ns, part) for part in parts]
+    calls.append(finish)
+    return tuple(calls)

@@ -1,0 +1,363 @@
+"""Sees every byte of a simulated world, and complains about the first that is not as the plan has it.
+
+A byte is a cell (segment, layer, page or item, head) of one decode rank; its value says what of whose prompt it is.
+What a rank holds, and who owes what to whom, is asked of `layout`, which has oracles of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.plan import shares_of_writer, shares_to_reader, state_shares_to_reader, writer_cells
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.side import Coord, Side
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.tag import PartKind, Tag
+
+UNIT = 256  # bytes of the ring that are told apart
+PAGE_SIZE = 1
+
+
+class Broken(AssertionError):
+    """The protocol let something happen that it must not."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One prefill instance.
+
+    Attributes:
+        answers: its registry does; else nobody ever hears of its ranks.
+        introduced: decode ranks know of it from their start; else they ask when a room wants it.
+    """
+
+    side: Side
+    cp_mode: str = "rank0"
+    early_send: bool = True
+    answers: bool = True
+    introduced: bool = True
+
+
+class Place(NamedTuple):
+    """Where an agent is."""
+
+    role: str
+    instance: int  # of prefill agents
+    rank: int
+
+
+class Write(NamedTuple):
+    """One write of one agent in one life, as the engine sees it."""
+
+    writer: str
+    incarnation: int
+    order: ev.Transfer
+
+
+Cell = tuple[int, int, int, int]  # segment, layer, page (of a state: item), head in the reader's pool
+Value = tuple[int, int, int, int, int]  # room, page of the prompt (of a state: which item), segment, layer, head
+
+
+@dataclass
+class Expected:
+    """What the oracle knows of one room under one nonce at one decode rank."""
+
+    room: int
+    nonce: int
+    reader: str
+    pages: list[int]
+    prefix_pages: int
+    total_pages: int
+    aux_index: int
+    instance: int = 0
+    items: tuple[list[int], ...] = ()
+    prefill_only: bool = False
+    written: dict[Cell, Value] = field(default_factory=dict)
+    aux_written: int = 0
+    released: bool = False
+    state: RoomState = RoomState.BOOTSTRAPPING
+    failure: Any = None
+
+
+def place_of(name: str) -> Place:
+    """`prefill-<rank>` is of instance 0, `p<i>-prefill-<rank>` of the i-th other one."""
+    head, role, rank = name.rpartition("-")[0].rpartition("prefill")
+    if role:
+        return Place(role, int(head[1:-1] or 0), int(name.rpartition("-")[2]))
+    return Place(rank, 0, int(name.rpartition("-")[2]))
+
+
+class Oracle:
+    """What is in flight, what is in the rings, what is in the pages, and what each engine was told."""
+
+    def __init__(self, shape: ModelShape, decode: Side, instances: tuple[Instance, ...], chunk_pages: int) -> None:
+        self.shape = shape
+        self.decode = decode
+        self.instances = instances
+        self.chunk_pages = chunk_pages
+        self.rooms: dict[tuple[str, int, int], Expected] = {}  # by decode rank, room, nonce
+        self.sent: dict[tuple[str, int], RoomState] = {}  # what each prefill engine was told
+        self.sent_failures: dict[tuple[str, int], Any] = {}
+        self.sent_released: set[tuple[str, int]] = set()
+        self.flying: list[Write] = []
+        self.ring_bytes: dict[str, dict[int, tuple[int, int, Any]]] = {}  # reader → unit → who wrote it last
+        self.source: dict[tuple[str, int], tuple[int, int]] = {}  # (prefill rank, page) → (room, position)
+        self.items: dict[tuple[str, int, int], tuple[int, int]] = {}  # (prefill rank, segment, item) → likewise
+        self.queued: Counter[tuple[str, int, str, int, int]] = Counter()  # layers of pages ordered, by leg
+        self.computed: set[tuple[str, int, int, int]] = set()  # (prefill rank, room, layer, page) that its engine has
+        self.finished: set[tuple[str, int]] = set()  # (prefill rank, room) whose engine is done
+        self.paths: Counter[str] = Counter()  # of parts that were ordered
+        self.cut: Counter[bool] = Counter()  # parts ordered, by whether they hold only some layers of their share
+
+    def life(self, name: str) -> int | None:
+        """The incarnation of an agent that is there."""
+        raise NotImplementedError
+
+    def forget(self, name: str) -> None:
+        """A process has ended: what it had in flight is gone with it."""
+        self.flying = [write for write in self.flying if write.writer != name]
+        self.sent = {key: state for key, state in self.sent.items() if key[0] != name}
+        self.sent_released = {key for key in self.sent_released if key[0] != name}
+        self.computed = {entry for entry in self.computed if entry[0] != name}
+        self.finished = {entry for entry in self.finished if entry[0] != name}
+        # Writes into a dead process go nowhere; the engine says so in its own time.
+        self.rooms = {key: room for key, room in self.rooms.items() if key[0] != name}
+
+    @property
+    def inputs(self) -> PlanInputs:
+        return self.inputs_of(0)
+
+    def inputs_of(self, instance: int) -> PlanInputs:
+        prefill = self.instances[instance]
+        return PlanInputs(self.shape, PAGE_SIZE, self.chunk_pages, prefill.side, self.decode, prefill.cp_mode)
+
+    # ---- the engines' calls ---------------------------------------------------------------------------------------
+
+    def called(self, name: str, event: ev.Event) -> None:
+        """An engine says what it has."""
+        if isinstance(event, ev.Finish):
+            self.finished.add((name, event.room))
+        elif isinstance(event, ev.SendPages):
+            lo, hi = event.layers or (0, sum(segment.layer_hi for segment in self.inputs.segments))
+            places = [(layer, page) for layer in range(lo, hi) for page in event.pages.tolist()]
+            self.computed.update((name, event.room, layer, page) for layer, page in places)
+
+    def _check_computed(self, name: str, order: ev.Transfer) -> None:
+        pages = order.src_pages.tolist()
+        for layer in range(order.key.lo, order.key.hi):
+            for page in pages:
+                if (name, order.room, layer, page) not in self.computed:
+                    raise Broken(f"{name} orders {order.key} of room {order.room} before page {page} is computed there")
+        place = place_of(name)
+        prefill = self.instances[place.instance]
+        last = prefill.side.coord(place.rank).pp == prefill.side.pp - 1
+        if not (prefill.early_send or last or (name, order.room) in self.finished):
+            raise Broken(f"{name} orders {order.key} of room {order.room}, and was to wait for the end of its forward")
+
+    # ---- writes -------------------------------------------------------------------------------------------------
+
+    def ordered(self, name: str, order: ev.Transfer) -> None:
+        """A machine wants a part moved: none of a failed room, and final parts only after all the others."""
+        if self.sent.get((name, order.room)) is RoomState.FAILED:
+            raise Broken(f"{name} orders {order.key} of room {order.room} after its engine was told that it has failed")
+        leg = (name, self.life(name) or 0, order.peer, order.room, order.nonce)
+        if order.kind is PartKind.KV:
+            self._check_computed(name, order)
+            assert order.share is not None
+            self.paths[order.path] += 1
+            self.cut[order.key.hi - order.key.lo < order.share.num_layers] += 1
+            self.queued[leg] += (order.key.hi - order.key.lo) * len(order.src_pages)
+            return
+        room = self.rooms.get((order.peer, order.room, order.nonce))
+        if room is not None and self.queued[leg] != self._owed(name, room):
+            raise Broken(f"{order.kind.name} of room {order.room} is ordered before all of its KV parts")
+
+    def _owed(self, name: str, room: Expected) -> int:
+        """Layers of pages that one prefill rank owes this room."""
+        if room.prefill_only:
+            return 0
+        inputs, rank, reader = self.inputs_of(room.instance), place_of(name).rank, place_of(room.reader).rank
+        dp = self.decode.coord(reader).dp
+        owed = [share for share in shares_of_writer(inputs, room.room, dp, rank) if share.reader == reader]
+        cells = writer_cells(inputs, room.room, rank, room.total_pages, room.prefix_pages)
+        return sum(share.num_layers for share in owed) * sum(cell.count for cell in cells)
+
+    def begun(self, write: Write) -> None:
+        """A write begins that no fence stops."""
+        order = write.order
+        if self.sent.get((write.writer, order.room)) is RoomState.FAILED:
+            raise Broken(f"{order.key} of room {order.room} begins after the room has failed: it was to be dropped")
+        if (write.writer, order.room) in self.sent_released:
+            raise Broken(f"{write.writer} reads pages of room {order.room} after it was released")
+        for other in self.flying:
+            if other.order.peer == order.peer and _overlap(other.order, order):
+                raise Broken(f"two writes in flight to the same ring bytes: {other.order.key} and {order.key}")
+        room = self.target(write)
+        if room is not None and room.released:
+            raise Broken(f"{order.key} of room {order.room} begins after the room was released")
+        if order.grant is not None:
+            for unit in _units(order):
+                self.ring_bytes[order.peer][unit] = (0, 0, None)
+        self.flying.append(write)
+
+    def landed(self, write: Write) -> bool:
+        """A write is over; whether anybody is there to see it."""
+        order = write.order
+        self.flying.remove(write)
+        room = self.target(write)
+        if room is None:
+            return False
+        if room.released:
+            raise Broken(f"{order.key} of room {order.room} lands after the room was released")
+        if order.kind is PartKind.AUX:
+            if order.dst_pages.tolist() != [room.aux_index]:
+                raise Broken("the aux row lands in another row")
+            room.aux_written += 1
+        elif order.grant is not None:
+            for unit in _units(order):
+                self.ring_bytes[order.peer][unit] = (order.grant.serial, unit, write)
+        else:
+            self._store(room, write, order.dst_pages)
+        return True
+
+    def target(self, write: Write) -> Expected | None:
+        """The room at the reader that this write was meant for; None where that process has ended."""
+        if Tag.unpack(write.order.tag).incarnation != self.life(write.order.peer):
+            return None
+        return self.rooms[write.order.peer, write.order.room, write.order.nonce]
+
+    def scattered(self, name: str, action: ev.Scatter) -> None:
+        """A landed part is copied out of the ring."""
+        room = self.rooms[name, action.room, action.nonce]
+        if room.released:
+            raise Broken(f"{action.key} of room {action.room} is scattered after the room was released")
+        nbytes = action.share.part_bytes(len(action.pages), action.key.hi - action.key.lo)
+        found = [self.ring_bytes[name].get(unit) for unit in _span(action.offset, nbytes)]
+        write = found[0][2] if found[0] else None
+        if any(entry is None or entry[0] != action.serial for entry in found) or write is None:
+            raise Broken(f"the ring holds {found} where {action.key} of room {action.room} was to be scattered from")
+        if write.order.share != action.share or write.order.key != action.key:
+            raise Broken(f"{write.order.key} was gathered as {write.order.share} and is scattered as {action.share}")
+        self._store(room, write, action.pages)
+
+    def _store(self, room: Expected, write: Write, pages: ev.Pages) -> None:
+        order, share = write.order, write.order.share
+        assert share is not None
+        key, place = order.key, place_of(write.writer)
+        if not len(order.src_pages) == len(pages) == len(order.dst_pages):
+            raise Broken(f"{key}: {len(order.src_pages)} pages go into {len(pages)}")
+        instance = self.instances[place.instance].side
+        mine = held(self.shape, PAGE_SIZE, instance, instance.coord(place.rank))[share.segment]
+        lowest = mine.head_lo + share.src_head
+        if not (mine.layer_lo <= key.lo < key.hi <= mine.layer_hi and lowest + share.heads <= mine.head_hi):
+            raise Broken(f"{write.writer} sends {key} of {share}, and holds {mine}")
+        if mine.segment.state:
+            values = [self.items[write.writer, share.segment, item] for item in order.src_pages.tolist()]
+        else:
+            values = [self.source[write.writer, page] for page in order.src_pages.tolist()]
+        self._check_planned(room, write, [position for _, position in values])
+        for (number, position), dst in zip(values, pages.tolist(), strict=True):
+            for layer in range(key.lo, key.hi):
+                for head in range(share.heads):
+                    cell = (share.segment, layer, dst, share.dst_head + head)
+                    if cell in room.written:
+                        raise Broken(f"{room.reader} {cell} is written twice")
+                    room.written[cell] = (number, position, share.segment, layer, lowest + head)
+
+    def _check_planned(self, room: Expected, write: Write, positions: list[int]) -> None:
+        """The plan names this writer, these heads and layers, these pages."""
+        share, key, place = write.order.share, write.order.key, place_of(write.writer)
+        inputs, reader = self.inputs_of(room.instance), place_of(room.reader).rank
+        state = write.order.kind is PartKind.STATE
+        planned = (state_shares_to_reader if state else shares_to_reader)(inputs, room.room, reader)
+        if place.instance != room.instance or key.writer != place.rank or share not in planned:
+            raise Broken(f"{write.writer} sends {key} of {share}, which is not planned")
+        if share.writer != place.rank or not share.layer_lo <= key.lo < key.hi <= share.layer_hi:
+            raise Broken(f"{write.writer} sends {key} as {share}")
+        if state:
+            return
+        cells = writer_cells(inputs, room.room, place.rank, room.total_pages, room.prefix_pages)
+        owed = {cell.index: list(range(cell.first, cell.first + cell.count)) for cell in cells}
+        if positions != owed.get(key.chunk):
+            raise Broken(f"{write.writer} sends {key} with pages {positions}, and owes {owed.get(key.chunk)}")
+
+    # ---- what the engines are told --------------------------------------------------------------------------------
+
+    def changed(self, name: str, action: ev.StateChanged) -> None:
+        if place_of(name).role == "prefill":
+            before = self.sent.get((name, action.room))
+            if before is not None and before.finished and before != action.state:
+                raise Broken(f"{name} room {action.room} goes from {before.label} to {action.state.label}")
+            self.sent[name, action.room] = action.state
+            self.sent_failures[name, action.room] = action.failure
+            return
+        room = self._latest(name, action.room)
+        if room.state.finished and action.state is not RoomState.BOOTSTRAPPING:
+            raise Broken(f"{name} room {room.room} goes from {room.state.label} to {action.state.label}")
+        room.state, room.failure = action.state, action.failure
+        if action.state is RoomState.SUCCESS:
+            self._check_success(room)
+
+    def _check_success(self, room: Expected) -> None:
+        wanted = self.wanted(room)
+        if room.written != wanted:
+            raise Broken(f"room {room.room} succeeds with {len(room.written)} of {len(wanted)} cells in place")
+        if room.aux_written != (room.aux_index >= 0):
+            raise Broken(f"room {room.room} succeeds with {room.aux_written} aux rows")
+
+    def wanted(self, room: Expected) -> dict[Cell, Value]:
+        """What this decode rank's pages and items are to hold in the end."""
+        coord: Coord = self.decode.coord(place_of(room.reader).rank)
+        wanted: dict[Cell, Value] = {}
+        lists = iter(room.items)
+        for mine in held(self.shape, PAGE_SIZE, self.decode, coord):
+            if mine.segment.state:
+                places = list(enumerate(next(lists, [])))
+            else:
+                places = [] if room.prefill_only else list(enumerate(room.pages, room.prefix_pages))
+            segment = mine.segment.index
+            for layer in range(mine.layer_lo, mine.layer_hi):
+                for position, page in places:
+                    for head in range(mine.head_lo, mine.head_hi):
+                        cell = (segment, layer, page, head - mine.head_lo)
+                        wanted[cell] = (room.room, position, segment, layer, head)
+        return wanted
+
+    def released(self, name: str, number: int) -> None:
+        if place_of(name).role == "prefill":
+            self.sent_released.add((name, number))
+            for write in self.flying:
+                if write.writer == name and write.order.room == number:
+                    raise Broken(f"{name} releases room {number} while {write.order.key} is in flight")
+            return
+        room = self._latest(name, number)
+        if room.released:
+            raise Broken(f"{name} releases room {number} twice")
+        room.released = True
+        for write in self.flying:
+            if self.target(write) is room:
+                raise Broken(f"{name} releases room {number} while {write.order.key} is in flight")
+
+    def _latest(self, name: str, number: int) -> Expected:
+        """Of the lives of a room's number at one decode rank, the one that is on."""
+        return [room for room in self.rooms.values() if room.reader == name and room.room == number][-1]
+
+
+def _span(offset: int, nbytes: int) -> range:
+    return range(offset // UNIT, -(-(offset + nbytes) // UNIT))
+
+
+def _units(order: ev.Transfer) -> range:
+    assert order.grant is not None
+    return _span(order.grant.offset, order.grant.end - order.grant.offset)
+
+
+def _overlap(one: ev.Transfer, other: ev.Transfer) -> bool:
+    if one.grant is None or other.grant is None:
+        return False
+    return one.grant.offset < other.grant.end and other.grant.offset < one.grant.end

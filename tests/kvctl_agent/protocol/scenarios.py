@@ -1,0 +1,149 @@
+"""Worlds and rooms at random: any layouts that the plan allows, and all that a room can hold, from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from oracle import Instance
+from simulation import SHAPE, World, direct, mixed, staged
+
+from kvctl_agent.layout.context import CP_MODES
+from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.side import Side
+
+SHAPES = {
+    "plain": SHAPE,
+    "deep": ModelShape(5, 2, 32, 16, 2),
+    "latent": ModelShape(4, 1, 64, 0, 2, kind="mla", states=(StateShape("index", (0, 1, 2, 3), 4, 1, 16),)),
+    "draft": ModelShape(3, 4, 32, 32, 1, draft=ModelShape(1, 2, 16, 16, 2)),
+    "hybrid": ModelShape(
+        4,
+        2,
+        32,
+        32,
+        1,
+        k_scale_bytes=4,
+        v_scale_bytes=4,
+        draft=ModelShape(2, 1, 32, 32, 1),
+        states=(StateShape("conv", (0, 0, 2), 3, 1, 16), StateShape("ssm", (1, 3), 2, 4, 16)),
+    ),
+}
+COMPONENTS = {name: len(shape.states) for name, shape in SHAPES.items()}
+
+
+def side(dice: random.Random, layers: int, most: int, *, cp: Sequence[int]) -> Side:
+    """A side of at most so many ranks; every second one of several stages has uneven ones."""
+    while True:
+        dp, pp, of_cp, tp = dice.choice([1, 1, 2]), dice.choice([1, 1, 2, 3]), dice.choice(cp), dice.choice([1, 2, 4])
+        if dp * pp * of_cp * tp <= most and pp <= layers:
+            break
+    stages: tuple[int, ...] = ()
+    if dice.random() < 0.7 and pp > 1:
+        edges = [0, *sorted(dice.sample(range(1, layers), pp - 1)), layers]
+        stages = tuple(hi - lo for lo, hi in pairwise(edges))
+    return Side(dp, pp, of_cp, tp, stages)
+
+
+def instance(dice: random.Random, layers: int, most: int, *, answers: float) -> Instance:
+    return Instance(
+        side(dice, layers, most, cp=[1, 2]),
+        cp_mode=dice.choice(CP_MODES),
+        early_send=dice.random() < 0.6,
+        answers=dice.random() < answers,
+        introduced=dice.random() < 0.5,
+    )
+
+
+def world(dice: random.Random, *, answers: float = 1.0) -> World:
+    """A decode instance, and one or two prefill instances of any layouts.
+
+    Args:
+        answers: how likely the registry of the second one does.
+    """
+    shape = SHAPES[dice.choice(list(SHAPES))]
+    first = instance(dice, shape.num_layers, 8, answers=1)
+    others = [instance(dice, shape.num_layers, 4, answers=answers)] if dice.random() < 0.35 else []
+    found = World(
+        first.side,
+        side(dice, shape.num_layers, 4, cp=[1]),
+        cp_mode=first.cp_mode,
+        early_send=first.early_send,
+        introduced=first.introduced,
+        others=others,
+        shape=shape,
+        ring=dice.choice([2, 3, 4, 8, 24]),
+        chunk_pages=dice.choice([1, 2, 3]),
+        choose=dice.choice([staged, staged, direct, mixed, mixed]),
+    )
+    if dice.random() < 0.6:
+        found.connect()
+    return found
+
+
+def sizes(dice: random.Random, layers: int, sends: int) -> list[int]:
+    """How many layers go together in each forward; 0: all, without layer groups."""
+    style = dice.choice(["plain", "groups", "groups", "mixed"])
+    if style == "plain":
+        return []
+    if style == "groups":
+        return [dice.randint(1, layers)]
+    return [dice.choice([0, dice.randint(1, layers)]) for _ in range(sends)]
+
+
+def forward(world: World, dice: random.Random, room: int, pages: int, number: int, **given: Any) -> None:
+    """The prefill engines compute a room, each as it likes; the last send may have no pages."""
+    ranks = range(world.instances[number].side.size) if dice.random() < 0.3 else world.prefill_ranks(room, number)
+    for rank in ranks:
+        split = [dice.randrange(pages + 1)] if pages and dice.random() < 0.6 else []
+        if split and dice.random() < 0.4:
+            split.append(dice.randrange(pages - split[0] + 1))
+        groups = sizes(dice, world.shape.num_layers, len(split) + 1)
+        shuffled = dice if dice.random() < 0.3 else None
+        declared = dice.random() < 0.6
+        told = dice.randint(1, world.shape.num_layers) if dice.random() < 0.3 else 0
+        world.send(
+            room,
+            pages,
+            ranks=[rank],
+            instance=number,
+            split=split,
+            groups=groups,
+            declare=declared,
+            told=told,
+            dice=shuffled,
+            **given,
+        )
+
+
+def open_and_compute(world: World, dice: random.Random, room: int, *, late: float = 0.0) -> None:
+    """One room: opened at the ranks of one dp group, computed by one prefill instance."""
+    number = dice.randrange(len(world.instances))
+    pages = dice.randrange(7)
+    prefix = dice.randrange(pages + 1) if dice.random() < 0.4 else 0
+    counts = [dice.randrange(4) for _ in world.shape.states]
+    prefill_only = dice.random() < 0.1
+    dp = dice.randrange(world.decode.dp)
+    readers = [rank for rank in range(world.decode.size) if world.decode.coord(rank).dp == dp]
+    computed_first = dice.random() < late
+    if computed_first:
+        forward(world, dice, room, pages, number, states=counts)
+        world.stir(dice, dice.randrange(30))
+    for reader in readers:
+        wanted = counts if dice.random() < 0.7 else counts[:1] if dice.random() < 0.5 else []
+        world.receive(
+            room,
+            pages,
+            reader=reader,
+            prefix=prefix,
+            aux=dice.choice([-1, 3]),
+            instance=number,
+            states=wanted,
+            prefill_only=prefill_only,
+        )
+        if dice.random() < late:
+            world.stir(dice, dice.randrange(30))
+    if not computed_first:
+        forward(world, dice, room, pages, number, states=counts)

@@ -1,0 +1,206 @@
+"""One decode instance, several prefill instances of different layouts: what is common, and what is not."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from simulation import SECOND, TIMING, Instance, World, direct, registry
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.peer import PeerState
+
+DEEP = ModelShape(4, 2, 32, 32, 2)
+
+
+def two(other: Instance | None = None, **options: object) -> World:
+    """Instance 0 of two tp ranks and one more; rooms 7 are of the first and 8 of the other."""
+    second = other or Instance(Side(pp=2, stages=(1, 3)))
+    world = World(Side(tp=2), Side(), others=[second], **{"shape": DEEP, **options})  # type: ignore[arg-type]
+    world.connect()
+    return world
+
+
+def pass_time(world: World, seconds: int) -> None:
+    for _ in range(seconds):
+        world.tick(SECOND)
+        world.flush()
+
+
+def test_instances_of_different_layouts_serve_one_decode_instance_at_once() -> None:
+    others = [
+        Instance(Side(tp=2, pp=2, stages=(3, 1))),
+        Instance(Side(cp=2), cp_mode="all"),
+        Instance(Side(dp=2), introduced=False),
+    ]
+    world = World(Side(tp=4), Side(dp=2), others=others, shape=DEEP, ring=8)
+    world.connect()
+    for room in range(16):
+        instance = room % 4
+        world.receive(room, 5, reader=room // 8, instance=instance, prefix=room % 3)
+        world.send(room, 5, instance=instance, groups=[room % 5])
+    world.settle()
+    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
+    world.check_empty()
+
+
+def test_a_room_is_opened_at_the_ranks_of_its_own_instance() -> None:
+    world = two()
+    world.receive(8, 2, instance=1)
+    opened = {item.to for item in world.pool if isinstance(codec.decode(item.what)[1][0], msg.RoomOpen)}
+    assert opened == {"p1-prefill-0", "p1-prefill-1"}
+
+
+def test_an_instance_is_asked_for_once_when_the_first_room_wants_it() -> None:
+    world = World(Side(), Side(), introduced=False)
+    machine = world.d()
+    room = ev.OpenRoom(7, 1, np.empty(0, np.int32), 0, 0, -1, "somewhere:1")
+    actions = machine.handle(room, world.now_ns)
+    assert [action.instance for action in actions if isinstance(action, ev.FindInstance)] == ["somewhere:1"]
+    actions = machine.handle(msgspec.structs.replace(room, room=8), world.now_ns)
+    assert not [action for action in actions if isinstance(action, ev.FindInstance)]
+
+
+def test_an_instance_that_never_answers_fails_its_own_rooms_and_is_named() -> None:
+    world = two(Instance(Side(), answers=False))
+    lost = world.receive(8, 2, instance=1)
+    world.receive(7, 2)
+    world.send(7, 2)
+    world.flush()
+    assert world.rooms["decode-0", 7, 1001].state is RoomState.SUCCESS
+    pass_time(world, TIMING.bootstrap_ns // SECOND - 2)
+    assert lost.state is RoomState.BOOTSTRAPPING
+    pass_time(world, 5)
+    assert lost.failure["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
+    assert lost.failure["text"].endswith("not accepted by the prefill instance at registry-1")
+    later = world.receive(9, 2)
+    world.send(9, 2)
+    world.flush()
+    assert later.state is RoomState.SUCCESS
+
+
+def test_an_instance_of_which_a_rank_is_missing_names_it() -> None:
+    world = World(Side(tp=2), Side(), others=[Instance(Side(tp=2))])
+    world.paused.add("p1-prefill-1")
+    world.flush()
+    room = world.receive(8, 2, instance=1)
+    pass_time(world, TIMING.bootstrap_ns // SECOND + 3)
+    assert "not accepted by p1-prefill-1" in room.failure["text"]
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_when_one_instance_dies_the_rooms_of_the_other_go_on(proven: bool) -> None:
+    world = two(ring=64)
+    for number, room in enumerate((7, 8)):
+        world.receive(room, 6, instance=number)
+        world.send(room, 6, instance=number)
+    for _ in range(20):
+        world.happen(world.pool.pop(world.ready()[0]))
+    for name in world.names_of(1):
+        world.kill(name, proven=proven)
+    own, other = world.rooms["decode-0", 7, 1000], world.rooms["decode-0", 8, 1001]
+    world.flush()
+    assert own.state is RoomState.SUCCESS
+    pass_time(world, 20)
+    assert other.failure["code"] == "KV_PEER_LOST"
+    assert "peer p1-prefill-" in other.failure["text"]
+    assert world.d().missing_peers == list(world.names_of(1))
+    for name in world.names_of(1):
+        world.restart(name)
+    world.settle()
+    again = world.receive(10, 2, instance=1)
+    world.send(10, 2, instance=1)
+    world.settle()
+    assert again.state is RoomState.SUCCESS
+
+
+def test_a_rank_name_that_another_instance_uses_is_refused_and_stays_so() -> None:
+    world = two(Instance(Side(tp=2), answers=False))
+    waiting = world.receive(8, 2, instance=1)
+    world.feed("decode-0", ev.RosterKnown(registry(1), ("prefill-1", "prefill-9")))
+    later = world.receive(9, 2, instance=1)
+    for room in (waiting, later):
+        assert room.failure["code"] == "KV_COMPAT_MISMATCH"
+        assert room.failure["text"] == (
+            "prefill-1 of registry-1 is in use by the instance at registry-0: give every agent its own name"
+        )
+    own = world.receive(7, 2)
+    world.send(7, 2)
+    world.settle()
+    assert own.state is RoomState.SUCCESS, "the one that was there is not harmed"
+    world.feed("decode-0", ev.RosterKnown(registry(1), world.names_of(1)))
+    world.flush()
+    renamed = world.receive(10, 2, instance=1)
+    world.send(10, 2, instance=1)
+    world.settle()
+    assert renamed.state is RoomState.SUCCESS
+
+
+def test_a_name_is_free_again_when_the_rank_that_had_it_is_lost() -> None:
+    """An instance that starts anew elsewhere, before its old life is known to be over, is not refused for ever."""
+    world = two(Instance(Side(tp=2)))
+    world.feed("decode-0", ev.RosterKnown(registry(1), ("prefill-1", "prefill-9")))
+    assert world.receive(8, 2, instance=1).failure["code"] == "KV_COMPAT_MISMATCH"
+    world.kill("prefill-1")
+    world.settle()
+    room = world.receive(10, 2, instance=1)
+    world.send(10, 2, instance=1)
+    world.settle()
+    assert room.state is RoomState.SUCCESS
+
+
+def test_a_rank_that_has_moved_to_another_registry_is_followed() -> None:
+    """Its old instance is gone: the name is free."""
+    world = World(Side(), Side())
+    world.connect()
+    world.kill("prefill-0")
+    world.feed("decode-0", ev.RosterKnown("elsewhere:1", ("prefill-0",)))
+    assert (world.d().roster("registry-0"), world.d().roster("elsewhere:1")) == ((), ("prefill-0",))
+    world._start("prefill-0")
+    pass_time(world, 5)
+    assert world.d().missing_peers == []
+
+
+def test_an_instance_that_does_not_fit_fails_its_own_rooms_and_names_the_factor() -> None:
+    world = World(Side(), Side(), others=[Instance(Side())])
+    local = world.p(0, 1).local
+    world.machines["p1-prefill-0"] = world._machine(msgspec.structs.replace(local, chunk_pages=64))
+    waiting = world.receive(8, 2, instance=1)
+    world.connect()
+    assert waiting.failure["text"] == "p1-prefill-0 refused: chunk_pages 64 ≠ 2"
+    later = world.receive(9, 2, instance=1)
+    assert later.failure["code"] == "KV_COMPAT_MISMATCH"
+    own = world.receive(7, 2)
+    world.send(7, 2)
+    world.settle(ticks=1)
+    assert own.state is RoomState.SUCCESS
+
+
+def test_ranks_of_one_instance_must_agree_with_each_other() -> None:
+    world = World(Side(cp=2), Side())
+    local = world.p(1).local
+    world.machines["prefill-1"] = world._machine(msgspec.structs.replace(local, cp_mode="all"))
+    world.connect()
+    states = {name: world.d().peers[name].state for name in world.prefill_names}
+    assert sorted(states.values()) == [PeerState.READY, PeerState.REFUSED]
+    (refused,) = [peer for peer in world.d().peers.values() if peer.state is PeerState.REFUSED]
+    assert refused.differences[0].startswith("cp_mode ")
+    assert refused.differences[0].endswith(f" on {refused.name}")
+
+
+def test_a_restarted_decode_rank_learns_of_all_instances_again() -> None:
+    world = two(choose=direct)
+    world.restart("decode-0")
+    world.flush()
+    assert world.d().missing_peers == []
+    for number, room in enumerate((7, 8)):
+        world.receive(room, 3, instance=number)
+        world.send(room, 3, instance=number)
+    world.settle()
+    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
+    assert registry(1) in world.d().rosters

@@ -1,0 +1,314 @@
+"""Layers sent group by group: what is asked for, what goes when, and what groups cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from simulation import World, direct, mixed
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.tag import PartKind
+
+DEEP = ModelShape(4, 2, 32, 32, 2)
+HALVES = ((0, 2), (2, 4))
+
+
+def opened(pages: int = 4, *, prefill: Side | None = None, decode: Side | None = None, **options: Any) -> World:
+    """A room opened at every rank and announced by every prefill engine, which has computed nothing."""
+    world = World(prefill or Side(), decode or Side(), **{"shape": DEEP, "choose": direct, "ring": 64, **options})
+    world.connect()
+    for reader in range(world.decode.size):
+        world.receive(7, pages, reader=reader, aux=-1)
+    world.flush()
+    for name in world.prefill_names:
+        world.feed(name, ev.SendRoom(7))
+    return world
+
+
+def compute(
+    world: World,
+    first: int,
+    end: int,
+    layers: tuple[int, int] | None = None,
+    *,
+    last: bool = False,
+    rank: int = 0,
+    shift: int = 0,
+) -> None:
+    """The engine has pages [first, end) of room 7 in these layers; they are numbered by their positions."""
+    name = world.prefill_names[rank]
+    pages = np.arange(first, end, dtype=np.int32) + shift
+    for position, page in enumerate(pages.tolist(), first):
+        world.source[name, page] = (7, position)
+    world.feed(name, ev.SendPages(7, pages, last, 1, layers))
+
+
+def ordered(world: World) -> list[tuple[str, int, int, int]]:
+    """(to whom, chunk, layers) of the writes that wait for a worker, taken off."""
+    orders = [item.what.order for item in world.pool if item.kind == "begin"]
+    world.flush()
+    return [(order.peer, *order.key[1:]) for order in orders]
+
+
+def failure(world: World, rank: int = 0) -> str:
+    return str((world.sent_failures[world.prefill_names[rank], 7] or {}).get("text"))
+
+
+def finish(world: World, rank: int = 0, states: Sequence[int] = ()) -> None:
+    name = world.prefill_names[rank]
+    world.feed(name, ev.Finish(7, 1, 1, world.compute_states(name, 7, states)))
+
+
+def test_declared_groups_are_asked_for_in_one_message_before_anything_is_computed() -> None:
+    world = opened(choose=lambda *given: "staged")
+    world.feed("prefill-0", ev.Prefetch(7, HALVES))
+    (request,) = [codec.decode(item.what)[1][0] for item in world.pool if item.kind == "message"]
+    assert isinstance(request, msg.StagingRequest)
+    assert [(part.chunk, part.lo, part.hi) for part in request.parts] == [(0, 0, 2), (0, 2, 4), (1, 0, 2), (1, 2, 4)]
+
+
+def test_a_group_goes_as_soon_as_it_is_computed() -> None:
+    world = opened()
+    world.feed("prefill-0", ev.Prefetch(7, HALVES))
+    compute(world, 0, 4, (0, 2), last=True)
+    assert ordered(world) == [("decode-0", 0, 0, 2), ("decode-0", 1, 0, 2)]
+    compute(world, 0, 4, (2, 4), last=True)
+    assert ordered(world) == [("decode-0", 0, 2, 4), ("decode-0", 1, 2, 4)]
+    finish(world)
+    world.settle()
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+
+
+def test_groups_that_were_not_declared_are_cut_as_they_come() -> None:
+    world = opened()
+    compute(world, 0, 2, (0, 1))
+    assert ordered(world) == [("decode-0", 0, 0, 1)]
+    compute(world, 0, 2, (1, 4))
+    assert ordered(world) == [("decode-0", 0, 1, 4)]
+    compute(world, 2, 4, (0, 3), last=True)
+    compute(world, 2, 4, (3, 4), last=True)
+    assert ordered(world) == [("decode-0", 1, 0, 3), ("decode-0", 1, 3, 4)]
+
+
+def test_parts_that_were_asked_for_whole_wait_for_all_their_layers() -> None:
+    world = opened(2)
+    world.feed("prefill-0", ev.Prefetch(7))
+    compute(world, 0, 2, (0, 2), last=True)
+    assert ordered(world) == []
+    compute(world, 0, 2, (2, 4), last=True)
+    assert ordered(world) == [("decode-0", 0, 0, 4)]
+
+
+def test_chunks_with_groups_and_without_follow_each_other() -> None:
+    world = opened(6)
+    compute(world, 0, 2, (0, 2))
+    compute(world, 0, 2, (2, 4))
+    assert len(ordered(world)) == 2
+    compute(world, 2, 4)
+    assert ordered(world) == [("decode-0", 1, 0, 4)]
+    compute(world, 4, 6, (0, 2), last=True)
+    assert ordered(world) == [], "the rest was asked for whole when the engine went on without groups"
+    compute(world, 4, 6, (2, 4), last=True)
+    assert ordered(world) == [("decode-0", 2, 0, 4)]
+
+
+def test_layers_may_come_in_any_order() -> None:
+    world = opened(2)
+    compute(world, 0, 2, (2, 4), last=True)
+    compute(world, 0, 2, (0, 2), last=True)
+    assert ordered(world) == [("decode-0", 0, 2, 4), ("decode-0", 0, 0, 2)]
+
+
+def test_the_tail_of_a_group_is_held_back_to_the_grid() -> None:
+    world = opened(5, chunk_pages=4)
+    compute(world, 0, 3, (0, 2))
+    compute(world, 0, 3, (2, 4))
+    assert ordered(world) == []
+    compute(world, 3, 5, (0, 2), last=True)
+    assert ordered(world) == [("decode-0", 0, 0, 2), ("decode-0", 1, 0, 2)]
+
+
+def test_groups_computed_before_a_decode_rank_opens_go_when_it_does() -> None:
+    world = World(Side(), Side(), shape=DEEP, choose=direct)
+    world.connect()
+    world.feed("prefill-0", ev.SendRoom(7))
+    compute(world, 0, 4, (0, 2), last=True)
+    compute(world, 0, 4, (2, 3), last=True)
+    room = world.receive(7, 4, aux=-1)
+    while not ordered_now(world):
+        world.happen(world.pool.pop(world.ready()[0]))
+    assert sorted(ordered(world)) == [("decode-0", chunk, lo, hi) for chunk in (0, 1) for lo, hi in [(0, 3)]]
+    compute(world, 0, 4, (3, 4), last=True)
+    finish(world)
+    world.settle()
+    assert room.state is RoomState.SUCCESS
+
+
+def ordered_now(world: World) -> bool:
+    return any(item.kind == "begin" for item in world.pool)
+
+
+def test_a_readers_pipeline_stage_cuts_a_group() -> None:
+    world = opened(2, decode=Side(pp=2, stages=(1, 3)))
+    world.feed("prefill-0", ev.Prefetch(7, HALVES))
+    compute(world, 0, 2, (0, 2), last=True)
+    assert ordered(world) == [("decode-0", 0, 0, 1), ("decode-1", 0, 1, 2)]
+    compute(world, 0, 2, (2, 4), last=True)
+    assert ordered(world) == [("decode-1", 0, 2, 4)]
+
+
+def test_a_group_is_cut_where_the_draft_begins() -> None:
+    world = opened(2, shape=ModelShape(4, 2, 32, 32, 2, draft=ModelShape(2, 1, 16, 16, 2)))
+    world.feed("prefill-0", ev.Prefetch(7, ((0, 3), (3, 6))))
+    compute(world, 0, 2, (0, 3), last=True)
+    compute(world, 0, 2, (3, 6), last=True)
+    assert ordered(world) == [("decode-0", 0, 0, 3), ("decode-0", 0, 3, 4), ("decode-0", 0, 4, 6)]
+
+
+@pytest.mark.parametrize("prefill", [Side(tp=2), Side(pp=2, stages=(1, 3)), Side(cp=2)])
+@pytest.mark.parametrize("decode", [Side(), Side(tp=2), Side(pp=2, stages=(3, 1))])
+def test_staged_groups_move_between_any_two_layouts(prefill: Side, decode: Side) -> None:
+    world = World(prefill, decode, shape=DEEP, choose=mixed, ring=8, cp_mode="all-chunk")
+    world.connect()
+    for reader in range(decode.size):
+        world.receive(7, 5, reader=reader, prefix=1)
+    world.send(7, 5, split=[3], groups=[1])
+    world.settle()
+    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
+    assert world.cut[True] > 0
+    world.check_empty()
+
+
+@pytest.mark.parametrize(
+    "groups", [((0, 2),), ((0, 2), (1, 4)), ((0, 4), (4, 5)), ((2, 4), (0, 2)), ((0, 0), (0, 4)), ((0, 1), (2, 4))]
+)
+def test_declared_groups_that_do_not_tile_the_layers_fail_the_room_and_are_named(
+    groups: tuple[tuple[int, int], ...],
+) -> None:
+    world = opened()
+    world.feed("prefill-0", ev.Prefetch(7, groups))
+    named = ", ".join(f"{lo}-{hi}" for lo, hi in groups)
+    assert failure(world) == f"room 7: layer groups {named} do not tile layers 0-4"
+    world.settle()
+    assert world.rooms["decode-0", 7, 1000].failure["code"] == "KV_PLAN_MISMATCH"
+
+
+def test_groups_are_of_the_layers_of_ones_own_stage() -> None:
+    world = opened(prefill=Side(pp=2))
+    world.feed("prefill-1", ev.Prefetch(7, HALVES))
+    assert failure(world, 1) == "room 7: layer groups 0-2, 2-4 do not tile layers 2-4"
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({"first": 4, "end": 6}, "layers 0-4 do not stand at one page: 0-2 at page 4, 2-4 at page 0"),
+        (
+            {"first": 0, "end": 4, "layers": (2, 4), "shift": 1},
+            "pages 0-4 are others than those given for other layers",
+        ),
+        ({"first": 0, "end": 6, "layers": (2, 4)}, "pages 0-6 are others than those given for other layers"),
+        (
+            {"first": 0, "end": 2, "layers": (2, 4), "last": True},
+            "the last pages end at 2, but other layers were given 4",
+        ),
+        ({"first": 0, "end": 4, "layers": (2, 5)}, "layers 2-5 are not among this rank's 0-4"),
+    ],
+)
+def test_groups_out_of_step_fail_the_room_in_words(second: dict[str, Any], text: str) -> None:
+    world = opened()
+    compute(world, 0, 4, (0, 2))
+    compute(world, **second)
+    assert failure(world) == f"room 7: {text}"
+    world.settle()
+    assert text in world.rooms["decode-0", 7, 1000].failure["text"]
+    world.check_empty()
+
+
+def test_groups_that_disagree_on_the_end_fail_the_room() -> None:
+    world = opened(6)
+    compute(world, 0, 4, (0, 2), last=True)
+    assert "this side computed 4 pages, decode-0 expects 6" in failure(world)
+
+
+@pytest.mark.parametrize("says_so", [(True, False), (False, True), (False, False)])
+def test_one_group_or_finish_may_say_that_these_were_the_last_pages(says_so: tuple[bool, bool]) -> None:
+    world = opened(3)
+    compute(world, 0, 3, (0, 2), last=says_so[0])
+    compute(world, 0, 3, (2, 4), last=says_so[1])
+    finish(world)
+    world.settle(ticks=1)
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+
+
+def test_finish_before_all_groups_fails_and_says_what_is_behind() -> None:
+    world = opened()
+    world.feed("prefill-0", ev.Prefetch(7, HALVES))
+    compute(world, 0, 4, (0, 2), last=True)
+    finish(world)
+    assert failure(world) == "room 7: layers 0-4 do not stand at one page: 0-2 at page 4, 2-4 at page 0"
+    world.settle()
+    world.check_empty()
+
+
+def test_an_engine_that_stops_between_groups_is_told_so_at_the_deadline() -> None:
+    world = opened()
+    compute(world, 0, 4, (0, 2), last=True)
+    world.settle(ticks=130)
+    texts = {failure(world), world.rooms["decode-0", 7, 1000].failure["text"]}
+    assert any("layers 2-4 were given 0 of 4 pages" in text or "layers 2-4 did not arrive" in text for text in texts)
+
+
+def test_final_parts_are_queued_only_after_every_group_of_every_chunk() -> None:
+    world = World(Side(), Side(), shape=DEEP, choose=direct, chunk_pages=1)
+    world.connect()
+    world.receive(7, 3)
+    world.send(7, 3, groups=[1])
+    while places := [place for place in world.ready() if world.pool[place].kind != "begin"]:
+        world.happen(world.pool.pop(places[0]))
+    kinds = [item.what.order.kind for item in world.pool]
+    assert kinds == [PartKind.KV] * 12 + [PartKind.AUX]
+
+
+def test_a_failed_room_drops_the_groups_that_are_queued_and_takes_no_more() -> None:
+    world = opened()
+    compute(world, 0, 4, (0, 2), last=True)
+    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+    compute(world, 0, 4, (2, 4), last=True)
+    finish(world)
+    world.settle()
+    assert not world.rooms["decode-0", 7, 1000].written
+    world.check_empty()
+
+
+def test_without_groups_a_room_costs_no_message_more() -> None:
+    """With pipelining off the plain path runs: features cost nothing when unused."""
+    counts = []
+    for groups in ([], [4]):
+        world = World(Side(), Side(), shape=DEEP, ring=64)
+        world.connect()
+        world.receive(7, 4)
+        world.send(7, 4, groups=groups)
+        world.settle()
+        counts.append(world.counts)
+    assert counts[0] == counts[1]
+
+
+def test_a_room_is_computed_from_its_first_forward_on_however_often_staging_is_asked_for() -> None:
+    """An engine may say so long before, and again before the forward of each chunk."""
+    world = opened(4)
+    begun = []
+    for at_ns, first, end in ((5, 0, 0), (10, 0, 2), (20, 2, 4)):
+        world.feed("prefill-0", ev.Prefetch(7, HALVES, at_ns))
+        begun.append(world.p().rooms[7].record.forward_begun_at)
+        for group in HALVES if end else ():
+            compute(world, first, end, group)
+    assert begun == [5, 10, 10]

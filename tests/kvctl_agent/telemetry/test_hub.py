@@ -1,0 +1,109 @@
+"""One part told once reaches everything that remembers it; a room's hidden and exposed transfer add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.rooms import RoomRecord
+from kvctl_agent.telemetry.stages import room_rows
+
+MS = 1_000_000
+
+
+def sent(telemetry: Telemetry, record: RoomRecord, group: int, ready: int, wire: int, done: int | None) -> None:
+    """One part of layer group `group`; times in ms."""
+    moments = {"ready": ready * MS, "post": (wire - 1) * MS, "wire": wire * MS}
+    layers = (8 * group, 8 * group + 8)
+    telemetry.part(record, (0, 0, layers), "decode-0", "bulk", 100, moments, (wire if done is None else done) * MS)
+
+
+@pytest.fixture
+def telemetry() -> Telemetry:
+    return Telemetry("prefill-0", "prefill", history=8, timeline_events=64, recorder_events=16)
+
+
+def metric(telemetry: Telemetry, name: str) -> Any:
+    (family,) = (family for family in telemetry.metrics.snapshot() if family["name"] == name)
+    return family["samples"]
+
+
+class TestAPipelinedRoom:
+    """Groups ready at 10, 20 and 30 ms, when the forward is done; each is on its way for 15 ms."""
+
+    @pytest.fixture
+    def record(self, telemetry: Telemetry) -> RoomRecord:
+        record = telemetry.rooms.open(7, 1)
+        sent(telemetry, record, 0, 10, 25, done=None)  # the forward still runs
+        record.forward_done_at = 30 * MS
+        sent(telemetry, record, 1, 20, 35, 30)
+        sent(telemetry, record, 2, 30, 45, 30)
+        return record
+
+    def test_what_was_hidden_and_what_was_exposed_counts_overlaps_once(
+        self, telemetry: Telemetry, record: RoomRecord
+    ) -> None:
+        row = telemetry.rooms.row(record)
+        assert (row["hidden_ns"], row["exposed_ns"]) == (20 * MS, 15 * MS)
+        assert row["forward_done_at_ns"] == telemetry.clock.wall_ns(30 * MS)
+
+    @pytest.mark.parametrize("rows", ["aggregated", "of the room"])
+    def test_by_layer_group(self, telemetry: Telemetry, record: RoomRecord, rows: str) -> None:
+        found = telemetry.stages.rows() if rows == "aggregated" else room_rows([record], telemetry.clock, "prefill-0")
+        assert [(row["layers"], row["exposed_ns"], row["overlapped_ns"]) for row in found] == [
+            ([0, 8], 0, 15 * MS),
+            ([8, 16], 5 * MS, 10 * MS),
+            ([16, 24], 15 * MS, 0),
+        ]
+        ready = [row["stages"]["ready"]["p50_ns"] for row in found]  # one group's compute apart
+        assert ready == [0, pytest.approx(10 * MS, rel=1 / 32), pytest.approx(20 * MS, rel=1 / 32)]
+
+    def test_a_room_that_succeeded_is_counted(self, telemetry: Telemetry, record: RoomRecord) -> None:
+        record.state(RoomState.SUCCESS, 50 * MS)
+        telemetry.finish(record, 50 * MS)
+        for name, seconds in (("hidden", 0.020), ("exposed", 0.015)):
+            (sample,) = metric(telemetry, f"kvctl_transfer_{name}_seconds")
+            assert (sample["count"], sample["sum"]) == (1, pytest.approx(seconds))
+
+    def test_a_room_that_failed_is_not(self, telemetry: Telemetry, record: RoomRecord) -> None:
+        record.state(RoomState.FAILED, 50 * MS)
+        telemetry.finish(record, 50 * MS)
+        assert metric(telemetry, "kvctl_transfer_exposed_seconds") == []
+
+
+def test_while_the_forward_runs_all_that_was_sent_is_hidden(telemetry: Telemetry) -> None:
+    record = telemetry.rooms.open(7, 1)
+    sent(telemetry, record, 0, 10, 25, done=None)
+    row = telemetry.rooms.row(record)
+    assert (row["hidden_ns"], row["exposed_ns"], row["forward_done_at_ns"]) == (15 * MS, 0, None)
+    (group,) = room_rows([record], telemetry.clock, "prefill-0")
+    assert (group["exposed_ns"], group["overlapped_ns"]) == (0, 15 * MS)
+
+
+def test_before_anything_was_sent_nothing_is_claimed(telemetry: Telemetry) -> None:
+    row = telemetry.rooms.row(telemetry.rooms.open(7, 1))
+    assert (row["hidden_ns"], row["exposed_ns"]) == (None, None)
+
+
+def test_a_decode_rank_knows_of_no_forward() -> None:
+    telemetry = Telemetry("decode-0", "decode", history=8, timeline_events=64, recorder_events=16)
+    record = telemetry.rooms.open(7, 1)
+    telemetry.part(record, (0, 0, (0, 8)), "prefill-0", "staged", 100, {"arrive": MS, "scatter": 3 * MS})
+    row = telemetry.rooms.row(record)
+    assert (row["hidden_ns"], row["exposed_ns"]) == (None, None)
+    for rows in (telemetry.stages.rows(), room_rows([record], telemetry.clock, "decode-0")):
+        assert (rows[0]["exposed_ns"], rows[0]["overlapped_ns"]) == (None, None)
+        assert rows[0]["stages"]["ready"]["count"] == 0
+
+
+def test_each_chunk_begins_anew(telemetry: Telemetry) -> None:
+    record = telemetry.rooms.open(7, 1)
+    for chunk, start in ((0, 10), (1, 500)):
+        for group in range(2):
+            moments = {"ready": (start + 5 * group) * MS, "wire": 600 * MS}
+            telemetry.part(record, (0, chunk, (group, group + 1)), "decode-0", "bulk", 1, moments, 600 * MS)
+    second = telemetry.stages.rows()[1]
+    assert second["stages"]["ready"]["p99_ns"] == pytest.approx(5 * MS, rel=1 / 32)

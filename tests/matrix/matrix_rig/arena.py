@@ -1,0 +1,64 @@
+"""One piece of memory for all ranks of a process, registered once, so that combinations cost no registration.
+
+Everything that agents and pools allocate is a `Slab`. Here slabs are cut from the arena instead of mapped: bytes move
+into the same registered memory all along, and what a rank of an earlier combination left there is overwritten before
+the next one may use it.
+"""
+
+from __future__ import annotations
+
+from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.memory.region import Region
+from kvctl_agent.memory.slab import Slab
+
+ALIGN_BYTES = 4096
+UNUSED = 0xA5
+
+
+class Arena:
+    """Memory that is handed out from its start, and taken back all at once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._slab = Slab(nbytes)
+        self._used = 0
+        self._most = 0
+
+    @property
+    def region(self) -> Region:
+        """What the engine registers."""
+        return self._slab.region
+
+    def install(self) -> None:
+        """Cut every slab of this process from here from now on."""
+        arena = self
+
+        def take(slab: Slab, nbytes: int) -> None:
+            slab.nbytes = nbytes
+            first = arena._take(nbytes)
+            slab.array = arena._slab.array[first : first + nbytes]
+            slab.array[:] = 0
+            slab.addr = arena._slab.addr + first
+            slab._closed = False
+
+        def leave(slab: Slab) -> None:
+            slab._closed = True
+
+        Slab.__init__ = take  # type: ignore[method-assign, assignment]
+        Slab.close = leave  # type: ignore[method-assign, assignment]
+
+    def reset(self) -> None:
+        """Take everything back; nobody may use it any more, and no write to it may be in flight."""
+        self._most = max(self._most, self._used)
+        self._slab.array[: self._used] = UNUSED
+        self._used = 0
+
+    def strays(self) -> int:
+        """Bytes written behind what was handed out since the last reset, where earlier combinations had been."""
+        return int((self._slab.array[self._used : self._most] != UNUSED).sum())
+
+    def _take(self, nbytes: int) -> int:
+        first = self._used
+        self._used += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        if self._used > self._slab.nbytes:
+            raise MemoryLayoutError(f"{self._used} bytes of slabs do not fit an arena of {self._slab.nbytes}")
+        return first

@@ -1,0 +1,34 @@
+"""What the two processes are asked to run: two layouts, a model, and how its rooms move."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvctl_agent.layout.side import Side
+
+
+class Case(NamedTuple):
+    """One run.
+
+    Attributes:
+        prefill: the prefill instances; rooms take turns.
+        path, staging, cp_mode, chunk_tokens, workers, early_send: the agents' configuration.
+        grouped: prefill sends layer groups while it computes.
+        prefix: what decode has cached: "none", "some" (whole pages of some rooms), "all" (all of one room).
+    """
+
+    name: str
+    transport: str
+    model: str
+    prefill: tuple[Side, ...]
+    decode: Side
+    path: str = "staged"
+    grouped: bool = False
+    page_size: int = 16
+    prefix: str = "none"
+    cp_mode: str = "rank0"
+    chunk_tokens: int = 8192
+    page_order: str = "random"
+    staging: str = "auto"
+    workers: int = 1
+    early_send: bool = True

@@ -1,0 +1,224 @@
+"""Which combinations the matrix runs: chosen so that every two values of any two axes meet, the same in every run.
+
+Each next combination is the one of a few drawn at random (seeded) in which most meetings are new. First all pairs, then
+pairs for each transport, path and way of grouping (triples), until there are `COUNT`. Sizes are bounded, since all
+ranks of a side share a core.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import combinations as choose
+from itertools import product
+from typing import NamedTuple
+
+from kvctl_agent.layout.side import Side
+from matrix_rig.case import Case
+from matrix_rig.models import LAYERS, MODELS, fits, same_heads
+
+COUNT = 208
+_SEED = 3
+_DRAWS = 24
+# Ranks of one side times ranks of the other: every pair introduces itself to each other.
+_MOST_PAIRS = 64
+_USUAL_PAIRS = 24
+
+# The layers of each pipeline stage; the two sides' uneven stages share no border.
+STAGES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "1": ((LAYERS,), (LAYERS,)),
+    "even": ((3, 3), (3, 3)),
+    "uneven": ((4, 2), (1, 5)),
+}
+
+AXES: dict[str, tuple[object, ...]] = {
+    "transport": ("nixl", "mooncake"),
+    "model": tuple(MODELS),
+    "prefill_tp": (1, 2, 4, 8, 6),
+    "prefill_cp": (1, 2),
+    "prefill_pp": tuple(STAGES),
+    "decode_tp": (1, 2, 4, 8, 3),
+    "decode_dp": (1, 2),
+    "decode_pp": tuple(STAGES),
+    "path": ("bulk", "slice", "staged", "auto", "unstaged"),
+    "grouped": (False, True),
+    "page_size": (1, 16, 64),
+    "prefix": ("none", "some", "all"),
+    "cp_mode": ("rank0", "all", "all-chunk", "room-hash"),
+    "chunk_tokens": (48, 8192),
+    "page_order": ("random", "contiguous"),
+    "workers": (1, 2),
+    "early_send": (True, False),
+}
+NAMES = tuple(AXES)
+# Heads shared out so that neither side's ranks have whole multiples of the other's: 2 of 12 each to 3 each.
+_WANTED = tuple(
+    {"transport": transport, "path": path, "model": "gqa12", "prefill_tp": 6, "decode_tp": 4}
+    for transport, path in product(AXES["transport"], ("slice", "staged", "auto"))
+)
+# Meetings of three are wanted where one of them is of these.
+_LEADING = ("transport", "path", "grouped")
+
+
+class Combination(NamedTuple):
+    """One point of the matrix; the fields are the axes, mostly as in `Case`. Path "unstaged" is auto without a ring."""
+
+    transport: str
+    model: str
+    prefill_tp: int
+    prefill_cp: int
+    prefill_pp: str
+    decode_tp: int
+    decode_dp: int
+    decode_pp: str
+    path: str
+    grouped: bool
+    page_size: int
+    prefix: str
+    cp_mode: str
+    chunk_tokens: int
+    page_order: str
+    workers: int
+    early_send: bool
+
+    @property
+    def name(self) -> str:
+        """Short, and enough to run this one alone."""
+        prefill = f"tp{self.prefill_tp}cp{self.prefill_cp}pp_{self.prefill_pp}"
+        decode = f"tp{self.decode_tp}dp{self.decode_dp}pp_{self.decode_pp}"
+        how = f"{self.path}{'_grouped' if self.grouped else ''}"
+        rest = f"page{self.page_size}-prefix_{self.prefix}-{self.cp_mode}-chunk{self.chunk_tokens}-{self.page_order}"
+        rest += f"-workers{self.workers}{'' if self.early_send else '-late'}"
+        return f"{self.transport}-{self.model}-{prefill}-to-{decode}-{how}-{rest}"
+
+    @property
+    def prefill(self) -> Side:
+        return _side(1, self.prefill_pp, self.prefill_cp, self.prefill_tp, 0)
+
+    @property
+    def decode(self) -> Side:
+        return _side(self.decode_dp, self.decode_pp, 1, self.decode_tp, 1)
+
+    @property
+    def case(self) -> Case:
+        """What is run."""
+        return Case(
+            name=self.name,
+            transport=self.transport,
+            model=self.model,
+            prefill=(self.prefill,),
+            decode=self.decode,
+            path="auto" if self.path == "unstaged" else self.path,
+            staging="off" if self.path == "unstaged" else "auto",
+            grouped=self.grouped,
+            page_size=self.page_size,
+            prefix=self.prefix,
+            cp_mode=self.cp_mode,
+            chunk_tokens=self.chunk_tokens,
+            page_order=self.page_order,
+            workers=self.workers,
+            early_send=self.early_send,
+        )
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of ranks introduce themselves to each other."""
+        return self.prefill.size * self.decode.size
+
+    def possible(self) -> bool:
+        """Whether this is a legal pair of layouts that tests what its values say, and not too large."""
+        return (
+            fits(self.model, self.prefill_tp)
+            and fits(self.model, self.decode_tp)
+            and (self.path != "bulk" or same_heads(self.model, self.prefill_tp, self.decode_tp))
+            and (self.cp_mode == "rank0" or self.prefill_cp > 1)
+            and (self.early_send or self.prefill_pp != "1")
+            and self.pairs <= _MOST_PAIRS
+        )
+
+
+class Coverage(NamedTuple):
+    """How much of what can meet has met."""
+
+    pairs: int
+    possible_pairs: int
+    triples: int
+
+    def __str__(self) -> str:
+        return f"{self.pairs} of {self.possible_pairs} pairs of axis values, {self.triples} triples with a leading axis"
+
+
+@cache
+def combinations() -> tuple[Combination, ...]:
+    """The matrix, both transports taking turns as far as the choice allows."""
+    source = random.Random(_SEED)
+    missing = dict.fromkeys(possible_pairs())
+    fixed: Mapping[str, object]
+    first = list(_WANTED)
+    met: set[tuple[object, ...]] = set()
+    chosen: dict[Combination, None] = {}
+    while missing or len(chosen) < COUNT:
+        fixed = first.pop() if first else dict(next(iter(missing))) if missing else {}
+        best = max(_draws(source, fixed, small=not missing), key=lambda drawn: len(_meetings(drawn) - met))
+        chosen[best] = None
+        met |= _meetings(best)
+        for pair in _pairs(best):
+            missing.pop(pair, None)
+    return tuple(sorted(chosen, key=lambda one: one.transport))
+
+
+def coverage(chosen: tuple[Combination, ...]) -> Coverage:
+    """What a choice of combinations covers."""
+    pairs = {pair for one in chosen for pair in _pairs(one)}
+    meetings = {meeting for one in chosen for meeting in _meetings(one)}
+    return Coverage(len(pairs), len(possible_pairs()), len(meetings - pairs))
+
+
+@cache
+def possible_pairs() -> tuple[tuple[tuple[str, object], ...], ...]:
+    """Every two values of different axes that can meet at all."""
+    return tuple(
+        ((a, x), (b, y)) for a, b in choose(NAMES, 2) for x, y in product(AXES[a], AXES[b]) if _can_be({a: x, b: y})
+    )
+
+
+def _can_be(fixed: Mapping[str, object]) -> bool:
+    """Whether a possible combination has these values: all others are tried that decide what is possible."""
+    free = [
+        name for name in ("model", "prefill_tp", "decode_tp", "path", "prefill_cp", "prefill_pp") if name not in fixed
+    ]
+    least = {name: AXES[name][0] for name in NAMES} | dict(fixed)
+    return any(
+        Combination(**{**least, **dict(zip(free, values, strict=True))}).possible()  # type: ignore[arg-type]
+        for values in product(*(AXES[name] for name in free))
+    )
+
+
+def _draws(source: random.Random, fixed: Mapping[str, object], *, small: bool) -> Iterator[Combination]:
+    found = 0
+    while found < _DRAWS:
+        values = {name: fixed.get(name) if name in fixed else source.choice(AXES[name]) for name in NAMES}
+        if "prefill_cp" not in fixed and "cp_mode" not in fixed and source.random() < 0.5:
+            values["prefill_cp"], values["cp_mode"] = 1, "rank0"
+        if "early_send" not in fixed and values["prefill_pp"] == "1":
+            values["early_send"] = True
+        drawn = Combination(**values)  # type: ignore[arg-type]
+        if drawn.possible() and (not small or drawn.pairs <= _USUAL_PAIRS):
+            found += 1
+            yield drawn
+
+
+def _pairs(one: Combination) -> Iterator[tuple[tuple[str, object], ...]]:
+    return choose(zip(NAMES, one, strict=True), 2)
+
+
+def _meetings(one: Combination) -> set[tuple[object, ...]]:
+    leading = [(name, getattr(one, name)) for name in _LEADING]
+    pairs = set(_pairs(one))
+    return pairs.union((lead, *pair) for lead in leading for pair in pairs if lead not in pair)
+
+
+def _side(dp: int, stages: str, cp: int, tp: int, which: int) -> Side:
+    layers = STAGES[stages][which]
+    return Side(dp, len(layers), cp, tp, layers if stages == "uneven" else ())

@@ -1,0 +1,166 @@
+"""A process that holds one side of every case: it takes a step when it is told to, and says how it went.
+
+Its engine and its memory outlive cases. Only what would make ranks that share a process slow is made smaller:
+scratch memory and the time spent on measuring lanes, and how often idle ranks look for arrivals.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kvctl_agent.transport.environment import prepare_environment
+
+prepare_environment()
+
+from kvctl_agent import agent  # noqa: E402
+from kvctl_agent.contract.rig import Role  # noqa: E402
+from kvctl_agent.memory.buffers import RingMemory  # noqa: E402
+from kvctl_agent.paths import calibration  # noqa: E402
+from kvctl_agent.runtime import arrivals, lanes  # noqa: E402
+from kvctl_agent.transport import probe  # noqa: E402
+from kvctl_agent.transport.base import Region  # noqa: E402
+from kvctl_agent.transport.registry import TRANSPORTS, open_transport  # noqa: E402
+from matrix_rig import loads  # noqa: E402
+from matrix_rig.arena import Arena  # noqa: E402
+from matrix_rig.case import Case  # noqa: E402
+from matrix_rig.expected import expected  # noqa: E402
+from matrix_rig.ranks import DecodeRanks, Ranks, WentWrong, ranks_of  # noqa: E402
+from matrix_rig.shared_engine import SharedEngine  # noqa: E402
+
+_MIB = 1 << 20
+_RING_ALIGN_BYTES = 4096
+_ARENA_BYTES = 192 * _MIB
+# Prepared lists of our own memory stay in an engine as long as it lives.
+_ENGINE_CASES = 30
+
+
+class Host:
+    """Steps by name; what they return is the answer."""
+
+    def __init__(self, role: Role, directory: Path) -> None:
+        self._role = role
+        self._directory = directory
+        self._arena = Arena(_ARENA_BYTES)
+        self._arena.install()
+        self._real = dict(TRANSPORTS)
+        self._engine: SharedEngine | None = None
+        self._served = 0
+        self._ranks: Ranks | None = None
+        self._thrown: list[str] = []
+        threading.excepthook = self._note
+
+    def build(self, case: Case) -> None:
+        """Make this side's pools and agents."""
+        self._use_engine(case.transport)
+        # One that has room for a part and a half: whoever writes the next ones has to wait.
+        agent.RingMemory = _rings_of(expected(case).largest_part_bytes * 3 // 2)  # type: ignore[misc, assignment]
+        self._arena.reset()
+        self._ranks = ranks_of(case, self._role, self._directory)
+
+    def meet(self) -> None:
+        self._there().meet()
+
+    def run(self) -> dict[tuple[str, str], float]:
+        return dict(self._there().run())
+
+    def check(self) -> tuple[int, list[str]]:
+        ranks = self._there()
+        assert isinstance(ranks, DecodeRanks)
+        nbytes, problems = ranks.check()
+        if strays := self._arena.strays():
+            problems.append(f"{strays} bytes landed outside the memory of all ranks")
+        return nbytes, problems
+
+    def close(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+        if self._thrown:
+            thrown, self._thrown = self._thrown, []
+            raise WentWrong("threads ended with an exception:\n" + "\n".join(thrown))
+
+    def stop(self) -> None:
+        self.close()
+        self._drop_engine()
+
+    def _there(self) -> Ranks:
+        assert self._ranks is not None
+        return self._ranks
+
+    def _use_engine(self, transport: str) -> None:
+        if self._engine is not None and (self._engine.transport.name != transport or self._served >= _ENGINE_CASES):
+            self._drop_engine()
+        if self._engine is None:
+            TRANSPORTS.update(self._real)
+            name = f"{self._role[0]}{secrets.token_hex(8)[1:]}"
+            self._engine = SharedEngine(open_transport(transport, name), name, [Region(*self._arena.region)])
+            TRANSPORTS[transport] = self._engine.open
+            self._served = 0
+        self._served += 1
+
+    def _drop_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _note(self, thrown: threading.ExceptHookArgs) -> None:
+        lines = traceback.format_exception(thrown.exc_type, thrown.exc_value, thrown.exc_traceback)
+        self._thrown.append(f"{thrown.thread.name if thrown.thread else 'a thread'}: {''.join(lines)}")
+
+
+def serve(connection: Connection, role: Role) -> None:
+    """Obey until told to stop, or until the test is gone."""
+    directory = Path(os.environ["MATRIX_DIRECTORY"])
+    host = Host(role, directory)
+    while True:
+        try:
+            step, args = connection.recv()
+        except EOFError:
+            host.stop()
+            return
+        connection.send(_answer(getattr(host, step), args))
+        if step == "stop":
+            return
+
+
+def _answer(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+    try:
+        return True, step(*args)
+    except WentWrong as wrong:
+        return False, str(wrong)
+    except Exception:
+        return False, traceback.format_exc()
+
+
+def _rings_of(nbytes: int) -> Callable[[int], RingMemory]:
+    """Rings smaller than the configuration can say."""
+    whole = -(-nbytes // _RING_ALIGN_BYTES) * _RING_ALIGN_BYTES
+    return lambda asked: RingMemory(asked - (loads.RING_MIB << 20) + whole)
+
+
+def _settle_in() -> None:
+    """A process of one rank has a core to itself; here dozens share one."""
+    agent._SCRATCH_BYTES = _MIB
+    lanes._COPIES_BYTES = 2 * _MIB
+    calibration._ROUNDS = 1
+    probe._BUDGET_S = 0.0
+    probe._LEAST_ROUNDS = 2
+    arrivals._SHORTEST_S = 500e-6
+    arrivals._LONGEST_S = 4e-3
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    sys.setswitchinterval(1e-3)
+    _settle_in()
+    serve(Connection(int(sys.argv[1])), "prefill" if sys.argv[2] == "prefill" else "decode")

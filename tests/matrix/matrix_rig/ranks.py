@@ -1,0 +1,234 @@
+"""All ranks of one side of a case, in this process."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kvctl_agent.agent import Agent
+from kvctl_agent.contract.rig import Role, Room, Start
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.rank import Rank
+from kvctl_agent.rig import measure
+from kvctl_agent.rig.content import Content, allocate_pool, own_coord, own_side
+from kvctl_agent.rig.geometry import model_shape
+from kvctl_agent.rig.verify import verify
+from kvctl_agent.runtime.handles import Handle, Receive, Send
+from matrix_rig.case import Case
+from matrix_rig.loads import PREFILL_ONLY, cuts_of, groups_of, rooms_of, starts_of
+
+READY_S = 40.0
+ROOMS_S = 40.0
+_CLOSE_S = 5.0
+
+Counts = Counter[tuple[str, str]]
+"""Counters by name and label."""
+
+
+class WentWrong(Exception):
+    """What did, rank by rank and room by room."""
+
+
+class Checked(NamedTuple):
+    """What the decode side found: bytes compared, and what was wrong with them."""
+
+    nbytes: int
+    problems: list[str]
+
+
+class RankOf:
+    """One rank: its pool, what belongs there, its agent."""
+
+    def __init__(self, start: Start, rooms: Sequence[Room]) -> None:
+        self.start = start
+        self.pool = allocate_pool(start)
+        self.content = Content(self.pool, start)
+        self.content.take(rooms)
+        at, side = own_coord(start), own_side(start)
+        self.agent = Agent(
+            role=start.role,
+            rank=Rank(
+                **at._asdict(),
+                dp_size=side.dp,
+                pp_size=side.pp,
+                cp_size=side.cp,
+                tp_size=side.tp,
+                stages=side.stages,
+            ),
+            pool=self.pool,
+            name=start.name,
+            bootstrap=start.bootstraps[start.instance] if start.role == "prefill" else start.bootstraps,
+            model=model_shape(start.shape, start.page_size),
+            **start.config,
+        )
+
+    def close(self) -> None:
+        self.agent.close(_CLOSE_S)
+        self.pool.close()
+
+
+class Ranks(ABC):
+    """A side; its methods are the steps of a case, both sides doing each at the same time."""
+
+    def __init__(self, case: Case, role: Role, directory: Path) -> None:
+        self.case = case
+        self.rooms = rooms_of(case)
+        self.ranks: list[RankOf] = []
+        try:
+            for start in starts_of(case, role, directory):
+                self.ranks.append(RankOf(start, [room for room in self.rooms if self.owns(room, start)]))
+        except BaseException:
+            self.close()
+            raise
+
+    def meet(self) -> None:
+        """Start all agents, and wait until they know those they need."""
+        for rank in self.ranks:
+            rank.agent.start()
+        deadline = time.monotonic() + READY_S
+        for rank in self.ranks:
+            rank.agent.wait_ready(max(0.1, deadline - time.monotonic()))
+
+    @abstractmethod
+    def owns(self, room: Room, start: Start) -> bool:
+        """Whether a rank has to do with a room."""
+
+    @abstractmethod
+    def run(self) -> Counts:
+        """Move all rooms.
+
+        Returns:
+            The agents' counters, summed over the ranks.
+
+        Raises:
+            WentWrong: a room that did not succeed, with its causes.
+        """
+
+    def settle(self, handles: Sequence[tuple[RankOf, Handle]]) -> Counts:
+        """Wait for the end of all rooms, on all ranks."""
+        deadline = time.monotonic() + ROOMS_S
+        wrong = []
+        for rank, handle in handles:
+            state = handle.wait(max(0.0, deadline - time.monotonic()))
+            if state is not RoomState.SUCCESS or not handle.released:
+                index = rank.content.rooms[handle.room].index
+                cause = handle.error["text"] if handle.error else "no cause"
+                held = "" if handle.released else ", its pages still held"
+                wrong.append(f"room {index} is {state.label}{held} on {rank.start.name}: {cause}")
+        if wrong:
+            raise WentWrong("\n".join([*wrong[:12], *self.complaints()[:12]]))
+        return self.counters()
+
+    def complaints(self) -> list[str]:
+        """What the agents have recorded as worth a warning."""
+        return [
+            f"{event['agent']} recorded: {event['text']}"
+            for rank in self.ranks
+            for event in rank.agent.telemetry.recorder.since(None, 64)["events"]
+            if event["severity"] in ("warning", "error")
+        ]
+
+    def counters(self) -> Counts:
+        """What shows that the ways of moving were those that were asked for."""
+        total: Counts = Counter()
+        for rank in self.ranks:
+            for name, values in measure.counters(rank.agent.observe.metrics()).items():
+                total.update({(name, label): value for label, value in values.items() if value})
+            ring = rank.agent.observe.staging()["ring"]
+            if ring is not None:
+                full = 100 * ring["high_water_bytes"] // ring["size_bytes"]
+                total["percent of a ring", ""] = max(total["percent of a ring", ""], full)
+        return total
+
+    def close(self) -> None:
+        """Close all agents."""
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(RankOf.close, self.ranks))
+        self.ranks = []
+
+
+class PrefillRanks(Ranks):
+    """Computes at once: hands over every room, forward by forward, in layer groups where the case says so."""
+
+    def __init__(self, case: Case, directory: Path) -> None:
+        super().__init__(case, "prefill", directory)
+        for rank in self.ranks:
+            rank.content.fill(0)
+
+    def owns(self, room: Room, start: Start) -> bool:
+        return room.instance == start.instance and room.number % own_side(start).dp == own_coord(start).dp
+
+    def run(self) -> Counts:
+        handles: list[tuple[RankOf, Send]] = []
+        for rank in self.ranks:
+            handles += [(rank, rank.agent.send(number)) for number in rank.content.rooms]
+        for rank, send in handles:
+            self._forward(rank, send)
+        return self.settle(handles)
+
+    def _forward(self, rank: RankOf, send: Send) -> None:
+        room, pages = rank.content.rooms[send.room], rank.content.pages(send.room)
+        groups = groups_of(rank.agent.local.layers) if self.case.grouped else []
+        send.prefetch(groups)
+        for first, end in cuts_of(self.case, room):
+            # The last room's last pages are only known for such when it is finished.
+            last = end == len(pages) and room.index != 2
+            for group in groups:
+                send.layers(group, pages[first:end], last)
+            if not groups:
+                send.pages(pages[first:end], last)
+        send.finish(room.slot, rank.content.states(send.room))
+
+
+class DecodeRanks(Ranks):
+    """Takes the rooms into poisoned pools, and looks at every byte."""
+
+    def __init__(self, case: Case, directory: Path) -> None:
+        super().__init__(case, "decode", directory)
+        for rank in self.ranks:
+            rank.content.poison()
+
+    def owns(self, room: Room, start: Start) -> bool:
+        return room.decode_dp == own_coord(start).dp
+
+    def run(self) -> Counts:
+        handles: list[tuple[RankOf, Receive]] = []
+        for rank in self.ranks:
+            for room in rank.content.rooms.values():
+                handles.append((rank, self._open(rank, room)))
+        return self.settle(handles)
+
+    def _open(self, rank: RankOf, room: Room) -> Receive:
+        alone = room.index == PREFILL_ONLY
+        return rank.agent.receive(
+            room.number,
+            rank.content.pages(room.number)[room.prefix_tokens // self.case.page_size :],
+            prefill=rank.start.bootstraps[room.instance],
+            prefix_tokens=0 if alone else room.prefix_tokens,
+            aux_index=room.slot,
+            state_indices=rank.content.states(room.number),
+            prefill_only=alone,
+        )
+
+    def check(self) -> Checked:
+        """Compare every pool with what must be there and nowhere else."""
+        nbytes, problems = 0, []
+        for rank in self.ranks:
+            report = verify(rank.content, "full")
+            nbytes += report["bytes"]
+            problems += [
+                f"{rank.start.name}: room {wrong['room']} layer {wrong['layer']} {wrong['kv']} token {wrong['token']} "
+                f"head {wrong['head']} dim {wrong['dim']}: {wrong['found']}, not {wrong['expected']}: {wrong['hint']}"
+                for wrong in report["mismatches"]
+            ]
+        return Checked(nbytes, problems)
+
+
+def ranks_of(case: Case, role: Role, directory: Path) -> Ranks:
+    """A side of a case."""
+    return PrefillRanks(case, directory) if role == "prefill" else DecodeRanks(case, directory)

@@ -1,0 +1,53 @@
+"""What the matrix covers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+from matrix_rig.combinations import AXES, COUNT, combinations, coverage, possible_pairs
+
+
+def test_every_two_values_of_any_two_axes_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    covered = coverage(combinations())
+    with capsys.disabled():
+        print(f"\nmatrix: {len(combinations())} combinations cover {covered}")
+    assert covered.pairs == covered.possible_pairs
+
+
+def test_all_of_them_are_possible_different_and_the_same_in_every_run() -> None:
+    chosen = combinations()
+    assert len(chosen) >= COUNT >= 200
+    assert all(one.possible() for one in chosen)
+    assert len({one.name for one in chosen}) == len(chosen)
+    combinations.cache_clear()
+    assert combinations() == chosen
+
+
+def test_each_transport_has_its_half_and_every_path_grouped_and_not() -> None:
+    chosen = combinations()
+    by_transport = Counter(one.transport for one in chosen)
+    assert min(by_transport.values()) >= len(chosen) * 2 // 5
+    for transport, path, grouped in product(AXES["transport"], AXES["path"], AXES["grouped"]):
+        assert sum((one.transport, one.path, one.grouped) == (transport, path, grouped) for one in chosen) >= 5
+
+
+def test_heads_that_do_not_divide_move_by_every_path_that_can() -> None:
+    uneven = {(one.transport, one.path) for one in combinations() if (one.prefill_tp, one.decode_tp) == (6, 4)}
+    assert uneven >= set(product(("nixl", "mooncake"), ("slice", "staged", "auto")))
+
+
+def test_only_what_no_layout_allows_never_meets() -> None:
+    met = set(possible_pairs())
+    every = {
+        ((a, x), (b, y)) for i, a in enumerate(AXES) for b in list(AXES)[i + 1 :] for x, y in product(AXES[a], AXES[b])
+    }
+    axes = {(a, b) for (a, _), (b, _) in every - met}
+    # Heads that do not divide, a room that several are to share where there is one, a last stage that waits.
+    assert axes <= {
+        ("model", "prefill_tp"),
+        ("model", "decode_tp"),
+        ("prefill_cp", "cp_mode"),
+        ("prefill_pp", "early_send"),
+    }

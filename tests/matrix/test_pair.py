@@ -1,0 +1,49 @@
+"""The matrix can fail, says what failed, and goes on with what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from matrix_rig import pair as pairs
+from matrix_rig.case import Case
+from matrix_rig.pair import Failed, Pair
+
+from kvctl_agent.layout.side import Side
+
+CASE = Case("small", "loopback", "gqa8", (Side(tp=2),), Side())
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    both = Pair()
+    yield both
+    both.stop()
+
+
+def test_a_layout_that_cannot_be_is_a_failure_with_the_arithmetic_and_the_next_case_runs(pair: Pair) -> None:
+    with pytest.raises(Failed, match=r"prefill, build: (.|\n)*8 % 3 = 2 and 3 % 8 = 3"):
+        pair.run(CASE._replace(prefill=(Side(tp=3),)))
+    assert pair.run(CASE).nbytes > 0
+
+
+def test_a_process_that_died_is_named(pair: Pair) -> None:
+    pair.ensure()
+    pair._processes["decode"]._child.kill()
+    with pytest.raises(Failed, match="decode: ended with -9"):
+        pair.run(CASE)
+
+
+def test_a_step_that_does_not_end_is_a_failure_with_all_stacks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.run(CASE)
+    monkeypatch.setattr(pairs, "STEP_S", 0.0)
+    with pytest.raises(Failed, match=r"build took longer than 0 s\n(.|\n)*most recent call first"):
+        pair.run(CASE)
+
+
+def test_when_everything_fails_the_rest_is_not_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "_MOST_FAILURES", 1)
+    with pytest.raises(Failed, match="KeyError"):
+        pair.run(CASE._replace(model="none such"))
+    with pytest.raises(Failed, match="not run: 1 cases have failed before it"):
+        pair.run(CASE)
