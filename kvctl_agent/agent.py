@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import secrets
 import time
 import weakref
@@ -14,18 +13,17 @@ from typing import Any, Literal
 
 import zmq
 
+from kvctl_agent import assembly
 from kvctl_agent.admin.observe import Observer
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
-from kvctl_agent.layout.chunks import chunk_pages, prefix_pages
+from kvctl_agent.layout.chunks import prefix_pages
 from kvctl_agent.layout.grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.holding import held as layout_of
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.crew import CopyCrew
-from kvctl_agent.memory.parts import PIECE_BYTES
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.base import BULK, SLICE, STAGED, Path
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
@@ -34,7 +32,6 @@ from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.roster import Lookup, Register
@@ -48,17 +45,13 @@ from kvctl_agent.runtime.desk import Desk, OnState
 from kvctl_agent.runtime.handles import Bounds, Receive, Send
 from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
-from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.mailbox import Mailbox
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.transport.base import Region, Transport
+from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.probe import LaneCost
 from kvctl_agent.transport.registry import open_transport, parse_params
-
-_SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
-_FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
 
 
 class Agent:
@@ -122,17 +115,14 @@ class Agent:
         self.chooser = Chooser(self.shape, pool.page_size, settings["path"], settings["staging"])
         self._desk = Desk(name, on_state)
         self._state: Literal["new", "running", "draining", "closed"] = "new"
-        self.transport: Transport = open_transport(
-            settings["transport"], name, parse_params(settings["transport_params"])
-        )
+        self.transport = self._open_transport()
         self._mailbox = Mailbox()
-        self.buffers: StagingBuffers | None = None
-        self.ring: RingMemory | None = None
         self.workers: list[TransferWorker] = []
         self._crew: CopyCrew | None = None
         self._arrivals: ArrivalLoop | None = None
         try:
-            self._build_memory()
+            self.buffers, self.ring = assembly.staging_memory(role, settings)
+            self.transport.register(assembly.regions(pool, self.buffers or self.ring))
             self.lanes = Lanes(name, self.transport, pool, self.buffers, self.chooser, self.telemetry.recorder)
             self.machine = self._build_machine()
             self.pipelining = Pipelining(self.local.layers, pool.page_size, settings, self.telemetry.metrics)
@@ -158,57 +148,28 @@ class Agent:
 
     # ---- building ---------------------------------------------------------------------------------------------
 
-    def _build_memory(self) -> None:
+    def _open_transport(self) -> Transport:
+        """The engine; what the rig replaces to put faults between an agent and it."""
         settings = self.settings
-        regions = [Region(*region) for region in self.pool.regions()]
-        if self.role == "decode" and settings["staging"] != "off":
-            self.ring = RingMemory((settings["staging_ring_mb"] << 20) + _SCRATCH_BYTES)
-            regions.append(Region(*self.ring.region()))
-        elif self.role == "prefill":
-            budget = settings["staging_buffer_mb"] << 20
-            piece_bytes = min(PIECE_BYTES, budget // 2)  # two at least: one is gathered while one is on the wire
-            self.buffers = StagingBuffers(self._threads("workers", 4) * (budget // piece_bytes), piece_bytes)
-            regions.append(Region(*self.buffers.region()))
-        self.transport.register(regions)
+        return open_transport(settings["transport"], self.name, parse_params(settings["transport_params"]))
 
-    def _threads(self, key: str, most: int) -> int:
-        """As many as configured; else 1 on few cores, or `most`."""
-        configured: int | None = self.settings[key]
-        if configured is not None:
-            return configured
-        return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else most
+    def _open_links(self) -> Links:
+        """The control channel; replaced likewise."""
+        return Links(self._context, self.name, self.incarnation, self.telemetry)
 
     def _build_machine(self) -> Machine:
-        settings, pool, ring = self.settings, self.pool, self.ring
-        ring_bytes = ring.nbytes - _SCRATCH_BYTES if ring else 0
-        self.local = Local(
-            name=self.name,
-            role=self.role,
-            coord=self.rank.coord,
-            side=self.rank.side,
-            shape=self.shape,
-            page_size=pool.page_size,
-            chunk_pages=chunk_pages(settings["chunk_tokens"], pool.page_size),
-            cp_mode=settings["cp_mode"],
-            incarnation=self.incarnation,
-            transport=settings["transport"],
-            metadata=self.transport.metadata(),
-            pool=pool.addresses().to_wire(),
-            host=host_identity(),
-            pid=os.getpid(),
-            ring_base=ring.addr if ring else 0,
-            ring_bytes=ring_bytes,
-            scratch_base=ring.addr + ring_bytes if ring else 0,
-            scratch_bytes=_SCRATCH_BYTES if ring else 0,
+        self.local = assembly.local_of(
+            self.name,
+            self.role,
+            self.rank,
+            self.shape,
+            self.pool,
+            self.incarnation,
+            self.settings,
+            self.transport,
+            self.ring,
         )
-        timing = Timing(
-            heartbeat_ns=_ns(settings["heartbeat_s"]),
-            suspect_ns=_ns(settings["suspect_s"]),
-            lost_ns=_ns(settings["lost_s"]),
-            resend_ns=_ns(settings["resend_s"]),
-            bootstrap_ns=_ns(settings["bootstrap_timeout_s"]),
-            waiting_ns=_ns(settings["waiting_timeout_s"]),
-        )
+        timing = assembly.timing_of(self.settings)
         if self.role == "decode":
             return DecodeMachine(self.local, timing, self.telemetry)
         return PrefillMachine(
@@ -217,7 +178,7 @@ class Agent:
             self.telemetry,
             choose=lambda who, share, layers, pages: self.chooser.choose(who.ring_bytes, share, layers, pages),
             fallback=lambda who, share, layers, pages: self.chooser.without_ring(share),
-            early_send=settings["pp_early_send"],
+            early_send=self.settings["pp_early_send"],
         )
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -245,7 +206,7 @@ class Agent:
     def _build_control(self) -> ControlLoop:
         """Bind and connect the control sockets; the loop owns them from here on."""
         with contextlib.ExitStack() as undo:
-            self.links = Links(self._context, self.name, self.incarnation, self.telemetry)
+            self.links = self._open_links()
             undo.callback(self.links.close)
             request: Register | Lookup = Lookup(self.name)
             server: RegistryServer | None = None
@@ -277,7 +238,7 @@ class Agent:
             return control
 
     def _start_threads(self) -> None:
-        crew = self._crew = CopyCrew(self._threads("copy_threads", 2), f"{self.name}-copy")
+        crew = self._crew = CopyCrew(assembly.threads(self.settings["copy_threads"], 2), f"{self.name}-copy")
         if self.role == "decode":
             report = self._mailbox.put
             self._arrivals = ArrivalLoop(
@@ -286,7 +247,7 @@ class Agent:
             self._arrivals.start()
             return
         assert self.buffers is not None
-        for number in range(self._threads("workers", 4)):
+        for number in range(assembly.threads(self.settings["workers"], 4)):
             paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: StagedPath(self.buffers, crew)}
             worker = TransferWorker(
                 f"{self.name}-transfer-{number}",
@@ -549,10 +510,6 @@ class Agent:
 
 def _discard(event: ev.Event) -> None:
     """What a fake room's handle tells nobody."""
-
-
-def _ns(seconds: float) -> int:
-    return int(seconds * 1e9)
 
 
 def _close_at_exit(agent: Agent) -> Callable[[], None]:

@@ -1,0 +1,98 @@
+"""From settings, rank and pool to what an agent is built of: staging memory, what it says of itself, deadlines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kvctl_agent.layout.chunks import chunk_pages
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
+from kvctl_agent.memory.parts import PIECE_BYTES
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.rank import Rank
+from kvctl_agent.runtime.liveness import host_identity
+from kvctl_agent.transport.base import Region, Transport
+
+_SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
+_FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
+
+Settings = Mapping[str, Any]
+
+
+def threads(configured: int | None, most: int) -> int:
+    """As many as configured; else 1 on few cores, or `most`."""
+    if configured is not None:
+        return configured
+    return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else most
+
+
+def staging_memory(role: str, settings: Settings) -> tuple[StagingBuffers | None, RingMemory | None]:
+    """A writer's buffers, or a reader's ring (None where staging is off)."""
+    if role == "prefill":
+        budget = settings["staging_buffer_mb"] << 20
+        piece_bytes = min(PIECE_BYTES, budget // 2)  # two at least: one is gathered while one is on the wire
+        pieces = threads(settings["workers"], 4) * (budget // piece_bytes)
+        return StagingBuffers(pieces, piece_bytes), None
+    if settings["staging"] == "off":
+        return None, None
+    return None, RingMemory((settings["staging_ring_mb"] << 20) + _SCRATCH_BYTES)
+
+
+def regions(pool: KVPool, staging: StagingBuffers | RingMemory | None) -> list[Region]:
+    """All memory that the transport must know."""
+    found = [Region(*region) for region in pool.regions()]
+    return found if staging is None else [*found, Region(*staging.region())]
+
+
+def local_of(
+    name: str,
+    role: str,
+    rank: Rank,
+    shape: ModelShape,
+    pool: KVPool,
+    incarnation: int,
+    settings: Settings,
+    transport: Transport,
+    ring: RingMemory | None,
+) -> Local:
+    """What an agent knows of itself."""
+    ring_bytes = ring.nbytes - _SCRATCH_BYTES if ring else 0
+    return Local(
+        name=name,
+        role=role,
+        coord=rank.coord,
+        side=rank.side,
+        shape=shape,
+        page_size=pool.page_size,
+        chunk_pages=chunk_pages(settings["chunk_tokens"], pool.page_size),
+        cp_mode=settings["cp_mode"],
+        incarnation=incarnation,
+        transport=settings["transport"],
+        metadata=transport.metadata(),
+        pool=pool.addresses().to_wire(),
+        host=host_identity(),
+        pid=os.getpid(),
+        ring_base=ring.addr if ring else 0,
+        ring_bytes=ring_bytes,
+        scratch_base=ring.addr + ring_bytes if ring else 0,
+        scratch_bytes=_SCRATCH_BYTES if ring else 0,
+    )
+
+
+def timing_of(settings: Settings) -> Timing:
+    """Every period and deadline."""
+    return Timing(
+        heartbeat_ns=_ns(settings["heartbeat_s"]),
+        suspect_ns=_ns(settings["suspect_s"]),
+        lost_ns=_ns(settings["lost_s"]),
+        resend_ns=_ns(settings["resend_s"]),
+        bootstrap_ns=_ns(settings["bootstrap_timeout_s"]),
+        waiting_ns=_ns(settings["waiting_timeout_s"]),
+    )
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
