@@ -66,6 +66,17 @@ class Links:
         self._endpoints[peer] = endpoint
         return True
 
+    def disconnect(self, peer: str) -> None:
+        """Close the connection to a rank that left its instance, and drop what was queued for it; unknown names are
+        fine. Without this a decode rank would keep a socket for every prefill rank it ever met."""
+        self._outbox.pop(peer, None)
+        self._patient.pop(peer, None)
+        self._endpoints.pop(peer, None)
+        dealer = self._dealers.pop(peer, None)
+        if dealer is not None:
+            self.changes += 1
+            dealer.close(0)
+
     def endpoint(self, peer: str) -> str:
         return self._endpoints.get(peer, "")
 

@@ -265,3 +265,30 @@ def test_a_flood_is_read_in_turns(make: Callable[..., Links], served: tuple[Link
     first = len(list(server.receive(server.sockets())))
     assert 0 < first <= 256
     assert first + len(receive(server, 1000 - first)) == 1000
+
+
+def test_a_rank_that_left_leaves_nothing_and_is_met_again_as_a_new_one(
+    make: Callable[..., Links], served: tuple[Links, str], telemetry: Telemetry
+) -> None:
+    server, endpoint = served
+    client = make("decode-0")
+    client.connect("prefill-0", endpoint)
+    before = len(client.sockets())
+    for life in range(50):
+        changes = client.changes
+        client.connect(f"gone-{life}", f"{endpoint}-{life}")
+        client.queue(f"gone-{life}", drained(1))
+        client.queue(f"gone-{life}", msg.Ack(1, 1, "room-done"))
+        client.disconnect(f"gone-{life}")
+        assert client.changes == changes + 2
+        assert client.endpoint(f"gone-{life}") == ""
+    client.flush(everything=True)
+    assert dropped(telemetry, "unsent") == 0
+    assert len(client.sockets()) == before
+    client.disconnect("nobody")
+
+    client.disconnect("prefill-0")
+    assert client.connect("prefill-0", endpoint)
+    client.queue("prefill-0", drained(2))
+    client.flush()
+    assert receive(server, 1) == [Received("decode-0", 1, drained(2))]
