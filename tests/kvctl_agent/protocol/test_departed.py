@@ -9,7 +9,6 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev
 
-
 kept = pytest.mark.xfail(
     reason="DecodeMachine keeps every peer it ever met: it must forget these and have Links drop them"
 )
