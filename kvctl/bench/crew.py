@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from kvctl.bench.failures import RankDied, RankFailed, RankOverdue
 from kvctl.bench.process import RankProcess
+from kvctl.fleet.failures import RankDied, RankFailed, RankOverdue
 from kvctl_agent.contract.rig import Command
 
 CLOSE_S = 8.0

@@ -6,10 +6,7 @@ the fleet ends, however it ends, nothing of it is left in either.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -19,8 +16,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from kvctl.bench.crew import Crew
-from kvctl.client.endpoints import discover
-from kvctl_agent.contract.admin import LOCK_SUFFIX, socket_dir, socket_path
+from kvctl.fleet.place import free_prefix, rank_names, remove_admin_socket, temporary
 from kvctl_agent.contract.rig import (
     FLEET_PREFIX,
     Command,
@@ -53,8 +49,6 @@ _SLOWEST_BYTES_PER_S = 10e6
 _LEAST_RUN_S = 30.0
 # Pools are poisoned, and searched for strays, as a whole, by ranks that share the cores and the memory's bandwidth.
 _SLOWEST_SWEEP_BYTES_PER_S = 50e6
-# Socket names of engines and agents below it must fit into 107 bytes.
-_LONGEST_TMP_BYTES = 40
 
 
 class Fleet:
@@ -67,13 +61,13 @@ class Fleet:
         self._plan = plan
         self._request = request
         label = f"{label}-" if label else ""
-        names = [label + name for name in _rank_names(plan["ranks"])]
-        prefix = _free_prefix(names)
+        names = [label + name for name in rank_names(plan["ranks"])]
+        prefix = free_prefix(names)
         self.names = {prefix + name: rank for name, rank in zip(names, plan["ranks"], strict=True)}
         rooms = [room for load in plan["loads"] for room in load["rooms"]]
         self._bytes_of_token = max(room["bytes"] / room["tokens"] for room in rooms)
         self._sweep_s = max(rank["pool_bytes"] for rank in plan["ranks"]) / _SLOWEST_SWEEP_BYTES_PER_S
-        self._directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=_temporary()))
+        self._directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=temporary()))
         self._crew = Crew(on_tick)
 
     @property
@@ -147,7 +141,7 @@ class Fleet:
             return self._crew.close()
         finally:
             for name in self.names:
-                _remove_admin_socket(name)
+                remove_admin_socket(name)
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> Fleet:
@@ -195,37 +189,3 @@ class Fleet:
         compute_ms = chunks * self._plan["shape"]["layers"] * layer_ms
         compute_ms += sum(room.output_tokens for room in rooms) * decode_ms
         return (max((room.arrival_ms or 0.0 for room in rooms), default=0.0) + compute_ms) / 1e3
-
-
-def _rank_names(ranks: Sequence[PlannedRank]) -> list[str]:
-    """`prefill-0`, `decode-3`; with several prefill instances `p1-prefill-0`."""
-    several = any(rank["instance"] > 0 for rank in ranks)
-    names = []
-    for rank in ranks:
-        instance = f"p{rank['instance']}-" if several and rank["role"] == "prefill" else ""
-        names.append(f"{instance}{rank['role']}-{rank['unique']}")
-    return names
-
-
-def _free_prefix(names: Sequence[str]) -> str:
-    """ "" where nobody has these names; else one that sets this fleet apart."""
-    live = {endpoint.name for endpoint in discover().live}
-    return "" if live.isdisjoint(names) else f"b{secrets.randbelow(9000) + 1000}-"
-
-
-def _temporary() -> str:
-    configured = tempfile.gettempdir()
-    return configured if len(os.fsencode(configured)) <= _LONGEST_TMP_BYTES else "/tmp"
-
-
-def _remove_admin_socket(name: str) -> None:
-    """What a rank that was killed leaves; a name that somebody else holds by now stays."""
-    lock = socket_dir() / f"{name}{LOCK_SUFFIX}"
-    with contextlib.suppress(OSError):
-        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            socket_path(name).unlink(missing_ok=True)
-            lock.unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)

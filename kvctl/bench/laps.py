@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvctl.bench.failures import FleetError
 from kvctl.bench.fleet import Fleet
+from kvctl.fleet.failures import FleetError
 from kvctl_agent.contract.rig import Plan, Room, RunReport, VerifyReport
 
 # Indices of rooms decide their content; loads are this far apart, so that no two share any.

@@ -1,79 +1,33 @@
-"""One rank's process as its parent holds it: started, heard, and always ended.
-
-The process gets one end of a socket pair for commands and answers, and a pipe for everything it prints, of which only
-the end is kept: that is what a rank says last when it crashes.
-"""
+"""One rank of a bench: told one thing at a time, and heard until it has answered."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
-from kvctl_agent.contract.rig import Command, Lines, LineTooLong, Reply, Stop
-
-TAIL_BYTES = 16 << 10
-_WORDS_LINES = 12
-_WORDS_BYTES = 2000
-_READ_BYTES = 1 << 16
+from kvctl.fleet.process import ChildProcess
+from kvctl_agent.contract.rig import Command, Stop
 
 
-class RankProcess:
+class RankProcess(ChildProcess):
     """A running rank.
 
     Attributes:
-        name: of the rank.
-        pid: of its process.
         answer: its answer to the last command, None while that is awaited.
         fatal: the error it said it ends with: {"code", "message"}.
         doing: what it last said it does.
-        hung_up, silent: it closed its end of the channel, of its output.
         leaving: it was told to stop, so its end is no surprise.
     """
 
     def __init__(self, name: str, argv: Callable[[int], Sequence[str]], env: Mapping[str, str]) -> None:
-        """Start it.
-
-        Args:
-            argv: gives the command line for the file descriptor of its end of the channel.
-        """
-        self.name = name
         self.answer: Mapping[str, Any] | None = None
         self.fatal: Mapping[str, Any] | None = None
         self.doing = ""
         self.leaving = False
-        self.hung_up = False
-        self.silent = False
-        self._lines = Lines()
-        self._tail = bytearray()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                # A process group of its own: Ctrl-C at the terminal is ours to handle, and ends ranks in order.
-                self._process = subprocess.Popen(
-                    argv(theirs.fileno()),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(),),
-                    env=dict(env),
-                    process_group=0,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self.pid = self._process.pid
-        self.channel = ours
-        self.channel.setblocking(False)
-        self.output: IO[bytes] = self._process.stdout  # type: ignore[assignment]
-        os.set_blocking(self.output.fileno(), False)
-        self.exit_fd = os.pidfd_open(self.pid)
+        super().__init__(name, argv, env)
 
     def send(self, command: Command) -> None:
         """Hand over a command; the answer to it is awaited from now on."""
@@ -88,73 +42,14 @@ class RankProcess:
             self.channel.sendall(line)
         self.channel.setblocking(False)
 
-    def hear(self) -> None:
-        """Take in whatever it has said on either line, without waiting."""
-        self.hear_output()
-        try:
-            while data := self.channel.recv(_READ_BYTES):
-                self._take(data)
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            pass
-        self.hung_up = True
+    def take(self, line: Mapping[str, Any]) -> None:
+        match line["kind"]:
+            case "answer":
+                self.answer = line["data"]
+            case "fatal":
+                self.fatal = line["data"]
+            case _:
+                self.doing = str(line["data"].get("doing", ""))
 
-    @property
-    def returncode(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
-        return self._process.poll()
-
-    @property
-    def last_words(self) -> str:
-        """The last lines it printed, made safe to print."""
-        text = bytes(self._tail).decode("utf-8", "replace")
-        lines = ["".join(c for c in line if c.isprintable()).rstrip() for line in text.splitlines()]
-        return "\n".join([line for line in lines if line][-_WORDS_LINES:])[-_WORDS_BYTES:]
-
-    def hang_up(self) -> None:
-        """Close our end: a rank takes that as the order to close its agent and exit."""
-        with contextlib.suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)
-
-    def kill(self) -> None:
-        """End it now; this process only, by its id."""
-        with contextlib.suppress(ProcessLookupError):
-            # A stopped process takes SIGKILL too.
-            signal.pidfd_send_signal(self.exit_fd, signal.SIGKILL)
-
-    def reap(self) -> None:
-        """Forget the process, which has ended, and close what is ours of it."""
-        self.hear_output()
-        self._process.wait()
-        self.output.close()
-        self.channel.close()
-        os.close(self.exit_fd)
-
-    def hear_output(self) -> None:
-        """Take in what it has printed."""
-        with contextlib.suppress(BlockingIOError):
-            # Bounded: a rank that floods its output must not keep us from the others.
-            for _ in range(16):
-                data = os.read(self.output.fileno(), _READ_BYTES)
-                if not data:
-                    self.silent = True
-                    break
-                self._tail += data
-                del self._tail[:-TAIL_BYTES]
-
-    def _take(self, data: bytes) -> None:
-        try:
-            lines = self._lines.feed(data)
-            replies: list[Reply] = [orjson.loads(line) for line in lines]
-        except (LineTooLong, orjson.JSONDecodeError) as error:
-            self.fatal = {"code": "Garbled", "message": f"it sent what is no answer: {error}"}
-            return
-        for reply in replies:
-            match reply["kind"]:
-                case "answer":
-                    self.answer = reply["data"]
-                case "fatal":
-                    self.fatal = reply["data"]
-                case _:
-                    self.doing = str(reply["data"].get("doing", ""))
+    def garbled(self, error: str) -> None:
+        self.fatal = {"code": "Garbled", "message": error}

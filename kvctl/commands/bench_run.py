@@ -15,10 +15,8 @@ import orjson
 
 from kvctl.bench.baseline import compare, failures
 from kvctl.bench.deltas import with_delta
-from kvctl.bench.failures import FleetError
 from kvctl.bench.fleet import Fleet
 from kvctl.bench.outcome import Measured, Outcome
-from kvctl.bench.planner import plan as make_plan
 from kvctl.bench.preset_views import PIPELINE, comparison_view, contestants, side_by_side
 from kvctl.bench.presets import Comparison
 from kvctl.bench.progress import Steps
@@ -31,6 +29,8 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
+from kvctl.fleet.failures import FleetError
+from kvctl.fleet.planner import plan as make_plan
 from kvctl.views.report import Report
 from kvctl_agent.contract.rig import Plan
 

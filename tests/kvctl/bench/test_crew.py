@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvctl.bench.crew import Crew
-from kvctl.bench.failures import RankDied, RankFailed, RankOverdue
+from kvctl.fleet.failures import RankDied, RankFailed, RankOverdue
 from kvctl_agent.contract.rig import Stop, Verify
 
 Start = Callable[..., None]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.bench.failures import FleetError
 from kvctl.bench.laps import Case, Course, Lap, cases_of, length
+from kvctl.fleet.failures import FleetError
 from kvctl_agent.contract.rig import Room
 
 
