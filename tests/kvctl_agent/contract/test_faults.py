@@ -1,0 +1,110 @@
+"""How faults are written: what is read back is what was meant, and a refusal says what would have been right."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl_agent.contract.faults import FAULTS, FAULTS_BY_NAME, Fault, FaultKind, parse_fault, parse_faults
+
+MS = 1_000_000
+SECOND = 1_000 * MS
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("control-loss=5%", {"share": 0.05}),
+        ("write-error=0.25%", {"share": 0.0025}),
+        ("abort=100%", {"share": 1.0}),
+        ("control-delay=50ms", {"ns": 50 * MS}),
+        ("slow-reader=1.5s", {"ns": 1500 * MS}),
+        ("clock-jump=-1h", {"ns": -3600 * SECOND}),
+        ("kill=decode-1@5s", {"rank": "decode-1", "at_ns": 5 * SECOND, "for_ns": None}),
+        ("kill=p1-prefill-0@0s+2s", {"rank": "p1-prefill-0", "at_ns": 0, "for_ns": 2 * SECOND}),
+        ("pause=prefill-0@5s+3s", {"rank": "prefill-0", "at_ns": 5 * SECOND, "for_ns": 3 * SECOND}),
+    ],
+)
+def test_what_is_meant(text: str, meant: dict[str, object]) -> None:
+    fault = parse_fault(text)
+    assert fault.kind is FAULTS_BY_NAME[text.partition("=")[0]]
+    assert {name: getattr(fault, name) for name in meant} == meant
+    assert parse_fault(fault.text) == fault
+
+
+@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.name)
+def test_every_kind_has_an_example_that_can_be_read(kind: FaultKind) -> None:
+    assert parse_fault(kind.example).kind is kind
+    assert kind.help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("control-los=5%", "did you mean control-loss"),
+        ("fire", "there are control-loss, control-delay"),
+        ("control-loss", "control-loss needs a value, such as control-loss=5%"),
+        ("control-loss=", "at most 100%, such as control-loss=5%"),
+        ("control-loss=0%", "more than 0%"),
+        ("control-loss=101%", "at most 100%"),
+        ("control-loss=5", "such as control-loss=5%"),
+        ("control-delay=50", "no time: write a number and one of us, ms, s, m, h"),
+        ("control-delay=2h", "2h is not from 1us to 1m"),
+        ("control-delay=-1s", "is not from"),
+        ("pause=decode-0@5s", "say for how long, such as pause=prefill-0@5s+3s"),
+        ("pause=decode-0", "takes RANK@TIME+TIME"),
+        ("kill=decode-0@soon", "'soon' is no time"),
+        ("kill=a/b@5s", "takes RANK@TIME"),
+        ("abort=10%,abort=5%", "abort is given twice"),
+        ("abort=10%,", "'' is no fault"),
+        ("", "is no fault"),
+    ],
+)
+def test_refusals_say_what_would_be_right(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        parse_faults(text)
+
+
+def test_ranks_may_be_struck_more_than_once() -> None:
+    assert len(parse_faults("kill=decode-0@1s+1s, kill=decode-1@1s+1s,pause=decode-0@9s+1s")) == 3
+
+
+def faults() -> st.SearchStrategy[Fault]:
+    def of(kind: FaultKind) -> st.SearchStrategy[Fault]:
+        if kind.unit == "share":
+            return st.integers(1, 10**8).map(lambda millionths: Fault(kind, share=millionths / 10**8))
+        if kind.unit == "rank":
+            lasting = st.integers(kind.low // 1000, kind.high // 1000).map(lambda us: us * 1000)
+            return st.builds(
+                Fault,
+                st.just(kind),
+                rank=st.from_regex(r"[a-z0-9-]{1,20}", fullmatch=True),
+                at_ns=st.integers(0, kind.high // 1000).map(lambda us: us * 1000),
+                for_ns=lasting if kind.name == "pause" else st.none() | lasting,
+            )
+        return st.integers(kind.low // 1000, kind.high // 1000).map(lambda us: Fault(kind, ns=us * 1000))
+
+    return st.sampled_from(FAULTS).flatmap(of)
+
+
+@given(faults())
+def test_text_is_read_back(fault: Fault) -> None:
+    again = parse_fault(fault.text)
+    assert again.share == pytest.approx(fault.share, abs=1e-9)
+    assert (again.kind, again.ns, again.rank, again.at_ns, again.for_ns) == (
+        fault.kind,
+        fault.ns,
+        fault.rank,
+        fault.at_ns,
+        fault.for_ns,
+    )
+
+
+@given(st.text(max_size=40))
+def test_anything_else_is_refused_in_words(text: str) -> None:
+    if text.partition("=")[0] not in FAULTS_BY_NAME:
+        with pytest.raises(ValueError, match=r"^.{1,400}$"):
+            parse_faults(text)
