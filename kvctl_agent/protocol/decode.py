@@ -147,6 +147,15 @@ class DecodeMachine(DecodeRooms):
         """Where the registry of this rank's instance is; "" for a rank of none."""
         return next((instance for instance, roster in self.rosters.items() if name in roster), "")
 
+    def _forget_departed(self) -> None:
+        """Ranks that are on no roster any more, once no room waits for what they may still have in flight."""
+        departed = self.peers.keys() - {name for roster in self.rosters.values() for name in roster}
+        if not departed:
+            return
+        for name in sorted(departed.difference(*(room.legs for room in self.rooms.values()))):
+            del self.peers[name]
+            self.act(ev.ForgetPeer(name))
+
     def _say_hello(self) -> None:
         """To every rank that is not known to be fine: a restarted one answers, and so is found out early."""
         for name in [name for roster in self.rosters.values() for name in roster]:
@@ -323,10 +332,11 @@ class DecodeMachine(DecodeRooms):
 
     def _refuse_staging(self, peer: Peer, message: msg.StagingRequest, spec: msg.PartSpec) -> None:
         self.telemetry.metrics.add("kvctl_ring_refusals_total", 1)
-        ring = self.book.ring.size_bytes
+        ring, size = self.book.ring.largest_bytes, self.book.ring.size_bytes
+        why = "can never fit" if ring == size else "fits between no two of the quarantined bytes of"
         self.note(
             "staging-refused",
-            f"a part of {spec.nbytes} bytes can never fit the ring of {ring} bytes: raise staging_ring_mb",
+            f"a part of {spec.nbytes} bytes {why} the ring of {size} bytes: raise staging_ring_mb",
             "warning",
             room=message.room,
             peer=peer.name,
@@ -350,6 +360,7 @@ class DecodeMachine(DecodeRooms):
             return
         self.telemetry.metrics.add("kvctl_ring_revokes_total", 1)
         self._free([holding])
+        self._unpin()  # it may have been the last heir of a region that is to be set aside
 
     def on_too_late(self, peer: Peer, message: msg.TooLate) -> None:
         holding = self.book.find(message.serial)
@@ -429,12 +440,13 @@ class DecodeMachine(DecodeRooms):
         now = self.now_ns
         self._graves.expire(now)
         self._say_hello()
+        self._forget_departed()
         for room in list(self.rooms.values()):
             if not room.state.finished:
                 self._check_deadline(room)
             if now >= room.resend_ns > 0:
                 self._resend(room)
-        self._revoke_oldest()
+        self._unpin()
 
 
 def _refusal(peer: Peer) -> str:

@@ -18,7 +18,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.peer import Peer
+from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.recv_room import RecvRoom, WriterLeg
 from kvctl_agent.protocol.staging import Holding, RegionState, StagingBook
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
@@ -251,8 +251,10 @@ class DecodeRooms(Machine):
             if room is not None and room.nonce == holding.room.nonce:
                 room.ungrant(holding.key)
             moved |= self.book.free(holding.region.serial)
-        if not moved:
-            return
+        if moved:
+            self._tell_opened()
+
+    def _tell_opened(self) -> None:
         opened = self.book.opened()
         if not opened:
             return
@@ -262,23 +264,49 @@ class DecodeRooms(Machine):
                 self.peers[name].watermark_sent = (round_, tail, sequence)
                 self.act(ev.Send(name, msg.Watermark(round_, tail, sequence)))
 
-    def _revoke_oldest(self) -> None:
-        """An unwritten grant that pins the ring while others wait behind it is taken back."""
-        oldest = self.book.oldest()
-        if oldest is None or not self.book.gates_somebody or not self._ready(oldest.room.peer):
+    def _unpin(self) -> None:
+        """No holding may pin the ring for ever while others wait behind it.
+
+        One that its writer has not written for long is taken back; one of a silent writer, which cannot be asked and
+        may be writing, is set aside.
+        """
+        moved = False
+        while self.book.gates_somebody and (oldest := self.book.oldest()) is not None:
+            if oldest.state is RegionState.LANDED:
+                break
+            if oldest.state is not RegionState.QUARANTINED and self._fresh(oldest.room.peer):
+                self._revoke(oldest, self.timing.revoke_ns)
+                break
+            # The watermark must not let in who was given these bytes in a later round. (Two of lost writers may
+            # overlap: neither is read.)
+            heirs = [
+                heir for heir in self.book.heirs(oldest) if not oldest.state is heir.state is RegionState.QUARANTINED
+            ]
+            self.book.ring.avoid(oldest.region.serial)
+            if heirs:
+                for heir in heirs:
+                    self._revoke(heir, 0)
+                break
+            moved |= self.book.ring.set_aside(oldest.region.serial)
+        if moved:
+            self._tell_opened()
+
+    def _fresh(self, name: str) -> bool:
+        peer = self.peers.get(name)
+        return peer is not None and peer.state is PeerState.READY
+
+    def _revoke(self, holding: Holding, patience_ns: int) -> None:
+        """Ask for an unwritten grant back that is `patience_ns` old, or again where no answer came."""
+        if holding.state is RegionState.REVOKING:
+            patience_ns = self.timing.resend_ns  # the revoke or its answer was lost
+        elif holding.state is not RegionState.GRANTED:
             return
-        if oldest.state is RegionState.GRANTED:
-            patience = self.timing.revoke_ns
-        elif oldest.state is RegionState.REVOKING:
-            patience = self.timing.resend_ns  # the revoke or its answer was lost
-        else:
+        if self.now_ns - holding.at_ns < patience_ns or not self._ready(holding.room.peer):
             return
-        if self.now_ns - oldest.at_ns < patience:
-            return
-        oldest.state = RegionState.REVOKING
-        oldest.at_ns = self.now_ns
-        key, room = oldest.key, oldest.room
-        revoke = msg.StagingRevoke(room.room, room.nonce, key.chunk, key.lo, key.hi, oldest.region.serial)
+        holding.state = RegionState.REVOKING
+        holding.at_ns = self.now_ns
+        key, room = holding.key, holding.room
+        revoke = msg.StagingRevoke(room.room, room.nonce, key.chunk, key.lo, key.hi, holding.region.serial)
         self.act(ev.Send(room.peer, revoke))
 
     # ---- time -------------------------------------------------------------------------------------------------

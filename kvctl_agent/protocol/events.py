@@ -215,6 +215,12 @@ class DropPeer(Action, frozen=True):
     peer: str
 
 
+class ForgetPeer(Action, frozen=True):
+    """Nothing will be said to this peer again: its instance has no such rank any more."""
+
+    peer: str
+
+
 class FindInstance(Action, frozen=True):
     """Ask this registry for the ranks of its prefill instance; once it is complete, RosterKnown answers, each time."""
 

@@ -5,6 +5,10 @@ waits until the watermark has passed (see `gate`). So allocation never blocks an
 
 The watermark is (round, tail) of the oldest allocation not yet freed. Freeing the last one starts a new round at
 offset 0, so an empty ring gates nobody.
+
+An allocation whose owner is silent must not hold up all others for as long. It can be set aside: it leaves the order,
+so that the watermark passes it, but keeps its bytes, which no new allocation gets until it is freed. Before that,
+whoever was given the same bytes in a later round must give them back (`heirs`), since the watermark would let them in.
 """
 
 from __future__ import annotations
@@ -45,7 +49,17 @@ class Ring:
         size_bytes: size of the ring; 0 means that there is none.
     """
 
-    __slots__ = ("_head", "_live", "_round", "_serial", "_used", "high_water_bytes", "sequence", "size_bytes")
+    __slots__ = (
+        "_avoided",
+        "_head",
+        "_live",
+        "_round",
+        "_serial",
+        "_used",
+        "high_water_bytes",
+        "sequence",
+        "size_bytes",
+    )
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -54,6 +68,7 @@ class Ring:
         self._serial = 0
         self._used = 0
         self._live: dict[int, Region] = {}  # in order of allocation: the first is the oldest
+        self._avoided: dict[int, Region] = {}  # bytes that no new allocation gets: set aside, or about to be
         self.high_water_bytes = 0
         self.sequence = 0  # grows with each move of the watermark, so that a late one is told from a new one
 
@@ -72,7 +87,7 @@ class Ring:
 
     @property
     def live(self) -> tuple[Region, ...]:
-        """Allocations not yet freed, oldest first. Safe to read from another thread."""
+        """Allocations that the watermark waits for, oldest first."""
         return tuple(self._live.values())
 
     @property
@@ -81,8 +96,24 @@ class Ring:
             return Position(region.round, region.offset)
         return Position(self._round, 0)
 
+    @property
+    def oldest(self) -> Region | None:
+        """The allocation that the watermark waits for first."""
+        return next(iter(self._live.values()), None)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest allocation possible: the whole ring, or what lies between the avoided bytes."""
+        if not self._avoided:
+            return self.size_bytes
+        largest = start = 0
+        for region in (*sorted(self._avoided.values(), key=_offset), Region(0, self.size_bytes, self.size_bytes, 0)):
+            largest = max(largest, region.offset - start)
+            start = max(start, region.end)
+        return largest
+
     def fits(self, nbytes: int) -> bool:
-        return 0 < _aligned(nbytes) <= self.size_bytes
+        return 0 < _aligned(nbytes) <= self.largest_bytes
 
     def allocate(self, nbytes: int) -> Region:
         """Grant the next `nbytes` of the log.
@@ -93,9 +124,10 @@ class Ring:
         size = _aligned(nbytes)
         if not self.fits(nbytes):
             raise LocalProtocolError(f"a part of {nbytes} bytes cannot fit a staging ring of {self.size_bytes} bytes")
-        if self._head + size > self.size_bytes:
+        while (start := self._free_from(self._head, size)) is None:
             self._round += 1
             self._head = 0
+        self._head = start
         self._serial += 1
         region = Region(self._serial, self._head, self._head + size, self._round)
         self._live[region.serial] = region
@@ -106,18 +138,55 @@ class Ring:
 
     def free(self, serial: int) -> bool:
         """Give a region back; True when that moved the watermark. Freeing twice changes nothing."""
+        aside = self._avoided.pop(serial, None)
         region = self._live.get(serial)
         if region is None:
+            if aside is not None:
+                self._used -= aside.end - aside.offset
             return False
+        self._used -= region.end - region.offset
+        return self._leave_order(serial)
+
+    def avoid(self, serial: int) -> None:
+        """From now on no new allocation gets the bytes of this one, whatever the round."""
+        if region := self._live.get(serial):
+            self._avoided[serial] = region
+
+    def heirs(self, serial: int) -> list[int]:
+        """Serials of later rounds that were given some of the bytes of a live allocation."""
+        mine = self._live[serial]
+        return [
+            other.serial
+            for other in self._live.values()
+            if other.round > mine.round and other.offset < mine.end and mine.offset < other.end
+        ]
+
+    def set_aside(self, serial: int) -> bool:
+        """Let the watermark pass a live allocation, whose bytes stay its own; True when the watermark moved."""
+        self.avoid(serial)
+        return self._leave_order(serial)
+
+    def _leave_order(self, serial: int) -> bool:
         oldest = next(iter(self._live)) == serial
         del self._live[serial]
-        self._used -= region.end - region.offset
         if not self._live:
             self._round += 1
             self._head = 0
         if oldest:
             self.sequence += 1
         return oldest
+
+    def _free_from(self, start: int, size: int) -> int | None:
+        """The first place at or after `start` for so many bytes in this round; None where there is none."""
+        for region in sorted(self._avoided.values(), key=_offset):
+            if region.offset >= start + size:
+                break
+            start = max(start, region.end)
+        return start if start + size <= self.size_bytes else None
+
+
+def _offset(region: Region) -> int:
+    return region.offset
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,7 +1,8 @@
 """The decode rank's book of grants: which part holds which ring region, and what has become of it.
 
 States of a region: granted → landed (its tag came; it is being scattered) → freed; or granted → revoking → freed;
-or quarantined, where a write may still be in flight and nobody can prove that it is not.
+or quarantined, where a write may still be in flight and nobody can prove that it is not. A region whose writer is
+silent is set aside in the ring when others wait behind it, whatever its state.
 """
 
 from __future__ import annotations
@@ -67,7 +68,13 @@ class StagingBook:
         return list(self._by_serial.copy().values())
 
     def oldest(self) -> Holding | None:
-        return next(iter(self._by_serial.values()), None)
+        """The holding that the watermark waits for."""
+        region = self.ring.oldest
+        return self._by_serial[region.serial] if region is not None else None
+
+    def heirs(self, holding: Holding) -> list[Holding]:
+        """Holdings of later rounds that were given some of its bytes."""
+        return [self._by_serial[serial] for serial in self.ring.heirs(holding.region.serial)]
 
     def grant(self, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> Holding:
         """Give a region to a part that has none; the caller has asked `ring.fits`."""
@@ -88,9 +95,7 @@ class StagingBook:
         if holding.state is RegionState.QUARANTINED:
             self.quarantined_bytes -= holding.region.end - holding.region.offset
         del self._by_part[holding.room, holding.key]
-        gated = self._gated.get(holding.room.peer)
-        if gated is not None and gated.pop(serial, None) is not None and not gated:
-            del self._gated[holding.room.peer]
+        self._ungate(holding)
         serials = self._by_room[holding.room]
         serials.discard(serial)
         if not serials:
@@ -107,6 +112,13 @@ class StagingBook:
         if holding.state is not RegionState.QUARANTINED:
             holding.state = RegionState.QUARANTINED
             self.quarantined_bytes += holding.region.end - holding.region.offset
+            self.ring.avoid(holding.region.serial)
+            self._ungate(holding)  # its writer waits for nothing that we could tell
+
+    def _ungate(self, holding: Holding) -> None:
+        gated = self._gated.get(holding.room.peer)
+        if gated is not None and gated.pop(holding.region.serial, None) is not None and not gated:
+            del self._gated[holding.room.peer]
 
     def opened(self) -> list[str]:
         """Peers that hold a grant which the watermark has passed since they were last told."""

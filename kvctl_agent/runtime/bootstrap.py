@@ -17,7 +17,7 @@ from kvctl_agent.runtime import endpoints
 
 _REQUESTS_A_TURN = 64
 _ASK_EVERY_NS = 200_000_000
-_REPEAT_EVERY_NS = 5_000_000_000  # a registry that was restarted hears of us again
+_REPEAT_EVERY_NS = 1_000_000_000  # a registry that was restarted hears of us again
 
 
 class RegistryServer:

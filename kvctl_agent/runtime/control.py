@@ -93,6 +93,7 @@ class ControlLoop:
             ev.Overlapped: hands.overlapped,
             ev.ConnectPeer: self._connect_peer,
             ev.DropPeer: self._drop_peer,
+            ev.ForgetPeer: self._forget_peer,
             ev.FindInstance: self._find_instance,
         }
 
@@ -230,3 +231,7 @@ class ControlLoop:
     def _drop_peer(self, action: ev.DropPeer) -> None:
         self._hands.drop_peer(action.peer)
         self._registries.hurry()
+
+    def _forget_peer(self, action: ev.ForgetPeer) -> None:
+        self._hands.drop_peer(action.peer)
+        self._links.disconnect(action.peer)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from simulation import SECOND, World, registry
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev
-
-kept = pytest.mark.xfail(
-    reason="DecodeMachine keeps every peer it ever met: it must forget these and have Links drop them"
-)
 
 
 def replace(world: World, life: int) -> tuple[str, ...]:
@@ -30,7 +25,6 @@ def pass_time(world: World, seconds: int) -> None:
         world.flush()
 
 
-@kept
 def test_a_lost_rank_that_left_its_roster_is_forgotten() -> None:
     world = World(Side(tp=2), Side())
     world.connect()
@@ -40,7 +34,6 @@ def test_a_lost_rank_that_left_its_roster_is_forgotten() -> None:
     assert set(world.d().peers) == set(names)
 
 
-@kept
 def test_it_is_kept_while_a_room_still_waits_for_it() -> None:
     """Its pages are not free before it has drained, so it must still be known when it says so."""
     world = World(Side(tp=2), Side())
