@@ -96,15 +96,6 @@ def test_freeing_in_any_order_ends_in_the_same_place() -> None:
         assert log.head == 0
 
 
-def test_empty_ring_gates_nobody() -> None:
-    """Head left mid-ring with nothing live: the next round starts at 0, and everything that fits is open."""
-    log = ring(3)
-    log.free(log.allocate(2 * UNIT).serial)
-    region = log.allocate(3 * UNIT)
-    assert region.offset == 0
-    assert open_now(log, region)
-
-
 def test_freeing_twice_changes_nothing() -> None:
     log = ring(3)
     region = log.allocate(UNIT)
@@ -137,17 +128,26 @@ def test_a_serial_is_never_used_again() -> None:
         log.free(serial)
 
 
-steps = st.lists(st.one_of(st.integers(1, 4), st.integers(-6, -1)), max_size=60)
+ASIDE = 9
+steps = st.lists(st.one_of(st.integers(1, 4), st.integers(-6, -1), st.just(ASIDE)), max_size=60)
 
 
 @given(units=st.integers(1, 5), script=steps)
 def test_no_two_writers_that_obey_the_watermark_meet(units: int, script: list[int]) -> None:
-    """A positive step asks for so many units, a negative one frees one of the live regions; any open one may write."""
+    """A positive step asks for so many units, a negative one frees one of the regions, `ASIDE` sets the oldest aside
+    when its heirs have given theirs back; any open one may write, one set aside at any time."""
     log = ring(units)
     live: list[Region] = []
     begun: set[int] = set()
     for step in script:
-        if step > 0:
+        if step == ASIDE:
+            if (oldest := log.oldest) is not None:
+                for serial in log.heirs(oldest.serial):
+                    assert serial not in begun, "an heir waits behind whom it inherits from"
+                    live = [region for region in live if region.serial != serial]
+                    log.free(serial)
+                assert log.set_aside(oldest.serial)
+        elif step > 0:
             if log.fits(step * UNIT):
                 live.append(log.allocate(step * UNIT))
         elif live:
@@ -159,8 +159,8 @@ def test_no_two_writers_that_obey_the_watermark_meet(units: int, script: list[in
         for place, one in enumerate(writers):
             for other in writers[:place]:
                 assert one.end <= other.offset or other.end <= one.offset, (one, other)
-        if live:
-            assert open_now(log, live[0]), "the oldest is always open, so there is always progress"
+        if log.oldest is not None:
+            assert open_now(log, log.oldest), "the oldest is always open, so there is always progress"
         assert log.used_bytes == sum(region.end - region.offset for region in live)
 
 
@@ -172,3 +172,49 @@ def test_regions_open_in_the_order_in_which_they_were_given(units: int, sizes: l
         opened = [open_now(log, region) for region in live]
         assert opened == sorted(opened, reverse=True)
         log.free(live.pop(0).serial)
+
+
+class TestSetAside:
+    def test_the_watermark_passes_it_and_new_allocations_skip_it(self) -> None:
+        log = ring(4)
+        silent, other = log.allocate(UNIT), log.allocate(3 * UNIT)
+        assert log.set_aside(silent.serial)
+        assert log.watermark == Position(0, UNIT)
+        log.free(other.serial)
+        assert [log.allocate(UNIT).offset // UNIT for _ in range(4)] == [1, 2, 3, 1]
+        assert log.used_bytes == 5 * UNIT
+
+    def test_its_bytes_are_used_again_once_it_is_freed(self) -> None:
+        log = ring(2)
+        silent = log.allocate(UNIT)
+        log.set_aside(silent.serial)
+        assert not log.free(silent.serial), "the watermark had passed it"
+        assert log.used_bytes == 0
+        assert log.fits(2 * UNIT)
+        assert log.allocate(2 * UNIT).offset == 0
+
+    def test_whoever_was_given_its_bytes_in_a_later_round_is_its_heir(self) -> None:
+        log = ring(4)
+        first, second, heir, distant = (log.allocate(2 * UNIT) for _ in range(4))
+        assert log.heirs(first.serial) == [heir.serial]
+        assert log.heirs(second.serial) == [distant.serial]
+        log.avoid(first.serial)
+        log.free(heir.serial)
+        assert log.heirs(first.serial) == []
+        assert log.allocate(2 * UNIT).offset == 2 * UNIT, "it is avoided before it is set aside, too"
+
+    def test_what_fits_between_no_two_avoided_regions_is_refused(self) -> None:
+        log = ring(5)
+        regions = [log.allocate(UNIT) for _ in range(5)]
+        for place in (1, 3):
+            log.avoid(regions[place].serial)
+        assert log.largest_bytes == UNIT
+        assert not log.fits(2 * UNIT)
+        log.free(regions[3].serial)
+        assert log.largest_bytes == 3 * UNIT
+
+    def test_setting_the_last_one_aside_starts_a_new_round(self) -> None:
+        log = ring(2)
+        log.set_aside(log.allocate(UNIT).serial)
+        assert log.watermark == Position(1, 0)
+        assert open_now(log, log.allocate(UNIT)), "an empty ring gates nobody"

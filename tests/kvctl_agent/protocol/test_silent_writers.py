@@ -1,0 +1,123 @@
+"""Writers that fall silent with ring regions in their hands must not hold up the others, nor be written over."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from simulation import SECOND, UNIT, Instance, Item, World
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol.staging import RegionState
+
+SILENT = "prefill-0"
+
+
+def world(ring: int = 4) -> World:
+    """Two prefill instances of one rank each; a page is two units of the ring."""
+    made = World(Side(), Side(), others=[Instance(Side())], ring=ring, chunk_pages=1)
+    made.connect()
+    return made
+
+
+def pass_time(world: World, seconds: float) -> None:
+    for _ in range(int(seconds * 10)):
+        world.tick(SECOND // 10)
+        world.flush()
+
+
+def held_up(made: World, *, posted: bool) -> list[Item]:
+    """The silent writer has the oldest region of the ring, posted or not, and then stops; what its engine will say."""
+    later: list[Item] = []
+    made.receive(7, 1)
+    made.flush()
+    made.send(7, 1)
+    if posted:
+        while not made.flying:
+            made.happen(made.pool.pop(made.ready()[0]))
+    else:
+        engine = made.pool.pop()
+        made.pool.append(engine._replace(what=engine.what[:2]))  # asks for staging, its forward is not done
+        later.append(engine._replace(what=engine.what[2:]))
+        made.flush()
+    assert len(made.d().book) == 1
+    made.paused.add(SILENT)
+    return later
+
+
+def run(made: World, rooms: range) -> list[RoomState]:
+    """Rooms of the other instance."""
+    opened = [made.receive(room, 2, instance=1) for room in rooms]
+    made.flush()
+    for room in rooms:
+        made.send(room, 2, instance=1)
+    made.flush()
+    pass_time(made, 2)
+    return [room.state for room in opened]
+
+
+@pytest.mark.parametrize("posted", [False, True])
+@pytest.mark.parametrize("silence_s", [4, 20])
+def test_the_others_go_on_and_what_it_had_in_flight_lands_where_nobody_is(posted: bool, silence_s: int) -> None:
+    """4 s: suspect, its room still alive. 20 s: lost, its room failed and its region quarantined."""
+    made = world()
+    later = held_up(made, posted=posted)
+    pass_time(made, silence_s)
+    assert run(made, range(20, 30)) == [RoomState.SUCCESS] * 10
+    lost = silence_s > 15
+    (held,) = made.d().book.holdings()
+    assert held.state is (RegionState.QUARANTINED if lost else RegionState.GRANTED)
+    assert made.d().book.quarantined_bytes == (2 * UNIT if lost else 0)
+    made.paused.clear()
+    made.pool += later
+    pass_time(made, 8)
+    room = next(room for room in made.rooms.values() if room.room == 7)
+    assert room.state is (RoomState.FAILED if lost else RoomState.SUCCESS)
+    assert room.released
+    assert made.d().book.ring.used_bytes == made.d().book.quarantined_bytes == 0
+
+
+def test_heirs_that_wait_behind_it_get_other_bytes() -> None:
+    """They were given its bytes in the next round before anybody knew that it was silent."""
+    made = world()
+    held_up(made, posted=True)
+    assert run(made, range(20, 26)) != [RoomState.SUCCESS] * 6, "somebody waits behind it"
+    pass_time(made, 4)
+    assert [room.state for room in made.rooms.values() if room.room != 7] == [RoomState.SUCCESS] * 6
+    assert made.counts["StagingRevoke"] >= 1
+    made.paused.clear()
+    made.settle()
+    made.check_empty()
+
+
+def test_a_ring_that_is_all_quarantined_makes_parts_take_another_path() -> None:
+    made = world(ring=2)
+    held_up(made, posted=True)
+    pass_time(made, 20)
+    assert made.d().book.ring.largest_bytes == 0
+    assert run(made, range(20, 22)) == [RoomState.SUCCESS] * 2
+    assert made.counts["StagingRefused"] >= 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_silences_of_either_instance(seed: int) -> None:
+    dice = random.Random(seed)
+    made = world(ring=dice.choice([4, 5, 6]))
+    names = [*made.names_of(0), *made.names_of(1)]
+    for turn in range(8):
+        for number in range(3):
+            room, instance = 100 + 10 * turn + number, dice.randrange(2)
+            if all(made.d().peers[name].usable for name in names):
+                made.receive(room, dice.randint(1, 3), instance=instance)
+                made.stir(dice, 20)
+                pages = list(made.rooms.values())[-1].total_pages
+                made.send(room, pages, instance=instance)
+        made.stir(dice, dice.randrange(60), loss=0.05, copies=0.05)
+        made.paused = set(dice.sample(names, dice.randrange(3)))
+        for _ in range(dice.randrange(25)):
+            made.tick(SECOND)
+            made.stir(dice, 20, loss=0.05)
+    made.paused.clear()
+    made.settle()
+    made.check_empty()
