@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from moments import under_way
 from simulation import SECOND, TIMING, World, direct
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev
-
-
-def under_way(steps: int, *, ring: int = 2) -> World:
-    """Two rooms and two writers, some way into their transfer."""
-    world = World(Side(tp=2), Side(), ring=ring, chunk_pages=1)
-    world.connect()
-    for room in (7, 8):
-        world.receive(room, 4)
-        world.send(room, 4)
-    for _ in range(steps):
-        if places := world.ready():
-            world.happen(world.pool.pop(places[0]))
-    return world
-
 
 STAGES = [0, 5, 12, 20, 30, 40, 60]
 

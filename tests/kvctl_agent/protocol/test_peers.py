@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from moments import in_flight, silence
 from simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 
 from kvctl_agent.contract.states import RoomState
@@ -16,28 +17,6 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill import MAX_PEERS
-from kvctl_agent.protocol.ring import Position
-
-
-def silence(world: World, name: str, seconds: float) -> None:
-    """An agent is stopped for so long while the others go on."""
-    world.paused.add(name)
-    for _ in range(round(seconds)):
-        world.tick(SECOND)
-        world.flush()
-    world.paused.discard(name)
-
-
-def in_flight(*, choose: object = None) -> World:
-    """One room with a write of prefill-0 that has begun and has not completed."""
-    world = World(Side(tp=2), Side(), **({"choose": choose} if choose else {}))  # type: ignore[arg-type]
-    world.connect()
-    world.receive(7, 4)
-    world.send(7, 4)
-    while not [write for write in world.flying if write.writer == "prefill-0"]:
-        place = next(n for n in world.ready() if world.pool[n].kind != "complete")
-        world.happen(world.pool.pop(place))
-    return world
 
 
 class TestStates:
@@ -228,23 +207,6 @@ def test_a_restart_that_nobody_proves_is_found_out_by_a_hello_to_the_suspect() -
         world.tick(SECOND // 2)
         world.flush()
     assert world.now_ns - start < TIMING.suspect_ns + 2 * SECOND
-
-
-def test_an_old_watermark_does_not_open_grants_of_a_new_incarnation() -> None:
-    """Nor does an old high sequence mask new ones."""
-    world = World(Side(), Side())
-    world.connect()
-    old = world.d().local.incarnation
-    world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 99)))
-    assert world.p().peers["decode-0"].gate.position == Position(9, 512)
-    world.restart("decode-0")
-    world.connect()
-    gate = world.p().peers["decode-0"].gate
-    assert gate.position == Position(0, 0)
-    world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 100)))
-    assert gate.position == Position(0, 0)
-    world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.Watermark(1, 0, 1)))
-    assert gate.position == Position(1, 0)
 
 
 def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:

@@ -6,12 +6,12 @@ import random
 
 import numpy as np
 import pytest
-from simulation import SECOND, TIMING, UNIT, Item, World, direct, staged
+from moments import dropped, messages_to, run_until, take
+from simulation import SECOND, Item, World, direct, staged
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.side import Side
-from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
@@ -25,35 +25,6 @@ LAYOUTS = [
     (Side(tp=4), Side(tp=2)),
     (Side(dp=2, tp=2), Side(dp=2)),
 ]
-
-
-def messages_to(world: World, name: str, kind: type[msg.Message]) -> list[Item]:
-    """Undelivered messages of one type."""
-    return [
-        item
-        for item in world.pool
-        if item.kind == "message" and item.to == name and isinstance(codec.decode(item.what)[1][0], kind)
-    ]
-
-
-def take(world: World, kind: str, to: str | None = None) -> Item:
-    """The first thing of a kind out of the pool."""
-    place = next(n for n, item in enumerate(world.pool) if item.kind == kind and to in (None, item.to))
-    return world.pool.pop(place)
-
-
-def run_until(world: World, kind: str) -> None:
-    """Let everything else happen until only things of this kind are left."""
-    while places := [place for place in world.ready() if world.pool[place].kind != kind]:
-        world.happen(world.pool.pop(places[0]))
-
-
-def dropped(world: World, name: str, reason: str) -> float:
-    return world.machines[name].telemetry.metrics.total("kvctl_control_dropped_total", reason)
-
-
-def tags_dropped(world: World, reason: str) -> float:
-    return world.d().telemetry.metrics.total("kvctl_tags_dropped_total", reason)
 
 
 @pytest.mark.parametrize("choose", [staged, direct])
@@ -128,21 +99,6 @@ def test_rooms_opened_before_the_instance_is_there_are_opened_when_it_is() -> No
     assert world.sent["prefill-1", 7] is RoomState.SUCCESS
 
 
-@pytest.mark.parametrize("split", [(), (1,), (1, 1), (3,), (1, 3), (4,), (5,)])
-@pytest.mark.parametrize("prefix", [0, 1, 2, 3, 5])
-def test_the_two_sides_agree_on_chunks_however_the_prompt_was_sent_and_whatever_was_cached(
-    split: tuple[int, ...], prefix: int
-) -> None:
-    """The two sides disagreeing on chunks after a prefix hit: the grid has its numbers from the prompt's first page."""
-    world = World(Side(tp=2), Side(), chunk_pages=2)
-    world.connect()
-    world.receive(7, 5, prefix=prefix)
-    world.send(7, 5, split=split)
-    world.settle()
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
-    world.check_empty()
-
-
 def test_the_tail_of_a_send_is_held_back_to_the_grid() -> None:
     world = World(Side(), Side(), chunk_pages=4, choose=direct)
     world.connect()
@@ -154,19 +110,6 @@ def test_the_tail_of_a_send_is_held_back_to_the_grid() -> None:
     world.feed("prefill-0", ev.SendPages(7, np.arange(3, 6, dtype=np.int32), True, 1))
     begins = [item.what.order for item in world.pool if item.kind == "begin"]
     assert [(order.key.chunk, order.src_pages.tolist()) for order in begins] == [(0, [0, 1, 2, 3]), (1, [4, 5])]
-
-
-def test_a_room_without_pages_still_moves_its_aux_row() -> None:
-    """A zero-page last chunk that is skipped and takes aux with it."""
-    world = World(Side(tp=2), Side())
-    world.connect()
-    room = world.receive(7, 3, prefix=3, aux=5)
-    world.send(7, 3)
-    world.flush()
-    assert room.state is RoomState.SUCCESS
-    assert room.aux_written == 1
-    world.settle()
-    world.check_empty()
 
 
 def test_a_room_without_pages_and_aux_succeeds_when_all_have_accepted() -> None:
@@ -188,41 +131,6 @@ def test_aux_is_queued_only_after_all_kv_parts_of_its_leg() -> None:
     run_until(world, "begin")
     kinds = [item.what.order.kind for item in world.pool]
     assert kinds == [PartKind.KV] * 3 + [PartKind.AUX]
-
-
-def test_success_needs_the_set_of_cells_and_not_a_count_of_arrivals() -> None:
-    """Completion fired on the *last* chunk's arrival; arrivals counted instead of collected."""
-    world = World(Side(), Side(), chunk_pages=1, choose=direct)
-    world.connect()
-    room = world.receive(7, 3, aux=-1)
-    world.send(7, 3)
-    run_until(world, "tag")
-    tags = [item.what for item in world.pool if item.kind == "tag"]
-    world.pool = [item for item in world.pool if item.kind != "tag"]
-    for tag in (tags[2], tags[2], tags[2], tags[0], tags[0]):
-        world.feed("decode-0", ev.Arrived(Tag.unpack(tag), 1))
-    assert room.state is RoomState.TRANSFERRING
-    assert tags_dropped(world, "duplicate") == 3
-    world.feed("decode-0", ev.Arrived(Tag.unpack(tags[1]), 1))
-    assert room.state is RoomState.SUCCESS
-
-
-def test_success_waits_for_every_scatter() -> None:
-    """`Success` with a scatter still out and no deadline on that state."""
-    world = World(Side(), Side())
-    world.connect()
-    room = world.receive(7, 2)
-    world.send(7, 2)
-    run_until(world, "scatter")
-    assert room.state is RoomState.TRANSFERRING
-    while world.now_ns < 2 * TIMING.waiting_ns and not room.state.finished:
-        run_until(world, "scatter")
-        world.tick(SECOND)
-    assert room.failure["code"] == "KV_ROOM_STUCK_SCATTER"
-    assert "writer 0 chunk 0 landed but is not in its pages" in room.failure["text"]
-    assert not room.released, "the scatter may still run"
-    world.settle()
-    assert room.released
 
 
 def test_every_message_twice_and_every_tag_twice_change_nothing() -> None:
@@ -314,35 +222,6 @@ def test_a_second_opening_of_an_active_number_is_refused() -> None:
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
 
-@pytest.mark.parametrize("loss", ["request", "grants", "accepted", "done", "ack", "tag", "watermark"])
-def test_what_is_lost_is_said_again(loss: str) -> None:
-    """A request or answer lost on reconnect."""
-    lost_type = {
-        "request": msg.StagingRequest,
-        "grants": msg.StagingGrants,
-        "accepted": msg.RoomAccepted,
-        "done": msg.RoomDone,
-        "ack": msg.Ack,
-        "watermark": msg.Watermark,
-    }.get(loss)
-    world = World(Side(tp=2), Side(), ring=2)
-    world.connect()
-    world.receive(7, 4)
-    world.send(7, 4)
-    lost = 0
-    while places := world.ready():
-        item = world.pool.pop(places[0])
-        kind = type(codec.decode(item.what)[1][0]) if item.kind == "message" else None
-        if (item.kind == "tag" and loss == "tag") or (kind is not None and kind is lost_type):
-            lost += 1
-            continue
-        world.happen(item)
-    assert lost
-    world.settle(ticks=10)
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
-    world.check_empty()
-
-
 def test_a_lost_tag_of_a_part_that_holds_up_another_part_of_its_own_room_is_repaired() -> None:
     """Found by a random schedule: the later part waits for the ring region that the untold one still holds."""
     world = World(Side(), Side(), ring=2, chunk_pages=1)
@@ -372,24 +251,6 @@ def test_a_rank_that_owes_nothing_learns_how_a_room_ended_even_if_it_was_thought
     world.d().on_peer_lost(world.d().peers[idle], "test")
     world.settle(ticks=20)
     assert world.sent[idle, 7] is RoomState.SUCCESS
-
-
-def test_a_part_that_can_never_fit_the_ring_takes_another_path_and_is_counted() -> None:
-    """A silent fall-back to a path a thousand times slower."""
-    world = World(Side(), Side(), ring=3, chunk_pages=2)
-    world.connect()
-    room = world.receive(7, 3)
-    world.send(7, 3)
-    world.settle()
-    metrics = world.p().telemetry.metrics
-    assert room.state is RoomState.SUCCESS
-    assert metrics.total("kvctl_fallbacks_total", "ring-too-small") == 1
-    assert metrics.total("kvctl_parts_total", "slice") == 1
-    assert metrics.total("kvctl_parts_total", "staged") == 1
-    events = world.p().telemetry.recorder.since(None, 50)["events"]
-    (text,) = [event["text"] for event in events if event["kind"] == "fallback"]
-    assert f"needs {4 * UNIT} bytes, the ring of decode-0 has {3 * UNIT}: sent by slice" in text
-    world.check_empty()
 
 
 def test_a_ring_of_no_bytes_serves_every_room_by_another_path() -> None:

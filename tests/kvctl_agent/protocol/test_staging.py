@@ -4,59 +4,20 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
-from simulation import SECOND, TIMING, UNIT, World, direct
+from moments import asked, compute, give, granted, part, said
+from simulation import SECOND, UNIT, World, direct
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
-from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.ring import Position, Ring
-from kvctl_agent.protocol.send_room import Part
 from kvctl_agent.protocol.staging import RegionState, StagingBook
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
 
 ROOM = RoomKey("prefill-0", 7, 1)
-
-
-def asked(pages: int = 2, *, ring: int = 4, prefill: Side | None = None) -> World:
-    """One room, opened and prefetched at every writer, with no message of staging delivered yet."""
-    world = World(prefill or Side(), Side(), ring=ring, chunk_pages=1)
-    world.connect()
-    world.receive(7, pages, aux=-1)
-    world.flush()
-    for rank in range(world.prefill.size):
-        world.feed(f"prefill-{rank}", ev.SendRoom(7))
-        world.feed(f"prefill-{rank}", ev.Prefetch(7))
-    return world
-
-
-def said(world: World, to: str) -> list[msg.Message]:
-    """Messages on their way to one agent, taken off the wire."""
-    found = [item for item in world.pool if item.kind == "message" and item.to == to]
-    world.pool = [item for item in world.pool if item not in found]
-    return [message for item in found for message in codec.decode(item.what)[1]]
-
-
-def give(world: World, *messages: msg.Message, to: str = "prefill-0", by: str = "decode-0") -> None:
-    for message in messages:
-        world.feed(to, ev.Received(by, world.machines[by].local.incarnation, message))
-
-
-def pages(world: World, count: int, *, last: bool = True, rank: int = 0) -> None:
-    name = f"prefill-{rank}"
-    first = len(world.source)
-    indices = np.arange(first, first + count, dtype=np.int32)
-    for position, page in enumerate(indices.tolist()):
-        world.source[name, page] = (7, position)
-    world.feed(name, ev.SendPages(7, indices, last, 1))
-
-
-def part(world: World, chunk: int = 0) -> Part:
-    return world.p()._legs["decode-0", 7, 1000].parts[PartKey(0, chunk, 0, 2)]
 
 
 def test_all_parts_of_a_room_are_asked_for_in_one_message() -> None:
@@ -126,16 +87,6 @@ def test_no_grants_while_the_room_has_failed() -> None:
     assert len(world.d().book) == 0
 
 
-def test_a_gated_part_is_parked_and_holds_no_place_with_a_worker() -> None:
-    world = asked(4, ring=4)
-    world.flush()
-    pages(world, 4)
-    orders = [item for item in world.pool if item.kind == "begin"]
-    assert [order.what.order.key.chunk for order in orders] == [0, 1]
-    assert [parked.key.chunk for _, parked in world.p().parked()] == [2, 3]
-    assert world.p()._legs["decode-0", 7, 1000].in_flight == 2
-
-
 def test_parked_parts_of_two_rooms_with_one_nonce_are_told_apart() -> None:
     world = World(Side(), Side(), ring=2, chunk_pages=1)
     world.connect()
@@ -167,43 +118,6 @@ def test_a_gated_grant_that_is_given_back_gates_nobody() -> None:
     assert not book.gates_somebody
 
 
-def test_a_late_or_restarted_subscriber_hears_the_watermark_from_a_heartbeat() -> None:
-    """A late or restarted subscriber never hears the watermark."""
-    world = asked(3, ring=2)
-    world.flush()
-    pages(world, 3)
-    while places := world.ready():
-        item = world.pool.pop(places[0])
-        if item.kind != "message" or not isinstance(codec.decode(item.what)[1][0], msg.Watermark):
-            world.happen(item)
-    assert len(world.p().parked()) == 2
-    for _ in range(3):
-        world.tick(SECOND)
-        world.flush()
-    assert world.p().parked() == []
-
-
-def granted(world: World) -> msg.StagingGrants:
-    (request,) = said(world, "decode-0")
-    give(world, request, to="decode-0", by="prefill-0")
-    (grants,) = said(world, "prefill-0")
-    assert isinstance(grants, msg.StagingGrants)
-    return grants
-
-
-def test_a_grant_up_to_the_revoked_serial_is_ignored_and_a_later_one_is_taken() -> None:
-    world = asked(1)
-    grants = granted(world)
-    serial = grants.grants[0].serial
-    give(world, msg.StagingRevoke(7, 1000, 0, 0, 2, serial))
-    assert said(world, "decode-0")[0] == msg.StagingRevoked(7, 1000, serial)
-    give(world, grants)
-    assert part(world).grant is None
-    later = msg.Grant(0, 0, 2, serial + 1, 0, 2 * UNIT, 0)
-    give(world, msg.StagingGrants(7, 1000, [later], grants.watermark))
-    assert part(world).grant == later
-
-
 def test_a_revoked_part_is_asked_for_again() -> None:
     world = asked(1)
     grants = granted(world)
@@ -217,77 +131,9 @@ def test_a_revoke_of_a_part_that_was_handed_on_is_too_late() -> None:
     world = asked(1)
     grants = granted(world)
     give(world, grants)
-    pages(world, 1)
+    compute(world, 1)
     give(world, msg.StagingRevoke(7, 1000, 0, 0, 2, grants.grants[0].serial))
     assert said(world, "decode-0") == [msg.TooLate(7, 1000, grants.grants[0].serial)]
-
-
-def test_a_writer_that_has_buried_the_room_gives_the_grant_back() -> None:
-    world = asked(1)
-    grants = granted(world)
-    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
-    world.settle()
-    give(world, msg.StagingRevoke(7, 1000, 0, 0, 2, grants.grants[0].serial))
-    assert said(world, "decode-0") == [msg.StagingRevoked(7, 1000, grants.grants[0].serial)]
-
-
-def test_while_a_revoke_is_open_the_part_gets_no_answer_and_afterwards_a_new_serial() -> None:
-    world = asked(1)
-    (request,) = said(world, "decode-0")
-    give(world, request, to="decode-0", by="prefill-0")
-    said(world, "prefill-0")
-    (holding,) = world.d().book.holdings()
-    holding.state = RegionState.REVOKING
-    give(world, request, to="decode-0", by="prefill-0")
-    assert said(world, "prefill-0") == []
-    serial = holding.region.serial
-    give(world, msg.StagingRevoked(7, 1000, serial), request, to="decode-0", by="prefill-0")
-    (grants,) = said(world, "prefill-0")
-    assert isinstance(grants, msg.StagingGrants)
-    assert grants.grants[0].serial > serial
-
-
-@pytest.mark.parametrize("answer", [msg.StagingRevoked, msg.TooLate])
-def test_answers_to_a_revoke_that_name_another_serial_are_ignored(answer: type[msg.StagingRevoked]) -> None:
-    world = asked(1)
-    granted(world)
-    (holding,) = world.d().book.holdings()
-    give(world, answer(7, 1000, holding.region.serial), to="decode-0", by="prefill-0")
-    assert holding.state is RegionState.GRANTED
-    holding.state = RegionState.REVOKING
-    give(world, answer(7, 1000, holding.region.serial + 1), to="decode-0", by="prefill-0")
-    assert holding.state is RegionState.REVOKING
-    assert len(world.d().book) == 1
-
-
-def test_an_unwritten_grant_that_pins_the_ring_is_taken_back() -> None:
-    """A cycle through memory held by rooms that wait for the watermark."""
-    world = World(Side(), Side(), ring=2, chunk_pages=1)
-    world.connect()
-    for room in (7, 8):
-        world.receive(room, 1, aux=-1)
-    world.flush()
-    for room in (7, 8):
-        world.feed("prefill-0", ev.SendRoom(room))
-        world.feed("prefill-0", ev.Prefetch(room))
-        world.flush()
-    world.source["prefill-0", 0] = (8, 0)
-    world.feed("prefill-0", ev.SendPages(8, np.zeros(1, np.int32), True, 1))
-    world.feed("prefill-0", ev.Finish(8, 1, 1))
-    assert [leg.room for leg, _ in world.p().parked()] == [8], "room 7 holds the ring and its engine is not done"
-    ended = world.now_ns + 3 * TIMING.revoke_ns
-    while not world.rooms["decode-0", 8, 1001].state.finished and world.now_ns < ended:
-        world.tick(SECOND)
-        world.flush()
-    assert world.rooms["decode-0", 8, 1001].state is RoomState.SUCCESS
-    assert world.d().telemetry.metrics.total("kvctl_ring_revokes_total") == 1
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.WAITING_FOR_INPUT
-    world.source["prefill-0", 1] = (7, 0)
-    world.feed("prefill-0", ev.SendPages(7, np.ones(1, np.int32), True, 1))
-    world.feed("prefill-0", ev.Finish(7, 1, 1))
-    world.sent = {("prefill-0", 7): RoomState.SUCCESS, ("prefill-0", 8): RoomState.SUCCESS}
-    world.settle()
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
 
 def test_nothing_is_revoked_while_nobody_waits() -> None:
@@ -303,7 +149,7 @@ def test_a_tag_of_a_grant_that_was_given_back_changes_nothing() -> None:
     """Reuse under an in-flight write: only the very grant is believed."""
     world = asked(1)
     world.flush()
-    pages(world, 1)
+    compute(world, 1)
     world.feed("prefill-0", ev.Finish(7, 1, 1))
     (begin,) = [item for item in world.pool if item.kind == "begin"]
     (holding,) = world.d().book.holdings()

@@ -1,0 +1,124 @@
+"""A simulated world stopped at a moment that matters, and the small words to look at it and to push it on."""
+
+from __future__ import annotations
+
+import numpy as np
+from simulation import SECOND, Item, World
+
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.send_room import Part
+from kvctl_agent.protocol.tag import PartKey
+
+
+def asked(pages: int = 2, *, ring: int = 4, prefill: Side | None = None) -> World:
+    """One room, opened and prefetched at every writer, with no message of staging delivered yet."""
+    world = World(prefill or Side(), Side(), ring=ring, chunk_pages=1)
+    world.connect()
+    world.receive(7, pages, aux=-1)
+    world.flush()
+    for rank in range(world.prefill.size):
+        world.feed(f"prefill-{rank}", ev.SendRoom(7))
+        world.feed(f"prefill-{rank}", ev.Prefetch(7))
+    return world
+
+
+def granted(world: World) -> msg.StagingGrants:
+    """The request of such a room is answered; the answer, taken off the wire."""
+    (request,) = said(world, "decode-0")
+    give(world, request, to="decode-0", by="prefill-0")
+    (grants,) = said(world, "prefill-0")
+    assert isinstance(grants, msg.StagingGrants)
+    return grants
+
+
+def under_way(steps: int, *, ring: int = 2) -> World:
+    """Two rooms and two writers, some way into their transfer."""
+    world = World(Side(tp=2), Side(), ring=ring, chunk_pages=1)
+    world.connect()
+    for room in (7, 8):
+        world.receive(room, 4)
+        world.send(room, 4)
+    for _ in range(steps):
+        if places := world.ready():
+            world.happen(world.pool.pop(places[0]))
+    return world
+
+
+def in_flight(*, choose: object = None) -> World:
+    """One room with a write of prefill-0 that has begun and has not completed."""
+    world = World(Side(tp=2), Side(), **({"choose": choose} if choose else {}))  # type: ignore[arg-type]
+    world.connect()
+    world.receive(7, 4)
+    world.send(7, 4)
+    while not [write for write in world.flying if write.writer == "prefill-0"]:
+        place = next(n for n in world.ready() if world.pool[n].kind != "complete")
+        world.happen(world.pool.pop(place))
+    return world
+
+
+def silence(world: World, name: str, seconds: float) -> None:
+    """An agent is stopped for so long while the others go on."""
+    world.paused.add(name)
+    for _ in range(round(seconds)):
+        world.tick(SECOND)
+        world.flush()
+    world.paused.discard(name)
+
+
+def messages_to(world: World, name: str, kind: type[msg.Message]) -> list[Item]:
+    """Undelivered messages of one type."""
+    return [
+        item
+        for item in world.pool
+        if item.kind == "message" and item.to == name and isinstance(codec.decode(item.what)[1][0], kind)
+    ]
+
+
+def said(world: World, to: str) -> list[msg.Message]:
+    """Messages on their way to one agent, taken off the wire."""
+    found = [item for item in world.pool if item.kind == "message" and item.to == to]
+    world.pool = [item for item in world.pool if item not in found]
+    return [message for item in found for message in codec.decode(item.what)[1]]
+
+
+def give(world: World, *messages: msg.Message, to: str = "prefill-0", by: str = "decode-0") -> None:
+    """An agent hears these from another one, in its present life."""
+    for message in messages:
+        world.feed(to, ev.Received(by, world.machines[by].local.incarnation, message))
+
+
+def compute(world: World, count: int, *, last: bool = True, rank: int = 0) -> None:
+    """The engine of one rank has computed the next pages of room 7."""
+    name = f"prefill-{rank}"
+    first = len(world.source)
+    indices = np.arange(first, first + count, dtype=np.int32)
+    for position, page in enumerate(indices.tolist()):
+        world.source[name, page] = (7, position)
+    world.feed(name, ev.SendPages(7, indices, last, 1))
+
+
+def part(world: World, chunk: int = 0) -> Part:
+    return world.p()._legs["decode-0", 7, 1000].parts[PartKey(0, chunk, 0, 2)]
+
+
+def take(world: World, kind: str, to: str | None = None) -> Item:
+    """The first thing of a kind out of the pool."""
+    place = next(n for n, item in enumerate(world.pool) if item.kind == kind and to in (None, item.to))
+    return world.pool.pop(place)
+
+
+def run_until(world: World, kind: str) -> None:
+    """Let everything else happen until only things of this kind are left."""
+    while places := [place for place in world.ready() if world.pool[place].kind != kind]:
+        world.happen(world.pool.pop(places[0]))
+
+
+def dropped(world: World, name: str, reason: str) -> float:
+    return world.machines[name].telemetry.metrics.total("kvctl_control_dropped_total", reason)
+
+
+def tags_dropped(world: World, reason: str) -> float:
+    return world.d().telemetry.metrics.total("kvctl_tags_dropped_total", reason)

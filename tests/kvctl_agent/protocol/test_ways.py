@@ -1,0 +1,618 @@
+"""The ways in which KV transfer has gone wrong elsewhere, one test each, and the three rules that a search found.
+
+A test is named after its way; its docstring is what an operator saw. Most run the shipped machines in a simulated
+world, whose oracle complains by itself; where the way goes through a thread or a socket, the real ones are used.
+"""
+
+from __future__ import annotations
+
+import ast
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from moments import (
+    asked,
+    compute,
+    dropped,
+    give,
+    granted,
+    part,
+    run_until,
+    said,
+    tags_dropped,
+)
+from simulation import SECOND, TIMING, UNIT, World, direct
+
+import kvctl_agent
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.ring import Position
+from kvctl_agent.protocol.staging import RegionState
+from kvctl_agent.protocol.tag import Tag
+from kvctl_agent.runtime.links import Links
+from kvctl_agent.telemetry.hub import Telemetry
+
+
+def held_up() -> World:
+    """Room 8 is computed and gated: room 7 holds the ring, and its engine is not done."""
+    world = World(Side(), Side(), ring=2, chunk_pages=1)
+    world.connect()
+    for room in (7, 8):
+        world.receive(room, 1, aux=-1)
+    world.flush()
+    for room in (7, 8):
+        world.feed("prefill-0", ev.SendRoom(room))
+        world.feed("prefill-0", ev.Prefetch(room))
+        world.flush()
+    world.source["prefill-0", 0] = (8, 0)
+    world.feed("prefill-0", ev.SendPages(8, np.zeros(1, np.int32), True, 1))
+    world.feed("prefill-0", ev.Finish(8, 1, 1))
+    assert [leg.room for leg, _ in world.p().parked()] == [8]
+    return world
+
+
+# ---- the ring ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["prefill-0", "decode-0"])
+def test_an_aborted_rooms_allocation_pins_the_watermark(by: str) -> None:
+    """A client hung up, and from then on every staged room of that decode rank hung until a restart."""
+    world = held_up()
+    before = world.now_ns
+    world.feed(by, ev.AbortRoom(7, "the client went away"))
+    world.flush()
+    assert world.rooms["decode-0", 8, 1001].state is RoomState.SUCCESS
+    assert world.now_ns == before, "it waited for no revoke, no resend and no deadline"
+
+
+def test_head_left_mid_ring_with_nothing_live() -> None:
+    """After a quiet hour the next large prompt hung, though the staging page showed an empty ring."""
+    world = World(Side(), Side(), ring=3, chunk_pages=3)
+    world.connect()
+    for number, pages in enumerate([2, 3, 2, 3]):  # no two of them fit one round
+        room = world.receive(10 + number, pages, aux=-1)
+        world.send(10 + number, pages)
+        world.flush()
+        assert room.state is RoomState.SUCCESS
+        assert world.d().book.ring.head == 0
+    assert world.counts["Watermark"] == 0, "an empty ring gates nobody"
+    assert world.now_ns == SECOND
+
+
+def test_a_late_subscriber_never_hears_the_watermark() -> None:
+    """One prefill rank stayed gated for ever, though the ring had long been empty."""
+    world = asked(3, ring=2)
+    world.flush()
+    compute(world, 3)
+    while places := world.ready():
+        item = world.pool.pop(places[0])
+        if item.kind != "message" or not isinstance(codec.decode(item.what)[1][0], msg.Watermark):
+            world.happen(item)
+    assert len(world.p().parked()) == 2, "the only Watermark message was lost"
+    for _ in range(3):
+        world.tick(SECOND)
+        world.flush()
+    assert world.p().parked() == []
+
+
+def test_a_restarted_subscriber_never_hears_the_watermark() -> None:
+    """A prefill rank that had been restarted stayed gated while its neighbours went on."""
+    world = World(Side(), Side(), ring=2, chunk_pages=1)
+    world.connect()
+    for room in (7, 8):
+        world.receive(room, 3)
+        world.send(room, 3)
+    world.settle()
+    assert world.d().book.ring.round > 2
+    world.restart("prefill-0")
+    world.tick(SECOND)
+    world.flush()
+    room = world.receive(9, 3)
+    world.send(9, 3)
+    before = world.now_ns
+    world.flush()
+    assert room.state is RoomState.SUCCESS
+    assert world.now_ns == before, "the grants themselves told it where the watermark is"
+
+
+@pytest.mark.parametrize("loss", ["request", "grants", "accepted", "done", "ack", "tag", "watermark"])
+def test_a_request_or_answer_lost_on_reconnect(loss: str) -> None:
+    """A network blip of a second, and a handful of rooms that never ended."""
+    lost_type = {
+        "request": msg.StagingRequest,
+        "grants": msg.StagingGrants,
+        "accepted": msg.RoomAccepted,
+        "done": msg.RoomDone,
+        "ack": msg.Ack,
+        "watermark": msg.Watermark,
+    }.get(loss)
+    world = World(Side(tp=2), Side(), ring=2)
+    world.connect()
+    world.receive(7, 4)
+    world.send(7, 4)
+    lost = 0
+    while places := world.ready():
+        item = world.pool.pop(places[0])
+        kind = type(codec.decode(item.what)[1][0]) if item.kind == "message" else None
+        if (item.kind == "tag" and loss == "tag") or (kind is not None and kind is lost_type):
+            lost += 1
+            continue
+        world.happen(item)
+    assert lost
+    world.settle(ticks=10)
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+    world.check_empty()
+
+
+def test_a_cycle_through_memory_held_by_rooms_that_wait_for_the_watermark() -> None:
+    """Under load all rooms stopped at once: each held ring bytes that the next one waited for."""
+    world = held_up()
+    ended = world.now_ns + 3 * TIMING.revoke_ns
+    while not world.rooms["decode-0", 8, 1001].state.finished and world.now_ns < ended:
+        world.tick(SECOND)
+        world.flush()
+    assert world.rooms["decode-0", 8, 1001].state is RoomState.SUCCESS
+    assert world.d().telemetry.metrics.total("kvctl_ring_revokes_total") == 1
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.WAITING_FOR_INPUT
+    world.source["prefill-0", 1] = (7, 0)
+    world.feed("prefill-0", ev.SendPages(7, np.ones(1, np.int32), True, 1))
+    world.feed("prefill-0", ev.Finish(7, 1, 1))
+    world.sent = {("prefill-0", 7): RoomState.SUCCESS, ("prefill-0", 8): RoomState.SUCCESS}
+    world.settle()
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+
+
+@pytest.mark.parametrize("by", ["prefill-0", "decode-0"])
+def test_reuse_under_an_in_flight_write(by: str) -> None:
+    """Wrong tokens, seldom and only after aborts: the last write of the aborted room landed in another one's bytes."""
+    world = World(Side(), Side(), ring=2, chunk_pages=1)
+    world.connect()
+    room = world.receive(7, 2)
+    world.send(7, 2)
+    while not world.flying:
+        world.happen(world.pool.pop(world.ready()[0]))
+    world.feed(by, ev.AbortRoom(7, "enough"))
+    other = world.receive(8, 2)
+    world.send(8, 2)
+    run_until(world, "complete")
+    (write,) = world.flying
+    assert write.order.room == 7, "room 8 wants the same ring bytes and waits"
+    assert room.state is RoomState.FAILED
+    assert not room.released
+    assert ("prefill-0", 7) not in world.sent_released
+    world.settle(ticks=3)
+    assert room.released
+    assert other.state is RoomState.SUCCESS
+    world.check_empty()
+
+
+# ---- what has arrived ----------------------------------------------------------------------------------------------
+
+
+def three_tags() -> tuple[World, Any, list[bytes]]:
+    """A room of three chunks that have all landed, and their tags, which nobody has been told."""
+    world = World(Side(), Side(), chunk_pages=1, choose=direct)
+    world.connect()
+    room = world.receive(7, 3, aux=-1)
+    world.send(7, 3)
+    run_until(world, "tag")
+    tags = [item.what for item in world.pool if item.kind == "tag"]
+    world.pool = [item for item in world.pool if item.kind != "tag"]
+    return world, room, tags
+
+
+def test_completion_fired_on_the_last_chunks_arrival() -> None:
+    """The first tokens of long answers were nonsense: an early chunk came after the last one, and decode had begun."""
+    world, room, (first, second, last) = three_tags()
+    world.feed("decode-0", ev.Arrived(Tag.unpack(last), 1))
+    assert room.state is RoomState.TRANSFERRING
+    world.feed("decode-0", ev.Arrived(Tag.unpack(first), 1))
+    assert room.state is RoomState.TRANSFERRING
+    world.feed("decode-0", ev.Arrived(Tag.unpack(second), 1))
+    assert room.state is RoomState.SUCCESS
+
+
+def test_arrivals_counted_instead_of_collected() -> None:
+    """A tag that was told twice made up for one that was still missing."""
+    world, room, (first, second, last) = three_tags()
+    for tag in (last, last, last, first, first):
+        world.feed("decode-0", ev.Arrived(Tag.unpack(tag), 1))
+    assert room.state is RoomState.TRANSFERRING
+    assert tags_dropped(world, "duplicate") == 3
+    world.feed("decode-0", ev.Arrived(Tag.unpack(second), 1))
+    assert room.state is RoomState.SUCCESS
+
+
+@pytest.mark.parametrize("split", [(), (1,), (1, 1), (3,), (1, 3), (4,), (5,)])
+@pytest.mark.parametrize("prefix", [0, 1, 2, 3, 5])
+def test_the_two_sides_disagreeing_on_chunks_after_a_prefix_hit(split: tuple[int, ...], prefix: int) -> None:
+    """Rooms with a cached prefix hung or were wrong, others never: one side numbered chunks from the prefix on."""
+    world = World(Side(tp=2), Side(), chunk_pages=2)
+    world.connect()
+    world.receive(7, 5, prefix=prefix)
+    world.send(7, 5, split=split)
+    world.settle()
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+    world.check_empty()
+
+
+@pytest.mark.parametrize(("prefix", "split"), [(3, ()), (0, (3,)), (1, (2, 1)), (3, (3,))])
+def test_a_zero_page_last_chunk_skipped_takes_aux_with_it(prefix: int, split: tuple[int, ...]) -> None:
+    """Prompts that ended on a chunk's edge, or were cached as a whole, waited for their first token for ever."""
+    world = World(Side(tp=2), Side(), chunk_pages=1)
+    world.connect()
+    room = world.receive(7, 3, prefix=prefix, aux=5)
+    world.send(7, 3, split=split)  # what `split` leaves of the three pages is the last chunk
+    world.flush()
+    assert room.state is RoomState.SUCCESS
+    assert room.aux_written == 1
+    world.settle()
+    world.check_empty()
+
+
+def test_success_with_a_scatter_still_out_and_no_deadline_on_that_state() -> None:
+    """Decode read pages that were still being filled; and where the scatter died, the room stayed open for ever."""
+    world = World(Side(), Side())
+    world.connect()
+    room = world.receive(7, 2)
+    world.send(7, 2)
+    run_until(world, "scatter")
+    assert room.state is RoomState.TRANSFERRING
+    while world.now_ns < 2 * TIMING.waiting_ns and not room.state.finished:
+        run_until(world, "scatter")
+        world.tick(SECOND)
+    assert room.failure["code"] == "KV_ROOM_STUCK_SCATTER"
+    assert "writer 0 chunk 0 landed but is not in its pages" in room.failure["text"]
+    assert not room.released, "the scatter may still run"
+    world.settle()
+    assert room.released
+
+
+# ---- what nobody was told ------------------------------------------------------------------------------------------
+
+
+def test_a_silent_fall_back_to_a_path_a_thousand_times_slower() -> None:
+    """Throughput fell to a trickle after a change of chunk size, and nothing in any log said why."""
+    world = World(Side(), Side(), ring=3, chunk_pages=2)
+    world.connect()
+    room = world.receive(7, 3)
+    world.send(7, 3)
+    world.settle()
+    metrics = world.p().telemetry.metrics
+    assert room.state is RoomState.SUCCESS
+    assert metrics.total("kvctl_fallbacks_total", "ring-too-small") == 1
+    assert metrics.total("kvctl_parts_total", "slice") == 1
+    assert metrics.total("kvctl_parts_total", "staged") == 1
+    events = world.p().telemetry.recorder.since(None, 50)["events"]
+    (text,) = [event["text"] for event in events if event["kind"] == "fallback"]
+    assert f"needs {4 * UNIT} bytes, the ring of decode-0 has {3 * UNIT}: sent by slice" in text
+    world.check_empty()
+
+
+# ---- threads and sockets -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def telemetry() -> Telemetry:
+    return Telemetry("here", "prefill", history=16, timeline_events=64, recorder_events=256)
+
+
+@pytest.fixture
+def served(
+    zmq_context: zmq.Context[zmq.Socket[bytes]], socket_dir: Path, telemetry: Telemetry
+) -> Iterator[tuple[Links, Links]]:
+    """A prefill rank's control channel, and a decode rank's that is connected to it and has been heard."""
+    prefill, decode = (Links(zmq_context, name, 1, telemetry) for name in ("prefill-0", "decode-0"))
+    endpoint = prefill.serve(f"ipc://{socket_dir}/control")
+    decode.connect("prefill-0", endpoint)
+    decode.queue("prefill-0", msg.Bye(drained=True))
+    decode.flush()
+    deadline = time.monotonic() + 10
+    while not list(prefill.receive(prefill.sockets())):
+        assert time.monotonic() < deadline, "decode-0 was not heard"
+        time.sleep(0.001)
+    yield prefill, decode
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize("end", ["stopped", "gone"])
+def test_a_blocking_send_to_a_dead_peer(served: tuple[Links, Links], telemetry: Telemetry, end: str) -> None:
+    """One dead decode rank stopped a whole prefill rank: its control thread hung in a send."""
+    prefill, decode = served
+    if end == "gone":
+        decode.close()
+    unsent = partial(telemetry.metrics.total, "kvctl_control_dropped_total", "unsent")
+
+    def tell() -> None:
+        for room in range(200_000):  # many times what both ends and the kernel may hold
+            prefill.queue("decode-0", msg.RoomDrained(room, 1))
+            prefill.flush()
+            if room % 1000 == 0 and unsent():
+                return
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "a send waits for a peer that does not read"
+    assert unsent() > 0
+
+
+@pytest.mark.parametrize("where", ["handling a message", "carrying out an action"])
+def test_an_exception_that_kills_a_control_thread(make_fleet: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """One odd request, a traceback in the log, and every later room of that rank hung in Bootstrapping."""
+    fleet = make_fleet(prefill=(1, 1)).start()
+    decode, bugs = fleet.decode[0], iter([KeyError("a bug")])
+
+    def once(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            for bug in bugs:
+                raise bug
+            return real(*args)
+
+        return call
+
+    if where == "handling a message":
+        table = decode.machine._messages
+        monkeypatch.setitem(table, msg.RoomAccepted, once(table[msg.RoomAccepted]))
+    else:
+        table = decode._control._table
+        monkeypatch.setitem(table, ev.StateChanged, once(table[ev.StateChanged]))
+    for number in range(1, 4):
+        fleet.run(number, 4)
+    fleet.check()
+    assert next(bugs, None) is None, "it was raised"
+    assert any("KeyError: 'a bug'" in text for text in fleet.errors())
+
+
+# ---- code ----------------------------------------------------------------------------------------------------------
+
+
+def asked_without_a_call(trees: dict[str, ast.Module]) -> list[str]:
+    """Where a method is taken for a truth value: `if room.is_dummy:` is true for every room if that is a method."""
+    methods: set[str] = set()
+    values: set[str] = set()  # names that are properties or attributes somewhere
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                for item in node.body:
+                    if isinstance(item, ast.FunctionDef):
+                        plain = all("property" not in ast.unparse(one) for one in item.decorator_list)
+                        (methods if plain else values).add(item.name)
+                    elif isinstance(item, ast.AnnAssign):
+                        values.add(ast.unparse(item.target))
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                values.add(node.attr)
+    found = []
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            for truth in _truths(node):
+                if isinstance(truth, ast.Attribute) and truth.attr in methods - values:
+                    found.append(f"{name}:{truth.lineno}: {ast.unparse(truth)} is a method and always true")
+    return found
+
+
+def _truths(node: ast.AST) -> list[ast.expr]:
+    """Expressions of which only the truth matters."""
+    if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+        return [node.test]
+    if isinstance(node, ast.BoolOp):
+        return node.values
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return [node.operand]
+    if isinstance(node, ast.comprehension):
+        return node.ifs
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("all", "any", "bool"):
+        return [argument.elt if isinstance(argument, ast.GeneratorExp) else argument for argument in node.args]
+    return []
+
+
+def test_an_is_dummy_method_that_is_always_truthy() -> None:
+    """With CP on, ranks that owed nothing and ranks that owed everything were treated alike, and rooms hung."""
+    package = Path(kvctl_agent.__file__).parent
+    trees = {path.name: ast.parse(path.read_text()) for path in package.rglob("*.py")}
+    assert len(trees) > 50
+    assert asked_without_a_call(trees) == []
+    sample = "class Leg:\n    def is_dummy(self): ...\ndef f(leg):\n    return 1 if leg.is_dummy else 2"
+    assert asked_without_a_call({"sample": ast.parse(sample)}) == ["sample:4: leg.is_dummy is a method and always true"]
+
+
+def things(root: object) -> Counter[str]:
+    """Entries of every container that a machine reaches, by where they are; not what its telemetry keeps."""
+    counts: Counter[str] = Counter()
+    seen: set[int] = set()
+
+    def walk(value: object, place: str) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, dict):
+            counts[place] += len(value)
+            for entry in value.values():
+                walk(entry, place + "[]")
+        elif hasattr(value, "__len__") and not isinstance(value, str | bytes | np.ndarray):
+            counts[place] += len(value)
+            for entry in value if isinstance(value, list | tuple | set) else ():
+                walk(entry, place + "[]")
+        if type(value).__module__.startswith("kvctl_agent.protocol"):
+            names = [
+                *getattr(value, "__dict__", ()),
+                *(s for c in type(value).__mro__ for s in getattr(c, "__slots__", ())),
+            ]
+            for name in names:
+                if name not in ("telemetry", "record") and hasattr(value, name):
+                    walk(getattr(value, name), f"{place}.{name}")
+
+    walk(root, type(root).__name__)
+    return counts
+
+
+def test_per_room_sets_that_only_grow() -> None:
+    """Ranks that were up for weeks used gigabytes and answered slowly; a restart helped each time."""
+
+    def lives(world: World, numbers: range) -> list[Counter[str]]:
+        """Rooms that succeed, fall back, are aborted by either side, or are refused; then their tombstones expire."""
+        for number in numbers:
+            kind = number % 5
+            expects = 9 if kind == 3 else 4
+            world.receive(number, expects, **({"first_page": 1 << 20} if kind == 4 else {"first_page": 8}))
+            world.send(number, 4 if kind != 1 else expects)
+            for _ in range(number % 7 * 5):
+                if places := world.ready():
+                    world.happen(world.pool.pop(places[0]))
+            if kind in (1, 2):
+                world.feed("decode-0" if kind == 1 else "prefill-1", ev.AbortRoom(number, "enough"))
+            world.settle()
+            world.rooms.clear()
+            world.sent.clear()
+            world.sent_released.clear()
+            world.source.clear()
+        for _ in range(4):
+            world.tick(TIMING.bootstrap_ns // 2)
+            world.flush()
+        return [things(machine) for machine in world.machines.values()]
+
+    world = World(Side(tp=2), Side(), ring=3, chunk_pages=1)
+    world.connect()
+    after_few = lives(world, range(100, 110))
+    after_many = lives(world, range(110, 210))
+    assert after_many == after_few
+    assert sum(map(Counter.total, after_few)) > 20, "it looked into the machines"
+
+
+# ---- the rules -----------------------------------------------------------------------------------------------------
+
+
+class TestSerials:
+    """Never reused within an incarnation; a revoked writer remembers, and an open revoke is answered by its serial."""
+
+    def test_a_grant_up_to_the_revoked_serial_is_ignored_and_a_later_one_is_taken(self) -> None:
+        world = asked(1)
+        grants = granted(world)
+        serial = grants.grants[0].serial
+        give(world, msg.StagingRevoke(7, 1000, 0, 0, 2, serial))
+        assert said(world, "decode-0")[0] == msg.StagingRevoked(7, 1000, serial)
+        give(world, grants)
+        assert part(world).grant is None
+        later = msg.Grant(0, 0, 2, serial + 1, 0, 2 * UNIT, 0)
+        give(world, msg.StagingGrants(7, 1000, [later], grants.watermark))
+        assert part(world).grant == later
+
+    def test_while_a_revoke_is_open_the_part_gets_no_answer_and_afterwards_a_new_serial(self) -> None:
+        world = asked(1)
+        (request,) = said(world, "decode-0")
+        give(world, request, to="decode-0", by="prefill-0")
+        said(world, "prefill-0")
+        (holding,) = world.d().book.holdings()
+        holding.state = RegionState.REVOKING
+        give(world, request, to="decode-0", by="prefill-0")
+        assert said(world, "prefill-0") == []
+        serial = holding.region.serial
+        give(world, msg.StagingRevoked(7, 1000, serial), request, to="decode-0", by="prefill-0")
+        (grants,) = said(world, "prefill-0")
+        assert isinstance(grants, msg.StagingGrants)
+        assert grants.grants[0].serial > serial
+
+    @pytest.mark.parametrize("answer", [msg.StagingRevoked, msg.TooLate])
+    def test_answers_to_a_revoke_that_name_another_serial_are_ignored(self, answer: type[msg.StagingRevoked]) -> None:
+        world = asked(1)
+        granted(world)
+        (holding,) = world.d().book.holdings()
+        give(world, answer(7, 1000, holding.region.serial), to="decode-0", by="prefill-0")
+        assert holding.state is RegionState.GRANTED
+        holding.state = RegionState.REVOKING
+        give(world, answer(7, 1000, holding.region.serial + 1), to="decode-0", by="prefill-0")
+        assert holding.state is RegionState.REVOKING
+        assert len(world.d().book) == 1
+
+    def test_a_writer_whose_tombstone_has_it_says_that_it_is_revoked(self) -> None:
+        """Also of a room that it has buried, and of a revoke that comes again."""
+        world = asked(1)
+        grants = granted(world)
+        serial = grants.grants[0].serial
+        revoke = msg.StagingRevoke(7, 1000, 0, 0, 2, serial)
+        give(world, revoke, revoke)
+        answers = [message for message in said(world, "decode-0") if isinstance(message, msg.StagingRevoked)]
+        assert answers == [msg.StagingRevoked(7, 1000, serial)] * 2
+        world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+        world.settle()
+        give(world, revoke)
+        assert said(world, "decode-0") == [msg.StagingRevoked(7, 1000, serial)]
+
+
+class TestIncarnations:
+    """Grants and watermarks carry the decode incarnation."""
+
+    def test_an_old_watermark_opens_no_new_grants_and_masks_no_new_watermark(self) -> None:
+        world = World(Side(), Side())
+        world.connect()
+        old = world.d().local.incarnation
+        world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 99)))
+        assert world.p().peers["decode-0"].gate.position == Position(9, 512)
+        world.restart("decode-0")
+        world.connect()
+        gate = world.p().peers["decode-0"].gate
+        assert gate.position == Position(0, 0)
+        world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 100)))
+        assert gate.position == Position(0, 0)
+        world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.Watermark(1, 0, 1)))
+        assert gate.position == Position(1, 0)
+
+    def test_an_old_grant_is_not_taken_by_a_room_of_the_new_incarnation(self) -> None:
+        """Same room number, same nonce even: only the incarnation tells the old life's grant."""
+        world = asked(1)
+        stale = granted(world)
+        old = world.d().local.incarnation
+        world.restart("decode-0")
+        world.connect()
+        world.sent_failures.clear()
+        world.receive(7, 1, aux=-1)
+        world.flush()
+        before = dropped(world, "prefill-0", "incarnation")
+        world.feed("prefill-0", ev.Received("decode-0", old, stale))
+        assert dropped(world, "prefill-0", "incarnation") == before + 1
+        legs = [leg for key, leg in world.p()._legs.items() if key.peer == "decode-0"]
+        assert all(one.grant is None for leg in legs for one in leg.parts.values())
+
+
+class TestParkedParts:
+    """A gated part blocks no worker and holds no staging buffer."""
+
+    def test_a_gated_part_is_parked_and_holds_no_place_with_a_worker(self) -> None:
+        world = asked(4, ring=4)
+        world.flush()
+        compute(world, 4)
+        orders = [item for item in world.pool if item.kind == "begin"]
+        assert [order.what.order.key.chunk for order in orders] == [0, 1]
+        assert [parked.key.chunk for _, parked in world.p().parked()] == [2, 3]
+        assert world.p()._legs["decode-0", 7, 1000].in_flight == 2
+
+    def test_writers_with_different_queue_orders_do_not_lock_each_other_out(self) -> None:
+        """Each would wait with one room's part in its only worker for the ring bytes of the other's."""
+        world = World(Side(tp=2), Side(), ring=2, chunk_pages=1)
+        world.connect()
+        for room in (7, 8):
+            world.receive(room, 3)
+        world.flush()
+        for room in (7, 8):
+            world.send(room, 3)
+        (one, other), (one_later, other_later) = world.pool[:2], world.pool[2:]
+        world.pool.clear()
+        for item in (one, one_later, other_later, other):
+            for call in item.what:
+                world.feed(item.to, call)
+        before = world.now_ns
+        world.flush()
+        assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
+        assert world.now_ns == before
