@@ -48,6 +48,7 @@ from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.mailbox import Mailbox
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.worker import TransferWorker
+from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.probe import LaneCost
@@ -92,7 +93,9 @@ class Agent:
         self.role = role
         self.rank = rank
         self.pool = pool
-        self.incarnation = time.time_ns() >> 20 << 20 | secrets.randbits(20) | 1  # grows from life to life
+        clock = self._open_clock()
+        born = clock.wall_ns(clock.now_ns())
+        self.incarnation = born >> 20 << 20 | secrets.randbits(20) | 1  # grows from life to life
         self.settings = load_settings(config)
         settings = self.settings
         self._instances = (bootstrap,) if isinstance(bootstrap, str) else tuple(bootstrap)
@@ -106,6 +109,7 @@ class Agent:
             history=settings["history_rooms"],
             timeline_events=settings["timeline_events"],
             recorder_events=settings["recorder_events"],
+            clock=clock,
         )
         if model is None and rank.pp_size > 1:
             raise ConfigError("with pipeline stages a rank's pool is not the whole model: give the agent model=")
@@ -148,14 +152,18 @@ class Agent:
 
     # ---- building ---------------------------------------------------------------------------------------------
 
+    def _open_clock(self) -> Clock:
+        """The one wall clock; the rig replaces it, and the next two, to put faults between an agent and the world."""
+        return Clock()
+
     def _open_transport(self) -> Transport:
-        """The engine; what the rig replaces to put faults between an agent and it."""
+        """The engine."""
         settings = self.settings
         return open_transport(settings["transport"], self.name, parse_params(settings["transport_params"]))
 
-    def _open_links(self) -> Links:
-        """The control channel; replaced likewise."""
-        return Links(self._context, self.name, self.incarnation, self.telemetry)
+    def _open_links(self, kind: Callable[..., Links] = Links) -> Links:
+        """The control channel."""
+        return kind(self._context, self.name, self.incarnation, self.telemetry)
 
     def _build_machine(self) -> Machine:
         self.local = assembly.local_of(

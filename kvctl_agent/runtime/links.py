@@ -12,6 +12,7 @@ from collections.abc import Container, Iterator
 
 import zmq
 
+from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol.events import Received
@@ -33,12 +34,19 @@ class Links:
     """Owned by the control loop's thread."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], name: str, incarnation: int, telemetry: Telemetry
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        name: str,
+        incarnation: int,
+        telemetry: Telemetry,
+        keys: KeyPair | None = None,
     ) -> None:
+        """Nothing is bound or connected yet; with `keys` all that will be is guarded by them."""
         self._context = context
         self._identity = name.encode()
         self._incarnation = incarnation
         self._telemetry = telemetry
+        self._keys = keys
         self.changes = 0  # grows whenever `sockets` gives others than before
         self._router: zmq.Socket[bytes] | None = None
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
@@ -51,7 +59,7 @@ class Links:
     def serve(self, endpoint: str) -> str:
         """Bind the ROUTER; returns the endpoint to register (with the port that was found)."""
         self.changes += 1
-        self._router = endpoints.bind(self._context, zmq.ROUTER, endpoint, codec.MAX_FRAME_BYTES)
+        self._router = endpoints.bind(self._context, zmq.ROUTER, endpoint, codec.MAX_FRAME_BYTES, self._keys)
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def connect(self, peer: str, endpoint: str) -> bool:
@@ -62,7 +70,9 @@ class Links:
         if old is not None:
             old.close(0)
         self.changes += 1
-        self._dealers[peer] = endpoints.connect(self._context, endpoint, self._identity, codec.MAX_FRAME_BYTES)
+        self._dealers[peer] = endpoints.connect(
+            self._context, endpoint, self._identity, codec.MAX_FRAME_BYTES, self._keys
+        )
         self._endpoints[peer] = endpoint
         return True
 
@@ -134,13 +144,17 @@ class Links:
             self._send(peer, messages[:half])
             self._send(peer, messages[half:])
             return
+        self._put(peer, frame, len(messages))
+
+    def _put(self, peer: str, frame: bytes, messages: int) -> None:
+        """Hand a frame that carries so many messages to the socket."""
         try:
             if self._router is not None:
                 self._router.send_multipart([peer.encode(), frame], zmq.NOBLOCK)
             else:
                 self._dealers[peer].send(frame, zmq.NOBLOCK)
         except (zmq.ZMQError, KeyError):
-            self._telemetry.metrics.add("kvctl_control_dropped_total", len(messages), "unsent")
+            self._telemetry.metrics.add("kvctl_control_dropped_total", messages, "unsent")
 
     def receive(self, ready: Container[object]) -> Iterator[Received]:
         """What has come in at the sockets in `ready`.

@@ -18,8 +18,17 @@ RATE_WINDOW_NS = 10_000_000_000
 class Telemetry:
     """Built once per agent; written by its threads, read by the admin thread."""
 
-    def __init__(self, name: str, role: Role, *, history: int, timeline_events: int, recorder_events: int) -> None:
-        self.clock = Clock()
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        *,
+        history: int,
+        timeline_events: int,
+        recorder_events: int,
+        clock: Clock | None = None,
+    ) -> None:
+        self.clock = clock or Clock()
         self.metrics = Metrics()
         self.recorder = FlightRecorder(self.clock, name, recorder_events)
         self.rooms = RoomBook(self.clock, name, role, history, timeline_events)
