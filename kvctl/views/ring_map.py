@@ -56,6 +56,13 @@ def draw(answer: Mapping[str, Any], width: int) -> list[Line]:
             (f", moved {units.duration(ring['watermark']['age_ns'])} ago", ""),
         ],
     ]
+    aside = [each for each in ring["allocations"] if each["aside"]]
+    if aside:
+        nbytes = sum(each["end"] - each["offset"] for each in aside)
+        writers = ", ".join(sorted({each["writer"] for each in aside}))
+        lines.append(
+            [("aside", "bold"), (f" {len(aside)} of silent writers ({writers}): {units.size(nbytes)}", "bold red")]
+        )
     pin = oldest(answer)
     if pin is not None:
         stuck = pin["age_ns"] >= _PINNED_NS or pin["state"] == "quarantined"

@@ -14,7 +14,12 @@ def oldest(row: Row) -> Mapping[str, Any] | None:
     """The allocation that holds the watermark back, on a decode rank with any."""
     ring = row.get("ring")
     allocations = ring["allocations"] if ring else []
-    return max(allocations, key=lambda allocation: allocation["age_ns"], default=None)
+    return next((allocation for allocation in allocations if not allocation["aside"]), None)
+
+
+def _aside(row: Row) -> int | None:
+    ring = row.get("ring")
+    return sum(allocation["aside"] for allocation in ring["allocations"]) if ring else None
 
 
 def _oldest(row: Row, key: str) -> Any:
@@ -43,6 +48,7 @@ STAGING = View(
         Column("live", _live, Kind.COUNT),
         Column("oldest", lambda row: _oldest(row, "age_ns"), Kind.DURATION),
         Column("oldest_room", lambda row: _oldest(row, "room"), Kind.ID, header="OF ROOM"),
+        Column("aside", _aside, Kind.COUNT, Width.NORMAL),
         Column("gated", lambda row: len(row["gated"]), Kind.COUNT),
         Column("buffers", "buffers.size_bytes", Kind.BYTES, Width.NORMAL),
         Column("pieces_used", "buffers.pieces_used", Kind.COUNT, Width.NORMAL, header="PIECES"),
@@ -75,6 +81,7 @@ ALLOCATIONS = View(
         Column("chunk", kind=Kind.COUNT, width=Width.NORMAL),
         Column("layers", kind=Kind.LAYERS, width=Width.NORMAL),
         Column("state", styles=palette.ALLOCATION_STATES),
+        Column("aside", kind=Kind.FLAG, width=Width.NORMAL),
         Column("age", kind=Kind.DURATION),
         Column("size", lambda row: row["end"] - row["offset"], Kind.BYTES),
         Column("offset", "offset", Kind.BYTES, Width.WIDE),

@@ -266,10 +266,12 @@ class Observer:
                 "round": holding.region.round,
                 "age_ns": now - holding.at_ns,
                 "state": holding.state.value,
+                "aside": ring.is_aside(holding.region.serial),
             }
             for holding in book.holdings()
         ]
         watermark = ring.watermark
+        pin = next((allocation for allocation in allocations if not allocation["aside"]), None)
         total = self._agent.telemetry.metrics.total
         return {
             "size_bytes": ring.size_bytes,
@@ -280,7 +282,7 @@ class Observer:
             "watermark": {
                 "round": watermark.round,
                 "tail": watermark.tail,
-                "age_ns": allocations[0]["age_ns"] if allocations else 0,
+                "age_ns": pin["age_ns"] if pin else 0,
             },
             "allocations": allocations,
             "granted_total": int(total("kvctl_ring_grants_total")),

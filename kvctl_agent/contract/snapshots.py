@@ -191,6 +191,7 @@ class RingAllocation(TypedDict):
     round: int
     age_ns: int
     state: str  # granted, landed, scattering, revoking, quarantined
+    aside: bool  # its writer is silent: the watermark has passed it, nobody else gets its bytes
 
 
 class GatedPart(TypedDict):
@@ -216,7 +217,7 @@ class RingView(TypedDict):
     used_bytes: int
     high_water_bytes: int
     watermark: Watermark
-    allocations: list[RingAllocation]
+    allocations: list[RingAllocation]  # oldest first
     granted_total: int
     refused_total: int
     revoked_total: int

@@ -152,6 +152,10 @@ class Ring:
         if region := self._live.get(serial):
             self._avoided[serial] = region
 
+    def is_aside(self, serial: int) -> bool:
+        """Whether the watermark has passed this allocation although it is not freed. Safe to ask from any thread."""
+        return serial in self._avoided and serial not in self._live
+
     def heirs(self, serial: int) -> list[int]:
         """Serials of later rounds that were given some of the bytes of a live allocation."""
         mine = self._live[serial]

@@ -204,6 +204,7 @@ def staging(name: str) -> dict[str, Any]:
             "round": 3,
             "age_ns": age_ns,
             "state": state,
+            "aside": False,
         }
 
     ring = {

@@ -47,6 +47,14 @@ def test_a_tiny_allocation_is_still_seen_and_one_over_the_seam_is_seen_twice(can
     assert bar.endswith("████")
 
 
+def test_what_is_set_aside_holds_nothing_back_and_is_named(canned: Any) -> None:
+    answer = canned.staging("decode-0")
+    answer["ring"]["allocations"][0]["aside"] = True
+    lines = [text(line) for line in ring_map.draw(answer, 80)]
+    assert lines[4] == "aside 1 of silent writers (prefill-0): 8 MiB"
+    assert "room 8 from prefill-0, scattering" in lines[5]
+
+
 def test_an_empty_ring_is_free_and_shows_one_marker(canned: Any) -> None:
     answer = canned.staging("decode-0")
     answer["ring"] |= {"allocations": [], "used_bytes": 0, "head_bytes": 8 << 20}
