@@ -17,7 +17,7 @@ STAGES = [0, 5, 12, 20, 30, 40, 60]
 @pytest.mark.parametrize("steps", STAGES)
 @pytest.mark.parametrize("by", ["decode-0", "prefill-0", "prefill-1"])
 def test_an_abort_fails_the_room_everywhere_with_its_cause_and_no_other_room(by: str, steps: int) -> None:
-    """An aborted room's allocation pins the watermark: all of the ring is free again."""
+    """And all of the ring is free again."""
     world = under_way(steps)
     world.feed(by, ev.AbortRoom(7, "enough"))
     world.settle(ticks=130)

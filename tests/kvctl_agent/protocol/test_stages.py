@@ -61,7 +61,7 @@ class TestContextParallel:
 
     @pytest.mark.parametrize("mode", ["rank0", "all", "all-chunk", "room-hash"])
     def test_a_rank_that_owes_nothing_opens_reports_and_closes(self, mode: str) -> None:
-        """An `is_dummy` method that is always truthy: what is owed is asked of the plan."""
+        """What is owed is asked of the plan, whatever the mode."""
         world = opened(Side(cp=2), Side(), pages=1, cp_mode=mode)
         assert world.rooms["decode-0", 7, 1000].state is RoomState.WAITING_FOR_INPUT
         world.send(7, 1)

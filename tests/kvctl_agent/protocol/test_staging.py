@@ -146,7 +146,7 @@ def test_nothing_is_revoked_while_nobody_waits() -> None:
 
 
 def test_a_tag_of_a_grant_that_was_given_back_changes_nothing() -> None:
-    """Reuse under an in-flight write: only the very grant is believed."""
+    """Only the very grant is believed."""
     world = asked(1)
     world.flush()
     compute(world, 1)
@@ -234,7 +234,6 @@ def test_the_book_forgets_everything_of_a_region_that_is_free() -> None:
 
 
 def test_tombstones_expire_and_are_bounded() -> None:
-    """Per-room sets that only grow."""
     graves: Tombstones[bool] = Tombstones(lifetime_ns=10, capacity=3)
     for number in range(5):
         graves.bury(RoomKey("p", number, 1), True, number)
