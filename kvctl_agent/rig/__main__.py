@@ -1,4 +1,5 @@
-"""`python -m kvctl_agent.rig plan` answers a bench's request; `... rank` is one process of its fleet.
+"""`python -m kvctl_agent.rig plan` answers a bench's request; `... rank` is one process of its fleet, `... steady` one
+of a fleet that lives on.
 
 `plan` reads a `PlanRequest` from stdin and writes a `PlanReply` to stdout; it imports neither torch nor an engine that
 is slow to import, and says so where what a fleet needs is not installed.
@@ -23,10 +24,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvctl_agent.rig", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("plan", help="request on stdin, plan on stdout")
-    rank = commands.add_parser("rank", help="serve a bench")
-    rank.add_argument("--fd", type=int, required=True, help="inherited socket to the bench")
-    rank.add_argument("--parent", type=int, required=True, help="process id of the bench")
-    rank.add_argument("--name", required=True, help="shown by ps; the bench sends the real one")
+    for kind, text in (("rank", "serve a bench"), ("steady", "serve a fleet that lives on")):
+        rank = commands.add_parser(kind, help=text)
+        rank.add_argument("--fd", type=int, required=True, help="inherited socket to who started it")
+        rank.add_argument("--parent", type=int, required=True, help="process id of who started it")
+        rank.add_argument("--name", required=True, help="shown by ps; the real one is sent")
     arguments = parser.parse_args(argv)
     if arguments.command == "plan":
         sys.stdout.write(json.dumps(answer(sys.stdin.buffer.read())) + "\n")
@@ -36,7 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     # Before an engine is imported: it reads it while it loads.
     prepare_environment()
     _do_without_torch()
-    from kvctl_agent.rig.rank import serve
+    if arguments.command == "steady":
+        from kvctl_agent.rig.steady.rank import serve
+    else:
+        from kvctl_agent.rig.rank import serve
 
     return serve(arguments.fd, arguments.parent)
 

@@ -133,12 +133,16 @@ class Content:
         if self._filled == lot:
             return
         self._filled = lot
-        for number, room in self.rooms.items():
-            for deck, bases in self.with_bases(room):
-                items = self.items[number][deck.held.segment.index]
-                for sheet, block in deck.sheets():
-                    deck.writer.fill(block, items, bases, sheet)
-            self.aux()[room.slot] = aux_row(self.start.seed, room.index, AUX_ROW_BYTES)
+        for room in self.rooms.values():
+            self.fill_room(room)
+
+    def fill_room(self, room: Room) -> None:
+        """Write the pattern into one room's pages and aux row."""
+        for deck, bases in self.with_bases(room):
+            items = self.items[room.number][deck.held.segment.index]
+            for sheet, block in deck.sheets():
+                deck.writer.fill(block, items, bases, sheet)
+        self.aux()[room.slot] = aux_row(self.start.seed, room.index, AUX_ROW_BYTES)
 
     def poison(self) -> None:
         """Overwrite everything, so that whatever is right afterwards has been moved."""

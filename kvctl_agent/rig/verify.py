@@ -32,7 +32,7 @@ def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyR
     rooms = [room for room in content.rooms.values() if room.number not in failed]
     report = VerifyReport(rooms=len(rooms), bytes=0, mismatches=[], bad_rooms=[])
     for room in rooms:
-        wrong = _verify_room(content, room, mode, report) or _verify_aux(content, room)
+        wrong = verify_room(content, room, mode, report)
         if wrong is not None:
             report["bad_rooms"].append(room.index)
             report["mismatches"].append(wrong)
@@ -41,7 +41,8 @@ def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyR
     return report
 
 
-def _verify_room(content: Content, room: Room, mode: str, report: VerifyReport) -> Mismatch | None:
+def verify_room(content: Content, room: Room, mode: str, report: VerifyReport) -> Mismatch | None:
+    """The first thing of a room that is not as it must be; what was compared is added to `report["bytes"]`."""
     source = random.Random(room.index)
     for deck, bases in content.with_bases(room):
         items = content.items[room.number][deck.held.segment.index]
@@ -66,7 +67,7 @@ def _verify_room(content: Content, room: Room, mode: str, report: VerifyReport) 
                     found=wrong.found.hex(),
                     hint=_origin(content, deck, wrong),
                 )
-    return None
+    return _verify_aux(content, room)
 
 
 def _cached(content: Content, room: Room, deck: Deck) -> int:
@@ -121,7 +122,7 @@ def _strays(content: Content) -> Iterator[Mismatch]:
         what = "item" if deck.held.segment.state else "page"
         for sheet, block in deck.sheets():
             pages = block.reshape(-1, rows.page_bytes)
-            page = _first_written(pages, quiet)
+            page = first_written(pages, quiet)
             if page is not None:
                 at = int(np.flatnonzero(pages[page] != POISON)[0])
                 row, dim = divmod(at, rows.row_bytes)
@@ -137,7 +138,7 @@ def _strays(content: Content) -> Iterator[Mismatch]:
             yield _stray(found[at:], f"aux row {slot} was owed nothing but was written to", 0, 0, 0, at)
 
 
-def _first_written(pages: Bytes, quiet: Pages) -> int | None:
+def first_written(pages: Bytes, quiet: Pages) -> int | None:
     """The first of the quiet pages that is not all poison; many small pages are looked at in one go."""
     step = max(1, _PIECE_BYTES // pages.shape[1])
     for first in range(0, len(quiet), step):

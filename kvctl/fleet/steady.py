@@ -1,0 +1,355 @@
+"""A fleet that lives on whatever happens to its ranks: they are killed, paused, resumed and restarted one by one.
+
+Where a bench ends with the first rank that dies, here a death is an event like any other. Call everything from the
+thread that started the fleet: the kernel ends ranks when that thread ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
+from types import TracebackType
+from typing import Any, NamedTuple, cast
+
+import orjson
+
+from kvctl.fleet.failures import FleetError
+from kvctl.fleet.place import free_prefix, rank_names, remove_admin_socket, temporary
+from kvctl.fleet.plan import SteadyPlan, named
+from kvctl.fleet.process import ChildProcess
+from kvctl_agent.contract.rig import FLEET_PREFIX, PlannedRank
+from kvctl_agent.contract.steady import Command, Leave, Met, News, Serve, SetFault, Tell, Usage
+
+CLOSE_S = 10.0
+"""Time that ranks get to close their agents before they are killed."""
+
+_TICK_S = 0.2
+# Engines take seconds of processor time to import, and ranks share the cores.
+_START_S = 60.0
+_START_S_PER_RANK = 3.0
+# Told to a paused rank, lines wait here; a socket's buffer is not theirs to fill.
+_MOST_WAITING_BYTES = 8 << 20
+
+
+class Event(NamedTuple):
+    """Something that a rank said or that happened to its process.
+
+    `kind` is that of `News`, or `died`: its process ended unasked, `data` has `returncode` and `words`.
+    """
+
+    rank: str
+    kind: str
+    data: Mapping[str, Any]
+    at_ns: int
+
+
+class _Process(ChildProcess):
+    """One life of a rank."""
+
+    def __init__(self, name: str, argv: Callable[[int], list[str]], env: Mapping[str, str]) -> None:
+        self.news: list[News] = []
+        self._unsent = bytearray()
+        super().__init__(name, argv, env)
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        self.news.append(cast(News, line))
+
+    def garbled(self, error: str) -> None:
+        self.news.append(News(kind="fatal", data={"code": "Garbled", "message": error}))
+
+    def post(self, command: Command) -> None:
+        """Hand over a command without waiting; what the socket does not take waits for `flush`."""
+        if len(self._unsent) < _MOST_WAITING_BYTES:
+            self._unsent += orjson.dumps({"do": command.do, "args": command}) + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as much as goes."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                try:
+                    del self._unsent[: self.channel.send(self._unsent)]
+                except (BrokenPipeError, ConnectionResetError):
+                    self._unsent.clear()  # it is gone, and its exit says more
+
+
+class SteadyRank:
+    """A rank over all its lives.
+
+    Attributes:
+        planned: its place.
+        running: its process is there, paused or not.
+        paused: it was stopped by `SteadyFleet.pause`.
+        instances: prefill instances that it can exchange rooms with, by what it said last; empty until it serves.
+        lives: processes started so far.
+        started_ns, met_ns: when this life began, and when it said that it can serve (0: not yet).
+        doing: what it said last that it waits for.
+    """
+
+    def __init__(self, name: str, planned: PlannedRank) -> None:
+        self.name = name
+        self.planned = planned
+        self.process: _Process | None = None
+        self.paused = False
+        self.instances: list[int] = []
+        self.incarnation = ""
+        self.lives = 0
+        self.started_ns = 0
+        self.met_ns = 0
+        self.doing = ""
+        self.leaving = False
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None
+
+    @property
+    def serving(self) -> bool:
+        """It runs, is not paused, and has said in this life that it can serve."""
+        return self.running and not self.paused and bool(self.instances)
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 while it has none."""
+        return self.process.pid if self.process is not None else 0
+
+
+class SteadyFleet:
+    """Real processes, one per rank.
+
+    Attributes:
+        plan: what it is made of.
+        ranks: by name, prefill first.
+        directory: where its sockets are; gone when it is closed.
+    """
+
+    def __init__(self, plan: SteadyPlan) -> None:
+        """Plan it; nothing is started yet.
+
+        Raises:
+            CliError: it cannot be, or the agent's side is not installed.
+        """
+        self.plan = plan
+        self._planned = plan.resolve()
+        prefix = free_prefix(rank_names(self._planned["ranks"]))
+        self.ranks = {name: SteadyRank(name, rank) for name, rank in named(self._planned["ranks"], prefix).items()}
+        self.directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=temporary()))
+        self._selector = selectors.DefaultSelector()
+        self._waiting: list[Event] = []
+        self._tokens = 0
+        self._closed = False
+
+    def of_role(self, role: str) -> list[str]:
+        """Names of the ranks of a role."""
+        return [name for name, rank in self.ranks.items() if rank.planned["role"] == role]
+
+    # ---- lives --------------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float | None = None) -> None:
+        """Start every rank and wait until all have met.
+
+        Raises:
+            FleetError: one did not come up; says what it waited for.
+        """
+        if timeout_s is None:
+            timeout_s = _START_S + _START_S_PER_RANK * len(self.ranks)
+        for name in self.ranks:
+            self.restart(name)
+        deadline = time.monotonic() + timeout_s
+        instances = len(self.plan.prefill)
+        while missing := [rank for rank in self.ranks.values() if not _complete(rank, instances)]:
+            for event in self._listen(_TICK_S):
+                self._waiting.append(event)
+                if event.kind in ("died", "fatal"):
+                    raise FleetError(f'rank "{event.rank}" did not come up: {_words(event)}')
+            if time.monotonic() > deadline:
+                first = missing[0]
+                waits = f": {first.doing}" if first.doing else ""
+                raise FleetError(f'rank "{first.name}" was not ready within {timeout_s:g} s{waits}')
+
+    def restart(self, name: str, clock_shift_s: float = 0.0) -> None:
+        """Start a rank that is not running: the same name and endpoints, a new process. Returns at once.
+
+        Args:
+            clock_shift_s: how far the new life's wall clock is off.
+
+        Raises:
+            ValueError: it runs.
+        """
+        rank = self.ranks[name]
+        if rank.process is not None:
+            raise ValueError(f"{name} is running; kill it first")
+        environment = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
+        rig = [sys.executable, "-m", "kvctl_agent.rig", "steady", "--name", name, "--parent", str(os.getpid()), "--fd"]
+        process = rank.process = _Process(name, lambda fd: [*rig, str(fd)], environment)
+        rank.lives += 1
+        rank.started_ns, rank.met_ns = time.monotonic_ns(), 0
+        rank.paused, rank.leaving, rank.instances, rank.doing = False, False, [], ""
+        for file in (process.channel, process.output, process.exit_fd):
+            self._selector.register(file, selectors.EVENT_READ, rank)
+        start = self.plan.start(name, rank.planned, self._planned, str(self.directory), _START_S)
+        process.post(Serve(start, clock_shift_s, self.plan.verify))
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; `running` turns False when `poll` has seen its end."""
+        self._signal(name, SIGKILL)
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP: it lives and is silent."""
+        self._signal(name, SIGSTOP)
+        self.ranks[name].paused = True
+
+    def resume(self, name: str) -> None:
+        """SIGCONT."""
+        self.ranks[name].paused = False
+        self._signal(name, SIGCONT)
+
+    def _signal(self, name: str, number: Signals) -> None:
+        process = self.ranks[name].process
+        if process is not None:
+            process.signal(number)
+
+    # ---- talk ---------------------------------------------------------------------------------------------------
+
+    def tell(self, name: str, command: Command) -> None:
+        """Hand a command to a rank without waiting; nothing where it is not running."""
+        process = self.ranks[name].process
+        if process is not None:
+            process.post(command)
+
+    def fault(self, name: str, spec: str, seconds: float | None = None) -> None:
+        """Put a fault of `contract.faults` in force at a rank; `clear` ends all."""
+        self.tell(name, SetFault(spec, seconds))
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """What has happened, waiting for it for so long at most; also what came while `start` or `usage` waited."""
+        waiting, self._waiting = self._waiting, []
+        return waiting or self._listen(timeout_s)
+
+    def _listen(self, timeout_s: float) -> list[Event]:
+        """What happens from now on."""
+        events = []
+        heard = {id(key.data): key.data for key, _ in self._selector.select(timeout_s)}
+        for rank in self.ranks.values():
+            if rank.process is not None:
+                rank.process.flush()
+        for rank in heard.values():
+            events += self._hear(rank)
+        return events
+
+    def usage(self, timeout_s: float = 10.0, sweep: bool = False) -> dict[str, Usage]:
+        """What every serving rank holds.
+
+        Args:
+            sweep: search all free pages for strays, too.
+
+        Raises:
+            FleetError: one did not answer in time.
+        """
+        self._tokens += 1
+        token = self._tokens
+        asked = {name for name, rank in self.ranks.items() if rank.serving}
+        for name in asked:
+            self.tell(name, Tell(token, sweep))
+        found: dict[str, Usage] = {}
+        deadline = time.monotonic() + timeout_s
+        while missing := {name for name in asked - found.keys() if self.ranks[name].running}:
+            for event in self._listen(_TICK_S):
+                if event.kind == "usage" and event.data["token"] == token:
+                    found[event.rank] = cast(Usage, event.data)
+                else:
+                    self._waiting.append(event)
+            if time.monotonic() > deadline:
+                raise FleetError(f"{', '.join(sorted(missing))} did not say within {timeout_s:g} s what they hold")
+        return found
+
+    def _hear(self, rank: SteadyRank) -> list[Event]:
+        process = rank.process
+        if process is None:
+            return []
+        process.hear()
+        ended = process.returncode is not None
+        if ended:
+            process.hear()  # what it said between the first look and its end
+        now_ns = time.monotonic_ns()
+        news, process.news = process.news, []
+        events = [Event(rank.name, line["kind"], line["data"], now_ns) for line in news]
+        for event in events:
+            if event.kind == "met":
+                met = cast(Met, event.data)
+                rank.instances, rank.incarnation = met["instances"], met["incarnation"]
+                rank.met_ns = rank.met_ns or now_ns
+            elif event.kind == "progress":
+                rank.doing = str(event.data.get("doing", ""))
+        over = [(process.channel, process.hung_up), (process.output, process.silent), (process.exit_fd, ended)]
+        for file in (file for file, finished in over if finished or ended):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(file)
+        if ended:
+            words, code = process.last_words, process.returncode
+            process.reap()
+            rank.process, rank.instances, rank.paused = None, [], False
+            remove_admin_socket(rank.name)
+            if not rank.leaving or code:
+                events.append(Event(rank.name, "died", {"returncode": code, "words": words}, now_ns))
+        return events
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> dict[str, int]:
+        """End every process and remove every file of the fleet; the exit status of each rank that did not end well."""
+        if self._closed:
+            return {}
+        self._closed = True
+        bad: dict[str, int] = {}
+        for rank in self.ranks.values():
+            if rank.process is not None:
+                rank.leaving = True
+                if rank.paused:
+                    self.resume(rank.name)
+                rank.process.post(Leave())
+        deadline = time.monotonic() + CLOSE_S
+        try:
+            while any(rank.running for rank in self.ranks.values()) and time.monotonic() < deadline:
+                # Output is still read: a rank that cannot print cannot exit.
+                for event in self._listen(_TICK_S):
+                    if event.kind == "died":
+                        bad[event.rank] = event.data["returncode"]
+        finally:
+            for rank in self.ranks.values():
+                if rank.process is not None:
+                    rank.process.kill()
+                    rank.process.reap()
+                    rank.process = None
+                    bad[rank.name] = -SIGKILL
+                remove_admin_socket(rank.name)
+            self._selector.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+        return bad
+
+    def __enter__(self) -> SteadyFleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _complete(rank: SteadyRank, instances: int) -> bool:
+    wanted = instances if rank.planned["role"] == "decode" else 1
+    return len(rank.instances) >= wanted
+
+
+def _words(event: Event) -> str:
+    if event.kind == "fatal":
+        return f"{event.data.get('message')} ({event.data.get('code')})"
+    return f"it ended with status {event.data['returncode']}; its last words:\n{event.data['words']}"
