@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from kvctl.bench.outcome import Outcome
@@ -38,6 +39,18 @@ def load(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
         f"{row['in_flight']} in flight"
     )
     return [line + (", arriving on their own" if row["arrivals"] == "open" else "")]
+
+
+def faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
+    """Which faults were in force, what draws them again, and how often each struck; none where there were none."""
+    request = outcome.measured[0].variant.request
+    if not request.faults:
+        return []
+    struck: Counter[str] = Counter()
+    for row in rows:
+        struck.update(row["faults_struck"])
+    how_often = ", ".join(f"{name} {count}" for name, count in struck.items()) or "none"
+    return [f"faults {', '.join(request.faults)} with --seed {request.seed}; struck in the agents: {how_often}"]
 
 
 def floors(outcome: Outcome) -> str:

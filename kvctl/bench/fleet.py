@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,9 @@ from types import TracebackType
 from typing import Any, cast
 
 from kvctl.bench.crew import Crew
+from kvctl.bench.pauses import Pauses, last_ns
 from kvctl.fleet.place import free_prefix, rank_names, remove_admin_socket, temporary
+from kvctl_agent.contract.faults import parse_fault
 from kvctl_agent.contract.rig import (
     FLEET_PREFIX,
     Command,
@@ -47,6 +50,8 @@ _LATER_S = 15.0
 # The slowest transport in use moves ten times this.
 _SLOWEST_BYTES_PER_S = 10e6
 _LEAST_RUN_S = 30.0
+# What was lost is said again after a second, and that may be lost too.
+_FAULTS_S = 60.0
 # Pools are poisoned, and searched for strays, as a whole, by ranks that share the cores and the memory's bandwidth.
 _SLOWEST_SWEEP_BYTES_PER_S = 50e6
 
@@ -61,14 +66,19 @@ class Fleet:
         self._plan = plan
         self._request = request
         label = f"{label}-" if label else ""
-        names = [label + name for name in rank_names(plan["ranks"])]
+        places = rank_names(plan["ranks"])
+        names = [label + name for name in places]
         prefix = free_prefix(names)
         self.names = {prefix + name: rank for name, rank in zip(names, plan["ranks"], strict=True)}
+        self._by_place = dict(zip(places, self.names, strict=True))
+        self._faults = tuple(map(parse_fault, request.faults))
+        self._pauses = Pauses((), self._signal)
+        self._on_tick = on_tick
         rooms = [room for load in plan["loads"] for room in load["rooms"]]
         self._bytes_of_token = max(room["bytes"] / room["tokens"] for room in rooms)
         self._sweep_s = max(rank["pool_bytes"] for rank in plan["ranks"]) / _SLOWEST_SWEEP_BYTES_PER_S
         self._directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=temporary()))
-        self._crew = Crew(on_tick)
+        self._crew = Crew(self._tick)
 
     @property
     def size(self) -> int:
@@ -118,7 +128,14 @@ class Fleet:
     ) -> dict[str, RunReport]:
         """Drive the prepared rooms."""
         timeout_s = self._patience(rooms) + self._simulated_s(rooms, layer_ms, decode_ms)
-        answers = self._all(Run(tuple(windows), timeout_s, layer_ms, decode_ms, show), timeout_s + _LATER_S, doing)
+        if self._faults:
+            timeout_s += _FAULTS_S + last_ns(self._faults) / 1e9
+        order = Run(tuple(windows), timeout_s, layer_ms, decode_ms, show, self._request.faults)
+        self._pauses = Pauses(self._faults, self._signal)
+        try:
+            answers = self._all(order, timeout_s + _LATER_S, doing)
+        finally:
+            self._pauses.end()
         return cast(dict[str, RunReport], answers)
 
     def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, VerifyReport]:
@@ -176,7 +193,15 @@ class Fleet:
             seed=self._request.seed,
             config=plan["config"],
             timeout_s=timeout_s,
+            faulty=bool(self._faults),
         )
+
+    def _tick(self) -> None:
+        self._pauses.tick()
+        self._on_tick()
+
+    def _signal(self, place: str, number: signal.Signals) -> None:
+        self._crew.ranks[self._by_place[place]].signal(number)
 
     def _patience(self, rooms: Sequence[Room]) -> float:
         """Seconds that these rooms may take: far more than they do, and not for ever."""

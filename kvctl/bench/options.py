@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 
 from kvctl_agent.contract.config import KEYS_BY_NAME
+from kvctl_agent.contract.faults import Fault, parse_faults
 from kvctl_agent.contract.rig import PIPELINES, Load, Sizes, State, Tokens
 
 CP_MODES = KEYS_BY_NAME["cp_mode"].choices
@@ -71,6 +72,21 @@ def parse_percent(text: str) -> float:
     if not 0 <= value <= 100:
         raise ValueError(f"{text!r} is not a percentage: write 5%")
     return value / 100
+
+
+def parse_bench_faults(text: str) -> tuple[Fault, ...]:
+    """Faults that planned rooms can survive, as in `contract.faults`; "" is none.
+
+    Raises:
+        ValueError: one cannot be read, or ends a rank for good.
+    """
+    faults = parse_faults(text) if text else ()
+    for fault in faults:
+        if fault.name == "kill":
+            raise ValueError(
+                f"{fault.text}: a bench's rooms are planned, and a dead rank ends it; kvctl demo kills and restarts"
+            )
+    return faults
 
 
 def parse_names(text: str) -> tuple[str, ...]:

@@ -116,6 +116,7 @@ class Outcome:
             "decode": sizes_text(request.decode),
             "cp_size": max(sizes.cp for sizes in request.prefill),
             "decode_ms": request.decode_ms,
+            "faults": list(request.faults),
         }
         return [
             {**row, **layout, **program.remarks(results.plan, case, results.latency_ms, row)}

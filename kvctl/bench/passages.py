@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvctl.bench.laps import Lap
 from kvctl.bench.statistics import union
@@ -56,11 +56,18 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A lap and what became of its rooms: passages of those that succeeded, causes of the others, by index."""
+    """A lap and what became of its rooms, by index.
+
+    Attributes:
+        passages: of those that succeeded.
+        failures: causes of those that failed.
+        explained: "aborted" or "fault" for those that failed because that was asked for.
+    """
 
     lap: Lap
     passages: Mapping[int, Passage]
     failures: Mapping[int, str]
+    explained: Mapping[int, str] = field(default_factory=dict)
 
 
 def join(lap: Lap, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) -> Finished:
@@ -73,16 +80,21 @@ def join(lap: Lap, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) 
     prefill = [lap.reports[name] for name, rank in names.items() if rank["role"] == "prefill"]
     decode = [lap.reports[name] for name, rank in names.items() if rank["role"] == "decode"]
     failures: dict[int, str] = {}
+    explained: dict[int, str] = {}
     for report in (*decode, *prefill):
+        known = dict(report["faults"]["explained"]) if "faults" in report else {}
+        explained |= known
         for index, text in report["failures"]:
-            failures.setdefault(index, text)
+            if index not in known:
+                failures.setdefault(index, text)
+    explained = {index: kind for index, kind in explained.items() if index not in failures}
     forwards = _merged(row for report in prefill for row in report["rooms"])
     arrivals = _merged(row for report in decode for row in report["rooms"])
     hidden: dict[int, int] = {}
     for index, before_ns, _ in (row for report in prefill for row in report["hidden"]):
         hidden[index] = max(hidden.get(index, 0), before_ns)
     passages: dict[int, Passage] = {}
-    for room in (room for room in lap.rooms if room.index not in failures):
+    for room in (room for room in lap.rooms if room.index not in failures and room.index not in explained):
         index = room.index
         if index in forwards and index in arrivals:
             started, done, _, compute = forwards[index]
@@ -92,7 +104,7 @@ def join(lap: Lap, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) 
             )
         else:
             failures[index] = "no rank reported its end"
-    return Finished(lap, passages, failures)
+    return Finished(lap, passages, failures, explained)
 
 
 def rate(laps: Iterable[Finished]) -> Rate:

@@ -57,6 +57,8 @@ class Results:
         wrong = [mismatch for finished in every for mismatch in mismatches(finished)]
         counts = {text: causes.count(text) for text in dict.fromkeys(causes)}
         lines = [f"{count} room{'s' * (count > 1)} failed: {text}" for text, count in counts.items()][:_MOST_LINES]
+        reports = [report for finished in every for report in finished.lap.reports.values()]
+        lines += [line for report in reports if "faults" in report for line in report["faults"]["left"]][:_MOST_LINES]
         return lines + [_explained(mismatch) for mismatch in wrong[:_MOST_LINES]]
 
     def floor(self, kind: str) -> float | None:

@@ -7,6 +7,7 @@ to success, so that a pause between lots counts for nobody and waiting inside on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -39,6 +40,7 @@ def row_of(
     planned = plan["loads"][case.load]
     passages = [passage for finished in laps for passage in finished.passages.values()]
     failed = sum(len(finished.failures) for finished in laps)
+    explained = Counter(kind for finished in laps for kind in finished.explained.values())
     costs = Costs(laps, names, ready)
     parts = sum(costs.by_label("kvctl_parts_total", "decode").values())
     verified = not failed and not any(mismatches(finished) for finished in laps) if looked else None
@@ -56,8 +58,12 @@ def row_of(
         "page_order": plan["page_order"],
         "layer_ms": case.layer_ms,
         "arrivals": "open" if any(room["arrival_ms"] is not None for room in planned["rooms"]) else "closed",
-        "rooms": len(passages) + failed,
+        "rooms": len(passages) + failed + explained.total(),
+        "ok": len(passages),
+        "aborted": explained["aborted"],
+        "failed_by_fault": explained["fault"],
         "failed": failed,
+        "faults_struck": _struck(laps),
         "verified": verified,
         "verified_parts": parts if verified else None if verified is None else 0,
         **_rates(laps, planned, floors, sum(rank["role"] == "decode" for rank in names.values())),
@@ -124,6 +130,14 @@ def _times(passages: Sequence[Passage]) -> dict[str, Any]:
 
 def _ttft(passages: Sequence[Passage]) -> dict[str, float | None]:
     return summary_ms(each.first_token_ns - each.opened_ns for each in passages)
+
+
+def _struck(laps: Sequence[Finished]) -> dict[str, int]:
+    """How often each kind of fault struck, over all ranks."""
+    struck: Counter[str] = Counter()
+    for report in (report for finished in laps for report in finished.lap.reports.values()):
+        struck.update(report["faults"]["struck"] if "faults" in report else {})
+    return dict(sorted(struck.items()))
 
 
 def _groups(laps: Sequence[Finished], names: Mapping[str, PlannedRank], layers: int) -> int | None:

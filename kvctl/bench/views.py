@@ -48,6 +48,8 @@ BENCH = View(
         Column("concurrency", kind=Kind.COUNT, header="CONC"),
         Column("tokens", "tokens_drawn"),
         Column("rooms", kind=Kind.COUNT, width=Width.NORMAL),
+        Column("aborted", kind=Kind.COUNT, width=Width.WIDE),
+        Column("failed_by_fault", kind=Kind.COUNT, width=Width.WIDE),
         Column("failed", kind=Kind.COUNT, width=Width.WIDE),
         Column("verified", kind=Kind.FLAG, styles=_VERDICT),
         Column("rooms_per_s", kind=Kind.RATE, header="ROOMS/S"),
@@ -134,6 +136,15 @@ def _simulated(row: Row) -> bool:
 _LINES: tuple[tuple[tuple[_Line, ...], Callable[[Row], bool]], ...] = (
     (
         (
+            ("rooms ok", _plain("ok", units.count), None),
+            ("  aborted", _plain("aborted", units.count), None),
+            ("  failed by a fault", _plain("failed_by_fault", units.count), None),
+            ("  failed otherwise", _plain("failed", units.count), None),
+        ),
+        lambda row: bool(row["faults"]),
+    ),
+    (
+        (
             ("rooms/s", _plain("rooms_per_s", _rate), lambda row: float(row["rooms_per_s"])),
             ("GB/s", _plain("gb_per_s", _rate), lambda row: float(row["gb_per_s"])),
             ("of one-thread memcpy", _plain("memcpy_ratio", units.percent), None),
@@ -182,6 +193,7 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
     head, foot = captions.head(outcome), captions.floors(outcome)
     if view is None:
         head += captions.load(outcome, rows)
+    head += captions.faults(outcome, outcome.rows())
     table = Grid(view, rows) if view is not None else _table(rows)
     verdict = _verdict(outcome.rows())
     return [Text([[(line, "")] for line in head]), table, Text([[(foot, "")], verdict])]

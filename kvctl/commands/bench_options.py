@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvctl.bench.options import (
+    parse_bench_faults,
     parse_cp_modes,
     parse_instances,
     parse_names,
@@ -363,6 +364,15 @@ def _result() -> list[click.Option]:
             metavar="PERCENT",
             parse=parse_percent,
             help="GB/s that may be missing against the baseline.",
+        ),
+        _option(
+            group,
+            "--faults",
+            metavar="SPEC,…",
+            parse=parse_bench_faults,
+            default="",
+            help="Faults to go through, such as abort=10%,control-loss=5%,pause=decode-1@2s+3s; rooms that fail by "
+            "them are counted apart.",
         ),
         _option(group, "--hold", is_flag=True, help="Keep the fleet up under light traffic afterwards, until Ctrl-C."),
     ]

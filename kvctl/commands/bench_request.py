@@ -266,6 +266,7 @@ def _request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, mem
         states=options["states"] or None,
         output_tokens=(options["output_tokens"] or _OUTPUT_TOKENS) if decodes else 0,
         rate=options["rate"] or 0.0,
+        faults=tuple(fault.text for fault in options["faults"]),
         **{name: options[name] for name in same.split()},
     )
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import click
 import orjson
 
 from kvctl.bench.baseline import compare, failures
@@ -30,9 +31,11 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
 from kvctl.fleet.failures import FleetError
+from kvctl.fleet.place import rank_names
 from kvctl.fleet.planner import plan as make_plan
 from kvctl.views.report import Report
 from kvctl_agent.contract.rig import Plan
+from kvctl_agent.contract.settings import near
 
 PlannedFleets = Sequence[tuple[Fleets, Sequence[tuple[Variant, Plan]]]]
 
@@ -53,6 +56,7 @@ def plan_all(asked: Asked, output: Output) -> PlannedFleets:
                 decodes = variant.request.decode_ms > 0
                 request = with_requests(variant.request, asked.source, plan["shape"], decodes)
                 variant, plan = replace(variant, request=request), make_plan(request)
+            _check_paused(asked, plan)
             pairs.append((variant, plan))
             for note in plan["notes"]:
                 if note not in told:
@@ -60,6 +64,19 @@ def plan_all(asked: Asked, output: Output) -> PlannedFleets:
                     output.note(note)
         planned.append((wave, pairs))
     return planned
+
+
+def _check_paused(asked: Asked, plan: Plan) -> None:
+    """Refuse a pause of a rank that there is not, before any is started.
+
+    Raises:
+        click.BadParameter: there is none of that name.
+    """
+    names = rank_names(plan["ranks"])
+    for fault in asked.options["faults"]:
+        if fault.rank and fault.rank not in names:
+            text = f"{fault.text}: there is no rank {fault.rank}{near(fault.rank, names)}; there are {', '.join(names)}"
+            raise click.BadParameter(text, param_hint="--faults")
 
 
 class BenchRun:

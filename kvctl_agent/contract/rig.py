@@ -182,6 +182,7 @@ class PlanRequest:
         pipelines: to compare side by side, like `paths`: of `PIPELINES`, or layers per group as a number.
         rate: requests per second, at random (Poisson); 0: closed loop.
         requests: what every load runs in place of drawn rooms, its concurrency bounding those in flight.
+        faults: specs of `contract.faults`; in force while rooms run.
     """
 
     prefill: tuple[Sizes, ...]
@@ -218,6 +219,7 @@ class PlanRequest:
     ring_mb: int | None = None
     chunk_tokens: int | None = None
     workers: int | None = None
+    faults: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -378,7 +380,8 @@ class Room:
 class Start:
     """First line down: who this rank is. Answered by `Ready` once it has met all its peers.
 
-    `bootstraps` are the endpoints of the prefill instances; `instance` is -1 for a decode rank.
+    `bootstraps` are the endpoints of the prefill instances; `instance` is -1 for a decode rank. `faulty`: its agent is
+    one that faults can be injected into.
     """
 
     do: ClassVar[str] = "start"
@@ -399,6 +402,7 @@ class Start:
     seed: int
     config: dict[str, str | int | float | bool] = field(default_factory=dict)
     timeout_s: float = 60.0
+    faulty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +433,7 @@ class Run:
         layer_ms: simulated compute of one layer for one chunk; a prefill rank computes one chunk at a time.
         decode_ms: simulated time of one decode step; rooms with `output_tokens` are decoded together.
         show: index of the room whose parts go into `RunReport.waterfall`; -1 for none.
+        faults: specs of `contract.faults`, in force while the rooms run; of a faulty rank.
     """
 
     do: ClassVar[str] = "run"
@@ -437,6 +442,7 @@ class Run:
     layer_ms: float = 0.0
     decode_ms: float = 0.0
     show: int = -1
+    faults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,6 +517,14 @@ class ShownPart(TypedDict):
     moments: dict[str, int]
 
 
+class FaultReport(TypedDict):
+    """What faults did to a rank during a run."""
+
+    explained: list[list[Any]]  # [index, "aborted" or "fault"] of failed rooms whose cause is one of the faults
+    struck: dict[str, int]  # how often each kind struck
+    left: list[str]  # what is held although all rooms are over, in words
+
+
 class RunReport(TypedDict):
     """Answer to `Run`. Times are monotonic nanoseconds, comparable between the ranks of one machine.
 
@@ -531,6 +545,7 @@ class RunReport(TypedDict):
     ring_high_water_bytes: int
     cpu_ns: int
     peak_rss_bytes: int
+    faults: NotRequired[FaultReport]  # where there were any
 
 
 class Mismatch(TypedDict):

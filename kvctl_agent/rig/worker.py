@@ -8,10 +8,12 @@ from __future__ import annotations
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvctl_agent.agent import Agent
+from kvctl_agent.contract.faults import Fault, parse_fault
 from kvctl_agent.contract.rig import (
     FloorMeasured,
     Floors,
@@ -30,6 +32,9 @@ from kvctl_agent.memory.floor import memcpy_gb_per_s
 from kvctl_agent.rank import Rank
 from kvctl_agent.rig import measure
 from kvctl_agent.rig.content import Content, allocate_pool, own_coord, own_side
+from kvctl_agent.rig.faults import FaultyAgent
+from kvctl_agent.rig.faults.aborts import Aborts
+from kvctl_agent.rig.faults.trial import Trial
 from kvctl_agent.rig.geometry import model_shape
 from kvctl_agent.runtime.handles import Handle
 
@@ -72,7 +77,8 @@ class Worker(ABC):
         self._pool = allocate_pool(start)
         self.content = Content(self._pool, start)
         progress("starting its agent")
-        self.agent = Agent(
+        kind: Callable[..., Agent] = partial(FaultyAgent, fault_seed=start.seed) if start.faulty else Agent
+        self.agent = kind(
             role=start.role,
             rank=_rank(start),
             pool=self._pool,
@@ -84,6 +90,8 @@ class Worker(ABC):
         )
         self.failed: set[int] = set()
         self.held: list[int] = []
+        self.aborts = Aborts(start, 0.0)
+        self._trial: Trial | None = None
 
     def meet(self, progress: Callable[[str], None]) -> Ready:
         """Start the agent and wait until it has met all its peers.
@@ -130,6 +138,7 @@ class Worker(ABC):
         """Drive the prepared rooms until all have finished or `timeout_s` is over."""
         before, cpu_before = measure.counters(self.agent.observe.metrics()), measure.cpu_ns()
         deadline_ns = time.monotonic_ns() + round(command.timeout_s * 1e9)
+        self._begin(tuple(map(parse_fault, command.faults)))
         outcome = self.drive(command, deadline_ns)
         cpu_ns = measure.cpu_ns() - cpu_before
         failures, rooms = outcome.failures, self.content.rooms
@@ -137,7 +146,7 @@ class Worker(ABC):
         staging = self.agent.observe.staging()
         succeeded = {number: room.index for number, room in rooms.items() if number not in self.failed}
         find = self.agent.telemetry.rooms.find
-        return RunReport(
+        report = RunReport(
             rooms=outcome.rows,
             hidden=measure.hidden(find, succeeded),
             waterfall=[
@@ -156,6 +165,14 @@ class Worker(ABC):
             cpu_ns=cpu_ns,
             peak_rss_bytes=measure.peak_rss_bytes(),
         )
+        if self._trial is not None:
+            report["faults"] = self._trial.end(failures)
+        return report
+
+    def _begin(self, faults: Sequence[Fault]) -> None:
+        """Bring the faults of a run into force; without any nothing is watched that needs not be."""
+        self.aborts = Aborts(self.start, sum(fault.share for fault in faults if fault.name == "abort"))
+        self._trial = Trial(self.agent, faults) if faults and isinstance(self.agent, FaultyAgent) else None
 
     @abstractmethod
     def drive(self, command: Run, deadline_ns: int) -> Outcome:
@@ -187,8 +204,10 @@ class Worker(ABC):
             if not handle.released:
                 self.held.append(self.content.rooms[handle.room].index)
 
-    def cause(self, failure: Failure | None) -> str:
+    def cause(self, room: Room, failure: Failure | None) -> str:
         """Why a room failed, in a line."""
+        if self._trial is not None:
+            self._trial.failed(room.index, failure)
         return f"{failure['rank']}: {failure['text']} ({failure['code']})" if failure else f"{self.start.name}: unknown"
 
     def _on_state(self, handle: Handle, state: RoomState) -> None:

@@ -88,8 +88,10 @@ class _Run:
                 break
             while len(self._visits) < self._window and (visit := self._arrivals.take(now_ns)) is not None:
                 self._visits[visit.room.number] = visit
-                self.receives[visit.room.number] = self._worker.open(visit.room)
-            moments = [self._decoding.next_ns, self._samples.next_ns, deadline_ns]
+                receive = self.receives[visit.room.number] = self._worker.open(visit.room)
+                self._worker.aborts.begin(visit.room, receive, now_ns)
+            self._worker.aborts.strike(now_ns)
+            moments = [self._decoding.next_ns, self._samples.next_ns, self._worker.aborts.next_ns, deadline_ns]
             if len(self._visits) < self._window:
                 moments.append(self._arrivals.next_ns)
             change = self._worker.next_change(min(at for at in moments if at is not None))
@@ -113,11 +115,13 @@ class _Run:
         if visit is None or not change.state.finished:
             return
         now_ns = time.monotonic_ns()
+        self._worker.aborts.over(visit.room.number, now_ns)
         if change.state is RoomState.SUCCESS:
             visit.success_ns = change.at_ns
             self._leave(self._decoding.join(visit, now_ns), now_ns)
             return
-        self.failures[visit.room.index] = self._worker.cause(self.receives[visit.room.number].error)
+        error = self.receives[visit.room.number].error
+        self.failures[visit.room.index] = self._worker.cause(visit.room, error)
         self._over(visit, now_ns)
 
     def _leave(self, decoded: list[Visit], now_ns: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from kvctl_agent.contract.rig import Prepare, Room, Run, Verify, VerifyReport
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
@@ -80,15 +82,18 @@ class _Run:
 
     def until_done(self, deadline_ns: int) -> None:
         """Run until every room is sent or has failed, or until the deadline."""
+        aborts = self._worker.aborts
         while self._pending:
             # All news first: what waits is chosen from by its order, not by when this rank heard of it, so that the
             # tp ranks of an instance, which do not talk, mostly compute the same room.
-            change = self._worker.next_change(0 if self._asked_ns else deadline_ns)
+            now_ns = time.monotonic_ns()
+            aborts.strike(now_ns)
+            change = self._worker.next_change(0 if self._asked_ns else min(deadline_ns, aborts.next_ns or deadline_ns))
             if change is not None:
                 self._changed(change)
             elif self._asked_ns:
                 self._compute(min(self._asked_ns, key=lambda number: self._rooms[number].index))
-            else:
+            elif now_ns >= deadline_ns:
                 break
 
     def give_up(self) -> None:
@@ -111,12 +116,14 @@ class _Run:
             return
         if change.state is RoomState.WAITING_FOR_INPUT:
             self._asked_ns[number] = change.at_ns
+            self._worker.aborts.begin(self._rooms[number], self.sends[number], change.at_ns)
         elif change.state.finished:
             self._pending.remove(number)
             self._asked_ns.pop(number, None)
+            self._worker.aborts.over(number, change.at_ns)
             index = self._rooms[number].index
             if change.state is RoomState.SUCCESS:
                 started_ns, done_ns, compute_ns = self._computed[number]
                 self.rows.append([index, started_ns, done_ns, change.at_ns, compute_ns])
             else:
-                self.failures[index] = self._worker.cause(self.sends[number].error)
+                self.failures[index] = self._worker.cause(self._rooms[number], self.sends[number].error)
