@@ -1,0 +1,268 @@
+"""What a rank's silence, death and return cost the others: the rules of peers and recovery, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+from moments import in_flight, run_until, said, silence, under_way
+from simulation import SECOND, TIMING, World, direct
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.peer import PeerState
+
+
+def events_of(world: World, name: str, kind: str) -> list[str]:
+    rows = world.machines[name].telemetry.recorder.since(None, 256)["events"]
+    return [row["text"] for row in rows if row["kind"] == kind]
+
+
+def pass_time(world: World, ns: int, step_ns: int = SECOND // 2) -> None:
+    for _ in range(ns // step_ns):
+        world.tick(step_ns)
+        world.flush()
+
+
+# ---- suspect -------------------------------------------------------------------------------------------------------
+
+
+def test_a_suspect_is_shown_and_is_given_nothing_that_would_let_it_write() -> None:
+    """Its room is granted, gated and waiting; the ring drains meanwhile, and still it gets no more than heartbeats."""
+    world = under_way(34)
+    world.paused.add("prefill-0")
+    pass_time(world, TIMING.suspect_ns)
+    assert world.d().peers["prefill-0"].state is PeerState.SUSPECT
+    assert any(
+        text.startswith("prefill-0 has been silent for 3.") for text in events_of(world, "decode-0", "peer-suspect")
+    )
+    said(world, "prefill-0")
+    grants = world.d().telemetry.metrics.total("kvctl_ring_grants_total")
+    pass_time(world, TIMING.suspect_ns)
+    given = said(world, "prefill-0")
+    assert not [message for message in given if isinstance(message, msg.StagingGrants)]
+    assert [message for message in given if isinstance(message, msg.Heartbeat)], "it is not given up"
+    assert world.d().telemetry.metrics.total("kvctl_ring_grants_total") == grants
+    world.paused.clear()
+    world.settle()
+    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
+
+
+def test_half_the_time_to_suspicion_ends_the_lease_for_every_kind_of_part() -> None:
+    """The oracle complains of an order to a peer that was not heard in time; here nothing may be ordered at all."""
+    world = World(Side(), Side(), choose=direct)
+    world.connect()
+    world.receive(7, 2)
+    world.flush()
+    world.paused.add("decode-0")
+    world.tick(TIMING.lease_ns + 1)
+    world.send(7, 2)
+    world.flush()
+    assert world.p().peers["decode-0"].state is PeerState.READY, "the lease ends long before the suspicion begins"
+    assert not world.paths
+    assert len(world.p().parked()) == 1
+    world.paused.clear()
+    world.settle(ticks=3)
+    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
+
+
+# ---- lost ----------------------------------------------------------------------------------------------------------
+
+
+def room_of_four() -> World:
+    """Room 7 passes between two prefill and two decode ranks, and has not been computed."""
+    world = World(Side(tp=2), Side(tp=2))
+    world.connect()
+    for reader in (0, 1):
+        world.receive(7, 3, reader=reader, nonce=1000 + reader)
+    world.flush()
+    for rank in (0, 1):
+        world.feed(f"prefill-{rank}", ev.SendRoom(7))
+        world.sent[f"prefill-{rank}", 7] = RoomState.WAITING_FOR_INPUT
+    return world
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
+@pytest.mark.parametrize("proven", [True, False])
+def test_the_loss_of_any_rank_fails_its_room_on_all_others_with_its_name_and_life(victim: str, proven: bool) -> None:
+    world = room_of_four()
+    life = world.machines[victim].local.incarnation
+    before = world.now_ns
+    if proven:
+        world.kill(victim)
+        world.flush()
+        assert world.now_ns == before, "nobody waits for silence to grow"
+    else:
+        world.paused.add(victim)
+        pass_time(world, TIMING.lost_ns + SECOND)
+    causes = {room.reader: room.failure for room in world.rooms.values()}
+    causes |= {name: world.sent_failures.get((name, 7)) for name in world.prefill_names}
+    causes.pop(victim, None)
+    assert len(causes) == 3
+    for name, cause in causes.items():
+        assert cause is not None, f"{name} was not told"
+        assert cause["code"] == "KV_PEER_LOST"
+        why = "process has ended" if proven else "silent for 15."
+        assert cause["text"].startswith(f"peer {victim} (incarnation {life:016x}) lost: {why}"), (name, cause)
+    world.paused.clear()
+    world.settle()
+    world.check_empty()
+
+
+def test_the_first_cause_wins_over_a_loss_that_comes_later() -> None:
+    world = room_of_four()
+    world.feed("prefill-1", ev.AbortRoom(7, "the client went away"))
+    world.flush()
+    world.kill("decode-1")
+    world.settle()
+    told = [world.sent_failures[name, 7] for name in world.prefill_names] + [world.rooms["decode-0", 7, 1000].failure]
+    assert {(cause["rank"], cause["code"], cause["text"]) for cause in told} == {
+        ("prefill-1", "ABORTED", "the client went away")
+    }
+
+
+def test_rooms_of_the_other_decode_ranks_go_on() -> None:
+    world = World(Side(tp=2), Side(dp=2))
+    world.connect()
+    for room in (6, 7):
+        world.receive(room, 3, reader=room % 2)
+        world.send(room, 3)
+    world.kill("decode-1")
+    world.flush()
+    assert world.rooms["decode-0", 6, 1000].state is RoomState.SUCCESS
+    assert {world.sent["prefill-0", 6], world.sent["prefill-1", 6]} == {RoomState.SUCCESS}
+
+
+# ---- quarantine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["drained", "dead", "restarted"])
+@pytest.mark.parametrize("choose", [None, direct])
+def test_pages_with_a_lost_writer_come_back_when_that_is_safe_and_not_before(end: str, choose: object) -> None:
+    world = in_flight(choose=choose)
+    room = world.rooms["decode-0", 7, 1000]
+    world.paused.add("prefill-0")
+    pass_time(world, 60 * SECOND)
+    assert room.failure["code"] == "KV_PEER_LOST"
+    assert not room.released, "a minute of silence proves nothing"
+    assert world.d().quarantined_bytes > 0
+    world.paused.clear()
+    if end == "drained":
+        world.settle(ticks=10)
+    elif end == "dead":
+        world.kill("prefill-0")
+    else:
+        world.restart("prefill-0", proven=False)
+        pass_time(world, TIMING.suspect_ns)
+    assert room.released
+    assert world.d().quarantined_bytes == 0
+    assert len(world.d().book) == 0
+
+
+def test_a_writer_keeps_the_pages_it_sends_from_until_its_engine_lets_go_of_a_lost_reader() -> None:
+    world = in_flight(choose=direct)
+    world.paused.add("decode-0")
+    held_back = [item for item in world.pool if item.kind == "complete"]
+    world.pool = [item for item in world.pool if item.kind != "complete"]
+    pass_time(world, TIMING.lost_ns + SECOND)
+    assert world.sent["prefill-0", 7] is RoomState.FAILED
+    assert ("prefill-0", 7) not in world.sent_released, "the engine still reads them"
+    world.pool += held_back
+    world.flush()
+    assert ("prefill-0", 7) in world.sent_released
+    world.paused.clear()
+    world.settle()
+    world.check_empty()
+
+
+# ---- tombstones ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ended", ["success", "failed"])
+def test_a_late_opening_meets_a_tombstone_for_as_long_as_an_opening_may_take(ended: str) -> None:
+    world = World(Side(), Side())
+    world.connect()
+    world.receive(7, 2)
+    opening = next(item for item in world.pool if item.kind == "message" and item.to == "prefill-0")
+    world.send(7, 2)
+    if ended == "failed":
+        world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+    world.settle()
+    pass_time(world, TIMING.bootstrap_ns - 2 * SECOND, SECOND)
+    world.happen(opening)
+    assert not world.p().rooms, "no zombie"
+    answers = [message for message in said(world, "decode-0") if isinstance(message, msg.RoomRefused)]
+    assert len(answers) == 1
+    pass_time(world, TIMING.bootstrap_ns + 2 * SECOND, SECOND)
+    assert len(world.p()._graves) == 0, "it asked again, and was remembered for as long again"
+
+
+# ---- return --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [1, 5, 12])
+@pytest.mark.parametrize("steps", [0, 8, 16, 24, 32, 40, 50, 60])
+def test_a_line_that_is_cut_for_less_than_a_loss_costs_no_room(steps: int, seconds: int) -> None:
+    """Everything said meanwhile is lost, both ways; what is in flight by then lands or has to be told again."""
+    world = under_way(steps)
+    for _ in range(2 * seconds):
+        world.pool = [item for item in world.pool if item.kind != "message"]
+        run_until(world, "message")
+        world.tick(SECOND // 2)
+    world.pool = [item for item in world.pool if item.kind != "message"]
+    world.settle(ticks=20)
+    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
+    assert set(world.sent.values()) == {RoomState.SUCCESS}
+    world.check_empty()
+
+
+@pytest.mark.parametrize("steps", [0, 16, 32, 48, 60])
+@pytest.mark.parametrize("stopped", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("seconds", [5, 30])
+def test_a_rank_that_was_stopped_serves_again_without_a_restart(stopped: str, seconds: int, steps: int) -> None:
+    world = under_way(steps)
+    silence(world, stopped, seconds)
+    world.settle(ticks=30)
+    states = {room.state for room in world.rooms.values()}
+    assert states == {RoomState.SUCCESS} or seconds > TIMING.lost_ns // SECOND
+    room = world.receive(9, 4)
+    world.send(9, 4)
+    world.settle(ticks=2)
+    assert room.state is RoomState.SUCCESS
+    world.check_empty()
+
+
+def test_what_the_transport_knew_of_the_old_life_goes_before_the_new_one_is_connected() -> None:
+    """`remove_remote_agent` first: an engine that knows both would write into the dead one's memory."""
+    world = World(Side(), Side())
+    world.connect()
+    world.kill("decode-0", proven=False)
+    world._start("decode-0")
+    hello = next(item for item in world.pool if item.kind == "message" and item.to == "prefill-0")
+    incarnation, (message,), _ = codec.decode(hello.what)
+    actions = world.p().handle(ev.Received("decode-0", incarnation, message), world.now_ns)
+    order = [type(action) for action in actions if isinstance(action, ev.DropPeer | ev.ConnectPeer)]
+    assert order == [ev.DropPeer, ev.ConnectPeer]
+
+
+def test_a_rank_that_restarts_again_and_again_is_met_each_time_and_costs_only_its_own_rooms() -> None:
+    world = World(Side(tp=2), Side(dp=2))
+    world.connect()
+    for life in range(8):
+        own, other = 100 + 2 * life + 1, 100 + 2 * life
+        world.receive(own, 3, reader=1)
+        neighbour = world.receive(other, 3, reader=0)
+        world.flush()
+        world.send(other, 3)
+        world.restart("decode-1", proven=bool(life % 2))
+        world.settle(ticks=10)
+        assert neighbour.state is RoomState.SUCCESS
+        room = world.receive(own, 3, reader=1)
+        world.send(own, 3)
+        world.settle(ticks=5)
+        assert room.state is RoomState.SUCCESS
+        world.rooms.clear()
+        world.sent.clear()
+        world.sent_released.clear()
+    world.check_empty()
