@@ -112,8 +112,11 @@ def test_the_loss_of_any_rank_fails_its_room_on_all_others_with_its_name_and_lif
 
 def test_the_first_cause_wins_over_a_loss_that_comes_later() -> None:
     world = room_of_four()
+    world.paused.add("decode-1")  # so that the room stays with the others until it is gone
     world.feed("prefill-1", ev.AbortRoom(7, "the client went away"))
     world.flush()
+    assert len(world.p().rooms) == len(world.p(1).rooms) == 1
+    world.paused.clear()
     world.kill("decode-1")
     world.settle()
     told = [world.sent_failures[name, 7] for name in world.prefill_names] + [world.rooms["decode-0", 7, 1000].failure]
@@ -127,8 +130,9 @@ def test_rooms_of_the_other_decode_ranks_go_on() -> None:
     world.connect()
     for room in (6, 7):
         world.receive(room, 3, reader=room % 2)
-        world.send(room, 3)
+    world.flush()
     world.kill("decode-1")
+    world.send(6, 3)
     world.flush()
     assert world.rooms["decode-0", 6, 1000].state is RoomState.SUCCESS
     assert {world.sent["prefill-0", 6], world.sent["prefill-1", 6]} == {RoomState.SUCCESS}
