@@ -179,22 +179,26 @@ class DecodeMachine(DecodeRooms):
                 self._resynchronise(peer)
             return
         self._replace(peer, incarnation)
+        if peer.incarnation != incarnation:
+            peer.unlike_since_ns = 0
         inputs, differences = self._pair(message)
-        stale = ""
+        waits = False
         if inputs is not None:
             stale = self._off_roster(peer_name, message.who)
             differences = (stale,) if stale else self._unlike_others(peer_name, inputs)
+            waits = bool(stale or (differences and self._may_be_earlier_lives(peer)))
             inputs = None if differences else inputs
         known = peer.state in (PeerState.REFUSED, PeerState.CONNECTING) and peer.incarnation == incarnation
         known = known and peer.differences == differences
         peer.meet(incarnation, message.who, inputs, differences)
         peer.heard_ns = self.now_ns
-        if stale:
-            # It started anew as part of another layout: rooms wait, for the registry is about to say so too.
+        if waits:
+            # It started anew as part of another layout: rooms wait, its registry and the others are about to say so.
             peer.state = PeerState.CONNECTING
             peer.hello_due_ns = self.now_ns + self.timing.resend_ns
             if not known:
-                self.note("peer-waits", f"{peer_name} waits for its registry: {stale}", "warning", peer=peer_name)
+                text = f"{peer_name} waits for its instance: {'; '.join(differences)}"
+                self.note("peer-waits", text, "warning", peer=peer_name)
             return
         if inputs is None:
             peer.hello_due_ns = self.now_ns + self.timing.suspect_ns
@@ -234,6 +238,11 @@ class DecodeMachine(DecodeRooms):
                 factors = plan_inputs.differences(theirs.to_wire(), inputs.to_wire())
                 return tuple(f"{factor} on {name}" for factor in factors)
         return ()
+
+    def _may_be_earlier_lives(self, peer: Peer) -> bool:
+        """Whether those that a rank differs from may be gone, since it started anew and nobody has had time to see."""
+        peer.unlike_since_ns = peer.unlike_since_ns or self.now_ns
+        return self.now_ns - peer.unlike_since_ns < self.timing.suspect_ns
 
     def _refuse_all(self, peer: Peer) -> None:
         """Rooms that wait for an instance which does not fit us would wait for ever."""

@@ -32,6 +32,7 @@ class Peer:
         proven_dead: the process has ended, so nothing of it can be in flight.
         past: incarnations proven to have ended; what still comes from one is late, never a return.
         hello_due_ns: when to say Hello again; 0 when none is unanswered.
+        unlike_since_ns: since when it says that its layout is not that of its instance's other ranks; 0: it does not.
         at, wire: its place in its instance and the plan inputs as they travel, once it has been met.
         gate: on a writer, the view of this reader's ring.
     """
@@ -55,6 +56,7 @@ class Peer:
         "rtt_ns",
         "state",
         "timing",
+        "unlike_since_ns",
         "watermark_sent",
         "who",
         "wire",
@@ -72,6 +74,7 @@ class Peer:
         self.gate = Gate()
         self.heard_ns = 0
         self.hello_due_ns = 0
+        self.unlike_since_ns = 0
         self.rtt_ns: int | None = None
         self.differences: tuple[str, ...] = ()
         self.proven_dead = False

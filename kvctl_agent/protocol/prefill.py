@@ -47,7 +47,7 @@ class PrefillMachine(PrefillOpenings):
             self.act(ev.Released(room.room))
 
     def on_prefetch(self, event: ev.Prefetch) -> None:
-        room = self.rooms.get(event.room)
+        room = self._claimed(event.room)
         if room is None or room.failure is not None:
             return
         layers = self._layers
@@ -63,7 +63,7 @@ class PrefillMachine(PrefillOpenings):
         self._request_all(room)
 
     def on_send_pages(self, event: ev.SendPages) -> None:
-        room = self.rooms.get(event.room)
+        room = self._claimed(event.room)
         if room is None or room.failure is not None:
             return  # failed meanwhile; the handle says why
         if self._holds_back and not room.finished:
@@ -86,7 +86,7 @@ class PrefillMachine(PrefillOpenings):
                 return
 
     def on_finish(self, event: ev.Finish) -> None:
-        room = self.rooms.get(event.room)
+        room = self._claimed(event.room)
         if room is None or room.failure is not None:
             return
         room.finished = True
@@ -105,8 +105,13 @@ class PrefillMachine(PrefillOpenings):
         self._progress(room)
 
     def on_abort_room(self, event: ev.AbortRoom) -> None:
-        if room := self.rooms.get(event.room):
+        if room := self._claimed(event.room):
             self._fail(room, self.failure("ABORTED", event.text))
+
+    def _claimed(self, number: int) -> SendRoom | None:
+        """The room that our engine speaks of; one that it has not come for yet is another life of the number."""
+        room = self.rooms.get(number)
+        return room if room is not None and room.claimed else None
 
     # ---- the workers ------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -186,11 +188,36 @@ def test_ranks_of_one_instance_must_agree_with_each_other() -> None:
     local = world.p(1).local
     world.machines["prefill-1"] = world._machine(msgspec.structs.replace(local, cp_mode="all"))
     world.connect()
+    for _ in range(4):  # long enough for an earlier life to be found out
+        world.tick(SECOND)
+        world.flush()
     states = {name: world.d().peers[name].state for name in world.prefill_names}
     assert sorted(states.values()) == [PeerState.READY, PeerState.REFUSED]
     (refused,) = [peer for peer in world.d().peers.values() if peer.state is PeerState.REFUSED]
     assert refused.differences[0].startswith("cp_mode ")
     assert refused.differences[0].endswith(f" on {refused.name}")
+
+
+def test_an_instance_that_starts_anew_with_another_layout_fails_no_room_that_waits_for_it() -> None:
+    """Its first rank says hello while the earlier life of the second has not been found out yet."""
+    world = World(Side(cp=2), Side())
+    world.connect()
+    for name in world.prefill_names:
+        if name == "prefill-1":
+            world.flush()  # the new prefill-0 is heard beside the old prefill-1
+            assert world.d().peers["prefill-0"].state is PeerState.CONNECTING
+            room = world.receive(7, 2)
+        world.kill(name)
+        place = world.instances[0]
+        world.instances = (replace(place, cp_mode="all"),)
+        world._start(name)
+        world.tick(SECOND)
+    for _ in range(3):
+        world.tick(SECOND)
+        world.flush()
+    world.send(7, 2)
+    world.settle()
+    assert room.state is RoomState.SUCCESS
 
 
 def test_a_restarted_decode_rank_learns_of_all_instances_again() -> None:
