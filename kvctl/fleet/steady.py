@@ -10,6 +10,7 @@ import contextlib
 import os
 import selectors
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 import orjson
 
@@ -289,11 +290,13 @@ class SteadyFleet:
                 rank.met_ns = rank.met_ns or now_ns
             elif event.kind == "progress":
                 rank.doing = str(event.data.get("doing", ""))
-        over = [(process.channel, process.hung_up), (process.output, process.silent), (process.exit_fd, ended)]
-        for file in (file for file, finished in over if finished or ended):
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(file)
+        # What is at its end for ever would wake us at once, for ever.
+        if process.hung_up or ended:
+            self._deaf(process.channel)
+        if process.silent or ended:
+            self._deaf(process.output)
         if ended:
+            self._deaf(process.exit_fd)
             words, code = process.last_words, process.returncode
             process.reap()
             rank.process, rank.instances, rank.paused = None, [], False
@@ -301,6 +304,11 @@ class SteadyFleet:
             if not rank.leaving or code:
                 events.append(Event(rank.name, "died", {"returncode": code, "words": words}, now_ns))
         return events
+
+    def _deaf(self, file: IO[bytes] | socket.socket | int) -> None:
+        """Listen to it no more."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(file)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
