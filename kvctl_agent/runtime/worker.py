@@ -2,13 +2,16 @@
 
 A worker never waits for a peer. A flight whose room has failed, or whose write an engine has failed, is given up: it
 no longer takes a place among the active ones, but it is polled until the engine lets go, and only then reported as
-over. So a stopped peer holds up nobody else, and nothing is reused under a write that may still land.
+over. Orders for a peer that some flight has been out to for long wait until it is over, so that those of a stopped peer
+do not take all staging buffers. So a stopped peer holds up nobody else, and nothing is reused under a write that may
+still land.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 
@@ -19,6 +22,7 @@ from kvctl_agent.protocol.tag import PartKind
 from kvctl_agent.telemetry.metrics import Metrics
 
 _ACTIVE = 4  # parts on the wire at once
+_ACTIVE_SLOW = 2  # to a peer that takes its time: enough to keep a slow lane busy
 _STUCK_NS = 50_000_000
 _SPIN_S = 20e-6
 _SLEEP_S = 500e-6
@@ -61,6 +65,8 @@ class TransferWorker:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._active: list[Flight] = []
         self._draining: list[Flight] = []
+        self._waiting: dict[str, deque[Transfer]] = {}  # by peer that takes its time
+        self._sift_at = 0.0
         self._idle_turns = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -86,8 +92,8 @@ class TransferWorker:
     def _run(self) -> None:
         stopping = False
         patience = _SPIN_S
-        while not (stopping and not self._active):
-            moved = False
+        while not (stopping and not self._active and not self._waiting):
+            moved = self._begin_waiting()
             # One at a time: a post may be the copy itself, and what was posted before wants to be seen to its end.
             if self._has_place() and not stopping:
                 job = self._next(idle=not self._active)
@@ -108,6 +114,30 @@ class TransferWorker:
             else:
                 time.sleep(patience)
                 patience = min(2 * patience, _SLEEP_S)
+
+    def _begin_waiting(self) -> bool:
+        """Begin what waited for a slow peer and may go now, drop what was given up; True when something did."""
+        moved = False
+        now = time.monotonic()
+        for peer, orders in list(self._waiting.items()):
+            while orders and self._has_place() and not self._slow(peer):
+                moved = True
+                self._start(orders.popleft())
+            if now >= self._sift_at:
+                for order in [order for order in orders if order.fence.raised]:
+                    moved = True
+                    orders.remove(order)
+                    self._start(order)
+            if not orders:
+                del self._waiting[peer]
+        if now >= self._sift_at:
+            self._sift_at = now + _DRAIN_S
+        return moved
+
+    def _slow(self, peer: str) -> bool:
+        """Whether no more parts should be begun to a peer: one has been out to it for long."""
+        began = [flight.began_ns for flight in self._active if flight.order.peer == peer]
+        return len(began) >= _ACTIVE_SLOW and began[0] <= time.monotonic_ns() - _STUCK_NS
 
     def _has_place(self) -> bool:
         """Whether another part may begin. One that has been out for long no longer counts: its peer may have stopped,
@@ -144,19 +174,24 @@ class TransferWorker:
                 job()
             except Exception:  # its owner hears of it; this thread must go on
                 self._metrics.add("kvctl_transport_errors_total", 1)
+        elif job.peer in self._waiting or self._slow(job.peer):
+            self._waiting.setdefault(job.peer, deque()).append(job)
+        else:
+            self._start(job)
+
+    def _start(self, order: Transfer) -> None:
+        if order.fence.raised:
+            self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
             return
-        if job.fence.raised:
-            self._report(PartSent(job.peer, job.room, job.nonce, job.kind, job.key, dropped=True))
-            return
-        lane = self._lanes.get(job.peer)
+        lane = self._lanes.get(order.peer)
         if lane is None:
-            self._failed(job, f"no connection to {job.peer}", in_flight=False)
+            self._failed(order, f"no connection to {order.peer}", in_flight=False)
             return
-        path = self._aux if job.kind is PartKind.AUX else self._paths[job.path]
+        path = self._aux if order.kind is PartKind.AUX else self._paths[order.path]
         try:
-            self._active.append(path.start(lane, job))
+            self._active.append(path.start(lane, order))
         except Exception as error:
-            self._failed(job, _said(error), in_flight=False)
+            self._failed(order, _said(error), in_flight=False)
 
     def _advance(self, flight: Flight) -> bool:
         """Drive one flight; True when it is no longer active."""

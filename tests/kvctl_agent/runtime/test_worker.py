@@ -136,6 +136,30 @@ def test_a_stopped_peer_holds_up_nobody_else(bench: Bench, stuck: int) -> None:
     assert not any(fence.raised for fence in fences)
 
 
+def test_a_stopped_peer_gets_no_more_parts_until_it_goes_on(bench: Bench) -> None:
+    """Each part that is begun takes staging buffers with it."""
+    wire = bench.wires["bad"]
+    wire.done = False
+    for room in range(3):
+        bench.order("bad", room)
+    bench.order("good", 99)
+    assert bench.report().room == 99
+    time.sleep(0.1)
+    fences = [bench.order("bad", room) for room in range(3, 40)]
+    for room in range(100, 110):
+        bench.order("good", room)
+    assert [bench.report().room for _ in range(10)] == list(range(100, 110))
+    assert wire.started == [0, 1, 2]
+    # One that is given up meanwhile is reported, as its room waits for that.
+    fences[20].raised = True
+    dropped = bench.report()
+    assert (dropped.room, dropped.dropped) == (23, True)
+    wire.done = True
+    rooms = [bench.report().room for _ in range(39)]
+    assert sorted(rooms) == [room for room in range(40) if room != 23]
+    assert wire.started == [room for room in range(40) if room != 23]
+
+
 def test_a_waiting_worker_costs_little(bench: Bench) -> None:
     bench.wires["bad"].done = False
     fence = bench.order("bad", 1)
