@@ -26,7 +26,7 @@ SHORT_TIMINGS: Mapping[str, Setting] = {
 }
 """So short that loss and quarantine happen often, and that nothing can hang for long without being noticed."""
 
-_TRANSFER_WORKERS = {"copy_threads": 1, "workers": 1, "staging_buffer_mb": 4}
+_TRANSFER_WORKERS = {"copy_threads": 1, "workers": 1, "staging_buffer_mb": 16}
 # Rooms that wait for a dead or silent peer keep their pages, besides those in flight.
 _SPARE = 3
 
