@@ -17,6 +17,7 @@ import socket
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _FALSE_ALARMS = (b"Logging before InitGoogleLogging()", b"Local segment descriptor not found")
 _STOP_S = 0.005
 _KICK_S = 0.05
+_EMPTY_S = 5.0
 _starting = threading.Lock()
 
 
@@ -103,8 +105,10 @@ class Engine:
         entry = submit(session, 0, 0, 0)
         if not entry:
             return f"{session} does not tell its memory"
-        while check(entry) == 0:
-            pass  # an entry of no bytes is complete when it is posted
+        deadline = time.monotonic() + _EMPTY_S
+        while check(entry) == 0:  # an entry of no bytes is complete when it is posted
+            if time.monotonic() > deadline:
+                return f"{session} did not complete an entry of no bytes within {_EMPTY_S:g} s"
         return ""
 
     def stop(self) -> None:

@@ -326,6 +326,24 @@ def test_the_variable_that_picks_the_protocol_is_the_users_again_afterwards(monk
     assert "MC_FORCE_TCP" not in os.environ
 
 
+def test_an_engine_that_completes_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that opens a session has a deadline; writes to that peer fail with what it waited for."""
+
+    class Stuck:
+        def send_probe(self, session: str) -> int:
+            return 0
+
+        def transfer_submit_write(self, session: str, local: int, remote: int, nbytes: int) -> int:
+            return 7
+
+        def transfer_check_status(self, entry: int) -> int:
+            return 0
+
+    monkeypatch.setattr(mooncake_engine, "_EMPTY_S", 0.05)
+    engine = mooncake_engine.Engine("a wheel", Stuck(), "127.0.0.1:1", [], True)
+    assert engine.open("127.0.0.1:2") == "127.0.0.1:2 did not complete an entry of no bytes within 0.05 s"
+
+
 def run_agent(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a fresh process."""
     prelude = "import numpy as np\nfrom kvctl_agent.transport import *\n"
