@@ -1,0 +1,130 @@
+"""What an agent holds, counted: the size of every container that can be reached from it, whatever its name.
+
+Nothing is listed by name, so a structure that somebody adds tomorrow is counted like those of today. Only what is
+bounded on purpose and fills up with time is named, in `BOUNDS`, with its bound.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from queue import SimpleQueue
+from typing import Any
+
+Sizes = dict[str, int]
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_BUFFERS = (bytearray, SimpleQueue)
+# Numbers that count what is held; all others (serials, moments, totals) say nothing about it.
+_HELD = frozenset({"_used", "in_flight", "_in_flight", "_outbox_bytes", "_running", "parked", "quarantined_bytes"})
+
+# History that is kept on purpose: where it is and how large it may become. What is inside is not looked at.
+BOUNDS = {
+    r"telemetry\.rooms\._(latest|slowest)": 256,  # history_rooms
+    r"telemetry\.recorder\._ring": 4096,  # recorder_events
+    r"telemetry\.latencies\._kept": 1024,
+    r"telemetry\.rate\._stretches": 4096,  # gaps in ten seconds
+    r"telemetry\.rate\._rooms": 100_000,  # rooms of ten seconds
+    r"telemetry\.stages\._groups": 1024,
+    r"telemetry\.metrics\._.*": 1024,  # label sets, in a shard for each thread
+    r"machine\.peers\[\]\.past": 64 * 64,  # ended lives of each peer
+    r"machine\._actions": 1024,  # of the last event
+    r"inputs\._.*": 1 << 16,  # record_inputs
+    r"transport\._sessions": 4096,  # Mooncake's engine forgets no port it ever wrote to
+}
+_BOUNDED = re.compile("|".join(f"({pattern})" for pattern in BOUNDS))
+
+
+def census(root: object) -> Sizes:
+    """Sizes by path from `root`; the elements of a container share one path, and their sizes are added up."""
+    sizes: Counter[str] = Counter()
+    seen = {id(root)}
+    queue: deque[tuple[str, Any]] = deque([("", root)])
+    while queue:
+        path, thing = queue.popleft()
+        bounded = bool(_BOUNDED.fullmatch(path))
+        if isinstance(thing, SimpleQueue):
+            sizes[path] += thing.qsize()
+        elif isinstance(thing, (*_CONTAINERS, bytearray)):
+            sizes[path] += len(thing)
+        if bounded or isinstance(thing, _BUFFERS):
+            continue
+        for name, inner in _inside(thing):
+            below = f"{path}.{name}" if path and name != "[]" else f"{path}{name}"
+            if name in _HELD and isinstance(inner, int):
+                sizes[below] += inner
+            elif _followed(inner) and id(inner) not in seen:
+                seen.add(id(inner))
+                queue.append((below, inner))
+    return dict(sizes)
+
+
+def instances() -> Sizes:
+    """Live objects of each class of the agent's, also those that only a closure or a frame holds."""
+    gc.collect()
+    kinds = (type(thing) for thing in gc.get_objects())
+    return dict(Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if _ours(kind)))
+
+
+def grown(before: Sizes, after: Sizes) -> list[str]:
+    """One line for each container that is larger than before, or above its bound where it is history.
+
+    Paths may begin with whose they are, as "decode-0: ".
+    """
+    lines: list[str] = []
+    for path, size in after.items():
+        place = path.rpartition(": ")[2]
+        bound = next((bound for pattern, bound in BOUNDS.items() if re.fullmatch(pattern, place)), None)
+        if bound is None and size > before.get(path, 0):
+            lines.append(f"{path}: {size} (was {before.get(path, 0)})")
+        elif bound is not None and size > bound:
+            lines.append(f"{path}: {size}, its bound is {bound}")
+    return sorted(lines)
+
+
+def _inside(thing: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, _CONTAINERS):
+        yield from (("[]", inner) for inner in _elements(thing))
+        return
+    for name in _slots(type(thing)):
+        if hasattr(thing, name):
+            yield name, getattr(thing, name)
+    yield from _items(getattr(thing, "__dict__", {}))
+
+
+def _elements(container: Any) -> Iterable[Any]:
+    return [inner for _, inner in _items(container)] if isinstance(container, dict) else _copy(container)
+
+
+def _items(mapping: Any) -> list[tuple[Any, Any]]:
+    return _copy(mapping.items())
+
+
+def _copy(things: Iterable[Any]) -> list[Any]:
+    while True:
+        try:
+            return list(things)
+        except RuntimeError:  # its owner changed it meanwhile
+            continue
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        fields = base.__dict__.get("__struct_fields__", ())  # of messages; a descriptor on their root
+        for name in (*names, *(fields if isinstance(fields, tuple) else ())):
+            yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+
+
+def _followed(thing: object) -> bool:
+    if isinstance(thing, (*_CONTAINERS, *_BUFFERS)):
+        return True
+    return _ours(type(thing)) and not isinstance(thing, type | Enum)
+
+
+def _ours(kind: type) -> bool:
+    return str(kind.__module__).startswith("kvctl_agent.")

@@ -1,0 +1,116 @@
+"""The ways in which a room can end, each with what both sides do for it and how they find that it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.leaks.process import SideProcess
+
+WAIT_S = 20.0
+
+Sides = tuple[SideProcess, SideProcess]
+Ending = Callable[[SideProcess, SideProcess, int], None]
+
+
+def success(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    decode.ask("receive", room=room)
+    prefill.ask("claim", room=room)
+    prefill.ask("feed", room=room)
+
+
+def abort_by_decode(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    decode.ask("receive", room=room)
+    prefill.ask("claim", room=room)
+    decode.ask("abort", room=room)
+
+
+def abort_by_prefill(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    decode.ask("receive", room=room)
+    prefill.ask("claim", room=room)
+    prefill.ask("abort", room=room, rank=1)
+
+
+def abort_on_its_way(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    success(prefill, decode, room)
+    decode.ask("abort", room=room)
+
+
+def abort_before_it_is_opened(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    prefill.ask("claim", room=room)
+    prefill.ask("abort", room=room)
+    prefill.ask("abort", room=room, rank=1)
+    decode.ask("receive", room=room)
+
+
+def abort_before_it_is_claimed(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    decode.ask("receive", room=room)
+    decode.ask("abort", room=room)
+    prefill.ask("claim", room=room)
+
+
+def deadline_without_pages(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    decode.ask("receive", room=room)
+    prefill.ask("claim", room=room)
+
+
+def deadline_never_opened(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    prefill.ask("claim", room=room)
+
+
+def deadline_never_claimed(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    decode.ask("receive", room=room)
+
+
+def another_length(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    decode.ask("receive", room=room, pages=4)
+    prefill.ask("claim", room=room)
+    prefill.ask("feed", room=room)
+
+
+def prefill_only(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    decode.ask("receive", room=room, prefill_only=True)
+    prefill.ask("claim", room=room)
+    prefill.ask("feed", room=room)
+
+
+def fake(prefill: SideProcess, decode: SideProcess, room: int) -> None:
+    decode.ask("receive", room=room, fake=True)
+    prefill.ask("claim", room=room, fake=True)
+
+
+# How it ends on the sides that take part.
+ENDINGS: dict[Ending, set[str]] = {
+    success: {"SUCCESS"},
+    abort_by_decode: {"ABORTED"},
+    abort_by_prefill: {"ABORTED"},
+    abort_on_its_way: {"SUCCESS", "ABORTED"},
+    abort_before_it_is_opened: {"ABORTED"},
+    abort_before_it_is_claimed: {"ABORTED"},
+    deadline_without_pages: {"KV_ROOM_STUCK_WAITING", "KV_ROOM_STUCK_TRANSFER"},
+    deadline_never_opened: {"KV_ROOM_STUCK_BOOTSTRAP"},
+    deadline_never_claimed: {"KV_ROOM_STUCK_WAITING", "KV_ROOM_STUCK_TRANSFER"},
+    another_length: {"KV_PLAN_MISMATCH"},
+    prefill_only: {"SUCCESS"},
+    fake: {"SUCCESS"},
+}
+ABSENT: dict[Ending, str] = {deadline_never_opened: "decode", deadline_never_claimed: "prefill"}
+
+
+def finish(sides: Sides, ending: Ending, room: int) -> None:
+    """Until the room, which was begun, has ended on both sides.
+
+    Raises:
+        RuntimeError: it ended otherwise, or kept its pages.
+    """
+    for side in sides:
+        if side.role != ABSENT.get(ending):
+            for end in side.ask("wait", room=room, timeout=WAIT_S):
+                code = end["error"]["code"] if end["error"] else end["state"]
+                if not end["released"] or code not in ENDINGS[ending]:
+                    raise RuntimeError(f"{ending.__name__}: room {room} ended as {end} on the {side.role} side")
+
+
+def run(sides: Sides, ending: Ending, room: int) -> None:
+    """One room from its beginning to its end."""
+    ending(*sides, room)
+    finish(sides, ending, room)

@@ -1,0 +1,136 @@
+"""A side's process as seen from outside: asks and answers, and what the kernel says that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.leaks.census import Sizes
+
+SIDE = Path(__file__).with_name("side.py")
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+# Kept small so that history is full early and tombstones are gone soon.
+CONFIG: dict[str, Any] = {
+    "staging_buffer_mb": 4,
+    "staging_ring_mb": 1,
+    "path": "staged",
+    "resend_s": 0.2,
+    "history_rooms": 32,
+    "timeline_events": 32,
+    "recorder_events": 64,
+}
+
+
+class SideProcess:
+    """`side.py` in a process of its own; its asks are methods of `Side`."""
+
+    def __init__(self, role: str, sizes: dict[str, int], directory: Path, **config: Any) -> None:
+        self.role = role
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        asked = {
+            "role": role,
+            "sizes": sizes,
+            "name": role,
+            "bootstrap": f"ipc://{directory}/boot",
+            "config": {**CONFIG, **config},
+        }
+        scratch = directory / "tmp"
+        scratch.mkdir(exist_ok=True)
+        environment = {"KVCTL_SOCKET_DIR": str(directory), "TMPDIR": str(scratch), "PYTHONPATH": str(REPOSITORY)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(SIDE), json.dumps(asked)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env={**os.environ, **environment},
+            text=True,
+        )
+
+    def tell(self, do: str, **fields: Any) -> None:
+        """Ask without waiting for the answer, which `hear` gets."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            raise RuntimeError(f"the {self.role} side ended with {self.process.returncode}:\n{self.said()}")
+        return json.loads(line)["answer"]
+
+    def ask(self, do: str, **fields: Any) -> Any:
+        self.tell(do, **fields)
+        return self.hear()
+
+    def said(self) -> str:
+        """Its stderr so far."""
+        self._stderr.seek(0)
+        return self._stderr.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """End it whatever it does; fine for one that has ended."""
+        self.process.kill()
+        self.end()
+
+    def end(self, timeout: float = 15.0) -> int:
+        """Let it end by itself; its exit status."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+            return self.process.wait(timeout)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            self.process.stdout.close()
+            self._stderr.close()
+
+    # ---- what the kernel says -----------------------------------------------------------------------------------
+
+    @property
+    def rss_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def threads(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+
+    def descriptors(self) -> Sizes:
+        """Open file descriptors by kind: sockets, pipes, files by path."""
+        kinds: Counter[str] = Counter()
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            try:
+                target = str(link.readlink())
+            except FileNotFoundError:  # closed meanwhile
+                continue
+            kinds[re.sub(r":\[\d+\]$", "", target)] += 1
+        return dict(kinds)
+
+    def shared_memory(self) -> set[str]:
+        """Names in /dev/shm that it has mapped; they must be gone when it has ended."""
+        lines = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
+        return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
+
+
+def files(directory: Path) -> Sizes:
+    """What lies in the fleet's own directory by kind: sockets, locks, temporary files."""
+    kinds = Counter(
+        "sockets" if path.is_socket() else f"files in {path.parent.name}"
+        for path in directory.rglob("*")
+        if not path.is_dir()
+    )
+    return dict(kinds)

@@ -1,0 +1,215 @@
+"""One side of a small fleet in a process of its own, told what to do by JSON lines; answers go to its stdout.
+
+Prefill and decode go through the same numbered rooms on their own, each with a few in flight. Which rooms are
+aborted, by whom and when follows from the room's number and the seed, so neither side needs to ask the other.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvctl_agent.transport.environment import prepare_environment
+
+prepare_environment()
+
+import numpy as np  # noqa: E402
+
+from benchmarks.leaks.census import Sizes, census, instances  # noqa: E402
+from kvctl_agent import Agent, KVPool, Rank, RoomState, held  # noqa: E402
+from kvctl_agent.layout.shape import ModelShape  # noqa: E402
+
+SHAPE = ModelShape(num_layers=2, num_kv_heads=4, k_dim=64, v_dim=64, dtype_bytes=1)
+PAGE_SIZE, PAGES, ROOM_PAGES = 4, 1024, 6
+LATEST_ABORT_S = 0.025  # a room takes 5 to 50 ms, by how many are in flight
+
+Answer = dict[str, Any]
+
+
+class Abort(NamedTuple):
+    """Who gives a room up, on which of its ranks, and how long after it took part."""
+
+    role: str
+    rank: int
+    after_s: float
+
+
+def planned_abort(seed: int, room: int, share: float, ranks: dict[str, int]) -> Abort | None:
+    """The same on both sides; None for a room that may succeed."""
+    dice = random.Random(f"{seed}/{room}")
+    if dice.random() >= share:
+        return None
+    role = dice.choice(("prefill", "decode"))
+    return Abort(role, dice.randrange(ranks[role]), dice.uniform(0, LATEST_ABORT_S))
+
+
+class Side:
+    """All ranks of one role: a prefill instance of some TP size, or a decode instance of TP 1."""
+
+    def __init__(self, role: Any, sizes: dict[str, int], name: str, bootstrap: str, config: dict[str, Any]) -> None:
+        self.role = role
+        self.sizes = sizes
+        self._handles: dict[int, list[Any]] = {}
+        self._slots: dict[int, int] = {}
+        self._free = list(range(PAGES // ROOM_PAGES))
+        self._pools: list[KVPool] = []
+        self.agents: list[Agent] = []
+        for number in range(sizes[role]):
+            rank = Rank(tp=number, tp_size=sizes[role])
+            pool = KVPool.allocate(held(SHAPE, PAGE_SIZE, rank.side, rank.coord), PAGE_SIZE, PAGES)
+            self._pools.append(pool)
+            self.agents.append(
+                Agent(
+                    role=role,
+                    rank=rank,
+                    pool=pool,
+                    name=f"{name}-{number}",
+                    bootstrap=bootstrap,
+                    model=SHAPE,
+                    **config,
+                )
+            )
+
+    def start(self) -> None:
+        for agent in self.agents:
+            agent.start()
+
+    def ready(self, timeout: float) -> None:
+        for agent in self.agents:
+            agent.wait_ready(timeout)
+
+    # ---- single rooms -----------------------------------------------------------------------------------------
+
+    def receive(self, room: int, pages: int = ROOM_PAGES, prefill_only: bool = False, fake: bool = False) -> None:
+        slot = self._slots[room] = self._free.pop()
+        indices = np.arange(slot * ROOM_PAGES, slot * ROOM_PAGES + (0 if prefill_only else pages))
+        (agent,) = self.agents
+        self._handles[room] = [agent.receive(room, indices, prefill_only=prefill_only, fake=fake)]
+
+    def claim(self, room: int, fake: bool = False) -> None:
+        self._handles[room] = [agent.send(room, fake=fake) for agent in self.agents]
+
+    def feed(self, room: int) -> None:
+        source = (np.arange(ROOM_PAGES) * 7 + room) % PAGES
+        for send in self._handles[room]:
+            send.prefetch()
+            send.pages(source, last=True)
+            send.finish()
+
+    def abort(self, room: int, rank: int = 0) -> None:
+        self._handles[room][rank].abort("given up by the test")
+
+    def wait(self, room: int, timeout: float) -> list[Answer]:
+        """How the room ended on each rank; it is forgotten here."""
+        deadline = time.monotonic() + timeout
+        handles = self._handles[room]
+        for handle in handles:
+            handle.wait(max(0.0, deadline - time.monotonic()))
+        ends = [{"state": each.state.name, "released": each.released, "error": each.error} for each in handles]
+        if all(each.state.finished and each.released for each in handles):
+            self._forget(room)
+        return ends
+
+    # ---- many rooms -------------------------------------------------------------------------------------------
+
+    def run(self, first: int, count: int, window: int, aborts: float, seed: int, timeout: float) -> Answer:
+        """Rooms `first` to `first + count`, `window` in flight; how many ended how, on this side.
+
+        Raises:
+            TimeoutError: names the rooms that have not ended.
+        """
+        ends: Counter[str] = Counter()
+        due: list[tuple[float, int, int]] = []
+        todo = iter(range(first, first + count))
+        room = next(todo, None)
+        deadline = time.monotonic() + timeout
+        while self._handles or room is not None:
+            while room is not None and len(self._handles) < window:
+                self._begin(room)
+                plan = planned_abort(seed, room, aborts, self.sizes)
+                if plan is not None and plan.role == self.role:
+                    heapq.heappush(due, (time.monotonic() + plan.after_s, room, plan.rank))
+                room = next(todo, None)
+            while due and due[0][0] <= time.monotonic():
+                _, given_up, rank = heapq.heappop(due)
+                if given_up in self._handles:
+                    self.abort(given_up, rank)
+            over = [number for number, handles in self._handles.items() if _over(handles)]
+            for number in over:
+                ends[self._end_of(number)] += 1
+                self._forget(number)
+            if time.monotonic() > deadline:
+                left = {number: [h.state.name for h in handles] for number, handles in self._handles.items()}
+                raise TimeoutError(f"{self.role}: rooms that have not ended after {timeout:g} s: {left}")
+            if not over:
+                time.sleep(0.001)
+        return dict(ends)
+
+    def _begin(self, room: int) -> None:
+        if self.role == "decode":
+            self.receive(room)
+        else:
+            self.claim(room)
+            self.feed(room)
+
+    def _end_of(self, room: int) -> str:
+        """The state, or the first cause's code."""
+        for handle in self._handles[room]:
+            if handle.state is not RoomState.SUCCESS:
+                return str(handle.error["code"])
+        return "SUCCESS"
+
+    def _forget(self, room: int) -> None:
+        del self._handles[room]
+        slot = self._slots.pop(room, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    # ---- what is left -----------------------------------------------------------------------------------------
+
+    def census(self) -> Sizes:
+        """What the agents hold, each under its name."""
+        return {f"{agent.name}: {path}": size for agent in self.agents for path, size in census(agent).items()}
+
+    def instances(self) -> Sizes:
+        return instances()
+
+    def errors(self) -> list[str]:
+        """Bugs: what control, arrival or transfer threads caught."""
+        rows = [row for agent in self.agents for row in agent.observe.events()["events"]]
+        return [row["text"] for row in rows if row["kind"] in ("control", "scatter", "transport", "engine")]
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.close()
+        for pool in self._pools:
+            pool.close()
+
+
+def _over(handles: list[Any]) -> bool:
+    return all(handle.state.finished and handle.released for handle in handles)
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    # Engines print to stdout; what they say goes to stderr, and the answers keep their own way out.
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        side = Side(**asked)
+        for line in sys.stdin:
+            ask = json.loads(line)
+            do = ask.pop("do")
+            print(json.dumps({"answer": getattr(side, do)(**ask)}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

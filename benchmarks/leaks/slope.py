@@ -1,0 +1,27 @@
+"""Does a series of memory sizes rise? Least squares, and a picture in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Rise of y for each unit of x, by least squares; 0 for fewer than two points."""
+    if len(xs) < 2:
+        return 0.0
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """The values as bars from the smallest to the largest; the mean of neighbours where there are many."""
+    if not values:
+        return ""
+    per = max(1, -(-len(values) // width))
+    means = [sum(values[at : at + per]) / len(values[at : at + per]) for at in range(0, len(values), per)]
+    low, high = min(means), max(means)
+    steps = len(_BARS) - 1
+    return "".join(_BARS[round((mean - low) / (high - low) * steps) if high > low else 0] for mean in means)
