@@ -105,11 +105,11 @@ class PrefillMachine(PrefillOpenings):
         self._progress(room)
 
     def on_abort_room(self, event: ev.AbortRoom) -> None:
-        if room := self._claimed(event.room):
+        if room := self.rooms.get(event.room):
             self._fail(room, self.failure("ABORTED", event.text))
 
     def _claimed(self, number: int) -> SendRoom | None:
-        """The room that our engine speaks of; one that it has not come for yet is another life of the number."""
+        """The room that our engine computes; one that it has not come for is a later life of the number."""
         room = self.rooms.get(number)
         return room if room is not None and room.claimed else None
 

@@ -195,12 +195,12 @@ class Oracle:
         if (write.writer, order.room) in self.sent_released:
             raise Broken(f"{write.writer} reads pages of room {order.room} after it was released")
         for other in self.flying:
-            if other.order.peer == order.peer and _overlap(other.order, order):
+            if _reader(other) == _reader(write) and _overlap(other.order, order):
                 raise Broken(f"two writes in flight to the same ring bytes: {other.order.key} and {order.key}")
         room = self.target(write)
         if room is not None and room.released:
             raise Broken(f"{order.key} of room {order.room} begins after the room was released")
-        if order.grant is not None:
+        if order.grant is not None and room is not None:
             for unit in _units(order):
                 self.ring_bytes[order.peer][unit] = (0, 0, None)
         self.flying.append(write)
@@ -346,6 +346,11 @@ class Oracle:
     def _latest(self, name: str, number: int) -> Expected:
         """Of the lives of a room's number at one decode rank, the one that is on."""
         return [room for room in self.rooms.values() if room.reader == name and room.room == number][-1]
+
+
+def _reader(write: Write) -> tuple[str, int]:
+    """The process that a write goes to: a later life of the same agent has other memory."""
+    return write.order.peer, Tag.unpack(write.order.tag).incarnation
 
 
 def _span(offset: int, nbytes: int) -> range:

@@ -279,7 +279,7 @@ class World(Oracle):  # type: ignore[misc]
         """
         for rank in self.prefill_ranks(room, instance) if ranks is None else ranks:
             name = self.names_of(instance)[rank]
-            base = 10_000 * (1 + len({number for _, number in self.sent}))
+            base = 10_000 * (1 + max((page // 10_000 for _, page in self.source), default=0))
             self.sent.setdefault((name, room), RoomState.BOOTSTRAPPING)
             for position in range(pages):
                 self.source[name, base + position] = (room, position)

@@ -99,6 +99,21 @@ def test_rooms_opened_before_the_instance_is_there_are_opened_when_it_is() -> No
     assert world.sent["prefill-1", 7] is RoomState.SUCCESS
 
 
+def test_what_an_engine_computed_for_a_failed_room_does_not_go_into_the_next_one_of_that_number() -> None:
+    world = World(Side(), Side(), choose=direct)
+    world.connect()
+    world.receive(7, 2)
+    world.flush()
+    world.feed("prefill-0", ev.SendRoom(7))
+    world.feed("decode-0", ev.AbortRoom(7, "enough"))
+    world.flush()
+    world.receive(7, 2)
+    world.flush()
+    world.feed("prefill-0", ev.SendPages(7, np.arange(2, dtype=np.int32), True, 1))  # of the first life
+    world.feed("prefill-0", ev.Finish(7, -1, 1))
+    assert not [item for item in world.pool if item.kind == "begin"]
+
+
 def test_the_tail_of_a_send_is_held_back_to_the_grid() -> None:
     world = World(Side(), Side(), chunk_pages=4, choose=direct)
     world.connect()
