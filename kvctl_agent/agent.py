@@ -15,6 +15,7 @@ import zmq
 
 from kvctl_agent import assembly
 from kvctl_agent.admin.observe import Observer
+from kvctl_agent.admin.remote import remote_of
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.settings import load_settings
@@ -48,6 +49,9 @@ from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.mailbox import Mailbox
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.worker import TransferWorker
+from kvctl_agent.security.curve import load_fleet_key
+from kvctl_agent.security.gatekeeper import Gatekeeper
+from kvctl_agent.security.strangers import Strangers
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
@@ -98,11 +102,13 @@ class Agent:
         self.incarnation = born >> 20 << 20 | secrets.randbits(20) | 1  # grows from life to life
         self.settings = load_settings(config)
         settings = self.settings
+        self._keys = load_fleet_key(settings["fleet_key"])
+        remote = remote_of(settings, self._keys)
         self._instances = (bootstrap,) if isinstance(bootstrap, str) else tuple(bootstrap)
         if not self._instances or (role == "prefill" and len(self._instances) > 1):
             raise ConfigError(f"{len(self._instances)} bootstrap endpoints: a {role} agent needs exactly one, or more")
         for endpoint in self._instances:
-            endpoints.check_endpoint(endpoint, insecure=settings["insecure"])
+            self._check_endpoint(endpoint)
         self.telemetry = Telemetry(
             name,
             role,
@@ -143,8 +149,10 @@ class Agent:
             metrics=telemetry.metrics,
             recorder=telemetry.recorder,
             clock=telemetry.clock,
+            remote=remote,
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gatekeeper: Gatekeeper | None = None
         self._control: ControlLoop | None = None
         self.links: Links | None = None
         self._registries: Registries | None = None
@@ -163,7 +171,10 @@ class Agent:
 
     def _open_links(self, kind: Callable[..., Links] = Links) -> Links:
         """The control channel."""
-        return kind(self._context, self.name, self.incarnation, self.telemetry)
+        return kind(self._context, self.name, self.incarnation, self.telemetry, self._keys)
+
+    def _check_endpoint(self, endpoint: str) -> None:
+        endpoints.check_endpoint(endpoint, insecure=self.settings["insecure"], keys=self._keys is not None)
 
     def _build_machine(self) -> Machine:
         self.local = assembly.local_of(
@@ -203,6 +214,11 @@ class Agent:
         self._state = "running"
         try:
             self._admin.start()
+            if (keys := self._keys) is not None:
+                strangers = Strangers(self.telemetry.metrics, self.telemetry.recorder)
+                self._gatekeeper = Gatekeeper(
+                    self._context, f"{self.name}-keys", lambda key: key == keys.public, strangers.refused
+                )
             self._control = self._build_control()
             self._start_threads()
             self._control.start()
@@ -221,13 +237,13 @@ class Agent:
             if self.role == "prefill":
                 bootstrap = self._instances[0]
                 if self.local.unique_rank == 0:
-                    server = RegistryServer(self._context, bootstrap)
+                    server = RegistryServer(self._context, bootstrap, self._keys)
                     undo.callback(server.close)
                 endpoint = self.links.serve(endpoints.control_address(bootstrap, self.name))
                 side, coord = self.local.side, list(self.local.coord)
                 sizes = [side.dp, side.pp, side.cp, side.tp]
                 request = Register(RegisteredRank(self.name, endpoint, self.incarnation, coord, sizes))
-            self._registries = Registries(self._context, self.name, request)
+            self._registries = Registries(self._context, self.name, request, self._keys)
             undo.callback(self._registries.close)
             for instance in self._instances:
                 self._registries.ask(instance)
@@ -340,6 +356,8 @@ class Agent:
         if self._control is not None:
             self._mailbox.put(ev.Leave(ended and all(worker.drained for worker in self.workers)))
             ended &= self._control.close(max(0.1, deadline - time.monotonic()))
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
         self._desk.close()
         try:
             self._admin.close()
@@ -418,11 +436,11 @@ class Agent:
             LocalProtocolError: the room is in use here, a page, item or aux row lies outside the pool, or this is no
                 running decode agent.
             LayoutError: the prefix is not page-aligned.
-            ConfigError: `prefill` is no endpoint, or one that needs `insecure`.
+            ConfigError: `prefill` is no endpoint, or one that needs keys.
         """
         self._check_running("decode")
         if prefill is not None and prefill not in self._instances:
-            endpoints.check_endpoint(prefill, insecure=self.settings["insecure"])
+            self._check_endpoint(prefill)
         prefix = prefix_pages(prefix_tokens, self.pool.page_size)
         bounds = self._bounds()
         opening = ev.OpenRoom(

@@ -1,7 +1,8 @@
-"""Which agents are there: the socket directory, narrowed by `-e`, with dead sockets told from living ones.
+"""Which agents are there: the socket directory, or what `-e` names, with dead sockets told from living ones.
 
 Connecting a ZMQ socket to an absent peer never fails, it waits for ever. A plain Unix connect does fail, at once and
-without side effects, when no process listens any more, so that is how a crashed agent's socket is recognised.
+without side effects, when no process listens any more, so that is how a crashed agent's socket is recognised. Agents on
+other machines are not knocked at: how their connection goes is seen when they are asked (`handshake`).
 """
 
 from __future__ import annotations
@@ -26,15 +27,22 @@ _GLOB = frozenset("*?[")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The admin socket of one agent; `named` when the user asked for exactly this one."""
+    """The admin socket of one agent.
+
+    Attributes:
+        path: of its Unix socket; None where it is asked over TCP.
+        named: the user asked for exactly this one.
+        remote: its tcp:// address; "" where it has a path.
+    """
 
     name: str
-    path: Path
+    path: Path | None
     named: bool = False
+    remote: str = ""
 
     @property
     def address(self) -> str:
-        return f"{_IPC}{self.path}"
+        return self.remote or f"{_IPC}{self.path}"
 
 
 @dataclass(slots=True)
@@ -58,13 +66,17 @@ def discover(wanted: Sequence[str] = ()) -> Discovery:
     """Looks for agents.
 
     Args:
-        wanted: names, globs, `ipc://` addresses or socket paths; empty means every agent of the socket directory.
+        wanted: names, globs, `ipc://` or `tcp://` addresses or socket paths; empty means every agent of the socket
+            directory.
 
     Raises:
         CliError: an address of a kind that is not served, or a socket directory that may not be read.
     """
     found = Discovery(socket_dir())
     for endpoint in _select(wanted, found):
+        if endpoint.path is None:
+            found.live.append(endpoint)
+            continue
         match _probe(endpoint.path):
             case 0:
                 found.live.append(endpoint)
@@ -92,18 +104,18 @@ def _select(wanted: Sequence[str], found: Discovery) -> list[Endpoint]:
     """Endpoints the user asked for, each once, in the order of the request."""
     directory = found.directory
     names = _listed(directory) if not wanted or any(not _is_address(each) for each in wanted) else []
-    chosen: dict[Path, Endpoint] = {}
+    chosen: dict[str, Endpoint] = {}
     for each in wanted:
         if _is_address(each):
             endpoint = _from_address(each)
-            chosen.setdefault(endpoint.path, endpoint)
+            chosen.setdefault(endpoint.address, endpoint)
             continue
         matches = fnmatch.filter(names, each) if _GLOB & set(each) else [each] if each in names else []
         if not matches:
             found.faults.append(Fault(each, FaultCode.UNREACHABLE, _unknown(each, names, directory)))
         for name in matches:
-            path = directory / f"{name}{SOCKET_SUFFIX}"
-            chosen.setdefault(path, Endpoint(name, path, named=name == each))
+            endpoint = Endpoint(name, directory / f"{name}{SOCKET_SUFFIX}", named=name == each)
+            chosen.setdefault(endpoint.address, endpoint)
     if not wanted:
         return [Endpoint(name, directory / f"{name}{SOCKET_SUFFIX}") for name in names]
     return list(chosen.values())
@@ -114,15 +126,16 @@ def _is_address(text: str) -> bool:
 
 
 def _from_address(text: str) -> Endpoint:
-    if text.startswith("tcp://"):
-        raise CliError(
-            f"{text}: agents on other machines need CURVE keys, not in this version; "
-            "log in there and run kvctl on that machine",
-            ExitCode.USAGE,
-        )
     scheme, separator, rest = text.partition("://")
+    if separator and scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise CliError(f"{text}: write tcp://host:port, as in the agent's admin_endpoint", ExitCode.USAGE)
+        return Endpoint(rest, None, named=True, remote=text)
     if separator and scheme != "ipc":
-        raise CliError(f"{text}: kvctl speaks ipc:// only, {scheme}:// is not an address of an agent", ExitCode.USAGE)
+        raise CliError(
+            f"{text}: kvctl speaks ipc:// and tcp://, {scheme}:// is not an address of an agent", ExitCode.USAGE
+        )
     path = Path(rest if separator else text)
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise CliError(f"{path}: a Unix socket path takes at most {MAX_SOCKET_PATH_BYTES} bytes", ExitCode.USAGE)

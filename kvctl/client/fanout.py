@@ -1,7 +1,8 @@
 """Asks many agents at once from one thread: a DEALER per agent, one poller, one deadline.
 
 Requests to one agent are pipelined, so that a command costs one round trip however much it asks. Replies are matched
-by request id; what arrives after its deadline is recognised and dropped.
+by request id; what arrives after its deadline is recognised and dropped. Over TCP the first thing to go wrong with the
+connection is the answer: a refused key would otherwise look like a hanging agent.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ import zmq
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.handshake import Handshake
+from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 
 # libzmq keeps a mailbox, a connection and, while it connects, a timer's worth of descriptors per socket.
@@ -52,8 +57,11 @@ class _Pending:
 class Fanout:
     """Sockets to agents, kept open between questions; a context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: KeyNames = NO_KEYS) -> None:
         self._context = zmq.Context()
+        self._key_names = keys
+        self._keys: ClientKeys | None = None
+        self._handshakes: dict[Endpoint, Handshake] = {}
         self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
         self._ids = itertools.count(1)
 
@@ -67,6 +75,8 @@ class Fanout:
 
     def forget(self, endpoint: Endpoint) -> None:
         """Closes the socket to `endpoint`, if any."""
+        if endpoint in self._handshakes:
+            self._handshakes.pop(endpoint).close()
         if endpoint in self._sockets:
             self._sockets.pop(endpoint).close(linger=0)
 
@@ -75,6 +85,9 @@ class Fanout:
 
         Returns:
             One reply per request, in the order of the requests; never raises for what an agent does.
+
+        Raises:
+            CliError: an agent is to be asked over TCP and there are no keys for it.
         """
         replies: dict[int, Reply] = {}
         pending: dict[bytes, _Pending] = {}
@@ -93,10 +106,22 @@ class Fanout:
             pending[request_id] = waiting
             poller.register(socket, zmq.POLLIN)
         by_socket = {socket: endpoint for endpoint, socket in self._sockets.items()}
+        watched = {handshake.socket: (endpoint, handshake) for endpoint, handshake in self._handshakes.items()}
+        for monitor in watched:
+            poller.register(monitor, zmq.POLLIN)
         deadline = time.monotonic_ns() + timeout_ns
         while pending and (left_ns := deadline - time.monotonic_ns()) > 0:
             for socket, _ in poller.poll(left_ns // 1_000_000 + 1):
-                self._drain(socket, by_socket[socket], pending, replies)
+                if socket in by_socket:
+                    self._drain(socket, by_socket[socket], pending, replies)
+                    continue
+                endpoint, handshake = watched[socket]
+                if (wrong := handshake.look()) is not None:
+                    self._give_up(endpoint, *wrong, pending, replies)
+                    for each in (socket, self._sockets[endpoint]):
+                        if each in poller:
+                            poller.unregister(each)
+                    self.forget(endpoint)
         for waiting in pending.values():
             text = f"no answer within {timeout_ns / 1e9:g} s: the process hangs, or raise --timeout"
             replies[waiting.index] = _failed(waiting, FaultCode.TIMEOUT, text)
@@ -105,11 +130,19 @@ class Fanout:
     def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
         socket = self._sockets.get(endpoint)
         if socket is None:
-            socket = self._context.socket(zmq.DEALER)
+            if endpoint.remote and self._keys is None:
+                self._keys = self._key_names.load(endpoint.remote)
+            socket = self._sockets[endpoint] = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
-            socket.connect(endpoint.address)
-            self._sockets[endpoint] = socket
+            if endpoint.remote and self._keys is not None:
+                self._keys.apply(socket)
+                self._handshakes[endpoint] = Handshake(socket, self._keys)
+                socket.ipv6 = "[" in endpoint.remote
+            try:
+                socket.connect(endpoint.address)
+            except zmq.ZMQError as error:
+                raise CliError(f"{endpoint.address}: {error.strerror}", ExitCode.USAGE) from None
         return socket
 
     def _make_room(self, endpoints: set[Endpoint]) -> None:
@@ -134,13 +167,24 @@ class Fanout:
                 return
             if len(frames) != 3 or frames[0] != MAGIC:
                 text = f"speaks another protocol than {MAGIC.decode()}: first frame {frames[0][:16]!r}"
-                for request_id in [key for key, each in pending.items() if each.endpoint == endpoint]:
-                    waiting = pending.pop(request_id)
-                    replies[waiting.index] = _failed(waiting, FaultCode.PROTOCOL, text)
+                self._give_up(endpoint, FaultCode.PROTOCOL, text, pending, replies)
                 continue
             answered = pending.pop(frames[1], None)
             if answered is not None:
                 replies[answered.index] = _decoded(answered, frames[2])
+
+    def _give_up(
+        self,
+        endpoint: Endpoint,
+        code: FaultCode,
+        text: str,
+        pending: dict[bytes, _Pending],
+        replies: dict[int, Reply],
+    ) -> None:
+        """Nothing that was asked of this agent will be answered."""
+        for request_id in [key for key, each in pending.items() if each.endpoint == endpoint]:
+            waiting = pending.pop(request_id)
+            replies[waiting.index] = _failed(waiting, code, text)
 
 
 def _decoded(waiting: _Pending, body: bytes) -> Reply:

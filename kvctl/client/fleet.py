@@ -12,6 +12,7 @@ from kvctl.client.clock import ClockOffset, estimate
 from kvctl.client.endpoints import Discovery, Endpoint, discover
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.client.labels import matches
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.snapshots import Hello
@@ -74,13 +75,16 @@ class Fleet:
         endpoints: what `-e` said; empty means every agent of this machine's socket directory.
         labels: role, instance coordinates (dp, pp, cp, tp, unique), name or version, all of which must match.
         timeout_ns: how long an agent may take to answer.
+        keys: for agents on other machines.
     """
 
-    def __init__(self, endpoints: Sequence[str], labels: Mapping[str, str], timeout_ns: int) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], labels: Mapping[str, str], timeout_ns: int, keys: KeyNames = NO_KEYS
+    ) -> None:
         self._endpoints = endpoints
         self._labels = labels
         self._timeout_ns = timeout_ns
-        self._fanout = Fanout()
+        self._fanout = Fanout(keys)
 
     def __enter__(self) -> Fleet:
         return self

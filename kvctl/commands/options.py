@@ -39,8 +39,10 @@ def global_options() -> list[click.Option]:
             "endpoint",
             multiple=True,
             metavar="AGENT",
-            help="Only this agent: name, glob or ipc:// address. Repeatable.",
+            help="Only this agent: name, glob, ipc:// or tcp:// address. Repeatable.",
         ),
+        _option("--key", metavar="NAME|FILE", help="Your key for tcp:// agents. [default: default, see kvctl key new]"),
+        _option("--server-key", metavar="KEY|FILE", help="Public key of the tcp:// agents' fleet."),
         _option(
             "-l", "--label", "labels", multiple=True, metavar="K=V,…", help="Only agents like this: role=decode,tp=0."
         ),

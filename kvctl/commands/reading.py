@@ -31,7 +31,7 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
     """
     output = Output(settings)
     output.selection(view)  # a wrong column is an error before anybody is asked
-    with Fleet(settings.endpoints, settings.labels, settings.timeout_ns) as fleet:
+    with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
         if settings.watch_ns is None:
             survey = fleet.survey(calls, clock_rounds)
             report = read(survey)
@@ -52,7 +52,7 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
     output = Output(settings)
     pause_ns = settings.watch_ns or 0
     complained: tuple[Fault, ...] | None = None
-    with Fleet(settings.endpoints, settings.labels, settings.timeout_ns) as fleet:
+    with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
         while True:
             started = time.monotonic_ns()
             survey = fleet.survey(calls())

@@ -28,6 +28,7 @@ COMMANDS: dict[str, Entry] = {
     "metrics": Entry("kvctl.commands.metrics", "metrics", "Counters, gauges and histograms; also for Prometheus."),
     "events": Entry("kvctl.commands.events", "events", "The flight recorders of all agents, merged by time."),
     "config": Entry("kvctl.commands.config", "config", "Configuration of the agents and where it comes from."),
+    "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it over the network."),
     "bench": Entry("kvctl.commands.bench", "bench", "Start a fleet here, move real KV, verify every byte."),
     "version": Entry("kvctl.commands.version", "version", "Versions of this tool and of the agents."),
 }

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from kvctl.client.keys import KeyNames
 from kvctl.client.labels import LABELS
 from kvctl.views.units import parse_seconds
 
@@ -21,7 +22,7 @@ OUTPUTS = ("table", "wide", "plain", "json", "jsonl", "csv")
 PROMETHEUS = "prom"
 COLOURS = ("auto", "always", "never")
 DEFAULT_TIMEOUT = "2s"
-_FILE_KEYS = ("output", "timeout", "endpoint", "color")
+_FILE_KEYS = ("output", "timeout", "endpoint", "color", "key", "server_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Settings:
     Attributes:
         output: one of OUTPUTS or "prom"; None means a table on a terminal and TSV elsewhere.
         watch_ns: time between readings; None reads once.
+        keys: what names the keys for agents on other machines; files are read once there is one to ask.
     """
 
     output: str | None
@@ -39,6 +41,7 @@ class Settings:
     filters: tuple[str, ...]
     endpoints: tuple[str, ...]
     labels: Mapping[str, str]
+    keys: KeyNames
     timeout_ns: int
     watch_ns: int | None
     quiet: bool
@@ -64,6 +67,7 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
         filters=tuple(flags.get("filters", ())),
         endpoints=source.get("endpoint", (), _words),
         labels=_labels(flags.get("labels", ())),
+        keys=KeyNames(source.get("key", None, _text), source.get("server_key", None, _text)),
         timeout_ns=source.get("timeout", parse_seconds(DEFAULT_TIMEOUT), _positive),
         watch_ns=source.get("watch", None, _positive),
         quiet=bool(flags.get("quiet")),
@@ -80,7 +84,7 @@ class _Sources:
 
     def get(self, key: str, default: Any, read: Callable[[Any], Any]) -> Any:
         variable = f"KVCTL_{key.upper()}"
-        candidates = [(f"--{key}", self.flags.get(key))]
+        candidates = [(f"--{key.replace('_', '-')}", self.flags.get(key))]
         if key in _FILE_KEYS:
             candidates += [
                 (f"{variable} (environment)", os.environ.get(variable) or None),
@@ -120,6 +124,12 @@ def _one_of(allowed: tuple[str, ...]) -> Callable[[Any], str]:
         return str(value)
 
     return read
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{value!r} is no text")
+    return value
 
 
 def _words(value: Any) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Serves the admin socket on a thread of its own; nothing a client does may reach the agent's work.
 
-The thread sleeps in one poll over the socket and a wake-up descriptor. A handler that raises costs its client an
-error; a client that does not read costs itself its replies; garbage costs its sender a refusal.
+The thread sleeps in one poll over the socket, the one for other machines where there is one, and a wake-up descriptor.
+A handler that raises costs its client an error; a client that does not read costs itself its replies; garbage costs its
+sender a refusal.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from typing import Any
 import orjson
 import zmq
 
+from kvctl_agent.admin.door import Door
+from kvctl_agent.admin.remote import Remote, open_door
 from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.admin.socket import Claim
 from kvctl_agent.admin.stacks import stacks
-from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, MAX_REQUEST_BYTES, ErrorCode
+from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Level
 from kvctl_agent.contract.snapshots import CommandInfo, Hello
 from kvctl_agent.errors import AdminError, DeadlineExceeded, RequestRefused
+from kvctl_agent.security.gatekeeper import Gatekeeper
+from kvctl_agent.security.strangers import Strangers
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.metrics import Metrics
 from kvctl_agent.telemetry.recorder import FlightRecorder
@@ -29,15 +34,7 @@ from kvctl_agent.telemetry.recorder import FlightRecorder
 Handler = Callable[[dict[str, Any]], Any]
 
 SERVED_HERE = frozenset({"hello", "commands", "stacks"})
-SEND_TIMEOUT_MS = 250
-# Per client: few queued replies and requests, so that one that does not read holds little of our memory.
-_SEND_QUEUE = 64
-_RECEIVE_QUEUE = 64
-# Between the limit and this a request is refused with words; above it libzmq drops the connection.
-_FRAME_LIMIT = 2 * MAX_REQUEST_BYTES
-_MOST_STALLED = 1024
 _LONGEST_TEXT = 2000
-_MOST_FRAMES = 4  # as many as tell a request of three frames from a longer one
 
 
 class AdminServer:
@@ -56,6 +53,7 @@ class AdminServer:
         metrics: Metrics | None = None,
         recorder: FlightRecorder | None = None,
         clock: Clock | None = None,
+        remote: Remote | None = None,
     ) -> None:
         """Nothing is bound before `start`.
 
@@ -66,6 +64,7 @@ class AdminServer:
             directory: where the socket goes; None is `contract.admin.socket_dir()`.
             metrics, recorder: where requests, refusals and failed handlers are counted and told.
             clock: the agent's clock, so that `generated_at_ns` agrees with the moments in the data.
+            remote: where clients with keys may ask from other machines; None for nowhere.
 
         Raises:
             AdminError: handlers and declared commands differ.
@@ -82,6 +81,8 @@ class AdminServer:
         self._metrics = metrics
         self._recorder = recorder
         self._clock = clock or Clock()
+        self._remote = remote
+        self._strangers = Strangers(metrics, recorder)
         self._handlers: dict[str, Handler] = {
             **handlers,
             "hello": self._answer_hello,
@@ -95,12 +96,18 @@ class AdminServer:
         self._wake_lock = threading.Lock()  # the descriptor's number may be given out again once it is closed
         self._sequence = 0
         self._handling: str | None = None
-        self._stalled: set[bytes] = set()
+        self._asking = Level.READ  # level of the client that is being answered
+        self._remote_address = ""
 
     @property
     def path(self) -> Path | None:
         """The socket's path while it is served."""
         return self._claim.path if self._claim else None
+
+    @property
+    def remote_address(self) -> str:
+        """Where clients with keys are served, with the port that was found; "" for nowhere."""
+        return self._remote_address
 
     def start(self) -> AdminServer:
         """Claims the name, binds and serves.
@@ -112,28 +119,32 @@ class AdminServer:
             raise AdminError(f"the admin server of {self._name} was started before")
         claim = Claim(self._name, self._directory)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        gatekeeper: Gatekeeper | None = None
         try:
-            router = context.socket(zmq.ROUTER)
-            router.linger = 0
-            router.setsockopt(zmq.MAXMSGSIZE, _FRAME_LIMIT)
-            router.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-            router.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
-            # Without it a full queue would drop replies silently and a stalled client could not be told.
-            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            router.bind(f"ipc://{claim.path}")
+            doors = [Door(context.socket(zmq.ROUTER))]
+            doors[0].socket.bind(f"ipc://{claim.path}")
             claim.restrict()
+            if self._remote is not None:
+                door, gatekeeper = open_door(
+                    context, self._remote, self._name, self._strangers.refused, self._tell_warning
+                )
+                doors.append(door)
+                self._remote_address = door.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             wake = self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        except (zmq.ZMQError, OSError) as error:
+        except BaseException as error:
+            if gatekeeper is not None:
+                gatekeeper.close()
             context.destroy(linger=0)
             claim.release()
-            raise AdminError(f"cannot bind the admin socket {claim.path}: {error.strerror}") from None
-        except BaseException:
-            context.destroy(linger=0)
-            claim.release()
+            if isinstance(error, zmq.ZMQError | OSError):
+                raise AdminError(f"cannot bind the admin socket {claim.path}: {error.strerror}") from None
             raise
         self._claim = claim
         self._thread = threading.Thread(
-            target=self._serve, args=(claim, context, router, wake), name=f"kvctl-admin-{self._name}", daemon=True
+            target=self._serve,
+            args=(claim, context, doors, gatekeeper, wake),
+            name=f"kvctl-admin-{self._name}",
+            daemon=True,
         )
         self._thread.start()
         return self
@@ -166,17 +177,26 @@ class AdminServer:
         self.close()
 
     def _serve(
-        self, claim: Claim, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], wake: int
+        self,
+        claim: Claim,
+        context: zmq.Context[zmq.Socket[bytes]],
+        doors: Sequence[Door],
+        gatekeeper: Gatekeeper | None,
+        wake: int,
     ) -> None:
         try:
             poller = zmq.Poller()
-            poller.register(router, zmq.POLLIN)
+            for door in doors:
+                poller.register(door.socket, zmq.POLLIN)
             poller.register(wake, zmq.POLLIN)
             while not self._stopping:
                 ready = dict(poller.poll())
-                if router in ready:
-                    self._turn(router)
+                for door in doors:
+                    if door.socket in ready:
+                        self._turn(door)
         finally:
+            if gatekeeper is not None:
+                gatekeeper.close()
             # libzmq removes the socket's file, so the name must still be ours.
             context.destroy(linger=0)
             claim.release()
@@ -185,27 +205,30 @@ class AdminServer:
                 os.close(wake)
                 self._wake = None
 
-    def _turn(self, router: zmq.Socket[bytes]) -> None:
+    def _turn(self, door: Door) -> None:
         """One request, one reply."""
-        try:
-            identity, frames = _receive(router)
-        except zmq.Again:
+        asked = door.receive()
+        if asked is None:
             return
         try:
-            reply = self._answer(frames)
+            reply = self._answer(asked.frames, asked.level)
         except RequestRefused as refusal:
             if self._metrics:
                 self._metrics.add("kvctl_admin_errors_total", 1, refusal.code)
             reply = self._refused(refusal)
-        self._send(router, identity, [MAGIC, request_id(frames), reply])
+        if not door.send(asked.identity, [MAGIC, request_id(asked.frames), reply]):
+            self._tell_warning("a client does not read its replies: dropping them")
 
-    def _answer(self, frames: Sequence[bytes]) -> bytes:
+    def _answer(self, frames: Sequence[bytes], level: Level | None) -> bytes:
+        if level is None:
+            raise RequestRefused(ErrorCode.NOT_PERMITTED, "this key has been taken out of the agent's admin_clients")
         request = parse_body(parse_frames(frames))
         name, needs = request.command.name, request.command.level
-        if needs > _level():
+        if needs > level:
             raise RequestRefused(
-                ErrorCode.NOT_PERMITTED, f"{name} needs level {needs.label}, this client has {_level().label}"
+                ErrorCode.NOT_PERMITTED, f"{name} needs level {needs.label}, this client has {level.label}"
             )
+        self._asking = level
         if self._metrics:
             self._metrics.add("kvctl_admin_requests_total", 1, name)
         now = self._clock.now_ns()
@@ -241,24 +264,13 @@ class AdminServer:
         self._sequence += 1
         return reply
 
-    def _send(self, router: zmq.Socket[bytes], identity: bytes, frames: list[bytes]) -> None:
-        # A client gets one chance to catch up; from then on its full queue costs nobody else time.
-        router.setsockopt(zmq.SNDTIMEO, 0 if identity in self._stalled else SEND_TIMEOUT_MS)
-        try:
-            router.send_multipart([identity, *frames])
-            self._stalled.discard(identity)
-        except zmq.Again:
-            if len(self._stalled) >= _MOST_STALLED:
-                self._stalled.clear()
-            if identity not in self._stalled and self._recorder:
-                self._recorder.record("admin", "a client does not read its replies: dropping them", "warning")
-            self._stalled.add(identity)
-        except zmq.ZMQError:  # it is gone
-            self._stalled.discard(identity)
+    def _tell_warning(self, text: str) -> None:
+        if self._recorder:
+            self._recorder.record("admin", text, "warning")
 
     def _answer_hello(self, _: dict[str, Any]) -> Hello:
         hello = self._hello()
-        hello["level"] = _level().label
+        hello["level"] = self._asking.label
         return hello
 
 
@@ -282,19 +294,3 @@ def command_list() -> list[CommandInfo]:
         }
         for command in COMMANDS
     ]
-
-
-def _level() -> Level:
-    """Level of a client: an ipc socket of mode 0600 lets in our own uid only, which may do everything."""
-    return Level.ADMIN
-
-
-def _receive(router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]]:
-    """Identity and frames of one request; frames beyond what a request can have are read and dropped."""
-    identity = router.recv(zmq.DONTWAIT)
-    frames: list[bytes] = []
-    while router.getsockopt(zmq.RCVMORE):
-        frame = router.recv()
-        if len(frames) < _MOST_FRAMES:
-            frames.append(frame)
-    return identity, frames

@@ -248,6 +248,26 @@ KEYS: tuple[Key, ...] = (
         maximum=60,
     ),
     Key(
+        "fleet_key",
+        str,
+        "",
+        "File of the key pair that all agents of a fleet share (kvctl key new): with it every control and registry "
+        "socket is encrypted and lets nobody else in.",
+    ),
+    Key(
+        "admin_endpoint",
+        str,
+        "",
+        "tcp://address:port where kvctl may ask from other machines; needs fleet_key and admin_clients.",
+    ),
+    Key(
+        "admin_clients",
+        str,
+        "",
+        "File of those who may use admin_endpoint, a line each: read, operate or admin, public key, comment. A change "
+        "counts at once.",
+    ),
+    Key(
         "insecure",
         bool,
         False,
@@ -277,9 +297,11 @@ TOOL_VARIABLES: tuple[str, ...] = (
     "KVCTL_ENDPOINT",
     "KVCTL_FILTER",
     "KVCTL_FROM",
+    "KVCTL_KEY",
     "KVCTL_OUTPUT",
     "KVCTL_QUIET",
     "KVCTL_SELECTOR",
+    "KVCTL_SERVER_KEY",
     "KVCTL_SOCKET_DIR",
     "KVCTL_SORT_BY",
     "KVCTL_TIMEOUT",

@@ -140,6 +140,12 @@ METRICS: tuple[Metric, ...] = (
         ("reason",),
     ),
     Metric("kvctl_transport_errors_total", "counter", "", "Errors raised by the engine."),
+    Metric(
+        "kvctl_connections_refused_total",
+        "counter",
+        "",
+        "Connections of clients without a key, or with an unknown one.",
+    ),
     Metric("kvctl_admin_requests_total", "counter", "", "Admin requests, by command.", ("command",)),
     Metric("kvctl_admin_errors_total", "counter", "", "Admin requests refused, by code.", ("code",)),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import roster
 from kvctl_agent.runtime import endpoints
@@ -23,9 +24,9 @@ _REPEAT_EVERY_NS = 1_000_000_000  # a registry that was restarted hears of us ag
 class RegistryServer:
     """Answers registrations and look-ups."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: KeyPair | None = None) -> None:
         self._registry = roster.Registry()
-        self.socket = endpoints.bind(context, zmq.ROUTER, endpoint, roster.MAX_REQUEST_BYTES)
+        self.socket = endpoints.bind(context, zmq.ROUTER, endpoint, roster.MAX_REQUEST_BYTES, keys)
 
     def turn(self) -> None:
         for _ in range(_REQUESTS_A_TURN):
@@ -49,12 +50,17 @@ class RegistryClient:
     """Registers or looks up, again and again until the answer is complete, then seldom."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, name: str, request: roster.Request
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        name: str,
+        request: roster.Request,
+        keys: KeyPair | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.roster = roster.Roster([], 0, f"no answer from the registry at {endpoint}")
         self._request = roster.encode(request)
-        self.socket = endpoints.connect(context, endpoint, name.encode(), roster.MAX_REQUEST_BYTES << 8)
+        self.socket = endpoints.connect(context, endpoint, name.encode(), roster.MAX_REQUEST_BYTES << 8, keys)
         self.due_ns = 0
 
     @property
@@ -90,17 +96,20 @@ class Registries:
         changes: grows whenever `sockets` gives others than before.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str, request: roster.Request) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], name: str, request: roster.Request, keys: KeyPair | None = None
+    ) -> None:
         self._context = context
         self._name = name
         self._request = request
+        self._keys = keys
         self._clients: dict[str, RegistryClient] = {}
         self.changes = 0
 
     def ask(self, endpoint: str) -> None:
         """Ask this one too, from now on; again changes nothing."""
         if endpoint not in self._clients:
-            self._clients[endpoint] = RegistryClient(self._context, endpoint, self._name, self._request)
+            self._clients[endpoint] = RegistryClient(self._context, endpoint, self._name, self._request, self._keys)
             self.changes += 1
 
     def roster(self, endpoint: str) -> roster.Roster:

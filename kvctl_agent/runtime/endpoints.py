@@ -1,7 +1,7 @@
 """Where control sockets bind, and why a bind is refused.
 
-`ipc://` endpoints live in a directory only we can enter. TCP stays on the loopback unless `insecure` says otherwise:
-without keys anybody who can reach the port could open rooms.
+`ipc://` endpoints live in a directory only we can enter. TCP stays on the loopback unless there are keys, or `insecure`
+says otherwise: without keys anybody who can reach the port could open rooms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 import zmq
 
 from kvctl_agent.contract.admin import MAX_SOCKET_PATH_BYTES
+from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import ConfigError
+from kvctl_agent.security import curve
 
 _LINGER_MS = 0
 _HIGH_WATER = 20_000
@@ -37,11 +39,11 @@ def control_address(bootstrap: str, name: str) -> str:
     return f"tcp://{_tcp(bootstrap)[0]}:*"
 
 
-def check_endpoint(endpoint: str, *, insecure: bool) -> None:
-    """Refuse what must not be bound.
+def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False) -> None:
+    """Refuse what must not be bound; `keys`: whether there are any.
 
     Raises:
-        ConfigError: unknown scheme, a path over the limit, or a public address without `insecure`.
+        ConfigError: unknown scheme, a path over the limit, or a public address without keys or `insecure`.
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
@@ -51,15 +53,18 @@ def check_endpoint(endpoint: str, *, insecure: bool) -> None:
             raise ConfigError(f"{endpoint}: the path exceeds {MAX_SOCKET_PATH_BYTES} bytes, the limit of a Unix socket")
         return
     host, _ = _tcp(endpoint)
-    if not insecure and not _loopback(host):
+    if not keys and not insecure and not _loopback(host):
         raise ConfigError(
             f"{endpoint}: {host} is not a loopback address and there are no keys; anybody who reaches it could open "
-            "rooms. Use ipc:// or 127.0.0.1, or set insecure = true on a network you trust"
+            "rooms. Set fleet_key (kvctl key new), or use ipc:// or 127.0.0.1, or set insecure = true on a network you "
+            "trust"
         )
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, max_bytes: int) -> zmq.Socket[bytes]:
-    """A bound socket with our options.
+def bind(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, max_bytes: int, keys: KeyPair | None = None
+) -> zmq.Socket[bytes]:
+    """A bound socket with our options; with keys only owners of the same ones are let in.
 
     Raises:
         ConfigError: the address is taken or cannot be bound; says so.
@@ -67,6 +72,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, max_
     socket = context.socket(kind)
     try:
         _options(socket, max_bytes)
+        curve.guard(socket, keys)
         if endpoint.startswith("ipc://"):
             path = Path(endpoint.removeprefix("ipc://"))
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,11 +101,16 @@ def close(socket: zmq.Socket[bytes], linger_ms: int = _LINGER_MS) -> None:
 
 
 def connect(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, max_bytes: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    identity: bytes,
+    max_bytes: int,
+    keys: KeyPair | None = None,
 ) -> zmq.Socket[bytes]:
-    """A DEALER connected to `endpoint` (which need not exist yet)."""
+    """A DEALER connected to `endpoint` (which need not exist yet), and with keys only to an owner of the same ones."""
     socket = context.socket(zmq.DEALER)
     _options(socket, max_bytes)
+    curve.introduce(socket, keys)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.connect(endpoint)
     return socket

@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from kvctl_agent.admin import server as server_module
+from kvctl_agent.admin.door import SEND_TIMEOUT_MS, Asked, Door
 from kvctl_agent.admin.requests import Request
 from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES, ErrorCode
@@ -116,7 +117,13 @@ class TestRefusals:
     ) -> None:
         drain = Command("drain", "", Level.OPERATE)
         monkeypatch.setattr(server_module, "parse_body", lambda _: Request(drain, {}))
-        monkeypatch.setattr(server_module, "_level", lambda: Level.READ)
+        receive = Door.receive
+
+        def as_reader(door: Door) -> Asked | None:
+            asked = receive(door)
+            return asked and asked._replace(level=Level.READ)
+
+        monkeypatch.setattr(Door, "receive", as_reader)
         error = connect(serve()).ask("drain")["error"]
         assert error == {"code": "not-permitted", "message": "drain needs level operate, this client has read"}
 
@@ -232,7 +239,7 @@ class TestViolence:
         begin = time.monotonic()
         for _ in range(20):
             assert other.ask("status")["ok"]
-        assert time.monotonic() - begin < 20 * server_module.SEND_TIMEOUT_MS / 1000 / 2
+        assert time.monotonic() - begin < 20 * SEND_TIMEOUT_MS / 1000 / 2
         texts = [event["text"] for event in recorder.since(0, 10)["events"]]
         assert texts == ["a client does not read its replies: dropping them"]
 

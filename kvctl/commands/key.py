@@ -1,0 +1,63 @@
+"""`kvctl key`: key pairs for fleets and for the people who ask them over the network."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+import zmq
+from zmq.utils import z85
+
+from kvctl.client.keys import DEFAULT_NAME, secret_path
+from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.output import Output
+from kvctl.commands.settings import Settings
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
+from kvctl.views.keys import KEY
+from kvctl.views.report import Report
+from kvctl_agent.contract.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, public_text, secret_text
+
+
+@click.group(cls=KvctlGroup)
+def key() -> None:
+    """Keys (CURVE): of a fleet, and of people who ask it over the network."""
+
+
+@key.command(short_help="Make a key pair.")
+@click.argument("name", default=DEFAULT_NAME)
+@pass_settings
+def new(settings: Settings, name: str) -> None:
+    """Make a key pair NAME.key (secret, stays here) and NAME.pub (to be given away), and print the public half.
+
+    NAME is a name in $XDG_CONFIG_HOME/kvctl/keys or a path ending in .key. What exists is never overwritten. For a
+    fleet: copy NAME.key to its machines and set fleet_key. For yourself: have `LEVEL` and the line in NAME.pub added to
+    the agents' admin_clients.
+    """
+    secret = secret_path(name)
+    if secret.suffix != SECRET_SUFFIX:
+        raise click.UsageError(f"{name}: the path of a secret key ends in {SECRET_SUFFIX}")
+    public = secret.with_suffix(PUBLIC_SUFFIX)
+    pair = KeyPair(*(z85.decode(half) for half in zmq.curve_keypair()))
+    for path in (secret, public):
+        if path.exists():
+            raise CliError(f"{path} exists and is not overwritten: choose another name, or remove it yourself")
+    try:
+        secret.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _create(secret, 0o600, secret_text(secret.stem, pair))
+        _create(public, 0o644, public_text(secret.stem, pair))
+    except OSError as error:
+        raise CliError(f"cannot write {error.filename}: {error.strerror}", ExitCode.FAILED) from None
+    row = {"key": secret.stem, "public": pair.public.hex(), "secret_file": str(secret), "public_file": str(public)}
+    Output(settings).emit(Report(KEY, [row], answered=1))
+
+
+def _create(path: Path, mode: int, text: str) -> None:
+    """A new file of exactly this mode, on disk when this returns."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(descriptor, mode)  # whatever the umask
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)
