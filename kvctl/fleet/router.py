@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from math import exp, log
 
 from kvctl.fleet.ledger import Room
 from kvctl_agent.contract.rig import PlannedRank
@@ -168,4 +168,4 @@ class Router:
 
     def _length(self) -> int:
         low, high = self._tokens
-        return min(high, round(low * 2.718281828 ** (self._draw.random() * log(high / low)))) if high > low else low
+        return min(high, round(low * exp(self._draw.random() * log(high / low)))) if high > low else low

@@ -176,11 +176,11 @@ class SteadyFleet:
                 waits = f": {first.doing}" if first.doing else ""
                 raise FleetError(f'rank "{first.name}" was not ready within {timeout_s:g} s{waits}')
 
-    def restart(self, name: str, clock_shift_s: float = 0.0) -> None:
+    def restart(self, name: str, faults: str = "") -> None:
         """Start a rank that is not running: the same name and endpoints, a new process. Returns at once.
 
         Args:
-            clock_shift_s: how far the new life's wall clock is off.
+            faults: specs in force from the first moment of the new life, such as `clock-jump=-1h`.
 
         Raises:
             ValueError: it runs.
@@ -197,7 +197,7 @@ class SteadyFleet:
         for file in (process.channel, process.output, process.exit_fd):
             self._selector.register(file, selectors.EVENT_READ, rank)
         start = self.plan.start(name, rank.planned, self._planned, str(self.directory), _START_S)
-        process.post(Serve(start, clock_shift_s, self.plan.verify))
+        process.post(Serve(start, faults, self.plan.verify))
 
     def kill(self, name: str) -> None:
         """SIGKILL; `running` turns False when `poll` has seen its end."""

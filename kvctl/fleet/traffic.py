@@ -15,6 +15,7 @@ from kvctl.fleet.failures import FleetError
 from kvctl.fleet.ledger import SUCCESS, Disturbance, Ledger, Room, names
 from kvctl.fleet.router import Choice, Router
 from kvctl.fleet.steady import Event, SteadyFleet
+from kvctl_agent.contract.faults import parse_faults
 from kvctl_agent.contract.steady import Abort, Ended, OpenRoom, Released, SendRoom
 
 _TICK_S = 0.05
@@ -155,9 +156,9 @@ class Traffic:
         self._down[name] = self.ledger.disturb(Disturbance("kill", name, time.monotonic_ns()))
         self.fleet.kill(name)
 
-    def restart(self, name: str, clock_shift_s: float = 0.0) -> None:
-        """Start a killed rank again; rooms go to it once it serves."""
-        self.fleet.restart(name, clock_shift_s)
+    def restart(self, name: str, faults: str = "") -> None:
+        """Start a killed rank again, with faults in force from the beginning; rooms go to it once it serves."""
+        self.fleet.restart(name, faults)
         self.first_success_ns.pop(name, None)
 
     def pause(self, name: str) -> None:
@@ -169,6 +170,14 @@ class Traffic:
         """SIGCONT it."""
         self.fleet.resume(name)
         self._revive(name)
+
+    def fault(self, name: str, spec: str, seconds: float) -> None:
+        """Put a fault in force at a rank for so long; it explains what its kind says, and no more."""
+        now_ns = time.monotonic_ns()
+        codes = {code for fault in parse_faults(spec) for code in fault.kind.explains}
+        until_ns = now_ns + round(seconds * 1e9)
+        self.ledger.disturb(Disturbance("fault", name, now_ns, until_ns, tuple(sorted(codes)) or ("-",)))
+        self.fleet.fault(name, spec, seconds)
 
     def _revive(self, name: str) -> None:
         if down := self._down.pop(name, None):

@@ -25,13 +25,13 @@ class Serve:
     """First line down: who this rank is. `Met` follows once it can serve, and again when more instances can.
 
     Args:
-        clock_shift_s: how far this life's wall clock is off; a restart under a clock that was set back.
+        faults: specs of `contract.faults` in force from the first moment: a restart under a clock that was set back.
         verify: compare what lands with what was sent, and watch the free pages.
     """
 
     do: ClassVar[str] = "serve"
     start: Start
-    clock_shift_s: float = 0.0
+    faults: str = ""
     verify: bool = True
 
 

@@ -17,7 +17,6 @@ from kvctl_agent.contract.steady import (
     COMMANDS,
     Abort,
     Command,
-    FaultsNow,
     Leave,
     News,
     OpenRoom,
@@ -29,7 +28,7 @@ from kvctl_agent.contract.steady import (
 from kvctl_agent.errors import LocalProtocolError, RemoteProtocolError
 from kvctl_agent.rig.channel import Channel
 from kvctl_agent.rig.lifeline import GRACE_S, Abandoned, abandon, tie_to_parent
-from kvctl_agent.rig.steady.clock import shift_wall_clock
+from kvctl_agent.rig.steady.agent import set_fault
 from kvctl_agent.rig.steady.decode import DecodeWorker
 from kvctl_agent.rig.steady.prefill import PrefillWorker
 from kvctl_agent.rig.steady.usage import usage
@@ -129,8 +128,7 @@ class _Rank:
         elif isinstance(item, OpenRoom | SendRoom | Abort):
             worker.obey(item)
         elif isinstance(item, SetFault):
-            refused = FaultsNow(active=[], counts={}, error=f"unknown fault {item.spec!r}")
-            self._channel.send(News(kind="faults", data=dict(refused)))
+            self._channel.send(News(kind="faults", data=dict(set_fault(worker.agent, item))))
         elif isinstance(item, Tell):
             strays = worker.tenancy.sweep() if item.sweep else []
             self._channel.send(News(kind="usage", data=dict(usage(worker, item.token, strays))))
@@ -138,8 +136,6 @@ class _Rank:
     def _start(self, command: Serve) -> None:
         start = command.start
         self._fleet_dir = Path(start.fleet_dir)
-        if command.clock_shift_s:
-            shift_wall_clock(command.clock_shift_s)
         kind = PrefillWorker if start.role == "prefill" else DecodeWorker
         self._worker = kind(command, self._inbox, self._channel.send)
         gc.freeze()  # as engines do once they are up

@@ -60,7 +60,13 @@ class Worker(ABC):
         self._pool = allocate_pool(start)
         self.tenancy = Tenancy(self._pool, start, serve.verify)
         self.agent = make_agent(
-            start, self._pool, own_side(start), self.at, model_shape(start.shape, start.page_size), self._on_state
+            start,
+            serve.faults,
+            self._pool,
+            own_side(start),
+            self.at,
+            model_shape(start.shape, start.page_size),
+            self._on_state,
         )
         self.agent.start()
 
