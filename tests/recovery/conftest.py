@@ -1,0 +1,82 @@
+"""A small fleet of real processes under load, which the tests of this folder kill, stop and restart rank by rank."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvctl.fleet.plan import SteadyPlan
+from kvctl.fleet.steady import SteadyFleet
+from kvctl.fleet.traffic import Traffic
+from kvctl_agent.contract.rig import Sizes
+
+ROOMS_IN_FLIGHT = 8
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """Ranks come and go here while the fleet stays; at its end it must have ended well and left nothing."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def socket_dir() -> Iterator[Path]:
+    """One for all tests of a module, since they share its fleet."""
+    directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCTL_SOCKET_DIR", str(directory))
+        yield directory
+    left = [path.name for path in directory.rglob("*") if path.is_socket()]
+    shutil.rmtree(directory)
+    assert left == []
+
+
+@pytest.fixture(scope="module")
+def traffic(request: pytest.FixtureRequest, socket_dir: Path) -> Iterator[Traffic]:
+    """Random verified rooms from two prefill ranks to two decode ranks, without a pause, over the transport named."""
+    plan = SteadyPlan(
+        prefill=(Sizes(tp=2),),
+        decode=Sizes(dp=2),
+        transport=request.param,
+        seed=5,
+        concurrency=ROOMS_IN_FLIGHT,
+        tokens=(16, 512),
+    )
+    with SteadyFleet(plan) as fleet:
+        fleet.start()
+        load = Traffic(fleet)
+        load.until(lambda: load.ledger.done > 0, 60, "a first room succeeds")
+        yield load
+        load.drain(30)
+        check(load)
+        for name, usage in fleet.usage(sweep=True).items():
+            kept = {key: usage[key] for key in ("rooms", "records", "ring_used_bytes", "quarantined_bytes")}  # type: ignore[literal-required]
+            assert not any(kept.values()), (name, kept)
+            assert usage["strays"] == [], name
+        assert load.ledger.verified_bytes > 0
+        assert fleet.close() == {}
+
+
+def check(traffic: Traffic) -> None:
+    """No byte is wrong, no room hangs, and nothing failed that is not explained by what was done."""
+    books = traffic.ledger
+    assert books.corrupt == []
+    assert books.hung == []
+    assert books.unexpected == []
+    assert traffic.unasked_deaths == []
+
+
+@pytest.fixture(autouse=True)
+def as_before(traffic: Traffic) -> Iterator[None]:
+    """Whatever was done, afterwards all ranks serve again without a restart of any other, and nothing is wrong."""
+    lives = {name: rank.lives for name, rank in traffic.fleet.ranks.items()}
+    yield
+    ranks = traffic.fleet.ranks
+    traffic.until(lambda: all(rank.serving for rank in ranks.values()), 60, "all ranks serve again")
+    done = traffic.ledger.done
+    traffic.until(lambda: traffic.ledger.done >= done + 10, 30, "ten more rooms succeed")
+    check(traffic)
+    assert sum(rank.lives - lives[name] for name, rank in ranks.items()) <= 1, "only the victim was restarted"

@@ -1,0 +1,193 @@
+"""Ranks that die or stop under load: who notices what, what it costs the others, and when all is as before.
+
+Timings are short (suspect 0.6 s, lost 3 s); that a death is found out by proof and not by silence shows in the words of
+the failure, so nothing here depends on how fast the machine is. `benchmarks/outages.py` measures how long it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from kvctl.fleet.ledger import Room
+from kvctl.fleet.traffic import Traffic
+
+EVERY = pytest.mark.parametrize("traffic", ["nixl", "mooncake"], indirect=True, scope="module")
+NIXL = pytest.mark.parametrize("traffic", ["nixl"], indirect=True, scope="module")
+
+SHORT_S, LONG_S = 1.2, 4.5  # shorter than it takes to be given up, and longer
+PATIENCE_S = 30.0
+
+
+def waiting_rooms(traffic: Traffic, victim: str) -> list[Room]:
+    """Rooms in flight that need `victim`; there are some."""
+    found: list[Room] = []
+
+    def some() -> bool:
+        found[:] = [room for room in traffic.ledger.open if victim in room.ranks and victim not in room.ends]
+        return len(found) >= 2
+
+    traffic.until(some, PATIENCE_S, f"two rooms need {victim}")
+    return found
+
+
+def failed_since(traffic: Traffic, since_ns: int) -> list[Room]:
+    return [room for room in traffic.ledger.rooms.values() if room.failed and room.ended_ns >= since_ns]
+
+
+def first_room(traffic: Traffic, victim: str) -> None:
+    """A room of `victim` succeeds, that was opened from now on."""
+    since_ns = time.monotonic_ns()
+
+    def some() -> bool:
+        rooms = traffic.ledger.rooms.values()
+        return any(room.opened_ns > since_ns and victim in room.ranks and room.succeeded for room in rooms)
+
+    traffic.until(some, PATIENCE_S, f"a room of {victim} succeeds")
+
+
+def kvctl(*arguments: str) -> list[dict[str, Any]]:
+    """What the tool says of the fleet. It waits only shortly for a rank that is stopped."""
+    command = [sys.executable, "-m", "kvctl", *arguments, "--timeout", "1", "-o", "json"]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert asked.stdout, asked.stderr
+    data: list[dict[str, Any]] = json.loads(asked.stdout)["data"]
+    return data
+
+
+def quarantined() -> dict[str, float]:
+    """Bytes that each decode rank keeps because a silent writer may still write them."""
+    rows = kvctl("metrics")
+    return {row["agent"]: row["value"] for row in rows if row["name"] == "kvctl_quarantined_bytes" and row["value"]}
+
+
+def seen_by_others(victim: str) -> dict[str, str]:
+    """How the others see it."""
+    return {row["agent"]: row["state"] for row in kvctl("peers") if row["peer"] == victim}
+
+
+def assert_named(rooms: list[Room], victim: str, others_words: str) -> None:
+    """Each room failed on every rank that lives with a cause that names `victim`; most were told that it is lost."""
+    causes = [(name, end.cause) for room in rooms for name, end in room.ends.items() if end.cause and name != victim]
+    assert causes
+    for name, cause in causes:
+        assert victim in cause["text"], (name, cause)
+    lost = [cause["text"] for _, cause in causes if cause["code"] == "KV_PEER_LOST"]
+    assert lost
+    assert all(others_words in text for text in lost), lost
+
+
+def ended_everywhere(traffic: Traffic, rooms: list[Room], victim: str) -> None:
+    living = [(room, name) for room in rooms for name in room.ranks if name != victim]
+    words = f"rooms of {victim} end on every other rank"
+    traffic.until(lambda: all(name in room.ends for room, name in living), PATIENCE_S, words)
+
+
+# ---- death ---------------------------------------------------------------------------------------------------------
+
+
+def kill(traffic: Traffic, victim: str) -> None:
+    """Kill it under load, see what becomes of its rooms, start it again, and see it serve."""
+    pid, incarnation = traffic.fleet.ranks[victim].pid, traffic.fleet.ranks[victim].incarnation
+    rooms = waiting_rooms(traffic, victim)
+    since_ns = time.monotonic_ns()
+    traffic.kill(victim)
+    ended_everywhere(traffic, rooms, victim)
+    failed = failed_since(traffic, since_ns)
+    assert all(victim in room.ranks for room in failed), "no other room failed"
+    words = f"peer {victim} (incarnation {incarnation}) lost: process {pid} has ended"
+    if any(end.cause for room in failed for end in room.ends.values()):  # else all were whole just in time
+        assert_named(failed, victim, words)
+    seen = seen_by_others(victim)
+    assert seen
+    assert set(seen.values()) == {"lost"}
+    traffic.restart(victim)
+    traffic.until(lambda: traffic.fleet.ranks[victim].serving, PATIENCE_S, f"{victim} serves again")
+    first_room(traffic, victim)
+
+
+@EVERY
+def test_a_killed_decode_rank_costs_its_own_rooms_and_serves_again(traffic: Traffic) -> None:
+    since_ns = time.monotonic_ns()
+    kill(traffic, "decode-1")
+    others = [room for room in traffic.ledger.rooms.values() if room.opened_ns > since_ns and room.decode_dp == 0]
+    assert any(room.succeeded for room in others), "the other decode rank went on"
+
+
+@NIXL
+@pytest.mark.parametrize("victim", ["prefill-1", "prefill-0"])
+def test_a_killed_prefill_rank_fails_its_rooms_everywhere_and_serves_again(traffic: Traffic, victim: str) -> None:
+    """`prefill-0` hosts the registry: the others register again by themselves."""
+    kill(traffic, victim)
+
+
+# ---- silence -------------------------------------------------------------------------------------------------------
+
+
+@NIXL
+@pytest.mark.parametrize("victim", ["decode-1", "prefill-1"])
+def test_a_short_stop_is_seen_and_fails_no_room(traffic: Traffic, victim: str) -> None:
+    waiting_rooms(traffic, victim)
+    failed = traffic.ledger.failed
+    traffic.pause(victim)
+    traffic.run(SHORT_S)
+    traffic.resume(victim)
+    first_room(traffic, victim)
+    assert traffic.ledger.failed == failed
+    events = [row for row in kvctl("events") if row["kind"] == "peer-suspect" and row["peer"] == victim]
+    assert events, "it was a suspect meanwhile"
+
+
+@EVERY
+def test_a_long_stop_of_a_prefill_rank_is_a_loss_with_a_quarantine_until_it_has_drained(traffic: Traffic) -> None:
+    victim = "prefill-1"
+    incarnation = traffic.fleet.ranks[victim].incarnation
+    rooms = waiting_rooms(traffic, victim)
+    traffic.pause(victim)
+    traffic.run(LONG_S)
+    ended_everywhere(traffic, rooms, victim)
+    failed = [room for room in rooms if not room.succeeded]
+    assert failed, "rooms that needed it cannot have succeeded without it"
+    assert_named(failed, victim, f"peer {victim} (incarnation {incarnation}) lost: silent for ")
+    held = quarantined()
+    assert held, "it may be writing: its pages and ring regions are kept"
+    assert set(held) <= {"decode-0", "decode-1"}
+
+    (shown,) = kvctl("rooms", "show", str(failed[0].number))
+    first = failed[0].first_cause
+    assert first is not None
+    assert shown["first_failing_rank"] == first["rank"]
+    assert shown["failure"]["text"] == first["text"]
+
+    traffic.resume(victim)
+    free = [name for room in failed for name in room.decode]
+    assert free
+    traffic.until(lambda: all(room.over for room in failed), PATIENCE_S, "the pages of its rooms are free")
+    traffic.until(lambda: not quarantined(), PATIENCE_S, "the quarantine is over")
+    first_room(traffic, victim)
+
+
+@NIXL
+def test_a_long_stop_of_a_decode_rank_fails_its_rooms_and_it_serves_again_without_a_restart(traffic: Traffic) -> None:
+    victim = "decode-1"
+    incarnation = traffic.fleet.ranks[victim].incarnation
+    rooms = waiting_rooms(traffic, victim)
+    done = traffic.ledger.done
+    traffic.pause(victim)
+    traffic.run(LONG_S)
+    ended_everywhere(traffic, rooms, victim)
+    failed = [room for room in rooms if not room.succeeded]
+    assert failed
+    assert_named(failed, victim, f"peer {victim} (incarnation {incarnation}) lost: silent for ")
+    assert traffic.ledger.done > done, "the other decode rank went on"
+    traffic.resume(victim)
+    traffic.until(lambda: all(room.over for room in failed), PATIENCE_S, f"{victim} has let go of its rooms")
+    first_room(traffic, victim)
+    own = [room.ends[victim].cause for room in failed if victim in room.ends]
+    assert own
+    assert all(cause is not None and victim in cause["text"] for cause in own), "it learns what the others said of it"
