@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.admin.socket import Claim
 from kvctl_agent.admin.stacks import stacks
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
-from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Level
+from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
 from kvctl_agent.contract.snapshots import CommandInfo, Hello
 from kvctl_agent.errors import AdminError, DeadlineExceeded, RequestRefused
 from kvctl_agent.security.gatekeeper import Gatekeeper
@@ -83,10 +83,11 @@ class AdminServer:
         self._clock = clock or Clock()
         self._remote = remote
         self._strangers = Strangers(metrics, recorder)
+        self._commands = dict(COMMANDS_BY_NAME)
         self._handlers: dict[str, Handler] = {
             **handlers,
             "hello": self._answer_hello,
-            "commands": lambda _: command_list(),
+            "commands": lambda _: command_list(self._commands.values()),
             "stacks": lambda _: stacks(),
         }
         self._claim: Claim | None = None
@@ -98,6 +99,11 @@ class AdminServer:
         self._handling: str | None = None
         self._asking = Level.READ  # level of the client that is being answered
         self._remote_address = ""
+
+    def add(self, command: Command, handler: Handler) -> None:
+        """Serve one more command, which not every agent has; before `start`."""
+        self._commands[command.name] = command
+        self._handlers[command.name] = handler
 
     @property
     def path(self) -> Path | None:
@@ -222,7 +228,7 @@ class AdminServer:
     def _answer(self, frames: Sequence[bytes], level: Level | None) -> bytes:
         if level is None:
             raise RequestRefused(ErrorCode.NOT_PERMITTED, "this key has been taken out of the agent's admin_clients")
-        request = parse_body(parse_frames(frames))
+        request = parse_body(parse_frames(frames), self._commands)
         name, needs = request.command.name, request.command.level
         if needs > level:
             raise RequestRefused(
@@ -271,10 +277,11 @@ class AdminServer:
     def _answer_hello(self, _: dict[str, Any]) -> Hello:
         hello = self._hello()
         hello["level"] = self._asking.label
+        hello["capabilities"] = sorted(self._commands)
         return hello
 
 
-def command_list() -> list[CommandInfo]:
+def command_list(commands: Iterable[Command] = COMMANDS) -> list[CommandInfo]:
     """Answer to `commands`."""
     return [
         {
@@ -292,5 +299,5 @@ def command_list() -> list[CommandInfo]:
                 for arg in command.args
             ],
         }
-        for command in COMMANDS
+        for command in commands
     ]

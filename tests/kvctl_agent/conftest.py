@@ -93,7 +93,17 @@ class Fleet:
         image: what each decode pool must hold, by (agent, layer, K or V); everything that was not planned is poison.
     """
 
-    def __init__(self, directory: Path, transport: str, model: Model, prefill: Any, decode: Any, **config: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        transport: str,
+        model: Model,
+        prefill: Any,
+        decode: Any,
+        kind: Callable[..., Agent] = Agent,
+        **config: Any,
+    ) -> None:
+        self.kind = kind
         self.model = model
         self.transport = transport
         self.bootstrap = f"ipc://{directory}/boot"
@@ -156,7 +166,7 @@ class Fleet:
         # A fixed path, since `auto` measures first.
         small: dict[str, Any] = {"staging_buffer_mb": 4, "staging_ring_mb": 1, "resend_s": 0.1, "path": "staged"}
         small["transport"] = self.transport
-        return Agent(
+        return self.kind(
             role=role,
             rank=rank,
             pool=pool,

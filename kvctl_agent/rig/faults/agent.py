@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
-from kvctl_agent.admin.server import Handler
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.contract.commands import Command
 from kvctl_agent.contract.faults import FAULT_COMMAND, Fault, parse_faults
 from kvctl_agent.errors import RequestRefused
 from kvctl_agent.rig.faults.clock import FaultyClock
@@ -49,6 +47,7 @@ class FaultyAgent(Agent):
         for fault in faults:
             self.faults.set(fault)
         super().__init__(name=name, **rest)
+        self._admin.add(FAULT_COMMAND, self._fault)
 
     def _open_clock(self) -> Clock:
         return FaultyClock(self.faults)
@@ -58,9 +57,6 @@ class FaultyAgent(Agent):
 
     def _open_links(self, kind: Callable[..., Links] = Links) -> Links:
         return super()._open_links(partial(FaultyLinks, self.faults))
-
-    def _more_commands(self) -> Mapping[Command, Handler]:
-        return {FAULT_COMMAND: self._fault}
 
     def _fault(self, args: dict[str, Any]) -> FaultState:
         """The admin command."""
