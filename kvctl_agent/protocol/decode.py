@@ -135,6 +135,7 @@ class DecodeMachine(DecodeRooms):
                 self._fail_waiting(event.instance, self.failure("KV_COMPAT_MISMATCH", text))
                 return
         self._clashes.pop(event.instance, None)
+        self._absent_ranks.pop(event.instance, None)
         self.rosters[event.instance] = event.names
         for name in event.names:
             if name not in self.peers:
@@ -142,6 +143,9 @@ class DecodeMachine(DecodeRooms):
         self._say_hello()
         for room in list(self.rooms.values()):
             self._open(room)
+
+    def on_roster_missing(self, event: ev.RosterMissing) -> None:
+        self._absent_ranks[event.instance] = event.text
 
     def _instance_of(self, name: str) -> str:
         """Where the registry of this rank's instance is; "" for a rank of none."""
@@ -378,6 +382,7 @@ class DecodeMachine(DecodeRooms):
             return
         holding.state = RegionState.GRANTED
         holding.at_ns = self.now_ns
+        holding.posted = True
 
     def on_part_ready(self, peer: Peer, message: msg.PartReady) -> None:
         found = self._find(peer, message.room, message.nonce)
@@ -453,6 +458,8 @@ class DecodeMachine(DecodeRooms):
         for room in list(self.rooms.values()):
             if not room.state.finished:
                 self._check_deadline(room)
+            elif room.failure is not None:
+                self._check_drained(room)
             if now >= room.resend_ns > 0:
                 self._resend(room)
         self._unpin()

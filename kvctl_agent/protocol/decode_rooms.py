@@ -34,6 +34,7 @@ class DecodeRooms(Machine):
         self.book = StagingBook(local.ring_bytes)
         self.rooms: dict[int, RecvRoom] = {}
         self.rosters: dict[str, tuple[str, ...]] = {}  # by instance, the names of its ranks
+        self._absent_ranks: dict[str, str] = {}  # by instance that is not complete, what its registry says
         self._clashes: dict[str, str] = {}  # instances of which a rank has a name that another's has, in words
         self._graves: Tombstones[bool] = Tombstones(timing.bootstrap_ns)  # whether the room had succeeded
 
@@ -51,13 +52,14 @@ class DecodeRooms(Machine):
 
     @property
     def quarantined_bytes(self) -> int:
-        """Ring and page bytes that a lost rank, not proven dead, may still write. Safe to read from another thread."""
+        """Ring and page bytes of failed rooms that a lost rank, not proven dead, may still write, or one that has not
+        drained for long. Safe to read from another thread."""
         total = self.book.quarantined_bytes
         for room in list(self.rooms.values()):
             if room.failure is None:
                 continue
             for name, leg in room.legs.items():
-                if not leg.drained and not self._ready(name):
+                if not leg.drained and (room.overdue or not self._ready(name)):
                     total += room.owed_bytes(name)
         return total
 
@@ -267,15 +269,17 @@ class DecodeRooms(Machine):
     def _unpin(self) -> None:
         """No holding may pin the ring for ever while others wait behind it.
 
-        One that its writer has not written for long is taken back; one of a silent writer, which cannot be asked and
-        may be writing, is set aside.
+        One that its writer has not written for long is taken back; one that is being written for long, or whose writer
+        is silent and may be writing, is set aside.
         """
         moved = False
         while self.book.gates_somebody and (oldest := self.book.oldest()) is not None:
             if oldest.state is RegionState.LANDED:
                 break
-            if oldest.state is not RegionState.QUARANTINED and self._fresh(oldest.room.peer):
-                self._revoke(oldest, self.timing.revoke_ns)
+            stuck = oldest.posted and self.now_ns - oldest.at_ns >= self.timing.revoke_ns
+            if not stuck and oldest.state is not RegionState.QUARANTINED and self._fresh(oldest.room.peer):
+                if not oldest.posted:
+                    self._revoke(oldest, self.timing.revoke_ns)
                 break
             # The watermark must not let in who was given these bytes in a later round. (Two of lost writers may
             # overlap: neither is read.)
@@ -318,14 +322,32 @@ class DecodeRooms(Machine):
             if waited > self.timing.bootstrap_ns:
                 silent = [leg.peer for leg in room.legs.values() if not leg.accepted]
                 silent = silent or [self._absent(name) for name in self.roster(room.instance) if not self._ready(name)]
-                text = f"{stuck}: not accepted by {', '.join(silent) or f'the prefill instance at {room.instance}'}"
-                self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", text))
+                why = f"not accepted by {', '.join(silent)}"
+                if not silent:
+                    missing = self._absent_ranks.get(room.instance, "no answer from its registry")
+                    why = f"the prefill instance at {room.instance}: {missing}"
+                self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {why}"))
         elif waited > self.timing.waiting_ns:
             landed = room.record.landed == room.record.planned
             code = "KV_ROOM_STUCK_SCATTER" if landed and room.missing else "KV_ROOM_STUCK_TRANSFER"
             if room.state is RoomState.WAITING_FOR_INPUT:
                 code = "KV_ROOM_STUCK_WAITING"
             self._fail(room, self.failure(code, f"{stuck}: {room.gaps()}"))
+
+    def _check_drained(self, room: RecvRoom) -> None:
+        """A rank that is heard well and yet never drains keeps pages and ring from us: said once, counted from then."""
+        waited = self.now_ns - room.since_ns
+        if room.overdue or waited <= self.timing.waiting_ns:
+            return
+        room.overdue = True
+        undrained = [name for name, leg in room.legs.items() if not leg.drained]
+        for name in undrained:
+            for holding in self.book.of_room(_key(room, name)):
+                if holding.state is not RegionState.LANDED:
+                    self.book.quarantine(holding)
+        who = ", ".join(undrained) or f"a scatter here ({room.gaps()})"
+        text = f"room {room.room} failed {waited / 1e9:.1f} s ago and its memory is still held: not drained by {who}"
+        self.note("room-undrained", text, "warning", room=room.room)
 
     def _absent(self, name: str) -> str:
         """A rank that is not ready, and why where that is known."""

@@ -79,6 +79,13 @@ class RosterKnown(Event, frozen=True):
     names: tuple[str, ...]
 
 
+class RosterMissing(Event, frozen=True):
+    """Decode: what the registry of an instance that is not complete says is missing."""
+
+    instance: str
+    text: str
+
+
 class SendRoom(Event, frozen=True):
     """Prefill engine: this room will be sent from here."""
 

@@ -386,6 +386,8 @@ class PrefillMachine(PrefillOpenings):
             for room in list(self.rooms.values()):
                 if room.failure is None:
                     self._check_deadline(room)
+                elif not room.drained:
+                    self._check_drained(room)
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
         for room in list(self.rooms.values()):

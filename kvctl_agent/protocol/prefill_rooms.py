@@ -379,6 +379,18 @@ class PrefillRooms(Machine):
         elif room.state is not RoomState.BOOTSTRAPPING and waited > self.timing.waiting_ns:
             self._fail(room, self.failure("KV_ROOM_STUCK_TRANSFER", f"{stuck}: {self._missing(room)}"))
 
+    def _check_drained(self, room: SendRoom) -> None:
+        """A write that the engine never ends keeps the room's pages: said once."""
+        waited = self.now_ns - room.since_ns
+        if room.overdue or waited <= self.timing.waiting_ns:
+            return
+        room.overdue = True
+        parts = ", ".join(f"{leg.in_flight} to {leg.peer}" for leg in room.legs.values() if leg.in_flight)
+        text = (
+            f"room {room.room} failed {waited / 1e9:.1f} s ago and its pages are still held: writes in flight: {parts}"
+        )
+        self.note("room-undrained", text, "warning", room=room.room)
+
     def _missing(self, room: SendRoom) -> str:
         if room.held:
             return "finish() was not called, and until then this stage keeps its pages back (pp_early_send is off)"
@@ -387,16 +399,28 @@ class PrefillRooms(Machine):
         for leg in room.legs.values():
             for part in leg.parts.values():
                 if part.state is not PartState.SENT:
-                    waits = "a grant" if part.path == STAGED and part.grant is None else "the watermark or a worker"
-                    return f"{part.key} to {leg.peer} waits for {waits}"
+                    return f"{part.key} to {leg.peer} waits for {self._waits_for(leg, part)}"
         if not room.finished:
             return "the engine did not finish it"
         for leg in room.legs.values():
             for final in leg.finals.values():
                 if final.state is not PartState.SENT:
                     what = "the aux row" if final.kind is PartKind.AUX else f"state {self._component(final)}"
-                    return f"{what} to {leg.peer} waits for a sign of life from it or a worker"
+                    waits = "its write to end" if final.state is PartState.QUEUED else "a sign of life from it"
+                    return f"{what} to {leg.peer} waits for {waits}"
         return f"no RoomDone from {', '.join(leg.peer for leg in room.legs.values() if not leg.done)}"
+
+    def _waits_for(self, leg: Leg, part: Part) -> str:
+        """What a part that is not sent waits for."""
+        if part.state is PartState.QUEUED:
+            return "its write to end"
+        if part.state is PartState.PLANNED:
+            return "its pages to be computed"
+        if part.path == STAGED and part.grant is None:
+            return "a grant"
+        if part.grant is not None and not self.peers[leg.peer].gate.open(part.grant.round, part.grant.end):
+            return "the watermark"
+        return "a sign of life from it"
 
     def _resend(self, room: SendRoom, leg: Leg) -> None:
         """Say again what was not answered: requests without grants, tags without RoomDone, failures without Ack."""

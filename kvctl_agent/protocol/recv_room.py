@@ -53,6 +53,7 @@ class RecvRoom:
         "missing",
         "nonce",
         "opening",
+        "overdue",
         "pages",
         "prefix_pages",
         "record",
@@ -83,6 +84,7 @@ class RecvRoom:
         self.resend_ns = 0
         self.failure: Failure | None = None
         self.released = False
+        self.overdue = False  # it failed long ago, and what may still be written of it is quarantined
         self.legs: dict[str, WriterLeg] = {}
         self.unaccepted = 0  # legs
         self.writers: tuple[str, ...] = ()  # names of the instance's ranks, as they were when it was opened

@@ -217,6 +217,7 @@ class SendRoom:
         "held",
         "ledger",
         "legs",
+        "overdue",
         "prefetched",
         "record",
         "released",
@@ -241,6 +242,7 @@ class SendRoom:
         self.legs: dict[str, Leg] = {}
         self.finished = False
         self.released = False
+        self.overdue = False  # it failed long ago, and the engine still has parts of it
         self.aux_src = -1
         self.state_src: tuple[Pages, ...] = ()
         self.forward_done_ns = 0

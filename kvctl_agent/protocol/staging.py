@@ -25,7 +25,7 @@ class RegionState(StrEnum):
 class Holding:
     """One region and its owner."""
 
-    __slots__ = ("at_ns", "key", "nbytes", "region", "room", "state")
+    __slots__ = ("at_ns", "key", "nbytes", "posted", "region", "room", "state")
 
     def __init__(self, region: Region, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> None:
         self.region = region
@@ -34,6 +34,7 @@ class Holding:
         self.nbytes = nbytes  # payload; the region is aligned up
         self.state = RegionState.GRANTED
         self.at_ns = now_ns
+        self.posted = False  # its writer has said that it was too late to give it back
 
     def grant(self) -> Grant:
         region, key = self.region, self.key

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import zmq
@@ -17,6 +17,7 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import PeerState
+from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.liveness import is_dead
@@ -69,8 +70,11 @@ class ControlLoop:
         server: RegistryServer | None,
         telemetry: Telemetry,
         host: str,
+        inputs: InputLog | None = None,
     ) -> None:
+        """`inputs` is told everything that the machine is, before it is."""
         self._machine = machine
+        self._inputs = inputs
         self._hands = hands
         self._links = links
         self._mailbox = mailbox
@@ -173,9 +177,14 @@ class ControlLoop:
             time.sleep(min(crowd * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S))
 
     def _feed(self, event: ev.Event) -> None:
+        inputs, now_ns = self._inputs, time.monotonic_ns()
+        if inputs is not None:
+            inputs.take(event, now_ns)
+        led_to: Sequence[ev.Action] | str = RAISED
         try:
-            actions = self._machine.handle(event, time.monotonic_ns())
+            actions = led_to = self._machine.handle(event, now_ns)
         except LocalProtocolError as error:
+            led_to = REFUSED
             self._telemetry.recorder.record("engine", str(error), "error")
             if isinstance(event, ev.SendRoom | ev.OpenRoom):
                 self._hands.refused(event.room, str(error))
@@ -183,6 +192,9 @@ class ControlLoop:
         except Exception as error:
             self._record_bug(error)
             return
+        finally:
+            if inputs is not None:
+                inputs.told(led_to)
         for action in actions:
             try:
                 self._table[type(action)](action)
@@ -202,7 +214,11 @@ class ControlLoop:
         roster = self._registries.roster(instance)
         if roster.refused:
             self._telemetry.recorder.record("bootstrap", f"the registry refuses us: {roster.refused}", "error")
-        if self._registries.complete(instance) and self._machine.local.role == "decode":
+        if self._machine.local.role != "decode":
+            return
+        if not self._registries.complete(instance):
+            self._feed(ev.RosterMissing(instance, roster.refused or roster.missing))
+        else:
             self._feed(ev.RosterKnown(instance, tuple(rank.name for rank in roster.ranks)))
             for rank in roster.ranks:
                 if rank.name in self._machine.roster(instance):

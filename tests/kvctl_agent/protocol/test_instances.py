@@ -79,7 +79,7 @@ def test_an_instance_that_never_answers_fails_its_own_rooms_and_is_named() -> No
     assert lost.state is RoomState.BOOTSTRAPPING
     pass_time(world, 5)
     assert lost.failure["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
-    assert lost.failure["text"].endswith("not accepted by the prefill instance at registry-1")
+    assert lost.failure["text"].endswith("the prefill instance at registry-1: no answer from its registry")
     later = world.receive(9, 2)
     world.send(9, 2)
     world.flush()
@@ -181,6 +181,14 @@ def test_an_instance_that_does_not_fit_fails_its_own_rooms_and_names_the_factor(
     world.send(7, 2)
     world.settle(ticks=1)
     assert own.state is RoomState.SUCCESS
+
+
+def test_a_room_of_an_incomplete_instance_says_what_its_registry_says() -> None:
+    world = two(Instance(Side(), answers=False))
+    lost = world.receive(8, 2, instance=1)
+    world.feed("decode-0", ev.RosterMissing(registry(1), "6 of 8 prefill ranks registered, missing tp=2,3"))
+    pass_time(world, TIMING.bootstrap_ns // SECOND + 2)
+    assert lost.failure["text"].endswith("6 of 8 prefill ranks registered, missing tp=2,3")
 
 
 def test_ranks_of_one_instance_must_agree_with_each_other() -> None:

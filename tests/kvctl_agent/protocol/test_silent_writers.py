@@ -9,6 +9,7 @@ from simulation import SECOND, UNIT, Instance, Item, World
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.staging import RegionState
 
 SILENT = "prefill-0"
@@ -87,6 +88,52 @@ def test_heirs_that_wait_behind_it_get_other_bytes() -> None:
     assert [room.state for room in made.rooms.values() if room.room != 7] == [RoomState.SUCCESS] * 6
     assert made.counts["StagingRevoke"] >= 1
     made.paused.clear()
+    made.settle()
+    made.check_empty()
+
+
+def stuck_write(made: World) -> Item:
+    """The first writer's engine has the write of the oldest region and does not end it, though the writer is well."""
+    made.receive(7, 1)
+    made.flush()
+    made.send(7, 1)
+    while not made.flying:
+        made.happen(made.pool.pop(made.ready()[0]))
+    (stuck,) = [item for item in made.pool if item.kind == "complete"]
+    made.pool.remove(stuck)
+    return stuck
+
+
+def test_a_write_that_does_not_end_holds_up_nobody_either() -> None:
+    """Its writer is heard well and says that it is too late to give the region back."""
+    made = world()
+    stuck = stuck_write(made)
+    assert run(made, range(20, 26)) != [RoomState.SUCCESS] * 6, "somebody waits behind it"
+    pass_time(made, 15)
+    assert made.counts["TooLate"] >= 1
+    assert [room.state for room in made.rooms.values() if room.room != 7] == [RoomState.SUCCESS] * 6
+    made.pool.append(stuck)
+    made.settle()
+    assert {room.state for room in made.rooms.values()} == {RoomState.SUCCESS}
+    made.check_empty()
+
+
+def test_a_failed_room_whose_writer_never_drains_is_counted_and_said_on_both_ends() -> None:
+    made = world()
+    stuck = stuck_write(made)
+    made.feed("decode-0", ev.AbortRoom(7, "enough"))
+    pass_time(made, 100)
+    assert made.d().quarantined_bytes == 0, "it may still come"
+    pass_time(made, 30)
+    assert made.d().book.quarantined_bytes == 2 * UNIT
+    assert made.d().quarantined_bytes > made.d().book.quarantined_bytes, "its pages count too"
+    said = {
+        name: [event["text"] for event in made.machines[name].telemetry.recorder.since(0, 999)["events"]]
+        for name in ("decode-0", SILENT)
+    }
+    assert sum("is still held: not drained by prefill-0" in text for text in said["decode-0"]) == 1
+    assert sum("still held: writes in flight: 1 to decode-0" in text for text in said[SILENT]) == 1
+    made.pool.append(stuck)
     made.settle()
     made.check_empty()
 
