@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import zmq
+from typing import TYPE_CHECKING
 
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.keys import SECRET_SUFFIX, KeyFileError, KeyPair, keys_dir, read_pair, read_public
+
+if TYPE_CHECKING:
+    import zmq
 
 DEFAULT_NAME = "default"
 
@@ -23,9 +25,9 @@ class ClientKeys:
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
         """Before the connect."""
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.own.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self.own.secret)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self.server)
+        socket.curve_publickey = self.own.public
+        socket.curve_secretkey = self.own.secret
+        socket.curve_serverkey = self.server
 
 
 @dataclass(frozen=True, slots=True)

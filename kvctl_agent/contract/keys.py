@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +55,8 @@ def read_pair(path: Path) -> KeyPair:
     Raises:
         KeyFileError: it cannot be read, others may read it, or it is no key file.
     """
+    import tomllib  # only where a key is read: every start of kvctl would pay for it
+
     text = _read(path, private=True)
     try:
         table = tomllib.loads(text)
