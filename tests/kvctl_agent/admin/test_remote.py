@@ -1,4 +1,4 @@
-"""The admin endpoint for other machines: a key decides who is let in and what it may do; old bytes are worth nothing."""
+"""The admin endpoint for other machines: a key decides who is let in and what it may do; old bytes are worthless."""
 
 from __future__ import annotations
 

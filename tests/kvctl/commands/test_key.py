@@ -1,0 +1,188 @@
+"""`kvctl key new` and `-e tcp://`: what is written with which mode, what each mistake with keys says and exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.exit_codes import ExitCode
+from kvctl_agent.admin.remote import Remote
+from kvctl_agent.admin.server import SERVED_HERE, AdminServer
+from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
+from kvctl_agent.contract.keys import read_pair, read_public
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user of our own, whose keys nobody else sees."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "kvctl" / "keys"
+
+
+class TestNew:
+    def test_the_secret_is_ours_alone_and_is_not_printed(self, home: Path, kvctl: Any) -> None:
+        before = os.umask(0)
+        try:
+            outcome = kvctl("key", "new")
+        finally:
+            os.umask(before)
+        assert (outcome.code, outcome.err) == (0, "")
+        secret, public = home / "default.key", home / "default.pub"
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (home, secret, public)] == [0o700, 0o600, 0o644]
+        pair = read_pair(secret)
+        assert pair.public == read_public(str(public))
+        assert pair.public.hex() in outcome.out
+        assert pair.secret.hex() not in outcome.out + public.read_text()
+
+    def test_json_gives_paths_and_the_public_key(self, home: Path, kvctl: Any) -> None:
+        (row,) = json.loads(kvctl("key", "new", "fleet", "-o", "json").out)["data"]
+        assert row == {
+            "key": "fleet",
+            "public": read_public(str(home / "fleet.pub")).hex(),
+            "secret_file": str(home / "fleet.key"),
+            "public_file": str(home / "fleet.pub"),
+        }
+
+    def test_a_path_in_place_of_a_name(self, tmp_path: Path, kvctl: Any) -> None:
+        assert kvctl("key", "new", str(tmp_path / "there" / "my.key")).code == 0
+        assert {path.name for path in (tmp_path / "there").iterdir()} == {"my.key", "my.pub"}
+        assert kvctl("key", "new", str(tmp_path / "my")).code == ExitCode.USAGE
+
+    @pytest.mark.parametrize("kept", ["default.key", "default.pub"])
+    def test_nothing_is_overwritten(self, home: Path, kvctl: Any, kept: str) -> None:
+        home.mkdir(parents=True)
+        (home / kept).write_text("precious")
+        outcome = kvctl("key", "new")
+        assert outcome.code == ExitCode.FAILED
+        assert f"{home / kept} exists and is not overwritten" in outcome.err
+        assert [(path.name, path.read_text()) for path in home.iterdir()] == [(kept, "precious")]
+
+    def test_a_place_that_cannot_be_written(self, tmp_path: Path, kvctl: Any) -> None:
+        (tmp_path / "file").touch()
+        outcome = kvctl("key", "new", str(tmp_path / "file" / "a.key"))
+        assert outcome.code == ExitCode.FAILED
+        assert "cannot write" in outcome.err
+
+
+@pytest.fixture
+def agent(home: Path, kvctl: Any, canned: Any, socket_directory: Path) -> Iterator[AdminServer]:
+    """decode-0, which knows the default key as a reader; `events` needs more than that."""
+    for name in ("default", "fleet", "stranger"):
+        assert kvctl("key", "new", name).code == 0
+    clients = home / "clients"
+    clients.write_text(f"read {(home / 'default.pub').read_text()}")
+    clients.chmod(0o600)
+    handlers = {c.name: lambda _: canned.status("decode-0") for c in COMMANDS if c.name not in SERVED_HERE}
+    remote = Remote("tcp://127.0.0.1:*", read_pair(home / "fleet.key"), clients)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(COMMANDS_BY_NAME, "events", Command("events", "", Level.OPERATE, COMMANDS_BY_NAME["events"].args))
+        with AdminServer(
+            "decode-0", handlers, lambda: canned.hello("decode-0"), socket_directory, remote=remote
+        ) as server:
+            yield server
+
+
+class TestAsking:
+    def test_with_the_right_keys_everything_works_as_on_the_machine_itself(
+        self, home: Path, kvctl: Any, agent: AdminServer
+    ) -> None:
+        outcome = kvctl("-e", agent.remote_address, "--server-key", str(home / "fleet.pub"), "agents", "-o", "json")
+        assert (outcome.code, outcome.err) == (0, "")
+        (row,) = json.loads(outcome.out)["data"]
+        assert (row["agent"], row["level"], row["endpoint"]) == ("decode-0", "read", agent.remote_address)
+
+    def test_keys_from_the_users_file_and_the_environment(
+        self, home: Path, kvctl: Any, agent: AdminServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        public = read_public(str(home / "fleet.pub")).hex()
+        (home.parent / "config.toml").write_text(f'server_key = "{public}"\nkey = "stranger"\n')
+        assert kvctl("-e", agent.remote_address, "status").code == ExitCode.NOT_PERMITTED
+        monkeypatch.setenv("KVCTL_KEY", "default")
+        assert kvctl("-e", agent.remote_address, "status").code == ExitCode.OK
+
+    def test_a_strangers_key_exits_5_and_names_it(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
+        outcome = self.ask(kvctl, agent, "--server-key", str(home / "fleet.pub"), "--key", "stranger")
+        assert outcome.code == ExitCode.NOT_PERMITTED
+        assert f"refuses our key {read_public(str(home / 'stranger.pub')).hex()}" in outcome.err
+        assert "admin_clients" in outcome.err
+
+    def test_a_wrong_server_key_exits_5(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
+        outcome = self.ask(kvctl, agent, "--server-key", str(home / "stranger.pub"))
+        assert outcome.code == ExitCode.NOT_PERMITTED
+        assert "its fleet_key is not" in outcome.err
+
+    def test_a_level_that_is_too_low_exits_5(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
+        outcome = self.ask(kvctl, agent, "--server-key", str(home / "fleet.pub"), command="events")
+        assert "events needs level operate, this client has read" in outcome.err
+        assert outcome.code in {ExitCode.NOT_PERMITTED, ExitCode.PARTIAL}
+
+    def test_nobody_there_exits_3(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
+        agent.close()
+        outcome = self.ask(kvctl, agent, "--server-key", str(home / "fleet.pub"))
+        assert outcome.code == ExitCode.NO_AGENT
+        assert "nobody listens there" in outcome.err
+
+    def test_somebody_who_says_nothing_exits_4_after_the_timeout(self, home: Path, kvctl: Any) -> None:
+        kvctl("key", "new")
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            began = time.monotonic()
+            outcome = kvctl("-e", address, "--server-key", str(home / "default.pub"), "--timeout", "300ms", "status")
+        assert outcome.code == ExitCode.TIMEOUT
+        assert 0.3 <= time.monotonic() - began < 10
+
+    def test_one_that_refuses_does_not_spoil_the_others(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
+        outcome = kvctl(
+            "-e", "decode-0", "-e", agent.remote_address, "--key", "stranger", "--server-key",
+            str(home / "fleet.pub"), "agents",
+        )  # fmt: skip
+        assert outcome.code == ExitCode.PARTIAL
+        assert "admin" in kvctl("-e", "decode-0", "agents", "-o", "wide").out
+
+    @staticmethod
+    def ask(kvctl: Any, agent: AdminServer, *keys: str, command: str = "status") -> Any:
+        address = agent.remote_address
+        began = time.monotonic()
+        outcome = kvctl("-e", address, *keys, "--timeout", "60s", command)
+        assert time.monotonic() - began < 30  # what went wrong is told when it is known
+        return outcome
+
+
+class TestMistakes:
+    ADDRESS = "tcp://127.0.0.1:9"
+
+    def test_no_key_of_ours(self, kvctl: Any) -> None:
+        outcome = kvctl("-e", self.ADDRESS, "status")
+        assert outcome.code == ExitCode.USAGE
+        assert "make one with `kvctl key new`" in outcome.err
+
+    def test_no_server_key(self, kvctl: Any) -> None:
+        kvctl("key", "new")
+        outcome = kvctl("-e", self.ADDRESS, "status")
+        assert outcome.code == ExitCode.USAGE
+        assert "--server-key" in outcome.err
+
+    def test_a_server_key_that_is_none(self, kvctl: Any) -> None:
+        kvctl("key", "new")
+        outcome = kvctl("-e", self.ADDRESS, "--server-key", "abc", "status")
+        assert outcome.code == ExitCode.USAGE
+        assert "'abc' is no public key (64 hexadecimal digits)" in outcome.err
+
+    def test_a_secret_that_others_can_read(self, home: Path, kvctl: Any) -> None:
+        kvctl("key", "new")
+        (home / "default.key").chmod(0o644)
+        outcome = kvctl("-e", self.ADDRESS, "--server-key", "a" * 64, "status")
+        assert outcome.code == ExitCode.USAGE
+        assert "chmod 600" in outcome.err
+
+    @pytest.mark.parametrize("address", ["tcp://x", "tcp://:7", "tcp://x:*", "tcp://x:0", "tcp://x:70000", "udp://x:1"])
+    def test_what_is_no_address(self, kvctl: Any, address: str) -> None:
+        assert kvctl("-e", address, "status").code == ExitCode.USAGE
