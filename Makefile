@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test check docs clean
+.PHONY: help setup bench test check docs clean soak
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,6 +20,10 @@ MOONCAKE := $(if $(wildcard /proc/driver/nvidia),mooncake,mooncake-cpu)
 # Mooncake loads these; NIXL runs without them.
 LIBRARIES := libibverbs1 libnuma1 libcurl4
 PYTEST_ARGS ?=
+# Of `make soak`: how long on each transport, on which, and what decides what happens to whom.
+MINUTES ?= 5
+TRANSPORT ?= nixl mooncake
+SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +34,17 @@ setup: $(STAMP)  ## make .venv with CPU torch, NIXL, Mooncake and the tools; aga
 bench: $(STAMP)  ## move KV from 4 TP prefill ranks to 4 DP decode ranks over NIXL, verify every byte, print the table
 	@echo "bench: kvctl bench --prefill-tp 4 --decode-dp 4"
 	@$(BIN)/kvctl bench --prefill-tp 4 --decode-dp 4
+
+soak: $(STAMP)  ## random faults against live fleets, every byte verified: make soak MINUTES=30 TRANSPORT=nixl SEED=7
+	@seed=$(SEED); bad=0; \
+	echo "soak: seed $$seed; repeat it with: make soak MINUTES=$(MINUTES) TRANSPORT='$(TRANSPORT)' SEED=$$seed"; \
+	for transport in $(TRANSPORT); do \
+		demo=($(BIN)/kvctl demo --transport $$transport --prefill-instances tp2,tp1 --decode-dp 2 \
+			--faults random --minutes $(MINUTES) --seed $$seed -o table); \
+		echo "soak: $${demo[*]}"; \
+		"$${demo[@]}" || bad=1; \
+	done; \
+	exit $$bad
 
 test: check  ## check, then all tests (PYTEST_ARGS="-k ring" picks some)
 	@echo "test: pytest"

@@ -30,6 +30,7 @@ COMMANDS: dict[str, Entry] = {
     "config": Entry("kvctl.commands.config", "config", "Configuration of the agents and where it comes from."),
     "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it over the network."),
     "bench": Entry("kvctl.commands.bench", "bench", "Start a fleet here, move real KV, verify every byte."),
+    "demo": Entry("kvctl.commands.demo", "demo", "A small fleet under endless traffic, to look at and to harm."),
     "version": Entry("kvctl.commands.version", "version", "Versions of this tool and of the agents."),
 }
 

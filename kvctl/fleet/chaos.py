@@ -31,15 +31,14 @@ class Chaos:
         restarts: lives that have come so far that they served, or that have ended.
     """
 
-    def __init__(self, traffic: Traffic, strikes: Sequence[Strike], seed: int, engine_noise: bool) -> None:
-        """Time begins now; `engine_noise`: random bytes to the engine's ports, too."""
+    def __init__(self, traffic: Traffic, strikes: Sequence[Strike], seed: int) -> None:
+        """Time begins now."""
         self._traffic = traffic
         self._began = time.monotonic()
         self._order = itertools.count()
         self._due = [(strike.at_s, next(self._order), partial(self._strike, strike)) for strike in strikes]
         heapq.heapify(self._due)
         self._noise = Noise(seed)
-        self._engine_noise = engine_noise
         self.injected: Counter[str] = Counter()
         self.restarts: list[Restart] = []
         self._coming: dict[str, int] = {}  # ranks whose new life is awaited, and when it began
@@ -84,7 +83,7 @@ class Chaos:
             traffic.fault(name, strike.spec, strike.seconds)
             self.injected[strike.spec.partition("=")[0]] += 1
         else:
-            self.injected["noise"] += self._noise.make(rank.pid, self._engine_noise)
+            self.injected["noise"] += self._noise.make(rank.pid)
 
     def _kill(self, name: str, down_s: float, spec: str, again_s: float) -> None:
         self._give_up_on(name)

@@ -117,12 +117,15 @@ class Ledger:
         rooms: by number; all that are not over, and the latest of the others.
         hung, corrupt, unexpected: findings, each once.
         done, failed: counts of rooms that are over; `expected` of the failed ones are explained.
+        verified_bytes, delivered_bytes: compared by decode ranks; of the prompts that arrived, whether compared or not.
         causes: failed rooms by the code of their first cause.
-        in_flight: rooms that are not over, by decode dp group.
+        in_flight: rooms that have not ended at all their decode ranks, by decode dp group. One that has failed and
+            whose pages a paused rank may still write to is not over, but nobody waits for it.
     """
 
-    def __init__(self, patience_s: float, grace_s: float) -> None:
+    def __init__(self, patience_s: float, grace_s: float, bytes_of_token: int) -> None:
         """A room hangs after `patience_s`; what was done to a rank explains failures for `grace_s` after its end."""
+        self._bytes_of_token = bytes_of_token
         self._patience_ns = round(patience_s * _NS)
         self._grace_ns = round(grace_s * _NS)
         self.rooms: dict[int, Room] = {}
@@ -131,7 +134,7 @@ class Ledger:
         self.corrupt: list[Corruption] = []
         self.unexpected: list[Room] = []
         self.opened = self.done = self.failed = self.expected = 0
-        self.verified_bytes = self.moved_bytes = 0
+        self.verified_bytes = self.delivered_bytes = 0
         self.causes: Counter[str] = Counter()
         self.in_flight: Counter[int] = Counter()
         self._open: dict[int, Room] = {}
@@ -145,11 +148,14 @@ class Ledger:
     # ---- what happens -------------------------------------------------------------------------------------------
 
     def opening(self, room: Room, taking_part: Iterable[str]) -> None:
-        """A room is opened; `taking_part` are the ranks that were told of it."""
+        """A room is opened; `taking_part` are the ranks that were told of it, the others are down."""
         room.expects = set(taking_part)
         self.rooms[room.number] = self._open[room.number] = room
         self.in_flight[room.decode_dp] += 1
         self.opened += 1
+        for rank in room.ranks:
+            if rank in room.decode and rank not in room.expects:
+                self._note_end(room, rank, room.opened_ns)
 
     def ended(self, rank: str, ended: Ended) -> Room | None:
         """A rank says how a room ended; the room, where it is known."""
@@ -157,7 +163,7 @@ class Ledger:
         if room is None or rank in room.ends:
             return None
         end = End(ended["state"], ended["cause"], ended["at_ns"], ended["verified_bytes"], ended["mismatch"])
-        room.ends[rank] = end
+        self._note_end(room, rank, end)
         self.verified_bytes += end.verified_bytes
         if end.mismatch is not None:
             self.corrupt.append(Corruption(rank, end.mismatch, end.at_ns))
@@ -177,7 +183,7 @@ class Ledger:
         for room in self.open:
             if rank in room.ranks:
                 if rank not in room.ends:
-                    room.died[rank] = at_ns
+                    self._note_end(room, rank, at_ns)
                 self._forget(room, rank)
 
     def disturb(self, disturbance: Disturbance) -> Disturbance:
@@ -231,6 +237,16 @@ class Ledger:
     def _paused_now(self, rank: str) -> bool:
         return any(each.kind == "pause" and each.rank == rank and each.until_ns is None for each in self.disturbances)
 
+    def _note_end(self, room: Room, rank: str, end: End | int) -> None:
+        """A room has ended at a rank, or the rank has."""
+        if isinstance(end, End):
+            room.ends[rank] = end
+        else:
+            room.died[rank] = end
+        over = room.ends.keys() | room.died.keys()
+        if rank in room.decode and over.issuperset(room.decode):
+            self.in_flight[room.decode_dp] -= 1
+
     # ---- the end of a room --------------------------------------------------------------------------------------
 
     def _forget(self, room: Room, rank: str) -> None:
@@ -241,9 +257,9 @@ class Ledger:
         if room.expects:
             return
         del self._open[room.number]
-        self.in_flight[room.decode_dp] -= 1
         if room.succeeded:
             self.done += 1
+            self.delivered_bytes += (room.tokens - room.prefix_tokens) * self._bytes_of_token
         else:
             self.failed += 1
             cause = room.first_cause

@@ -52,13 +52,9 @@ class Noise:
         self._draw = random.Random(f"noise {seed}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
-    def make(self, pid: int, engine: bool) -> int:
-        """Bother each listener of a process in both ways; how many there were.
-
-        Args:
-            engine: TCP ports, too: only an engine opens those here.
-        """
-        found = [listener for listener in listeners(pid) if listener.path or engine]
+    def make(self, pid: int) -> int:
+        """Bother each listener of a process in both ways; how many there were."""
+        found = listeners(pid)
         for listener in found:
             self._raw(listener)
             self._frames(listener)

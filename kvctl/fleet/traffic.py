@@ -34,7 +34,8 @@ class Traffic:
     Attributes:
         ledger: what became of them.
         first_success_ns: by rank, when the first room of its present life succeeded there.
-        faults: what ranks said last of the faults in force at them.
+        struck: how often each fault struck at a rank, by what it said last.
+        unasked_deaths: ends of processes that nobody had killed.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Traffic:
         """
         plan = fleet.plan
         self.fleet = fleet
-        self.ledger = Ledger(plan.patience_s, grace_s=plan.timings["suspect_s"] + 1.0)
+        self.ledger = Ledger(plan.patience_s, plan.timings["suspect_s"] + 1.0, plan.bytes_of_token)
         self.first_success_ns: dict[str, int] = {}
-        self.faults: dict[str, dict[str, int]] = {}
+        self.struck: dict[str, dict[str, int]] = {}
+        self.unasked_deaths: list[Event] = []
         self._router = Router(
             {name: rank.planned for name, rank in fleet.ranks.items()},
             seed=plan.seed,
@@ -78,7 +80,6 @@ class Traffic:
         self._order = itertools.count()
         self._down: dict[str, Disturbance] = {}  # what keeps a rank from serving: killed, or paused
         self._deaths: set[str] = set()  # ranks that are being killed, so that their end is no finding
-        self.unasked_deaths: list[Event] = []
 
     # ---- rooms --------------------------------------------------------------------------------------------------
 
@@ -254,5 +255,5 @@ class Traffic:
             for stray in event.data["strays"]:
                 self.ledger.stray(name, stray, event.at_ns)
         elif event.kind == "faults":
-            self.faults[name] = event.data["counts"]
+            self.struck[name] = event.data["counts"]
         self._on_event(event)

@@ -1,0 +1,168 @@
+"""`kvctl demo`: a small local fleet with endless traffic, to look at everything; and to harm."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from kvctl.bench.options import parse_instances, parse_tokens
+from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.output import Output
+from kvctl.commands.settings import Settings
+from kvctl.commands.stdio import complain
+from kvctl.exit_codes import ExitCode
+from kvctl.fleet.failures import FleetError
+from kvctl.fleet.plan import SteadyPlan
+from kvctl.fleet.schedule import Strike, draw_schedule
+from kvctl.fleet.soak import Load, Soak
+from kvctl.fleet.steady import SteadyFleet
+from kvctl.views.demo import MOMENTS, RANKS, blocks, totals
+from kvctl.views.report import Report
+from kvctl_agent.contract.faults import FAULTS_BY_NAME, Fault, parse_fault
+from kvctl_agent.contract.rig import Sizes, Tokens
+
+_COUNT = click.IntRange(min=1)
+_RANDOM_ABORTS = 0.05
+_SHOWN_FAULTS = ("control-loss", "write-error", "abort", "kill", "pause")
+
+
+def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[Fault, ...]:
+    try:
+        return tuple(parse_fault(text) for text in texts)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _instances(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[Sizes, ...]:
+    try:
+        return parse_instances(text) if text else ()
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> Tokens:
+    try:
+        return parse_tokens(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+@click.command(cls=KvctlCommand)
+@click.option("--transport", default="nixl", show_default=True, metavar="NAME", help="nixl, mooncake or loopback.")
+@click.option("--prefill-tp", default=2, show_default=True, metavar="N", type=_COUNT, help="Prefill TP ranks.")
+@click.option(
+    "--prefill-instances", metavar="A,B,…", callback=_instances, help="Several prefill instances, such as tp2,tp1."
+)
+@click.option("--decode-tp", default=1, show_default=True, metavar="N", type=_COUNT, help="Decode TP ranks.")
+@click.option("--decode-dp", default=2, show_default=True, metavar="N", type=_COUNT, help="Decode dp groups.")
+@click.option("--tokens", default="16..1024", show_default=True, metavar="LO..HI", callback=_tokens, help="Prompts.")
+@click.option("--concurrency", default=16, show_default=True, metavar="N", type=_COUNT, help="Rooms in flight.")
+@click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Rooms a second, at random.")
+@click.option("--bursty", is_flag=True, help="With --rate: most of them close together.")
+@click.option("--ring-mb", type=_COUNT, metavar="N", help="Each decode rank's ring. [default: less than the load]")
+@click.option(
+    "--fault",
+    "given",
+    multiple=True,
+    metavar="SPEC",
+    callback=_faults,
+    help="A fault, such as " + ", ".join(FAULTS_BY_NAME[name].example for name in _SHOWN_FAULTS) + ". Repeatable.",
+)
+@click.option("--faults", type=click.Choice(["random"]), help="All of them, at random; --seed repeats them.")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N", help="End after so long: summary.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Rooms and faults as in another run.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Compare every byte, watch free pages.")
+@pass_settings
+def demo(settings: Settings, **options: Any) -> None:
+    """Keep a small fleet under traffic on this machine, verify every byte, and harm it if you like.
+
+    One line a second; in a second terminal, kvctl status, rooms or staging look at it. With --minutes all is drained
+    in the end and a summary is printed; the exit code is 0 only if nothing hung, was corrupted, leaked, crashed, or
+    failed without a fault that explains it. Ctrl-C ends it and leaves nothing behind.
+    """
+    output = Output(settings)
+    live = options["minutes"] is None
+    output.selection(MOMENTS if live else RANKS)
+    if options["faults"] and live:
+        raise click.UsageError("--faults random needs --minutes: what happens when is drawn for a run of that length")
+    raise click.exceptions.Exit(_run(output, _plan(options), options))
+
+
+def _plan(options: dict[str, Any]) -> SteadyPlan:
+    tokens: Tokens = options["tokens"]
+    lengths = tokens.values or (tokens.low, tokens.high)
+    seed = options["seed"]
+    return SteadyPlan(
+        prefill=options["prefill_instances"] or (Sizes(tp=options["prefill_tp"]),),
+        decode=Sizes(dp=options["decode_dp"], tp=options["decode_tp"]),
+        transport=options["transport"],
+        seed=secrets.randbelow(1 << 31) if seed is None else seed,
+        concurrency=options["concurrency"],
+        tokens=(min(lengths), max(lengths)),
+        ring_mb=options["ring_mb"] or 0,
+        verify=options["verify"],
+    )
+
+
+def _run(output: Output, plan: SteadyPlan, options: dict[str, Any]) -> ExitCode:
+    minutes = options["minutes"]
+    seconds = None if minutes is None else minutes * 60
+    output.note(f"seed {plan.seed}")
+    try:
+        with SteadyFleet(plan) as fleet:
+            fleet.start()
+            strikes, load = _harm(fleet, options, seconds)
+            soak = Soak(fleet, load, strikes)
+            try:
+                return _soak(output, soak, seconds)
+            finally:
+                soak.close()
+    except FleetError as error:
+        complain(str(error))
+        return ExitCode.FAILED
+
+
+def _harm(fleet: SteadyFleet, options: dict[str, Any], seconds: float | None) -> tuple[list[Strike], Load]:
+    """What is done to whom and when, and what is done all the time."""
+    given: Sequence[Fault] = options["given"]
+    strikes: list[Strike] = []
+    for fault in (fault for fault in given if fault.kind.unit == "rank"):
+        if fault.rank not in fleet.ranks:
+            raise click.BadParameter(f"{fault.text}: there is no rank {fault.rank}; there are {', '.join(fleet.ranks)}")
+        for_s = float("inf") if fault.for_ns is None else fault.for_ns / 1e9
+        strikes.append(Strike(fault.at_ns / 1e9, "kill" if fault.name == "kill" else "pause", fault.rank, for_s))
+    aborts = max((fault.share for fault in given if fault.name == "abort"), default=0.0)
+    everywhere = ",".join(fault.text for fault in given if fault.kind.level == "agent")
+    if options["faults"] and seconds is not None:
+        ranks = {name: rank.planned for name, rank in fleet.ranks.items()}
+        strikes += draw_schedule(fleet.plan.seed, seconds, ranks)
+        aborts = aborts or _RANDOM_ABORTS
+    return strikes, Load(options["rate"] or 0.0, options["bursty"], aborts, everywhere)
+
+
+def _soak(output: Output, soak: Soak, seconds: float | None) -> ExitCode:
+    def show(row: dict[str, Any]) -> None:
+        if seconds is None or output.human:
+            output.stream(MOMENTS, [row])
+
+    try:
+        soak.run(seconds, show)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    soak.drain()
+    summary = soak.summary()
+    report = Report(
+        RANKS,
+        summary["ranks"],
+        answered=len(summary["ranks"]),
+        objects=lambda kept: [{**summary, "ranks": list(kept)}],
+        blocks=lambda kept, _width: blocks({**summary, "ranks": list(kept)}),
+    )
+    output.emit(report)
+    if not output.human:
+        for line in totals(summary):
+            output.note(line)
+    return ExitCode.OK if soak.sound else ExitCode.FAILED

@@ -1,0 +1,143 @@
+"""Looks for what a rank does not give back: memory, descriptors, threads, ring, pages, what it knows of rooms.
+
+Everything but memory must be as it was once all rooms are over. Memory is judged by its slope over one life, fitted
+by least squares over the second half of that life: in the first one pools are touched and bounded histories fill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvctl.fleet.steady import Event, SteadyFleet
+from kvctl_agent.contract.steady import Tell, Usage
+
+EVERY_S = 1.0
+SWEEP_EVERY_S = 20.0
+"""How often all free pages of every rank are searched."""
+
+_LEAST_SAMPLES = 60  # at one a second
+# What peers' new lives, engine's connections and an operator's look may add for good.
+_SPARE_DESCRIPTORS = 24
+_SPARE_THREADS = 4
+# A megabyte every five minutes, where it has added up to more than an allocator's whims.
+_MOST_SLOPE = 3500.0
+_LEAST_GROWTH_BYTES = 24 << 20
+_TOKEN = 0  # of answers that nobody waits for
+
+_EMPTY = ("rooms", "records", "ring_used_bytes", "quarantined_bytes", "buffers_in_use")
+
+
+@dataclass(slots=True)
+class Life:
+    """Samples of one process.
+
+    Attributes:
+        first: the first one, before its rooms could leak anything.
+        rss: (seconds, bytes), of every sample.
+    """
+
+    incarnation: str
+    first: Usage
+    last: Usage
+    rss: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, usage: Usage) -> None:
+        """One more sample."""
+        self.last = usage
+        self.rss.append((usage["at_ns"] / 1e9, usage["rss_bytes"]))
+
+    @property
+    def slope(self) -> float | None:
+        """Bytes a second that its memory grows by in the second half; None: too short to tell."""
+        return fitted_slope(self._second_half)
+
+    @property
+    def _second_half(self) -> list[tuple[float, int]]:
+        if not self.rss:
+            return []
+        middle = (self.rss[0][0] + self.rss[-1][0]) / 2
+        return [sample for sample in self.rss if sample[0] >= middle]
+
+    @property
+    def leaks(self) -> list[str]:
+        """What grew by more than it may, in words."""
+        words = []
+        for name, spare in (("fds", _SPARE_DESCRIPTORS), ("threads", _SPARE_THREADS)):
+            before, after = cast(Mapping[str, int], self.first)[name], cast(Mapping[str, int], self.last)[name]
+            if after > before + spare:
+                words.append(f"{name} {before} -> {after}")
+        slope = self.slope
+        if slope is not None:
+            seconds = (self.rss[-1][0] - self.rss[0][0]) / 2
+            if slope > _MOST_SLOPE and slope * seconds > _LEAST_GROWTH_BYTES:
+                words.append(f"memory grows by {slope / 1024:.1f} KiB/s")
+        return words
+
+
+class Watch:
+    """Asks every rank again and again what it holds."""
+
+    def __init__(self, fleet: SteadyFleet) -> None:
+        self._fleet = fleet
+        self._asked_at = self._swept_at = time.monotonic()
+        self.now: dict[str, Usage] = {}
+        self.lives: dict[str, list[Life]] = {name: [] for name in fleet.ranks}
+
+    def turn(self) -> None:
+        """Ask when it is time; answers come as events."""
+        now = time.monotonic()
+        if now - self._asked_at < EVERY_S:
+            return
+        self._asked_at = now
+        sweep = now - self._swept_at >= SWEEP_EVERY_S
+        if sweep:
+            self._swept_at = now
+        for name, rank in self._fleet.ranks.items():
+            if rank.serving:
+                self._fleet.tell(name, Tell(_TOKEN, sweep))
+
+    def take(self, event: Event) -> None:
+        """An event of the fleet."""
+        if event.kind == "usage":
+            self.add(event.rank, cast(Usage, event.data))
+        elif event.kind == "died":
+            self.now.pop(event.rank, None)
+
+    def add(self, name: str, usage: Usage) -> None:
+        """What a rank holds."""
+        self.now[name] = usage
+        lives, incarnation = self.lives[name], self._fleet.ranks[name].incarnation
+        if not lives or lives[-1].incarnation != incarnation:
+            lives.append(Life(incarnation, usage, usage))
+        lives[-1].add(usage)
+
+    def leaks(self) -> dict[str, list[str]]:
+        """What is left or has grown, by rank; asked when all rooms are over."""
+        found = {}
+        for name, usage in self.now.items():
+            held = cast(Mapping[str, int], usage)
+            words = [f"{what} {held[what]}" for what in _EMPTY if held[what]]
+            words += [word for life in self.lives[name] for word in life.leaks]
+            if words:
+                found[name] = words
+        return found
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing of any room is left anywhere, by the latest answers."""
+        return not any(cast(Mapping[str, int], usage)[what] for usage in self.now.values() for what in _EMPTY)
+
+
+def fitted_slope(samples: list[tuple[float, int]]) -> float | None:
+    """Slope of the line through samples, by least squares; None where they are too few."""
+    if len(samples) < _LEAST_SAMPLES:
+        return None
+    count = len(samples)
+    mean_x, mean_y = sum(x for x, _ in samples) / count, sum(y for _, y in samples) / count
+    spread = sum((x - mean_x) ** 2 for x, _ in samples)
+    if not spread:
+        return None
+    return sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread
