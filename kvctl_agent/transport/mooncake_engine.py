@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from kvctl_agent.errors import ConfigError, TransportError, TransportUnavailable
 from kvctl_agent.transport.base import Region
+from kvctl_agent.transport.forks import spare_in_children
 from kvctl_agent.transport.mooncake_wheels import import_engine
 
 LOOPBACK_HOST = "127.0.0.1"
@@ -143,6 +144,7 @@ def start(protocol: str, device: str, host: str) -> Engine:
     with _starting, _environment(PROTOCOLS[protocol].variable), _listening() as said:
         before = {number for number, one in _sockets(close=True)}
         engine = module.TransferEngine()
+        spare_in_children(engine)
         code = engine.initialize(host, "P2PHANDSHAKE", protocol, device.replace("+", ","))
         port = engine.get_rpc_port() if code == 0 else 0
         fresh = [number for number, one in _sockets(close=True) if number not in before and _listens_at(number)]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError, TransportUnavailable
 from kvctl_agent.transport.environment import prepare_environment
+from kvctl_agent.transport.forks import spare_in_children
 from kvctl_agent.transport.missing import unavailable
 
 # What NIXL's UCX backend reads besides the parameters it lists itself.
@@ -92,6 +93,7 @@ def start(name: str, backend: str, backend_params: dict[str, str]) -> Engine:
     config.syncMode = binding.NIXL_THREAD_SYNC_RW
     try:
         agent = binding.nixlAgent(name, config)
+        spare_in_children(agent)
         if backend not in agent.getAvailPlugins():
             known = ", ".join(sorted(agent.getAvailPlugins()))
             raise TransportUnavailable(f"nixl {version} has no backend {backend!r}; it has {known}")

@@ -179,3 +179,17 @@ def make_cluster(no_leaks: None, socket_dir: Path, tmp_path: Path) -> Iterator[C
     with contextlib.ExitStack() as stack:
         for cluster in clusters:
             stack.callback(cluster.close)
+
+
+@pytest.fixture(scope="module")
+def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Cluster]]:
+    """Makes clusters of one prefill and one decode rank, none of them launched, that a module's tests share."""
+    directories: list[Path] = []
+
+    def make(transport: str) -> Cluster:
+        directories.append(Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp")))
+        return Cluster(directories[-1], tmp_path_factory.mktemp("logs"), 1, 1, transport=transport)
+
+    yield make
+    for directory in directories:
+        shutil.rmtree(directory)

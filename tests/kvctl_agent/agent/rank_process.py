@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -125,6 +127,26 @@ class Worker:
 
     def close(self) -> None:
         self.agent.close()
+
+    def exit_thread(self, code: int) -> None:
+        """A thread of the engine ends itself as one ends a process."""
+        thread = threading.Thread(target=sys.exit, args=(code,))
+        thread.start()
+        thread.join()
+
+    def fork(self, code: int) -> int:
+        """A child that knows nothing of agents ends in the ordinary way, atexit handlers and all; its exit status."""
+        child = os.fork()
+        if not child:
+            sys.exit(code)
+        deadline = time.monotonic() + 10
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                raise TimeoutError("the forked child did not end within 10 s")
+            time.sleep(0.005)
+        return os.waitstatus_to_exitcode(ended[1])
 
 
 def main() -> None:
