@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 
 from kvctl.bench.options import (
+    parse_bench_faults,
     parse_cp_modes,
     parse_instances,
     parse_names,
@@ -179,3 +180,15 @@ def test_state_components():
     for text in ("conv", "conv:4x1", "conv:4x1x256:rows", "Conv:1x1x1", "a:1x1x1:window=", "conv:-1x1x1"):
         with pytest.raises(ValueError, match="write NAME:ROWSxHEADSxBYTES"):
             parse_state(text)
+
+
+def test_faults_that_planned_rooms_can_survive():
+    assert parse_bench_faults("") == ()
+    assert [fault.text for fault in parse_bench_faults("abort=10%,pause=decode-0@1s+2s")] == [
+        "abort=10%",
+        "pause=decode-0@1s+2s",
+    ]
+    with pytest.raises(ValueError, match="kvctl demo kills and restarts"):
+        parse_bench_faults("kill=decode-0@1s+2s")
+    with pytest.raises(ValueError, match="did you mean abort"):
+        parse_bench_faults("abor=10%")

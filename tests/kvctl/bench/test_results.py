@@ -175,6 +175,44 @@ def test_a_room_that_failed_anywhere_has_no_passage():
     assert joined.failures == {1: "decode-1: lost its peer"}
 
 
+def under_faults(explained: list[list[Any]], failures: list[list[Any]], **more: Any) -> RunReport:
+    return report([], failures, faults={"explained": explained, "struck": {"control-loss": 3}, "left": [], **more})
+
+
+def test_a_failure_that_every_rank_explains_is_no_trouble():
+    asked = lap(
+        reports={
+            "prefill-0": under_faults([[1, "aborted"]], [[1, "decode-1: given up"]]),
+            "decode-1": under_faults([[1, "aborted"]], [[1, "decode-1: given up"]]),
+        }
+    )
+    joined = join(asked, NAMES, dict.fromkeys(range(4), 7))
+    assert (joined.failures, joined.explained) == ({}, {1: "aborted"})
+    (row,) = results(asked).rows()
+    assert (row["rooms"], row["ok"], row["aborted"], row["failed_by_fault"], row["failed"]) == (2, 1, 1, 0, 0)
+    assert row["verified"]
+    assert row["faults_struck"] == {"control-loss": 6}
+    assert results(asked).trouble == []
+
+
+def test_a_failure_that_one_rank_cannot_explain_is_trouble():
+    hung = lap(
+        reports={
+            "prefill-0": report([], [[1, "still waiting on prefill-0 at the run's deadline"]]),
+            "decode-1": under_faults([[1, "fault"]], [[1, "decode-1: lost its peer"]]),
+        }
+    )
+    joined = join(hung, NAMES, dict.fromkeys(range(4), 7))
+    assert joined.failures[1] == "still waiting on prefill-0 at the run's deadline"
+    assert joined.explained == {}
+    assert results(hung).verified is False
+
+
+def test_what_a_rank_still_holds_after_faults_is_trouble():
+    held = lap(reports={"decode-1": under_faults([[1, "fault"]], [[1, "x"]], left=["decode-1 still holds 512 bytes"])})
+    assert "decode-1 still holds 512 bytes" in results(held).trouble
+
+
 def test_a_room_that_nobody_reported_did_not_succeed():
     joined = join(lap(reports={"decode-1": report([])}), NAMES, dict.fromkeys(range(4), 7))
     assert joined.failures == {1: "no rank reported its end"}

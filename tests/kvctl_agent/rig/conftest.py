@@ -134,6 +134,7 @@ class Fleet:
             seed=request.seed,
             config=self.plan["config"],
             timeout_s=TIMEOUT_S,
+            faulty=bool(request.faults),
         )
 
 

@@ -20,6 +20,12 @@ MS = 1_000_000
 BURST = 200
 
 
+def rooms(links: Links) -> list[int]:
+    """What has come in by now."""
+    messages = [received.message for received in links.receive(links.sockets())]
+    return [message.room for message in messages if isinstance(message, msg.RoomDrained)]
+
+
 class Pair:
     """A decode rank's links with faults, connected to a prefill rank's without."""
 
@@ -50,7 +56,7 @@ class Pair:
         deadline = time.monotonic() + timeout_s
         while len(heard) < count and time.monotonic() < deadline:
             self.bad.flush()
-            heard += [received.message.room for received in links.receive(links.sockets())]
+            heard += rooms(links)
             time.sleep(0.001)
         return heard
 
@@ -157,12 +163,4 @@ def test_what_is_held_back_leaves_before_the_sockets_close(pair: Pair) -> None:
     pair.faults.set(parse_fault("control-delay=30s"))
     pair.out(5)
     pair.bad.flush(everything=True)
-    assert [received.message.room for received in _until(pair, 5)] == list(range(5))
-
-
-def _until(pair: Pair, count: int) -> list[msg.Message]:
-    got: list[msg.Message] = []
-    deadline = time.monotonic() + 10
-    while len(got) < count and time.monotonic() < deadline:
-        got += pair.good.receive(pair.good.sockets())
-    return got
+    assert pair.hear(pair.good, 5) == list(range(5))
