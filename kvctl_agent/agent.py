@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import secrets
 import time
 import weakref
@@ -35,6 +36,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
+from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.protocol.roster import Lookup, Register
 from kvctl_agent.protocol.roster import Rank as RegisteredRank
 from kvctl_agent.rank import Rank
@@ -189,15 +191,18 @@ class Agent:
             self.ring,
         )
         timing = assembly.timing_of(self.settings)
+        inputs = self.inputs = InputLog(self.settings["record_inputs"])
         if self.role == "decode":
-            return DecodeMachine(self.local, timing, self.telemetry)
-        return PrefillMachine(
-            self.local,
-            timing,
-            self.telemetry,
-            choose=lambda who, share, layers, pages: self.chooser.choose(who.ring_bytes, share, layers, pages),
-            fallback=lambda who, share, layers, pages: self.chooser.without_ring(share),
-            early_send=self.settings["pp_early_send"],
+            return inputs.begin(DecodeMachine(self.local, timing, self.telemetry))
+        return inputs.begin(
+            PrefillMachine(
+                self.local,
+                timing,
+                self.telemetry,
+                choose=inputs.asked(lambda who, share, n, pages: self.chooser.choose(who.ring_bytes, share, n, pages)),
+                fallback=inputs.asked(lambda who, share, n, pages: self.chooser.without_ring(share)),
+                early_send=self.settings["pp_early_send"],
+            )
         )
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -257,6 +262,7 @@ class Agent:
                 server,
                 self.telemetry,
                 self.local.host,
+                self.inputs,
             )
             undo.pop_all()
             return control
@@ -337,8 +343,11 @@ class Agent:
             time.sleep(0.002)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Fail what is in flight with a cause, stop all threads, release everything; idempotent, never hangs."""
-        if self._state == "closed":
+        """Fail what is in flight with a cause, stop all threads, release everything; idempotent, never hangs.
+
+        In a process that was forked off it does nothing: all of it is the parent's.
+        """
+        if self._state == "closed" or self.local.pid != os.getpid():
             return
         deadline = time.monotonic() + timeout
         started = self._state != "new"

@@ -14,6 +14,8 @@ KvctlError
 │   └── PeerDisconnected     the engine says that the peer is gone
 ├── AdminError             the admin socket cannot be served
 │   └── RequestRefused       one admin request is refused; carries the code the client sees
+├── RecordingError         a recording cannot be read: no recording, cut short, damaged
+│   └── RecordingVersionError it is one of another version or build
 └── DeadlineExceeded       a wait ran out; the message names what was waited for
 ```
 """
@@ -79,6 +81,14 @@ class RequestRefused(AdminError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class RecordingError(KvctlError):
+    """A recording cannot be read: it is none, was cut short, or is damaged."""
+
+
+class RecordingVersionError(RecordingError):
+    """A recording of another version, or of machines that are built otherwise than these."""
 
 
 class DeadlineExceeded(KvctlError, TimeoutError):

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from kvctl_agent.admin.inputs import page
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.pipeline import REASONS
+from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import (
     ConfigRow,
@@ -43,6 +45,7 @@ from kvctl_agent.protocol.local import Local
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill import PrefillMachine
+from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.telemetry.hub import Telemetry
@@ -66,6 +69,7 @@ class Observed(Protocol):
     buffers: StagingBuffers | None
     local: Local
     machine: Machine
+    inputs: InputLog
     links: Links | None
     pipelining: Pipelining
 
@@ -103,6 +107,9 @@ class Observer:
             "uptime_ns": time.monotonic_ns() - self._started_ns,
             "now_ns": agent.telemetry.clock.wall_ns(time.monotonic_ns()),
         }
+
+    def inputs(self, since: int | None = None, until: int | None = None) -> InputPage:
+        return page(self._agent.inputs, self._agent.local, self._agent.telemetry.clock, since, until)
 
     def config(self) -> list[ConfigRow]:
         return self._agent.settings.rows()

@@ -70,6 +70,15 @@ COMMANDS: tuple[Command, ...] = (
         "the flight recorder",
         args=(Arg("since", "int", "first sequence number wanted"), _LIMIT),
     ),
+    Command(
+        "inputs",
+        "what the machines were told, to be run again; with it the addresses of our memory, hence the level",
+        Level.OPERATE,
+        args=(
+            Arg("since", "int", "first piece wanted; none: the oldest"),
+            Arg("until", "int", "number after the last piece wanted; none: up to now"),
+        ),
+    ),
     Command("metrics", "counters, gauges and histograms with help and unit"),
     Command("stacks", "Python stacks of all threads"),
 )

@@ -283,6 +283,14 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("timeline_events", int, 512, "Timeline events kept per room.", minimum=0, maximum=65536),
     Key("recorder_events", int, 4096, "Entries kept by the flight recorder.", minimum=16, maximum=1 << 20),
+    Key(
+        "record_inputs",
+        int,
+        65536,
+        "Inputs of the protocol's machine kept for kvctl record and replay; 0: none.",
+        minimum=0,
+        maximum=1 << 22,
+    ),
 )
 
 KEYS_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}

@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_t
 
 import pytest
 
-from kvctl_agent.contract import snapshots
+from kvctl_agent.contract import recording, snapshots
 from kvctl_agent.contract.admin import socket_path
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
@@ -32,6 +32,7 @@ ANSWERS: dict[str, Any] = {
     "layers": list[snapshots.LayerRow],
     "peers": list[snapshots.PeerRow],
     "events": snapshots.Events,
+    "inputs": recording.InputPage,
     "metrics": list[snapshots.MetricFamily],
     "stacks": list[snapshots.ThreadStack],
 }
