@@ -214,7 +214,11 @@ class ControlLoop:
         roster = self._registries.roster(instance)
         if roster.refused:
             self._telemetry.recorder.record("bootstrap", f"the registry refuses us: {roster.refused}", "error")
-        if self._registries.complete(instance) and self._machine.local.role == "decode":
+        if self._machine.local.role != "decode":
+            return
+        if not self._registries.complete(instance):
+            self._feed(ev.RosterMissing(instance, roster.refused or roster.missing))
+        else:
             self._feed(ev.RosterKnown(instance, tuple(rank.name for rank in roster.ranks)))
             for rank in roster.ranks:
                 if rank.name in self._machine.roster(instance):
