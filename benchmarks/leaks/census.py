@@ -32,7 +32,7 @@ BOUNDS = {
     r"telemetry\.metrics\._.*": 1024,  # label sets, in a shard for each thread
     r"machine\.peers\[\]\.past": 64 * 64,  # ended lives of each peer
     r"machine\._actions": 1024,  # of the last event
-    r"inputs\._.*": 1 << 16,  # record_inputs
+    r"inputs\._(generations|batch)": 1 << 16,  # record_inputs
     r"transport\._sessions": 4096,  # Mooncake's engine forgets no port it ever wrote to
 }
 _BOUNDED = re.compile("|".join(f"({pattern})" for pattern in BOUNDS))
@@ -41,31 +41,24 @@ _BOUNDED = re.compile("|".join(f"({pattern})" for pattern in BOUNDS))
 def census(root: object) -> Sizes:
     """Sizes by path from `root`; the elements of a container share one path, and their sizes are added up."""
     sizes: Counter[str] = Counter()
-    seen = {id(root)}
-    queue: deque[tuple[str, Any]] = deque([("", root)])
-    while queue:
-        path, thing = queue.popleft()
-        bounded = bool(_BOUNDED.fullmatch(path))
+    for path, thing in _walk(root):
         if isinstance(thing, SimpleQueue):
             sizes[path] += thing.qsize()
-        elif isinstance(thing, (*_CONTAINERS, bytearray)):
-            sizes[path] += len(thing)
-        if bounded or isinstance(thing, _BUFFERS):
-            continue
-        for name, inner in _inside(thing):
-            below = f"{path}.{name}" if path and name != "[]" else f"{path}{name}"
-            if name in _HELD and isinstance(inner, int):
-                sizes[below] += inner
-            elif _followed(inner) and id(inner) not in seen:
-                seen.add(id(inner))
-                queue.append((below, inner))
+        elif isinstance(thing, (*_CONTAINERS, bytearray, int)):
+            sizes[path] += thing if isinstance(thing, int) else len(thing)
     return dict(sizes)
 
 
-def instances() -> Sizes:
-    """Live objects of each class of the agent's, also those that only a closure or a frame holds."""
+def instances(*roots: object) -> Sizes:
+    """Live objects of each class of the agent's, also those that only a closure or a frame holds, but not those that
+    are history of `roots`."""
+    history: set[int] = set()
+    for root in roots:
+        for path, thing in _walk(root):
+            if _BOUNDED.fullmatch(path):
+                history |= _below(thing)
     gc.collect()
-    kinds = (type(thing) for thing in gc.get_objects())
+    kinds = (type(thing) for thing in gc.get_objects() if id(thing) not in history)
     return dict(Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if _ours(kind)))
 
 
@@ -83,6 +76,38 @@ def grown(before: Sizes, after: Sizes) -> list[str]:
         elif bound is not None and size > bound:
             lines.append(f"{path}: {size}, its bound is {bound}")
     return sorted(lines)
+
+
+def _walk(root: object) -> Iterator[tuple[str, Any]]:
+    """Everything that can be reached, each thing once, with its path; history is told, and not looked into."""
+    seen = {id(root)}
+    queue: deque[tuple[str, Any]] = deque([("", root)])
+    while queue:
+        path, thing = queue.popleft()
+        yield path, thing
+        if isinstance(thing, _BUFFERS) or _BOUNDED.fullmatch(path):
+            continue
+        for name, inner in _inside(thing):
+            below = f"{path}.{name}" if path and name != "[]" else f"{path}{name}"
+            if name in _HELD and isinstance(inner, int):
+                yield below, inner
+            elif _followed(inner) and id(inner) not in seen:
+                seen.add(id(inner))
+                queue.append((below, inner))
+
+
+def _below(thing: object) -> set[int]:
+    """Identities of a piece of history and all in it, keys included."""
+    found = {id(thing)}
+    queue = [thing]
+    while queue:
+        outer = queue.pop()
+        keys = _copy(outer) if isinstance(outer, dict) else []
+        for inner in [*keys, *(inner for _, inner in _inside(outer))]:
+            if id(inner) not in found and _followed(inner):
+                found.add(id(inner))
+                queue.append(inner)
+    return found
 
 
 def _inside(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -181,7 +181,7 @@ class Side:
         return {f"{agent.name}: {path}": size for agent in self.agents for path, size in census(agent).items()}
 
     def instances(self) -> Sizes:
-        return instances()
+        return instances(*self.agents)
 
     def errors(self) -> list[str]:
         """Bugs: what control, arrival or transfer threads caught."""

@@ -33,11 +33,6 @@ def sides(request: pytest.FixtureRequest) -> Iterator[Sides]:
         assert left == []
 
 
-@pytest.fixture(autouse=True)
-def no_leaks() -> None:
-    """The shared fleet outlives each test; what it holds is what is tested here."""
-
-
 @pytest.fixture(scope="session")
 def rested(sides: Sides) -> Sizes:
     """What is held by agents that have seen a room of each kind, when its tombstones are over."""

@@ -72,6 +72,16 @@ def test_objects_that_only_a_closure_holds_are_counted() -> None:
     assert hidden().peer == "peer"
 
 
+def test_objects_that_are_history_are_not_counted() -> None:
+    root = make("Root", telemetry=make("Telemetry", rooms=make("Rooms", _latest=deque(), _active={})))
+    kind = "kvctl_agent.protocol.recv_room.WriterLeg"
+    before = instances(root).get(kind, 0)
+    root.telemetry.rooms._latest.append({RoomKey("", 1, 1): [WriterLeg("peer")]})
+    assert instances(root).get(kind, 0) == before
+    root.telemetry.rooms._active[1] = WriterLeg("peer")
+    assert instances(root)[kind] == before + 1
+
+
 def test_slope_and_its_picture() -> None:
     assert slope([1, 2, 3, 4], [10, 30, 50, 70]) == 20
     assert slope([1, 2, 3], [5, 5, 5]) == 0

@@ -16,6 +16,11 @@ SETTLED_S = 10.0
 EMPTY = ("machine.rooms", "machine._legs", "machine._parked[]", "_desk._handles", "telemetry.rooms._active")
 
 
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """The shared fleet outlives each test; what it holds is what is tested here."""
+
+
 def held(sides: Sides) -> Sizes:
     return {path: size for side in sides for path, size in side.ask("census").items()}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 
+import pytest
+
 from benchmarks.leaks.census import Sizes, grown
 from benchmarks.leaks.endings import Sides
 from benchmarks.nothing_left import run
@@ -12,6 +14,11 @@ from benchmarks.nothing_left import run
 ROOMS, WARM_UP = 2000, 1000
 REST_S = 30.0
 MOST_MORE_BYTES = 8 << 20  # 4 KiB a room; the benchmark measures it better
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """The shared fleet outlives each test; what it holds is what is tested here."""
 
 
 def census(sides: Sides) -> Sizes:
