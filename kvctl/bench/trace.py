@@ -22,6 +22,7 @@ BLOCK_TOKENS = 512
 
 MAX_LINE_BYTES = 1 << 20
 MAX_TOKENS = 16 << 20
+MAX_SKIPPED = 10_000
 _MAX_ID = (1 << 63) - 1
 _SHOWN = 3
 
@@ -58,7 +59,8 @@ def read(path: Path, most: int, strict: bool) -> Trace:
 
     Raises:
         TraceError: the file cannot be read, has no request, has a line longer than `MAX_LINE_BYTES`, or, if `strict`,
-            one that does not parse.
+            one that does not parse; or more than
+            `MAX_SKIPPED` lines do not.
     """
     requests: list[Prompt] = []
     skipped: dict[int, str] = {}
@@ -79,6 +81,10 @@ def read(path: Path, most: int, strict: bool) -> Trace:
                             f"{path} line {number}: {error}; leave out --strict to skip such lines"
                         ) from None
                     skipped[number] = str(error)
+                    if len(skipped) > MAX_SKIPPED:
+                        raise TraceError(
+                            f"{path} has more than {MAX_SKIPPED} lines that do not parse, as line {number}: {error}"
+                        ) from None
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     if not requests:

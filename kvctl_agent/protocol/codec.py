@@ -8,6 +8,7 @@ MessagePack list of messages. A frame that is malformed, oversized or of another
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -17,10 +18,13 @@ from kvctl_agent.protocol.messages import PROTOCOL_VERSION, AnyMessage, Message
 MAGIC = b"KVPM" + bytes([PROTOCOL_VERSION])
 HEADER_BYTES = len(MAGIC) + 8
 MAX_FRAME_BYTES = 16 << 20
+# A frame of the smallest messages would otherwise become gigabytes of objects and minutes of work.
+MAX_MESSAGES = 1 << 16
 
 _encoder = msgspec.msgpack.Encoder()
-_all = msgspec.msgpack.Decoder(list[AnyMessage])
-_each = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_few = msgspec.Meta(max_length=MAX_MESSAGES)
+_all = msgspec.msgpack.Decoder(Annotated[list[AnyMessage], _few])
+_each = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _few])
 _one: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 

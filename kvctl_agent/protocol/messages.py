@@ -29,6 +29,7 @@ Addresses = Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
 WireDict = Annotated[dict[Name, int | Text | Addresses], msgspec.Meta(max_length=64)]
 Axes = Annotated[list[int], msgspec.Meta(max_length=4)]  # dp, pp, cp, tp
 Stages = Annotated[list[Layer], msgspec.Meta(max_length=1 << 12)]
+Tags = Annotated[list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=256)]], msgspec.Meta(max_length=1 << 18)]
 States = Annotated[list[bytes], msgspec.Meta(max_length=64)]
 
 MAX_TEXT = 4096
@@ -132,7 +133,7 @@ class StagingRequest(Message, frozen=True, tag="staging-request"):
 
     room: U64
     nonce: U64
-    parts: list[PartSpec]
+    parts: Annotated[list[PartSpec], msgspec.Meta(max_length=1 << 18)]
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -150,7 +151,7 @@ class Grant(msgspec.Struct, frozen=True):
 class StagingGrants(Message, frozen=True, tag="staging-grants"):
     room: U64
     nonce: U64
-    grants: list[Grant]
+    grants: Annotated[list[Grant], msgspec.Meta(max_length=1 << 18)]
     watermark: Mark
 
 
@@ -207,7 +208,7 @@ class PartReady(Message, frozen=True, tag="part-ready"):
 
     room: U64
     nonce: U64
-    tags: list[Annotated[bytes, msgspec.Meta(max_length=256)]]
+    tags: Tags
 
 
 class PartAck(Message, frozen=True, tag="part-ack"):
@@ -215,7 +216,7 @@ class PartAck(Message, frozen=True, tag="part-ack"):
 
     room: U64
     nonce: U64
-    tags: list[Annotated[bytes, msgspec.Meta(max_length=256)]]
+    tags: Tags
 
 
 class RoomDone(Message, frozen=True, tag="room-done"):

@@ -132,7 +132,7 @@ class Links:
 
     def _send(self, peer: str, messages: list[Message]) -> None:
         frame = codec.encode(self._incarnation, messages)
-        if len(frame) > codec.MAX_FRAME_BYTES:
+        if len(frame) > codec.MAX_FRAME_BYTES or len(messages) > codec.MAX_MESSAGES:
             # The peer's socket would hang up, and everything else that is on its way would be lost with this frame.
             if len(messages) == 1:
                 self._telemetry.metrics.add("kvctl_control_dropped_total", 1, "oversize")

@@ -128,7 +128,7 @@ class TagListener:
 
     def _accept(self, landed: deque[tuple[Sender, bytes]]) -> None:
         with contextlib.suppress(OSError):  # nobody waits any more, or no descriptor is left for now
-            while True:
+            for _ in range(_BACKLOG):  # epoll tells of the rest again
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
                 strangers = [sender for sender in self._senders.values() if not sender.ident]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ WHO = msg.Introduction(
     stages=[3, 1],
     cp_mode="all",
 )
+TAG = Tag(PartKind.KV, 7, 1, 2, 3, PartKey(0, 0, 0, 32)).pack()
 EVERY: list[msg.Message] = [
     msg.Hello(1, WHO),
     msg.HelloAck(1, WHO, 7, ["page_size 64 ≠ 32"]),
@@ -46,8 +48,8 @@ EVERY: list[msg.Message] = [
     msg.StagingRevoked(1, 2, 9),
     msg.TooLate(1, 2, 9),
     msg.Watermark(1, 2, 3),
-    msg.PartReady(1, 2, [b"tag"]),
-    msg.PartAck(1, 2, [b"tag"]),
+    msg.PartReady(1, 2, [TAG]),
+    msg.PartAck(1, 2, [TAG]),
     msg.RoomDone(1, 2),
     msg.RoomFailed(1, 2, "decode-0", "CODE", 3, "text"),
     msg.Ack(1, 2, "room-done"),
@@ -114,6 +116,30 @@ def test_another_version_is_refused_with_both_numbers() -> None:
 def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     with pytest.raises(RemoteProtocolError, match="exceeds the limit"):
         codec.decode(bytes(codec.MAX_FRAME_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd" + (1 << 20).to_bytes(4, "big") + b"\xc0" * (1 << 20),
+        msgspec.msgpack.encode([{"t": "bye", "drained": True}] * (codec.MAX_MESSAGES + 1)),
+    ],
+    ids=["nothings", "messages"],
+)
+def test_a_frame_of_countless_messages_is_refused_before_one_is_made(body: bytes) -> None:
+    frame = codec.MAGIC + bytes(8) + body
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError, match="not a list of messages"):
+            codec.decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("tags", [[b""] * 1000, [b"x" * 31], [b"x" * 257], [TAG] * ((1 << 18) + 1)])
+def test_lists_and_sizes_of_tags_are_bounded(tags: list[bytes]) -> None:
+    assert codec.decode(raw({"t": "part-ready", "room": 1, "nonce": 2, "tags": tags})) == (7, [], 1)
 
 
 @given(st.binary(max_size=200))
