@@ -164,7 +164,8 @@ class DecodeMachine(DecodeRooms):
         """To every rank that is not known to be fine: a restarted one answers, and so is found out early."""
         for name in [name for roster in self.rosters.values() for name in roster]:
             peer = self.peers[name]
-            if peer.state is not PeerState.READY and self.now_ns >= peer.hello_due_ns:
+            unanswered = peer.hello_due_ns > 0  # it may be heard again meanwhile, and have given rooms up
+            if (peer.state is not PeerState.READY or unanswered) and self.now_ns >= peer.hello_due_ns:
                 refused = peer.state is PeerState.REFUSED
                 peer.hello_due_ns = self.now_ns + (self.timing.suspect_ns if refused else self.timing.resend_ns)
                 self.act(ev.Send(name, msg.Hello(msg.PROTOCOL_VERSION, self.local.introduction())))
@@ -261,8 +262,12 @@ class DecodeMachine(DecodeRooms):
         """After a silence: it may have given rooms up meanwhile without our hearing of it, so ask by opening again."""
         for room in list(self.rooms.values()):
             leg = room.legs.get(peer.name)
-            if leg is not None and not self._remind(room, leg) and not room.state.finished:
-                self.act(ev.Send(peer.name, room.opening))
+            if leg is None:
+                continue
+            if leg.accepted and not room.state.finished:
+                leg.accepted = False  # so that it is asked until it answers
+                room.unaccepted += 1
+            self._remind(room, leg)
 
     def on_heartbeat(self, peer: Peer, message: msg.Heartbeat) -> None:
         peer.heartbeat(message, self.now_ns)
@@ -333,6 +338,8 @@ class DecodeMachine(DecodeRooms):
                 self.telemetry.metrics.add("kvctl_ring_grants_total", 1)
             if holding.state is RegionState.GRANTED:
                 grants.append(holding.grant())
+            elif holding.state is RegionState.REVOKING:
+                self._revoke(holding, 0)  # the answer was lost, and whoever waited behind it may wait no more
         if grants:
             mark = self.watermark()
             peer.watermark_sent = (mark[0], mark[1], mark[2])

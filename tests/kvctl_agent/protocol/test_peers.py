@@ -186,6 +186,28 @@ def test_a_tag_of_a_quarantined_region_ends_its_quarantine() -> None:
     world.check_empty()
 
 
+def test_a_rank_that_gave_rooms_up_is_asked_about_them_until_it_answers() -> None:
+    world = World(Side(), Side())
+    world.connect()
+    room = world.receive(7, 2)
+    world.flush()
+    world.p().peers["decode-0"].heard_ns -= TIMING.lost_ns
+    world.feed("prefill-0", ev.Tick())
+    to_lose: set[type] = {msg.HelloAck, msg.RoomOpen}
+    for _ in range(20):
+        world.tick(SECOND)
+        while places := world.ready():
+            item = world.pool.pop(places[0])
+            kind = type(codec.decode(item.what)[1][0]) if item.kind == "message" else None
+            if kind in to_lose:
+                to_lose.discard(kind)
+            else:
+                world.happen(item)
+    assert not to_lose
+    assert room.state is RoomState.FAILED
+    assert room.released
+
+
 def test_a_restarted_peer_works_again_without_a_restart_of_the_other_side() -> None:
     for name in ("prefill-0", "decode-0"):
         world = World(Side(tp=2), Side())

@@ -127,6 +127,17 @@ def test_a_revoked_part_is_asked_for_again() -> None:
     assert isinstance(request, msg.StagingRequest)
 
 
+def test_a_request_for_a_part_whose_revoke_is_open_is_answered_with_the_revoke() -> None:
+    """The writer's answer was lost, and whoever waited behind its region may wait no more."""
+    world = asked(1)
+    grants = granted(world)
+    world.d().book.holdings()[0].state = RegionState.REVOKING
+    world.tick(SECOND)
+    said(world, "prefill-0")
+    give(world, msg.StagingRequest(7, 1000, [msg.PartSpec(0, 0, 2, 2 * UNIT)]), to="decode-0", by="prefill-0")
+    assert said(world, "prefill-0") == [msg.StagingRevoke(7, 1000, 0, 0, 2, grants.grants[0].serial)]
+
+
 def test_a_revoke_of_a_part_that_was_handed_on_is_too_late() -> None:
     world = asked(1)
     grants = granted(world)
