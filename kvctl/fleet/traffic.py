@@ -34,7 +34,7 @@ class Traffic:
     Attributes:
         ledger: what became of them.
         first_success_ns: by rank, when the first room of its present life succeeded there.
-        struck: how often each fault struck at a rank, by what it said last.
+        struck: how often each fault struck, by rank and life.
         unasked_deaths: ends of processes that nobody had killed.
     """
 
@@ -60,7 +60,7 @@ class Traffic:
         self.fleet = fleet
         self.ledger = Ledger(plan.patience_s, plan.timings["suspect_s"] + 1.0, plan.bytes_of_token)
         self.first_success_ns: dict[str, int] = {}
-        self.struck: dict[str, dict[str, int]] = {}
+        self.struck: dict[tuple[str, int], dict[str, int]] = {}
         self.unasked_deaths: list[Event] = []
         self._router = Router(
             {name: rank.planned for name, rank in fleet.ranks.items()},
@@ -255,5 +255,5 @@ class Traffic:
             for stray in event.data["strays"]:
                 self.ledger.stray(name, stray, event.at_ns)
         elif event.kind == "faults":
-            self.struck[name] = event.data["counts"]
+            self.struck[name, self.fleet.ranks[name].lives] = event.data["counts"]
         self._on_event(event)

@@ -1,0 +1,156 @@
+"""A real fleet under traffic whose ranks are killed, paused, restarted, bothered: it goes on, and every byte is right.
+
+Few and short, since every one of them starts processes; `make soak` does the same for as long as you like.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvctl.fleet.failures import FleetError
+from kvctl.fleet.noise import Noise, listeners
+from kvctl.fleet.plan import SteadyPlan
+from kvctl.fleet.steady import SteadyFleet
+from kvctl.fleet.traffic import DeadlineMissed, Traffic
+from kvctl_agent.contract.admin import socket_dir
+from kvctl_agent.contract.rig import Sizes
+
+# Far more than it takes on a machine that does nothing else.
+PATIENCE_S = 60.0
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture(scope="module")
+def nothing_left() -> Iterator[None]:
+    before = {path.name for path in Path("/dev/shm").iterdir() if "kvctl" in path.name}
+    yield
+    assert {path.name for path in Path("/dev/shm").iterdir() if "kvctl" in path.name} <= before
+
+
+def served_again(traffic: Traffic, name: str) -> None:
+    traffic.until(lambda: name in traffic.first_success_ns, PATIENCE_S, f"a room succeeds at {name} again")
+
+
+@pytest.mark.timeout(240)
+def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left(nothing_left: None) -> None:
+    plan = SteadyPlan(seed=5, concurrency=8, tokens=(16, 512))
+    with SteadyFleet(plan) as fleet:
+        fleet.start()
+        pids = [rank.pid for rank in fleet.ranks.values()]
+        traffic = Traffic(fleet, aborts=0.1)
+        books = traffic.ledger
+        traffic.until(lambda: books.done >= 30, PATIENCE_S, "30 rooms are done")
+
+        noise = Noise(5)
+        for rank in fleet.ranks.values():
+            assert noise.make(rank.pid) >= 1
+        noise.close()
+        paths = {Path(listener.path).name for rank in fleet.ranks.values() for listener in listeners(rank.pid)}
+        assert {"bootstrap-0", "decode-1.sock"} <= paths
+
+        traffic.kill("decode-1")
+        traffic.until(lambda: not fleet.ranks["decode-1"].running, PATIENCE_S, "decode-1 is seen to be gone")
+        done = books.done
+        traffic.until(lambda: books.done >= done + 10, PATIENCE_S, "the other decode rank goes on")
+        traffic.restart("decode-1", faults="clock-jump=-1h")
+        served_again(traffic, "decode-1")
+
+        traffic.pause("decode-0")
+        done = books.done
+        traffic.until(lambda: books.done >= done + 10, PATIENCE_S, "the other decode rank goes on")
+        traffic.resume("decode-0")
+
+        traffic.fault("decode-0", "control-loss=10%,notify-loss=20%", 2.0)
+        traffic.kill("prefill-0")  # the registry is in it
+        traffic.until(lambda: not fleet.ranks["prefill-0"].running, PATIENCE_S, "prefill-0 is seen to be gone")
+        traffic.restart("prefill-0")
+        served_again(traffic, "prefill-0")
+        traffic.drain(plan.patience_s + PATIENCE_S)
+
+        assert books.done > 50
+        assert books.causes["ABORTED"] > 0
+        assert (books.hung, books.corrupt, books.unexpected, traffic.unasked_deaths) == ([], [], [], [])
+        assert books.failed == books.expected
+        assert books.verified_bytes > 0
+        usage = fleet.usage(sweep=True)
+        assert usage.keys() == fleet.ranks.keys()
+        assert [each["strays"] for each in usage.values()] == [[]] * 4
+        assert {each["rooms"] for each in usage.values()} == {0}
+        pids += [rank.pid for rank in fleet.ranks.values()]
+        directory = fleet.directory
+    assert all(map(gone, pids))
+    assert not directory.exists()
+    assert list(socket_dir().iterdir()) == []
+
+
+def test_what_has_not_ended_in_time_is_named(nothing_left: None) -> None:
+    plan = SteadyPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
+    with SteadyFleet(plan) as fleet:
+        fleet.start()
+        traffic = Traffic(fleet)
+        traffic.until(lambda: traffic.ledger.done >= 4, PATIENCE_S, "four rooms are done")
+        traffic.drain(PATIENCE_S)
+        fleet.pause("decode-0")
+        room = traffic.open(64)
+        with pytest.raises(DeadlineMissed, match=rf"1 rooms have not ended after 0\.5 s: {room.number} \(decode-0"):
+            traffic.drain(0.5)
+        fleet.resume("decode-0")
+        with pytest.raises(DeadlineMissed, match=r"waited 0\.2 s for this: pigs fly"):
+            traffic.until(lambda: False, 0.2, "pigs fly")
+        traffic.drain(PATIENCE_S)
+        with pytest.raises(ValueError, match="decode-0 is running; kill it first"):
+            fleet.restart("decode-0")
+
+
+def test_a_rank_that_does_not_come_up_is_named_with_what_it_said(nothing_left: None) -> None:
+    plan = SteadyPlan(
+        prefill=(Sizes(),), decode=Sizes(), transport="loopback", config={"lost_s": 0.3, "suspect_s": 0.5}
+    )
+    with SteadyFleet(plan) as fleet, pytest.raises(FleetError, match=r'rank "[a-z]+-0" did not come up: .*lost_s'):
+        fleet.start()
+
+
+@pytest.mark.timeout(180)
+def test_demo_ends_with_a_verdict_and_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    demo = [sys.executable, "-m", "kvctl", "demo", "--transport", "loopback", "--prefill-tp", "1", "--decode-dp", "1"]
+    done = subprocess.run(
+        [*demo, "--minutes", "0.05", "--seed", "3", "--fault", "abort=20%", "--fault", "control-dup=10%", "-o", "json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (summary,) = json.loads(done.stdout)["data"]
+    assert summary["seed"] == 3
+    assert summary["rooms"]["done"] > 0
+    assert summary["rooms"]["failed_expected"] == summary["causes"].get("ABORTED", 0)
+    assert (summary["corrupt"], summary["rooms"]["hung"], summary["leaks"], summary["findings"]) == (0, 0, {}, [])
+    assert summary["faults"]["struck"]["control-dup"] > 0
+    assert [rank["rank"] for rank in summary["ranks"]] == ["prefill-0", "decode-0"]
+    assert "seed 3" in done.stderr
+
+    running = subprocess.Popen(demo, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert running.stdout is not None
+    with running.stdout:
+        header, first = running.stdout.readline(), running.stdout.readline()
+        assert header.startswith("elapsed_ns\trooms_per_s")
+        assert len(first.split("\t")) == len(header.split("\t"))
+        running.send_signal(signal.SIGINT)
+        running.stdout.read()
+    assert running.wait(30) == 130
+    deadline = time.monotonic() + 5
+    while list(socket_dir().iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(socket_dir().iterdir()) == []
