@@ -42,6 +42,9 @@ class PrefillOpenings(PrefillRooms):
             else:
                 self._say_failed(active, known)
             return
+        if room is not None and peer.name in room.legs and not self._graves.holds(key):
+            self.drop("early")  # the number's last life is over there and about to be here: it will be asked again
+            return
         assert peer.inputs is not None
         failure = self._obstacle(key, room, peer.inputs)
         if failure is not None:
@@ -149,7 +152,7 @@ class PrefillOpenings(PrefillRooms):
         at = self.peers[key.peer].at
         for leg in room.legs.values():
             theirs = self.peers[leg.peer].inputs
-            if leg.peer == key.peer or leg.reader == at or leg.reader.dp != at.dp or theirs != inputs:
+            if leg.reader == at or leg.reader.dp != at.dp or theirs != inputs:
                 text = f"room {key.room} is active for {leg.peer} with nonce {leg.nonce:016x}"
                 return self.failure("KV_ROOM_DUPLICATE", text)
         return None

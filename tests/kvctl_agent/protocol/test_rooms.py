@@ -222,7 +222,7 @@ def test_a_number_can_be_used_again_under_another_nonce() -> None:
 
 
 def test_a_second_opening_of_an_active_number_is_refused() -> None:
-    """By the same decode rank in another life of the number, or by another dp rank: their bytes must not mix."""
+    """By another dp rank: their bytes must not mix."""
     world = World(Side(), Side(dp=2))
     world.connect()
     world.receive(7, 2, reader=0)
@@ -297,3 +297,29 @@ def test_tags_that_fit_nothing_change_only_a_counter() -> None:
         world.feed("decode-0", ev.Arrived(tag, 1))
     assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total") == len(odd)
     assert world.rooms["decode-0", 7, 1000].state is RoomState.WAITING_FOR_INPUT
+
+
+def test_a_number_used_again_before_its_writer_is_done_with_it_is_taken_a_little_later() -> None:
+    """The decode side has every byte and is done; the writer has not been told yet that its write has ended."""
+    world = World(Side(), Side())
+    world.connect()
+    world.receive(7, 2)
+    world.flush()
+    world.send(7, 2)
+
+    def flush_without_events() -> None:
+        while places := [place for place in world.ready() if world.pool[place].kind != "event"]:
+            world.happen(world.pool.pop(places[0]))
+
+    flush_without_events()
+    assert 7 not in world.d().rooms
+    again = world.receive(7, 2)
+    flush_without_events()
+    assert again.state is RoomState.BOOTSTRAPPING
+    world.flush()
+    world.sent.clear()
+    world.sent_released.clear()
+    world.send(7, 2)
+    world.settle()
+    assert again.state is RoomState.SUCCESS
+    world.check_empty()
