@@ -40,7 +40,7 @@ soak: $(STAMP)  ## random faults against live fleets, every byte verified: make 
 	echo "soak: seed $$seed; repeat it with: make soak MINUTES=$(MINUTES) TRANSPORT='$(TRANSPORT)' SEED=$$seed"; \
 	for transport in $(TRANSPORT); do \
 		demo=($(BIN)/kvctl demo --transport $$transport --prefill-instances tp2,tp1 --decode-dp 2 \
-			--faults random --minutes $(MINUTES) --seed $$seed -o table); \
+			--faults random --minutes $(MINUTES) --seed $$seed --evidence soak-evidence -o table); \
 		echo "soak: $${demo[*]}"; \
 		"$${demo[@]}" || bad=1; \
 	done; \

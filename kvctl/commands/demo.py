@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -74,6 +75,12 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> Tokens:
 @click.option("--faults", type=click.Choice(["random"]), help="All of them, at random; --seed repeats them.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N", help="End after so long: summary.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Rooms and faults as in another run.")
+@click.option(
+    "--evidence",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Where to save what is known of a finding: the room at all ranks, and recordings for kvctl replay.",
+)
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Compare every byte, watch free pages.")
 @pass_settings
 def demo(settings: Settings, **options: Any) -> None:
@@ -115,7 +122,7 @@ def _run(output: Output, plan: SteadyPlan, options: dict[str, Any]) -> ExitCode:
         with SteadyFleet(plan) as fleet:
             fleet.start()
             strikes, load = _harm(fleet, options, seconds)
-            soak = Soak(fleet, load, strikes)
+            soak = Soak(fleet, load, strikes, options["evidence"])
             try:
                 return _soak(output, soak, seconds)
             finally:

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvctl.fleet.chaos import Chaos
+from kvctl.fleet.evidence import Evidence
 from kvctl.fleet.failures import FleetError
 from kvctl.fleet.ledger import SUCCESS, Room
 from kvctl.fleet.schedule import Strike
@@ -45,14 +47,15 @@ class Soak:
         traffic, watch: books of rooms, and of what ranks hold.
     """
 
-    def __init__(self, fleet: SteadyFleet, load: Load, strikes: Sequence[Strike]) -> None:
-        """`fleet` has been started."""
+    def __init__(self, fleet: SteadyFleet, load: Load, strikes: Sequence[Strike], evidence: Path | None = None) -> None:
+        """`fleet` has been started; `evidence`: directory for what is known of findings."""
         self.fleet = fleet
         self.watch = Watch(fleet)
         self.traffic = Traffic(fleet, rate=load.rate, bursty=load.bursty, aborts=load.aborts, on_event=self._heard)
         self._everywhere = load.everywhere
         self._faulty: set[tuple[str, int]] = set()
         self.chaos = Chaos(self.traffic, strikes, fleet.plan.seed)
+        self._evidence = Evidence(evidence, list(fleet.ranks))
         self.began = time.monotonic()
         self._before = (self.began, 0, 0)
         self._not_drained = ""
@@ -96,6 +99,7 @@ class Soak:
         self.chaos.turn()
         self.watch.turn()
         self.traffic.turn(_TURN_S, quiet)
+        self._evidence.look(self.traffic.ledger)
 
     def _until(self, condition: Callable[[], bool], timeout_s: float, waited_for: str, quiet: bool = False) -> None:
         deadline = time.monotonic() + timeout_s
@@ -177,6 +181,7 @@ class Soak:
             "crashes": [{"rank": each.rank, **each.data} for each in self.traffic.unasked_deaths],
             "not_drained": self._not_drained or None,
             "findings": self._findings(),
+            "evidence": self._evidence.saved,
             "ranks": [self._rank(name, leaks.get(name, [])) for name in self.fleet.ranks],
         }
 

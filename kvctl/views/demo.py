@@ -83,6 +83,7 @@ def blocks(summary: Mapping[str, Any]) -> list[Block]:
         [(f"crash: {crash['rank']} ended with status {crash['returncode']}: {crash['words']}", _BAD)]
         for crash in summary["crashes"]
     ]
+    lines += [_line("evidence", path) for path in summary["evidence"]]
     return [Text(lines), Grid(RANKS, summary["ranks"])]
 
 

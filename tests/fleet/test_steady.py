@@ -12,16 +12,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvctl.fleet.failures import FleetError
 from kvctl.fleet.noise import Noise, listeners
 from kvctl.fleet.plan import SteadyPlan
+from kvctl.fleet.soak import Load, Soak
 from kvctl.fleet.steady import SteadyFleet
 from kvctl.fleet.traffic import DeadlineMissed, Traffic
 from kvctl_agent.contract.admin import socket_dir
 from kvctl_agent.contract.rig import Sizes
+from kvctl_agent.contract.steady import Abort
 
 # Far more than it takes on a machine that does nothing else.
 PATIENCE_S = 60.0
@@ -111,6 +114,31 @@ def test_what_has_not_ended_in_time_is_named(nothing_left: None) -> None:
         traffic.drain(PATIENCE_S)
         with pytest.raises(ValueError, match="decode-0 is running; kill it first"):
             fleet.restart("decode-0")
+
+
+def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is_kept(
+    nothing_left: None, tmp_path: Path
+) -> None:
+    plan = SteadyPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
+    with SteadyFleet(plan) as fleet:
+        fleet.start()
+        soak = Soak(fleet, Load(), [], tmp_path / "evidence")
+        lines: list[dict[str, Any]] = []
+        soak.run(1.5, lines.append)
+        room = soak.traffic.open(64)
+        fleet.tell("decode-0", Abort(room.number, "behind the ledger's back"))
+        soak.drain()
+        soak.close()
+        summary = soak.summary()
+    assert not soak.sound
+    assert (summary["rooms"]["failed_unexpected"], summary["rooms"]["hung"], summary["corrupt"]) == (1, 0, 0)
+    assert f"room {room.number} of 64 tokens" in summary["findings"][0]
+    assert "decode-0: behind the ledger's back (ABORTED)" in summary["findings"][0]
+    assert len(lines) == 1
+    kept = json.loads((tmp_path / "evidence" / f"room-{room.number}.json").read_text())
+    assert kept["joined"][0]["failure"]["text"] == "behind the ledger's back"
+    assert kept["books"]["number"] == room.number
+    assert (tmp_path / "evidence" / "finding-1.kvrec").stat().st_size > 0
 
 
 def test_a_rank_that_does_not_come_up_is_named_with_what_it_said(nothing_left: None) -> None:
