@@ -86,6 +86,7 @@ class Finding:
     Attributes:
         detected_s: the first rank fails a room because the victim is lost.
         told_s: the last rank has failed the last room that was in flight.
+        failed, unopened: rooms; see `failures`.
         others: before, during and after.
         started_s: from the restart until the new process says that it can serve: most of it is imports.
         served_s: from the restart, or the end of the stop, to the first room of the victim that is opened then and
@@ -97,6 +98,7 @@ class Finding:
     detected_s: float | None = None
     told_s: float | None = None
     failed: int = 0
+    unopened: int = 0
     others: list[Window] = field(default_factory=list)
     started_s: float | None = None
     served_s: float | None = None
@@ -275,13 +277,19 @@ def others(rooms: Iterable[Room], victim: str, from_ns: int, until_ns: int) -> W
 
 
 def failures(found: Finding, rooms: Iterable[Room], begun_ns: int) -> None:
-    """When the rooms that it took with it failed on the ranks that live."""
+    """When the rooms that it took with it failed on the ranks that live.
+
+    Those that a rank died with before it had opened them are counted apart: the others never heard of them from it, and
+    end with the bootstrap deadline.
+    """
     victim = found.outage.victim
     ends = []
     for room in rooms:
-        told = [end for name, end in room.ends.items() if name != victim and end.cause and end.at_ns >= begun_ns]
-        found.failed += bool(told)
-        ends += [(end.at_ns, end.cause["text"], room.opened_ns) for end in told if end.cause]
+        causes = [(end.at_ns, end.cause["text"]) for name, end in room.ends.items() if name != victim and end.cause]
+        named = [(at_ns, text) for at_ns, text in causes if at_ns >= begun_ns and victim in text]
+        found.failed += bool(named)
+        found.unopened += bool(causes and not named and victim in room.ranks)
+        ends += [(at_ns, text, room.opened_ns) for at_ns, text in named]
     lost = [at_ns for at_ns, text, _ in ends if f"peer {victim} (" in text]
     if lost:
         found.detected_s = (min(lost) - begun_ns) / 1e9
@@ -293,6 +301,7 @@ COLUMNS = (
     ("lost after s", 12),
     ("all told s", 10),
     ("failed", 6),
+    ("unopened", 8),
     ("others/s before", 15),
     ("during", 6),
     ("after", 6),
@@ -314,6 +323,7 @@ def row(found: Finding) -> str:
         _s(found.detected_s),
         _s(found.told_s),
         str(found.failed),
+        str(found.unopened),
         f"{before.rooms_per_s:.1f}",
         f"{during.rooms_per_s:.1f}",
         f"{after.rooms_per_s:.1f}",
