@@ -120,22 +120,29 @@ def rest(sides: list[SideProcess]) -> dict[str, Held]:
 
 def compare(side: SideProcess, before: dict[str, Held], after: dict[str, Held]) -> list[Check]:
     was, now = before[side.role], after[side.role]
-    objects = [
-        f"{kind}: {count} (were {was.objects.get(kind, 0)})"
-        for kind, count in now.objects.items()
-        if count > was.objects.get(kind, 0) + STRAY_OBJECTS
-    ]
     threads = [f"{now.threads} (were {was.threads})"] if now.threads > was.threads else []
     return [
         Check(
             f"{side.role}: {len(now.containers)} containers, {sum(now.containers.values())} elements",
             grown(was.containers, now.containers),
         ),
-        Check(f"{side.role}: {sum(now.objects.values())} objects of {len(now.objects)} classes", objects),
+        Check(
+            f"{side.role}: {sum(now.objects.values())} objects of {len(now.objects)} classes",
+            more(was.objects, now.objects),
+        ),
         Check(
             f"{side.role}: {sum(now.descriptors.values())} file descriptors", grown(was.descriptors, now.descriptors)
         ),
         Check(f"{side.role}: {now.threads} threads", threads),
+    ]
+
+
+def more(before: Sizes, after: Sizes) -> list[str]:
+    """One line for each class of which many more objects live than before."""
+    return [
+        f"{kind}: {count} (were {before.get(kind, 0)})"
+        for kind, count in after.items()
+        if count > before.get(kind, 0) + STRAY_OBJECTS
     ]
 
 

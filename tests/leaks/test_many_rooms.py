@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.leaks.census import Sizes, grown
 from benchmarks.leaks.endings import Sides
-from benchmarks.nothing_left import run
+from benchmarks.nothing_left import more, run
 
 ROOMS, WARM_UP = 2000, 1000
 REST_S = 30.0
@@ -33,17 +33,18 @@ def at_rest(sides: Sides, rested: Sizes) -> list[str]:
     return lines
 
 
-def test_containers_threads_and_descriptors_are_as_before(sides: Sides, rested: Sizes) -> None:
+def test_containers_objects_threads_and_descriptors_are_as_before(sides: Sides, rested: Sizes) -> None:
     plan = Namespace(window=24, aborts=0.2, seed=3)
     run([*sides], 10_000, WARM_UP, plan)
     assert at_rest(sides, rested) == []
-    before = [(side.threads, side.descriptors(), side.rss_bytes) for side in sides]
+    before = [(side.threads, side.descriptors(), side.ask("instances"), side.rss_bytes) for side in sides]
     ends = run([*sides], 20_000, ROOMS, plan)
     assert sum(ends.values()) == ROOMS
     assert ends["SUCCESS"] > ROOMS // 2, ends
     assert ends["ABORTED"] > ROOMS // 50, ends
     assert at_rest(sides, rested) == []
-    for side, (threads, descriptors, rss_bytes) in zip(sides, before, strict=True):
+    for side, (threads, descriptors, objects, rss_bytes) in zip(sides, before, strict=True):
+        assert more(objects, side.ask("instances")) == []
         assert side.threads <= threads
         assert grown(descriptors, side.descriptors()) == []
         assert side.rss_bytes - rss_bytes < MOST_MORE_BYTES
