@@ -170,23 +170,39 @@ def verdict(checks: list[Check]) -> int:
 
 
 @contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    """A directory of a fleet's own, with short names for its sockets."""
+    directory = Path(tempfile.mkdtemp(prefix="kv-left-", dir="/tmp"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def launch(role: str, transport: str, directory: Path, **config: Any) -> SideProcess:
+    """One side, started; `ready` waits for the other."""
+    side = SideProcess(
+        role, SIZES, directory, **{"transport": transport, "bootstrap_timeout_s": TOMBSTONES_S, **config}
+    )
+    try:
+        side.ask("start")
+    except RuntimeError:
+        side.kill()
+        raise
+    return side
+
+
+@contextlib.contextmanager
 def fleet(transport: str, **config: Any) -> Iterator[tuple[list[SideProcess], Path]]:
     """Both sides, ready; killed at the end where they have not ended."""
-    directory = Path(tempfile.mkdtemp(prefix="kv-left-", dir="/tmp"))
-    sides: list[SideProcess] = []
-    try:
+    with workplace() as directory, contextlib.ExitStack() as stack:
+        sides: list[SideProcess] = []
         for role in SIZES:
-            settings = {"transport": transport, "bootstrap_timeout_s": TOMBSTONES_S, **config}
-            sides.append(SideProcess(role, SIZES, directory, **settings))
-        for side in sides:
-            side.ask("start")
+            sides.append(launch(role, transport, directory, **config))
+            stack.callback(sides[-1].kill)
         for side in sides:
             side.ask("ready", timeout=START_S)
         yield sides, directory
-    finally:
-        for side in sides:
-            side.kill()
-        shutil.rmtree(directory)
 
 
 def _options() -> argparse.Namespace:

@@ -108,6 +108,14 @@ class Side:
     def abort(self, room: int, rank: int = 0) -> None:
         self._handles[room][rank].abort("given up by the test")
 
+    def known(self, room: int, timeout: float) -> None:
+        """Until the other side knows of the room."""
+        deadline = time.monotonic() + timeout
+        while any(handle.state < RoomState.WAITING_FOR_INPUT for handle in self._handles[room]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.role}: after {timeout:g} s room {room} is not known on the other side")
+            time.sleep(0.002)
+
     def wait(self, room: int, timeout: float) -> list[Answer]:
         """How the room ended on each rank; it is forgotten here."""
         deadline = time.monotonic() + timeout
