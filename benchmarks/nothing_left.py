@@ -85,7 +85,7 @@ def measure(sides: list[SideProcess], directory: Path, options: argparse.Namespa
         for side in sides:
             samples[side.role].append(side.rss_bytes)
     seconds = time.monotonic() - since
-    after = rest(sides)
+    after = rest(sides, before)
     print(
         f"{rooms[-1]} rooms over {options.transport} in {seconds:.0f} s, {options.window} in flight, "
         f"seed {options.seed}"
@@ -93,8 +93,8 @@ def measure(sides: list[SideProcess], directory: Path, options: argparse.Namespa
     print("ends: " + ", ".join(f"{count} {end}" for end, count in ends.most_common()))
     checks = [*memory(samples, rooms, options), *(check for side in sides for check in compare(side, before, after))]
     kinds = files(directory)
-    more = [f"{count} {kind} (were {files_before.get(kind, 0)})" for kind, count in kinds.items()]
-    checks.append(Check("sockets and temporary files", more if kinds != files_before else []))
+    changed = [f"{count} {kind} (were {files_before.get(kind, 0)})" for kind, count in kinds.items()]
+    checks.append(Check("sockets and temporary files", changed if kinds != files_before else []))
     checks += [Check(f"{side.role}: no errors in its threads", side.ask("errors")) for side in sides]
     missing = {"SUCCESS", *(["ABORTED"] if options.aborts else [])} - set(ends)
     checks.append(Check("rooms succeeded and were aborted", [f"none ended in {end}" for end in sorted(missing)]))
@@ -110,12 +110,19 @@ def run(sides: list[SideProcess], first: int, count: int, options: argparse.Name
     return [Counter(side.hear()) for side in sides][-1]
 
 
-def rest(sides: list[SideProcess]) -> dict[str, Held]:
-    """What is held once the tombstones are gone."""
+def rest(sides: list[SideProcess], before: dict[str, Held] | None = None) -> dict[str, Held]:
+    """What is held once the tombstones are gone; looks again for a while where it is more than before."""
     time.sleep(TOMBSTONES_S + 1)
-    return {
-        side.role: Held(side.ask("census"), side.ask("instances"), side.descriptors(), side.threads) for side in sides
-    }
+    deadline = time.monotonic() + TOMBSTONES_S
+    while True:
+        held = {
+            side.role: Held(side.ask("census"), side.ask("instances"), side.descriptors(), side.threads)
+            for side in sides
+        }
+        left = [grown(before[role].containers, now.containers) for role, now in held.items()] if before else []
+        if not any(left) or time.monotonic() > deadline:
+            return held
+        time.sleep(0.2)
 
 
 def compare(side: SideProcess, before: dict[str, Held], after: dict[str, Held]) -> list[Check]:
