@@ -113,6 +113,10 @@ class Fleet:
         survey.agents.sort(key=lambda agent: agent.name)
         return survey
 
+    def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
+        """Asks agents that a survey has found, each what concerns it alone; a reply per request, in their order."""
+        return self._fanout.ask(requests, self._timeout_ns)
+
     def _admit(self, endpoint: Endpoint, replies: Sequence[Reply], survey: Survey) -> None:
         hello, *others = replies
         fault = hello.fault or _protocol_fault(endpoint, hello.data)

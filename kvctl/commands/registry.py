@@ -31,6 +31,8 @@ COMMANDS: dict[str, Entry] = {
     "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it over the network."),
     "bench": Entry("kvctl.commands.bench", "bench", "Start a fleet here, move real KV, verify every byte."),
     "demo": Entry("kvctl.commands.demo", "demo", "A small fleet under endless traffic, to look at and to harm."),
+    "record": Entry("kvctl.commands.record", "record", "Save what the agents' machines were told, to be run again."),
+    "replay": Entry("kvctl.commands.replay", "replay", "Run a recording again; name the first broken invariant."),
     "version": Entry("kvctl.commands.version", "version", "Versions of this tool and of the agents."),
 }
 

@@ -151,7 +151,7 @@ class DecodeWatch:
             if proven:
                 self._ring.free(region)
             else:
-                region.orphan = True
+                region.unread = True
 
     def _told(self, tag: Tag) -> None:
         """A tag has come, on whichever way."""
@@ -249,6 +249,9 @@ class DecodeWatch:
             )
         if action.state is RoomState.FAILED:
             room.failed = True
+            for name in room.writers:
+                for region in self._ring.of(RoomKey(name, action.room, room.opening.nonce)):
+                    region.unread = not region.scattering
         elif action.state is RoomState.SUCCESS:
             if gap := room.gap():
                 raise Broken("success-with-a-gap", f"room {action.room} succeeds, but {gap}", action.room)

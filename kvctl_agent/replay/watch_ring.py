@@ -15,7 +15,7 @@ from kvctl_agent.replay.invariants import Broken
 class Region:
     """One grant, until nobody can write or read its bytes any more."""
 
-    __slots__ = ("end", "key", "offset", "open", "orphan", "revoking", "room", "round", "scattering", "serial", "told")
+    __slots__ = ("end", "key", "offset", "open", "revoking", "room", "round", "scattering", "serial", "told", "unread")
 
     def __init__(self, room: RoomKey, key: PartKey, serial: int, offset: int, end: int, round_: int) -> None:
         self.room = room
@@ -27,7 +27,7 @@ class Region:
         self.told = False  # its tag has come
         self.scattering = False
         self.revoking = False
-        self.orphan = False  # its writer was lost, and is not known to have ended
+        self.unread = False  # its room has failed: it may still be written, and will not be read
         self.open = False  # the watermark lets its writer write
 
     @property
@@ -106,8 +106,8 @@ class RingWatch:
                     if offset >= region.end:
                         break
                     other = self.live[serial]
-                    # The bytes of two lost writers may overlap: neither will be read.
-                    if region.offset < other.end and not (region.orphan and other.orphan):
+                    # What is set aside for two silent writers may overlap, for neither will be read.
+                    if region.offset < other.end and not (region.unread and other.unread):
                         raise Broken("two-owners", f"{region} may be written, and so may {other}", region.room.room)
                 region.open = True
                 insort(self._open, (region.offset, region.serial))

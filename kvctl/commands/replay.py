@@ -1,0 +1,77 @@
+"""`kvctl replay`: a recording through the same machines again, every invariant watched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvctl.client.replayer import replay as run_again
+from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.output import Output
+from kvctl.commands.settings import Settings
+from kvctl.exit_codes import ExitCode
+from kvctl.views.recordings import REPLAYED, blocks
+from kvctl.views.report import Report
+
+
+@click.command(cls=KvctlCommand)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--agent", "agents", multiple=True, metavar="NAME", help="Only this agent's inputs. Repeatable.")
+@click.option("--shrink/--no-shrink", default=True, show_default=True, help="Make the trace of a breach shorter.")
+@click.option(
+    "--shrink-seconds",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to try.",
+)
+@click.option(
+    "--write-test",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write a pytest file that repeats the first breach (test_….py).",
+)
+@pass_settings
+def replay(
+    settings: Settings,
+    file: Path,
+    agents: tuple[str, ...],
+    shrink: bool,
+    shrink_seconds: float,
+    write_test: Path | None,
+) -> None:
+    """Run what kvctl record saved through the same machines and name the first broken invariant.
+
+    After every input a watch that knows nothing of the machines' own books looks at what came of it. Exit code 0: all
+    of it is clean; 1: an invariant is broken; 6: the recording is of another build.
+    """
+    output = Output(settings)
+    output.selection(REPLAYED)
+    verdicts = run_again(
+        {
+            "path": str(file),
+            "agents": list(agents),
+            "shrink": shrink,
+            "shrink_s": shrink_seconds,
+            "write_test": str(write_test) if write_test else "",
+        },
+        quiet=settings.quiet,
+    )
+    broken = [verdict for verdict in verdicts if verdict["breach"] is not None]
+    for verdict in verdicts:
+        for note in verdict["notes"]:
+            output.note(f"{verdict['agent']}: {note}")
+    if write_test is not None and not broken:
+        output.note(f"nothing is broken, so {write_test} was not written")
+    output.emit(
+        Report(
+            REPLAYED,
+            verdicts,
+            len(verdicts),
+            objects=lambda kept: list(kept),
+            blocks=lambda kept, _: blocks(kept),
+        )
+    )
+    raise click.exceptions.Exit(ExitCode.FAILED if broken else ExitCode.OK)
