@@ -246,6 +246,7 @@ class ControlLoop:
 
     def _drop_peer(self, action: ev.DropPeer) -> None:
         self._hands.drop_peer(action.peer)
+        self._links.renew(action.peer)
         self._registries.hurry()
 
     def _forget_peer(self, action: ev.ForgetPeer) -> None:

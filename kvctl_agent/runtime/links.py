@@ -76,6 +76,13 @@ class Links:
         self._endpoints[peer] = endpoint
         return True
 
+    def renew(self, peer: str) -> None:
+        """Connect to a silent peer anew. Whoever connects to its ROUTER under our name takes our place there, and the
+        old connection stays open and is deaf for good."""
+        endpoint = self._endpoints.pop(peer, None)
+        if endpoint is not None:
+            self.connect(peer, endpoint)
+
     def disconnect(self, peer: str) -> None:
         """Close the connection to a rank that left its instance, and drop what was queued for it; unknown names are
         fine. Without this a decode rank would keep a socket for every prefill rank it ever met."""

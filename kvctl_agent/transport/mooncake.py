@@ -244,7 +244,7 @@ class MooncakeTransport:
             socket.inet_aton(host)
             if len(ident) != IDENT_BYTES or len(secret) != SECRET_BYTES or not 0 < port < 65536:
                 raise ValueError("wrong lengths")
-        except (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError, OSError) as error:
             raise TransportError(f"mooncake: the metadata of peer {peer!r} is malformed: {error!r}") from error
         if protocol != self._protocol:
             raise TransportError(f"mooncake: peer {peer!r} speaks {protocol}, this agent {self._protocol}")

@@ -1,0 +1,30 @@
+"""`make fuzz`: atheris (libFuzzer) drives one reader of outside bytes; `python tests/fuzz/guided.py TARGET [libFuzzer options]`.
+
+The corpus begins with the seeds and grows in the folder that libFuzzer is given. What breaks a reader stays in a file,
+and the line that repeats it is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["kvctl", "kvctl_agent", "targets"]):
+    from seeds import SEEDS
+    from targets import TARGETS
+
+
+def main() -> None:
+    name, *options = sys.argv[1:]
+    corpus = next((Path(option) for option in options if not option.startswith("-")), None)
+    if corpus is not None and corpus.is_dir():
+        for number, seed in enumerate(SEEDS[name]):
+            (corpus / f"seed-{number}").write_bytes(seed)
+    atheris.Setup([sys.argv[0], *options], TARGETS[name])
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Real bytes of every kind, for fuzzers to start from."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import orjson
+
+from kvctl_agent.contract import recording
+from kvctl_agent.contract.admin import MAGIC
+from kvctl_agent.contract.commands import COMMANDS
+from kvctl_agent.protocol import codec, roster
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+
+_TAG = Tag(PartKind.KV, 7, 2**64 - 1, 1001, 3, PartKey(1, 2, 0, 32)).pack()
+_WHO = msg.Introduction(
+    "decode-0",
+    "decode",
+    [0, 0, 0, 1],
+    [1, 1, 1, 2],
+    1,
+    {"page_size": 16, "cp_mode": "rank0"},
+    {"num_pages": 64, "slots": [1, 2, 3]},
+    "nixl",
+    b"\0metadata",
+    "host",
+    4242,
+    1 << 40,
+    64 << 20,
+    stages=[3, 1],
+)
+MESSAGES: tuple[msg.Message, ...] = (
+    msg.Hello(1, _WHO),
+    msg.HelloAck(1, _WHO, 7, ["page_size 64 ≠ 32"]),
+    msg.Heartbeat(1, 2, 3, [4, 5, 6]),
+    msg.RoomOpen(2**64 - 1, 2**63, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3, [b"\1\0\0\0", b""]),
+    msg.RoomAccepted(1, 2),
+    msg.RoomRefused(1, 2, "prefill-0", "CODE", 3, "text"),
+    msg.StagingRequest(1, 2, [msg.PartSpec(0, 0, 32, 512)]),
+    msg.StagingGrants(1, 2, [msg.Grant(0, 0, 32, 1, 0, 512, 0)], [0, 0, 0]),
+    msg.StagingRefused(1, 2, 0, 0, 32, 512, 256),
+    msg.StagingRevoke(1, 2, 0, 0, 32, 9),
+    msg.StagingRevoked(1, 2, 9),
+    msg.TooLate(1, 2, 9),
+    msg.Watermark(1, 2, 3),
+    msg.PartReady(1, 2, [_TAG]),
+    msg.PartAck(1, 2, [_TAG]),
+    msg.RoomDone(1, 2),
+    msg.RoomFailed(1, 2, "decode-0", "CODE", 3, "text"),
+    msg.Ack(1, 2, "room-done"),
+    msg.RoomAbort(1, 2, "decode-0", "CODE", 3, "text"),
+    msg.RoomDrained(1, 2),
+    msg.Bye(True),
+)
+_RANK = roster.Rank("prefill-0", "tcp://127.0.0.1:7000", 1, [0, 0, 0, 0], [1, 1, 1, 2])
+_ANSWER = roster.Roster([_RANK], 2, "1 of 2 prefill ranks registered, missing tp=1")
+_LENGTHS = [(32).to_bytes(4, "little") + b"t" * 32, (4096).to_bytes(4, "little"), b"\xff" * 4]
+_INPUTS = msgspec.msgpack.encode(
+    [[[0, "staged"]], [[5, "Tick", msgspec.msgpack.encode({}), ""], [6, "AbortRoom", b"\x80", ""]]]
+)
+_RECORDING = (
+    recording.opening()
+    + recording.frame(recording.HEAD, {"made": "now"})
+    + recording.frame(recording.AGENT, {"agent": 0, "name": "decode-0"})
+    + recording.frame(recording.BLOB, {"agent": 0, "number": 0, "kind": "inputs"}, zlib.compress(_INPUTS))
+    + recording.frame(recording.DONE, {"frames": 3})
+)
+
+SEEDS: dict[str, list[bytes]] = {
+    "control": [
+        codec.encode(9, MESSAGES),
+        *(codec.encode(7, [message]) for message in MESSAGES),
+        codec.MAGIC + bytes(8) + msgspec.msgpack.encode([{"t": "no-such-message"}, {"t": "bye", "drained": True}]),
+        codec.MAGIC + bytes(8) + b"\xdd\xff\xff\xff\xff",
+        codec.MAGIC + bytes(8) + b"\x91" * 2000,
+        codec.MAGIC + bytes(8) + b"\x91\x82\xa1t\xa9heartbeat\xa7sent_ns\xcb\x7f\xf8" + bytes(6),  # not a number
+        codec.MAGIC + bytes(8) + b"\x91\x82\xa1t\xa2\xc3\x28\xa4room\x01",  # no UTF-8
+    ],
+    "tag": [_TAG, Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0)).pack()],
+    "registry": [
+        roster.encode(roster.Register(_RANK)),
+        roster.encode(roster.Lookup("decode-0")),
+        roster.encode(_ANSWER),
+        roster.encode(roster.Register(roster.Rank("x", "y", 1, [0] * 4, [2**31] * 4))),
+    ],
+    "admin": [
+        *(MAGIC + b"\n1\n" + orjson.dumps({"cmd": command.name, "args": {}}) for command in COMMANDS),
+        orjson.dumps({"cmd": "room", "args": {"room": str(2**64 - 1)}}),
+        orjson.dumps({"cmd": "events", "args": {"since": 2**63 - 1, "limit": 5}}),
+        orjson.dumps({"cmd": "romms"}),
+        b'{"cmd": "room", "args": {"room": ' + b"[" * 900 + b"]" * 900 + b"}}",
+    ],
+    "trace": [
+        orjson.dumps({"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": list(range(14))}),
+        orjson.dumps({"timestamp": 1.5, "input_length": 1, "output_length": 0, "hash_ids": []}),
+        b'{"timestamp": 1e400, "input_length": 1e2, "output_length": -1, "hash_ids": null}',
+    ],
+    "tag-stream": [bytes([step]) + b"".join(_LENGTHS[:count]) for step in (1, 3, 129) for count in (1, 2, 3)]
+    + [b"\2kvctltag" + bytes(64)],
+    "recorded-piece": [_INPUTS, msgspec.msgpack.encode([[["r", 0], 1], {"rooms": ["t", []]}, [], 0, {}])],
+    "recording": [_RECORDING, _RECORDING[:40]],
+}

@@ -1,0 +1,115 @@
+"""Everything that reads bytes from outside, as functions that raise nothing unless there is a bug.
+
+Hypothesis runs them in the test suite, atheris by `make fuzz`: what one of them finds is a seed for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from io import BytesIO
+
+from kvctl.bench import trace
+from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
+from kvctl_agent.contract import recording
+from kvctl_agent.contract.admin import MAGIC
+from kvctl_agent.errors import RecordingError, RecordingVersionError, RemoteProtocolError, RequestRefused
+from kvctl_agent.protocol import codec, roster
+from kvctl_agent.protocol.checkpoint import unpack
+from kvctl_agent.protocol.tag import Tag
+from kvctl_agent.replay.inputs import decoded
+from kvctl_agent.transport import mooncake_tags
+from kvctl_agent.transport.base import MAX_TAG_BYTES
+
+SECRET = b"s" * mooncake_tags.SECRET_BYTES
+_LONGEST_REFUSAL = 8192
+
+
+def control_frame(data: bytes) -> None:
+    """A frame on the control channel; what is understood survives being said again."""
+    with contextlib.suppress(RemoteProtocolError):
+        incarnation, messages, unknown = codec.decode(data)
+        assert 0 <= unknown <= codec.MAX_MESSAGES
+        again = codec.encode(incarnation, messages)
+        assert codec.decode(again) == (incarnation, messages, 0)
+
+
+def tag(data: bytes) -> None:
+    """The tag of a write; it has one spelling."""
+    with contextlib.suppress(RemoteProtocolError):
+        assert Tag.unpack(data).pack() == data
+
+
+def registry(data: bytes) -> None:
+    """A request to the registry, and an answer of it."""
+    with contextlib.suppress(RemoteProtocolError):
+        request = roster.decode_request(data)
+        answer = roster.Registry().answer(request)
+        assert roster.decode_roster(roster.encode(answer)) == answer
+    with contextlib.suppress(RemoteProtocolError):
+        roster.decode_roster(data)
+
+
+def admin_request(data: bytes) -> None:
+    """A request to the admin socket: its frames, divided by line feeds, and its body; a refusal can be sent back."""
+    frames = data.split(b"\n")
+    assert len(request_id(frames)) <= 64
+    for read in (lambda: parse_frames(frames), lambda: parse_frames([MAGIC, b"1", data]), lambda: parse_body(data)):
+        refusal = ""
+        try:
+            read()
+        except RequestRefused as error:
+            refusal = str(error)
+        assert len(refusal.encode("utf-8", "backslashreplace")) < _LONGEST_REFUSAL
+
+
+def trace_line(data: bytes) -> None:
+    """A line of a request trace; what is taken fits what the bench can do."""
+    with contextlib.suppress(ValueError):
+        prompt = trace.parse(data)
+        assert 0 < prompt.tokens <= trace.MAX_TOKENS
+        assert len(prompt.blocks) <= -(-prompt.tokens // trace.BLOCK_TOKENS)
+
+
+def tag_stream(data: bytes) -> None:
+    """What arrives at the port for tags: the first byte says how it is cut, whether by one who knows the secret."""
+    if not data:
+        return
+    step, stream = data[0] >> 1 or 1 << 18, data[1:]
+    if data[0] & 1:
+        stream = mooncake_tags.greeting(SECRET, "i" * mooncake_tags.IDENT_BYTES, "writer") + stream
+    sender = mooncake_tags.Sender(None)  # type: ignore[arg-type]  # bytes are given, none are received
+    with contextlib.suppress(ValueError):
+        for at in range(0, len(stream), step):
+            for landed in sender.take(SECRET, stream[at : at + step]):
+                assert sender.ident
+                assert 0 < len(landed) <= MAX_TAG_BYTES
+            assert len(sender._pending) <= MAX_TAG_BYTES + 4
+
+
+def recorded_file(data: bytes) -> None:
+    """A recording: its frames, and what is packed in them."""
+    with contextlib.suppress(RecordingError, RecordingVersionError):
+        for frame in recording.frames(BytesIO(data)):
+            with contextlib.suppress(RecordingError):
+                recorded_piece(recording.unpacked(frame.body))
+
+
+def recorded_piece(data: bytes) -> None:
+    """What is packed in a recording: inputs, or a machine's state."""
+    with contextlib.suppress(RecordingError, RecordingVersionError):
+        list(decoded(0, data))
+    with contextlib.suppress(RecordingError, RecordingVersionError):
+        unpack(data)
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "control": control_frame,
+    "tag": tag,
+    "registry": registry,
+    "admin": admin_request,
+    "trace": trace_line,
+    "tag-stream": tag_stream,
+    "recording": recorded_file,
+    "recorded-piece": recorded_piece,
+}
