@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -14,6 +16,7 @@ from kvctl.client.joined import JoinedRoom, join
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.reading import run
 from kvctl.commands.settings import Settings
+from kvctl.errors import CliError
 from kvctl.views.report import Report
 from kvctl.views.room_report import blocks, rank_rows
 from kvctl.views.rooms import HISTORY, ROOMS, SLOW, TIMELINE
@@ -93,8 +96,14 @@ class RoomNumber(click.ParamType[str]):
 
 @rooms.command(short_help="One room: both ends on one timeline, and who failed first.")
 @click.argument("room", type=RoomNumber())
+@click.option(
+    "--perfetto",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write it as a trace for ui.perfetto.dev; of a number used again, the newest.",
+)
 @pass_settings
-def show(settings: Settings, room: str) -> None:
+def show(settings: Settings, room: str, perfetto: Path | None) -> None:
     """One room, active or finished lately: all its ranks on one timeline, and the rank that failed first."""
 
     def read(survey: Survey) -> Report:
@@ -103,9 +112,23 @@ def show(settings: Settings, room: str) -> None:
         joined = join(
             (detail for _, data in answers for detail in data), {agent.name: agent.clock for agent in survey.agents}
         )
-        return _room_report(room, joined, answered, survey.faults)
+        report = _room_report(room, joined, answered, survey.faults)
+        if perfetto is not None and joined:
+            _export(perfetto, joined[0])
+            report.notes.append(f"written to {perfetto}: open it in ui.perfetto.dev")
+        return report
 
     run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)
+
+
+def _export(path: Path, room: JoinedRoom) -> None:
+    from kvctl.views.perfetto import trace
+
+    try:
+        path.write_text(json.dumps(trace(room)), encoding="utf-8")
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CliError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _room_report(number: str, joined: Sequence[JoinedRoom], answered: int, faults: Sequence[Fault]) -> Report:
