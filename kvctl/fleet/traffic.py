@@ -9,6 +9,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 from kvctl.fleet.failures import FleetError
@@ -84,11 +85,18 @@ class Traffic:
     # ---- rooms --------------------------------------------------------------------------------------------------
 
     def open(
-        self, tokens: int, instance: int = 0, decode_dp: int = 0, prefix_tokens: int = 0, aborter: str | None = None
+        self,
+        tokens: int,
+        instance: int = 0,
+        decode_dp: int = 0,
+        prefix_tokens: int = 0,
+        aborter: str | None = None,
+        gap_s: float | None = None,
     ) -> Room:
-        """Open a room of one's own, whoever serves; `aborter` gives it up shortly after."""
+        """Open a room of one's own, whoever serves; `aborter` soon gives it up, `gap_s` lies between two forwards."""
         choice = self._router.place(instance, decode_dp, tokens, time.monotonic_ns(), prefix_tokens)
-        choice = Choice(choice.room, choice.manner, aborter, choice.abort_after_s)
+        manner = choice.manner if gap_s is None else replace(choice.manner, chunks=2, gap_s=gap_s)
+        choice = Choice(choice.room, manner, aborter, choice.abort_after_s)
         self._open(choice)
         return choice.room
 
