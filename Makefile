@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test check docs clean soak
+.PHONY: help setup bench test check docs clean soak fuzz
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,10 +17,12 @@ STAMP := $(VENV)/.setup-done
 TORCH := torch==2.13.0
 # Mooncake has a wheel for machines without CUDA; the others cannot be imported there. All share one folder.
 MOONCAKE := $(if $(wildcard /proc/driver/nvidia),mooncake,mooncake-cpu)
+# Of `make fuzz` alone.
+ATHERIS := atheris==3.0.0
 # Mooncake loads these; NIXL runs without them.
 LIBRARIES := libibverbs1 libnuma1 libcurl4
 PYTEST_ARGS ?=
-# Of `make soak`: how long on each transport, on which, and what decides what happens to whom.
+# Of `make soak` (and MINUTES of `make fuzz`): how long on each transport, on which, and what decides what happens to whom.
 MINUTES ?= 5
 TRANSPORT ?= nixl mooncake
 SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
@@ -59,6 +61,19 @@ check: $(STAMP)  ## format, lint, types, and who may import whom
 	@$(BIN)/mypy --strict --no-error-summary
 	@echo "check: import-linter"
 	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log >&2; exit 1; }
+
+fuzz: $(STAMP)  ## coverage-guided fuzzing of every reader of outside bytes, MINUTES each: make fuzz MINUTES=5 READERS="admin trace"
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install $(ATHERIS)
+	@bad=0; \
+	for reader in $(or $(READERS),$$($(BIN)/python tests/fuzz/guided.py)); do \
+		mkdir -p .fuzz/$$reader; echo "fuzz: $$reader for $(MINUTES) min"; \
+		$(BIN)/python tests/fuzz/guided.py $$reader -max_total_time=$$(( $(MINUTES) * 60 )) -max_len=4096 -timeout=10 \
+			-rss_limit_mb=2048 -artifact_prefix=.fuzz/$$reader- .fuzz/$$reader > .fuzz/$$reader.log 2>&1 \
+			&& tail -n 1 .fuzz/$$reader.log && continue; \
+		bad=1; tail -n 30 .fuzz/$$reader.log; \
+		sed -n 's,.*Test unit written to \(.*\),fuzz: repeat it with: $(BIN)/python tests/fuzz/guided.py '$$reader' \1,p' .fuzz/$$reader.log; \
+	done; \
+	exit $$bad
 
 docs: $(STAMP)  ## write the reference pages in docs/ anew from the code
 	@$(BIN)/python docs/render.py

@@ -1,7 +1,7 @@
-"""`make fuzz`: atheris (libFuzzer) drives one reader of outside bytes; `python tests/fuzz/guided.py TARGET [libFuzzer options]`.
+"""`make fuzz`: atheris (libFuzzer) drives one reader of outside bytes.
 
-The corpus begins with the seeds and grows in the folder that libFuzzer is given. What breaks a reader stays in a file,
-and the line that repeats it is printed.
+`python tests/fuzz/guided.py` names the readers, `… READER FOLDER` fuzzes one, its corpus beginning with the seeds and
+growing in that folder, and `… READER FILE` repeats what broke it. Options of libFuzzer may follow the name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ with atheris.instrument_imports(include=["kvctl", "kvctl_agent", "targets"]):
 
 
 def main() -> None:
+    if len(sys.argv) == 1:
+        print(*TARGETS)
+        return
     name, *options = sys.argv[1:]
     corpus = next((Path(option) for option in options if not option.startswith("-")), None)
     if corpus is not None and corpus.is_dir():
