@@ -120,8 +120,8 @@ def _run(output: Output, plan: SteadyPlan, options: dict[str, Any]) -> ExitCode:
     output.note(f"seed {plan.seed}")
     try:
         with SteadyFleet(plan) as fleet:
-            fleet.start()
             strikes, load = _harm(fleet, options, seconds)
+            fleet.start()
             soak = Soak(fleet, load, strikes, options["evidence"])
             try:
                 return _soak(output, soak, seconds)

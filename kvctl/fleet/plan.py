@@ -43,7 +43,6 @@ class SteadyPlan:
         config: of every agent, over `SHORT_TIMINGS`.
         layers, kv_heads, head_dim: a small model, so that rooms are many rather than large.
         verify: compare every byte and watch the free pages.
-        command: how a rank is started, its file descriptor to be added; None: this Python's rig.
     """
 
     prefill: tuple[Sizes, ...] = (Sizes(tp=2),)

@@ -7,6 +7,7 @@ by least squares over the second half of that life: in the first one pools are t
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -20,7 +21,8 @@ SWEEP_EVERY_S = 20.0
 
 _LEAST_SAMPLES = 60  # at one a second
 # What peers' new lives, engine's connections and an operator's look may add for good.
-_SPARE_DESCRIPTORS = 24
+_SETTLING_S = 20.0
+_SPARE_DESCRIPTORS = 16
 _SPARE_THREADS = 4
 # A megabyte every five minutes, where it has added up to more than an allocator's whims.
 _MOST_SLOPE = 3500.0
@@ -35,19 +37,31 @@ class Life:
     """Samples of one process.
 
     Attributes:
-        first: the first one, before its rooms could leak anything.
+        settled: most descriptors and threads in its first while, in which it meets its peers; later ones are compared
+            with these.
         rss: (seconds, bytes), of every sample.
     """
 
     incarnation: str
     first: Usage
     last: Usage
+    settled: Counter[str] = field(default_factory=Counter)
     rss: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, usage: Usage) -> None:
         """One more sample."""
         self.last = usage
         self.rss.append((usage["at_ns"] / 1e9, usage["rss_bytes"]))
+        if usage["at_ns"] - self.first["at_ns"] <= _SETTLING_S * 1e9:
+            self.settled |= Counter(fds=usage["fds"], threads=usage["threads"])
+
+    @property
+    def grown(self) -> Mapping[str, int]:
+        """Descriptors and threads that it has more than when it had settled."""
+        return {
+            "fds": self.last["fds"] - self.settled["fds"],
+            "threads": self.last["threads"] - self.settled["threads"],
+        }
 
     @property
     def slope(self) -> float | None:
@@ -66,9 +80,8 @@ class Life:
         """What grew by more than it may, in words."""
         words = []
         for name, spare in (("fds", _SPARE_DESCRIPTORS), ("threads", _SPARE_THREADS)):
-            before, after = cast(Mapping[str, int], self.first)[name], cast(Mapping[str, int], self.last)[name]
-            if after > before + spare:
-                words.append(f"{name} {before} -> {after}")
+            if self.grown[name] > spare:
+                words.append(f"{name} {self.settled[name]} -> {self.settled[name] + self.grown[name]}")
         slope = self.slope
         if slope is not None:
             seconds = (self.rss[-1][0] - self.rss[0][0]) / 2

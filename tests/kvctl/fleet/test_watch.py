@@ -46,7 +46,7 @@ def test_a_short_life_tells_nothing_of_its_memory():
     assert here.leaks == []
 
 
-def test_descriptors_and_threads_are_compared_with_the_first_sample():
-    first, grown = usage(0, MB), usage(1, MB, fds=70, threads=15)
-    assert life([first, grown]).leaks == ["fds 40 -> 70", "threads 10 -> 15"]
-    assert life([first, usage(1, MB, fds=45, threads=12)]).leaks == []
+def test_descriptors_and_threads_are_compared_with_what_it_had_once_it_had_met_its_peers():
+    meeting = [usage(0, MB, fds=20, threads=8), usage(5, MB)]
+    assert life([*meeting, usage(100, MB, fds=70, threads=15)]).leaks == ["fds 40 -> 70", "threads 10 -> 15"]
+    assert life([*meeting, usage(100, MB, fds=45, threads=12)]).leaks == []

@@ -1,0 +1,89 @@
+"""`kvctl demo` refuses what cannot be before it starts anything, and says in the end what people have to know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvctl.views.demo import MOMENTS, RANKS, blocks, totals
+from kvctl.views.report import Grid, Text
+
+SUMMARY: dict[str, Any] = {
+    "seed": 7,
+    "transport": "nixl",
+    "seconds": 61.2,
+    "rooms": {"opened": 1200, "done": 1100, "failed_expected": 98, "failed_unexpected": 1, "hung": 1},
+    "causes": {"ABORTED": 60, "KV_PEER_LOST": 39},
+    "verified_bytes": 3 << 30,
+    "corrupt": 0,
+    "faults": {"injected": {"kill": 2, "pause": 3}, "struck": {}},
+    "restarts": {"count": 2, "cut_short": 1, "serving_s": {"p50": 1.9, "max": 1.9}},
+    "leaks": {"decode-0": ["rooms 1"]},
+    "crashes": [{"rank": "decode-1", "returncode": -11, "words": "Segmentation fault"}],
+    "not_drained": "waited 44 s for this: nothing of any room is left",
+    "findings": ["hung: room 5 of 64 tokens"],
+    "evidence": ["soak-evidence/room-5.json"],
+    "ranks": [
+        {
+            "rank": "decode-0",
+            "lives": 1,
+            "slowest_ns": None,
+            "rss_bytes": 300 << 20,
+            "slope": 12.5,
+            "fds": 47,
+            "fds_grown": 0,
+            "threads": 11,
+            "threads_grown": 0,
+            "ring_used_bytes": 0,
+            "quarantined_bytes": 0,
+            "records": 1,
+            "leaks": ["rooms 1"],
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--faults", "random"), "--faults random needs --minutes"),
+        (("--fault", "control-los=5%"), "did you mean control-loss"),
+        (
+            ("--fault", "kill=decode-7@5s", "--minutes", "1"),
+            "there is no rank decode-7; there are prefill-0, prefill-1",
+        ),
+        (("--prefill-instances", "tpx"), "tpx"),
+        (("--prefill-tp", "3"), "3"),
+        (("--columns", "speed"), "speed"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_started(kvctl: Any, args: tuple[str, ...], text: str):
+    outcome = kvctl("demo", *args)
+    assert outcome.code == 2
+    assert text in outcome.err
+    assert outcome.out == ""
+
+
+def test_the_summary_names_every_finding():
+    words, table = blocks(SUMMARY)
+    assert isinstance(words, Text)
+    assert isinstance(table, Grid)
+    lines = ["".join(text for text, _ in line) for line in words.lines]
+    assert "ran         61 s on nixl, seed 7" in lines
+    assert "faults      kill 2, pause 3" in lines
+    assert "restarts    2, 1 of them cut short; serving after 1.9 s, 1.9 s at most" in lines
+    assert "hung        1" in lines
+    assert "crash: decode-1 ended with status -11: Segmentation fault" in lines
+    assert "hung: room 5 of 64 tokens" in lines
+    assert "evidence    soak-evidence/room-5.json" in lines
+    red = {text for line in words.lines for text, style in line if style == "bold red"}
+    assert {"1", SUMMARY["not_drained"], "hung: room 5 of 64 tokens"} <= red
+    assert "0" not in red
+    assert totals(SUMMARY)[0] == "1100 rooms done, 98 failed as expected, 1 unexpectedly, 1 hung"
+
+
+def test_every_column_has_a_value_in_the_rows_that_a_soak_makes():
+    row = SUMMARY["ranks"][0]
+    assert {column.machine for column in RANKS.columns} <= row.keys()
+    assert len({column.machine for column in MOMENTS.columns}) == len(MOMENTS.columns)
