@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test check docs clean soak fuzz
+.PHONY: help setup bench test check explore docs clean soak fuzz
 
 PYTHON ?= python3
 VENV := .venv
@@ -38,11 +38,11 @@ bench: $(STAMP)  ## move KV from 4 TP prefill ranks to 4 DP decode ranks over NI
 	@$(BIN)/kvctl bench --prefill-tp 4 --decode-dp 4
 
 soak: $(STAMP)  ## random faults against live fleets, every byte verified: make soak MINUTES=30 TRANSPORT=nixl SEED=7
-	@seed=$(SEED); bad=0; \
-	echo "soak: seed $$seed; repeat it with: make soak MINUTES=$(MINUTES) TRANSPORT='$(TRANSPORT)' SEED=$$seed"; \
+	@seed=$(SEED); minutes=$(or $(MINUTES),5); bad=0; \
+	echo "soak: seed $$seed; repeat it with: make soak MINUTES=$$minutes TRANSPORT='$(TRANSPORT)' SEED=$$seed"; \
 	for transport in $(TRANSPORT); do \
 		demo=($(BIN)/kvctl demo --transport $$transport --prefill-instances tp2,tp1 --decode-dp 2 \
-			--faults random --minutes $(MINUTES) --seed $$seed --evidence soak-evidence -o table); \
+			--faults random --minutes $$minutes --seed $$seed --evidence soak-evidence -o table); \
 		echo "soak: $${demo[*]}"; \
 		"$${demo[@]}" || bad=1; \
 	done; \
@@ -61,6 +61,10 @@ check: $(STAMP)  ## format, lint, types, and who may import whom
 	@$(BIN)/mypy --strict --no-error-summary
 	@echo "check: import-linter"
 	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log >&2; exit 1; }
+
+explore: $(STAMP)  ## walk every history of larger worlds, and print how many states they have (STATES=n, MINUTES=n bound it)
+	@PYTHONPATH=tests/explore:tests/kvctl_agent/protocol $(BIN)/python tests/explore/run.py \
+		$(if $(STATES),--states $(STATES)) $(if $(MINUTES),--minutes $(MINUTES))
 
 fuzz: $(STAMP)  ## coverage-guided fuzzing of every reader of outside bytes, MINUTES each: make fuzz MINUTES=5 READERS="admin trace"
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install $(ATHERIS)

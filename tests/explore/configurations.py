@@ -1,0 +1,122 @@
+"""What is explored: small worlds, and how much may go wrong in each history of one.
+
+`SMALL` is for every run of the tests and is walked to its end. `LARGE` is for `make explore`, which goes as far as it
+is let.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from explorer.scene import Scene
+from explorer.search import Bounds, Explored, explore
+from explorer.space import Budget
+from simulation import Broken, direct, mixed
+
+D, P0, P1 = "decode-0", "prefill-0", "prefill-1"
+# Two writers whose workers take the rooms in different orders, which locks them out of each other's way to the ring
+# if a part that waits holds anything.
+OTHER_ORDER = ((P0, 7), (P0, 8), (P1, 8), (P1, 7))
+
+
+class Configuration(NamedTuple):
+    """One world and its faults."""
+
+    name: str
+    scene: Scene
+    budget: Budget
+
+    def explore(self, bounds: Bounds) -> Explored:
+        """Walk it.
+
+        Raises:
+            Broken: with this name and the history.
+        """
+        try:
+            return explore(self.scene.start(), self.budget, bounds)
+        except Broken as broken:
+            raise Broken(f"{self.name}: {broken}") from None
+
+
+def _of(name: str, scene: Scene, **budget: object) -> Configuration:
+    return Configuration(name, scene, Budget(**budget))  # type: ignore[arg-type]
+
+
+SMALL = (
+    # What the network does.
+    _of("one room, anything lost", Scene(), losses=2, copies=1, overtakings=1, early=1),
+    _of("from the first call on", Scene(opened=False, asked=False), losses=1, copies=1, overtakings=1),
+    _of("aux row", Scene(aux=3), losses=1, copies=1, overtakings=1),
+    _of("state", Scene(states=(1,)), losses=1, copies=1, overtakings=1),
+    _of("past the ring", Scene(pages=2, paths=direct), losses=1, copies=1, overtakings=1),
+    _of("two parts wait for each other", Scene(pages=2), losses=1, copies=1, overtakings=1),
+    _of("two layer groups wait for each other", Scene(ring=1, groups=(1,)), losses=2, overtakings=1),
+    _of("some parts past the ring", Scene(ring=1, groups=(1,), paths=mixed), losses=1, copies=1),
+    _of("two context parallel ranks", Scene(cp=2, pages=2), losses=1),
+    _of("two rooms gate each other", Scene(rooms=2), losses=2, early=1),
+    _of("three rooms", Scene(rooms=3, granted=True), losses=1),
+    _of("a ring with a rest", Scene(rooms=2, ring=3), losses=1, overtakings=1, early=1),
+    _of("two writers", Scene(writers=2, ring=1), losses=1, overtakings=1),
+    _of(
+        "two writers with other queue orders",
+        Scene(rooms=2, writers=2, ring=1, granted=True, computed=OTHER_ORDER),
+        losses=1,
+    ),
+    # Engines give up.
+    _of("decode aborts", Scene(rooms=2), losses=1, aborts=((D, 7),)),
+    _of("prefill aborts", Scene(writers=2, ring=1), losses=1, aborts=((P0, 7),)),
+    _of("both abort", Scene(rooms=2, granted=True), copies=1, aborts=((D, 7), (P0, 8))),
+    _of("a number is used again", Scene(again=(7,)), again=(7,), aborts=((D, 7),), losses=1, copies=1, overtakings=1),
+    # Somebody is silent.
+    _of("a writer is paused", Scene(), pauses=(P0,), losses=1, copies=1),
+    _of("a writer is paused twice", Scene(granted=True), pauses=(P0, P0)),
+    _of("one of two writers is paused", Scene(writers=2, ring=1), pauses=(P0,)),
+    _of("a writer of two rooms is paused", Scene(rooms=2), pauses=(P0,)),
+    _of("a writer of two rooms with a rest is paused", Scene(rooms=2, ring=3, granted=True), pauses=(P0,)),
+    _of("the reader is paused", Scene(rooms=2), pauses=(D,)),
+    _of("both sides are paused", Scene(), pauses=(D, P0)),
+    _of("a writer is given up that is well", Scene(rooms=2), deaf=((D, P0),), losses=1),
+    _of("the reader is given up that is well", Scene(rooms=2), deaf=((P0, D),), losses=1),
+    _of("each gives the other up", Scene(rooms=2), deaf=((D, P0), (P0, D))),
+    _of("paused and aborted", Scene(granted=True), pauses=(P0,), aborts=((D, 7),), losses=1),
+    # Somebody ends.
+    _of("a writer is killed", Scene(writers=2, ring=1), kills=(P0,)),
+    _of("a writer is killed while paused", Scene(rooms=2), kills=(P0,), pauses=(P0,)),
+    _of("a writer starts anew", Scene(revived=(P0,)), kills=(P0,), restarts=(P0,), losses=1),
+    _of("a writer of two rooms starts anew", Scene(rooms=2, granted=True, revived=(P0,)), kills=(P0,), restarts=(P0,)),
+    _of("the reader is killed", Scene(writers=2, ring=1), kills=(D,)),
+    _of("the reader starts anew", Scene(revived=(D,)), kills=(D,), restarts=(D,), losses=1),
+    _of("the reader of two rooms starts anew", Scene(rooms=2, granted=True, revived=(D,)), kills=(D,), restarts=(D,)),
+    _of("a writer leaves", Scene(writers=2, ring=1), leaves=(P0,)),
+    _of("the reader leaves", Scene(rooms=2), leaves=(D,), losses=1),
+)
+
+LARGE = (
+    _of("2 rooms with a rest, 1 writer, paused", Scene(rooms=2, ring=3), pauses=(P0,), losses=1, early=1),
+    _of("2 rooms, 2 writers", Scene(rooms=2, writers=2, ring=3), losses=1, copies=1, overtakings=1),
+    _of("3 rooms, 2 writers", Scene(rooms=3, writers=2, ring=4, granted=True), losses=1),
+    _of("3 rooms, 1 writer", Scene(rooms=3, ring=4), losses=1, early=1, aborts=((D, 7),)),
+    _of("2 rooms, 2 writers, aborts", Scene(rooms=2, writers=2, ring=3), losses=1, aborts=((D, 7), (P0, 8))),
+    _of("2 rooms, 2 writers, one paused", Scene(rooms=2, writers=2, ring=3), losses=1, pauses=(P0,)),
+    _of("2 rooms, 2 writers, reader paused", Scene(rooms=2, writers=2, ring=3), losses=1, pauses=(D,)),
+    _of(
+        "2 rooms, 2 writers, one paused, the other given up",
+        Scene(rooms=2, writers=2, ring=4, granted=True),
+        pauses=(P0,),
+        deaf=((D, P1),),
+    ),
+    _of(
+        "2 rooms, 2 writers, a writer starts anew",
+        Scene(rooms=2, writers=2, ring=3, revived=(P0,)),
+        kills=(P0,),
+        restarts=(P0,),
+        pauses=(P0,),
+    ),
+    _of(
+        "2 rooms, 2 writers, the reader starts anew",
+        Scene(rooms=2, writers=2, ring=3, revived=(D,)),
+        losses=1,
+        kills=(D,),
+        restarts=(D,),
+    ),
+)

@@ -1,0 +1,185 @@
+"""What a state is: a generic walk over everything that an object holds, so that no new field can be forgotten.
+
+Two machines are in the same state when their walks are equal. A field is left out only when it stands in `IRRELEVANT`
+with its reason, and the order of a mapping only when it stands in `UNORDERED`; everything else counts. So a mistake
+here costs states, unless it is one in these two tables.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from enum import Enum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+_TOLD = "telemetry: written, never read by the protocol"
+_GIVEN = "fixed for the agent's life, which is named by its incarnation"
+_INTRODUCED = "said by the peer in its introduction, which its incarnation stands for"
+_PLANNED = "computed from the opening, which the nonce stands for"
+
+IRRELEVANT: dict[str, dict[str, str]] = {
+    "Machine": {
+        "telemetry": _TOLD,
+        "rank": _GIVEN,
+        "timing": _GIVEN,
+        "now_ns": "time stands still",
+        "_actions": "taken by the caller of handle()",
+        "_events": _GIVEN,
+        "_messages": _GIVEN,
+    },
+    "PrefillRooms": {
+        "_holds_back": _GIVEN,
+        "_layers": _GIVEN,
+        "_components": _GIVEN,
+        "_choose": _GIVEN,
+        "_fallback": _GIVEN,
+    },
+    "Peer": {
+        "timing": _GIVEN,
+        "who": _INTRODUCED,
+        "inputs": _INTRODUCED,
+        "wire": _INTRODUCED,
+        "at": _INTRODUCED,
+        "rtt_ns": _TOLD,
+        "errors_total": _TOLD,
+        "last_error": _TOLD,
+        "watermark_sent": _TOLD,
+    },
+    "Gate": {"heard_ns": _TOLD},
+    "Ring": {"high_water_bytes": _TOLD, "size_bytes": _GIVEN},
+    "RecvRoom": {
+        "record": _TOLD,
+        "opening": "named by room and nonce; completed once, together with the legs",
+        "pages": _PLANNED,
+        "prefix_pages": _PLANNED,
+        "shares": _PLANNED,
+        "cells": _PLANNED,
+        "wanted": _PLANNED,
+        "writers": _PLANNED,
+    },
+    "SendRoom": {"record": _TOLD, "spans": _TOLD},
+    "Leg": {
+        "reader": _PLANNED,
+        "shares": _PLANNED,
+        "cells": _PLANNED,
+        "dst_pages": _PLANNED,
+        "prefix_pages": _PLANNED,
+        "total_pages": _PLANNED,
+        "planned": _PLANNED,
+        "prefill_only": _PLANNED,
+        "_firsts": _PLANNED,
+    },
+    "Part": {"chunk": "named by the key", "share": "named by the key", "nbytes": "named by the key"},
+    "Final": {"share": "named by the key", "dst": _PLANNED},
+    "Ledger": {"forwards": _TOLD},
+    "Tombstones": {"_lifetime_ns": _GIVEN, "_capacity": _GIVEN},
+    "Witness": {
+        "shape": _GIVEN,
+        "decode": _GIVEN,
+        "instances": _GIVEN,
+        "chunk_pages": _GIVEN,
+        "source": "what the engines' pages hold, the same from the start",
+        "items": "what the engines' state items hold, the same from the start",
+        "sent_failures": "for the words of a complaint",
+        "paths": _TOLD,
+        "cut": _TOLD,
+    },
+    "Expected": {
+        "pages": "named by room and nonce",
+        "prefix_pages": "named by room and nonce",
+        "total_pages": "named by room and nonce",
+        "items": "named by room and nonce",
+        "failure": "for the words of a complaint",
+    },
+}
+
+# Mappings that are looked up by key, and never walked in an order that anybody could see.
+UNORDERED: dict[str, frozenset[str]] = {
+    "PrefillRooms": frozenset({"_ended"}),
+    "Tombstones": frozenset({"_graves"}),  # they do not expire here
+    "RecvRoom": frozenset({"landed", "scattered", "granted"}),
+    "StagingBook": frozenset({"_by_part", "_by_room"}),
+    "Witness": frozenset({"rooms", "sent", "ring_bytes", "queued", "lives"}),
+    "Expected": frozenset({"written"}),
+}
+
+_ATOMS = frozenset({int, str, bytes, bool, float, type(None)})
+
+
+class Walk:
+    """Turns objects into values that are equal when the objects are; `named` gives an object's name where it has one.
+
+    Objects that can change are numbered as they are met, so that one object in two places differs from two equal ones.
+    """
+
+    def __init__(self, named: Callable[[object], Hashable | None] = lambda value: None) -> None:
+        self._named = named
+        self._plans: dict[type, tuple[tuple[str, bool], ...]] = {}
+        self._met: dict[int, int] = {}
+
+    def of(self, value: Any) -> Hashable:
+        self._met = {}
+        return self._of(value)
+
+    def _of(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value  # type: ignore[no-any-return]
+        name = self._named(value)
+        if name is not None:
+            return name
+        if isinstance(value, Enum):
+            return value.value  # type: ignore[no-any-return]
+        if isinstance(value, tuple):
+            return tuple([self._of(entry) for entry in value])
+        if isinstance(value, frozenset):
+            return frozenset([self._of(entry) for entry in value])
+        if isinstance(value, np.ndarray):
+            return value.tobytes()
+        if isinstance(value, msgspec.Struct):
+            return kind.__name__, tuple([self._of(getattr(value, field)) for field in value.__struct_fields__])
+        if isinstance(value, range):
+            return value.start, value.stop
+        number = self._met.get(id(value))
+        if number is not None:
+            return "again", number
+        self._met[id(value)] = len(self._met)
+        return self._changing(value, kind, ordered=True)
+
+    def _changing(self, value: Any, kind: type, *, ordered: bool) -> Hashable:
+        if isinstance(value, dict):
+            entries = [(self._of(key), self._of(entry)) for key, entry in value.items()]
+            return tuple(entries) if ordered else frozenset(entries)
+        if isinstance(value, list | deque):
+            return tuple([self._of(entry) for entry in value])
+        if isinstance(value, set):
+            return frozenset([self._of(entry) for entry in value])
+        plan = self._plans.get(kind)
+        if plan is None:
+            plan = self._plans[kind] = plan_of(kind, value)
+        parts: list[Hashable] = []
+        for field, in_order in plan:
+            entry = getattr(value, field)
+            if in_order:
+                parts.append(self._of(entry))
+            elif isinstance(entry, OrderedDict | dict):
+                self._met.setdefault(id(entry), len(self._met))
+                parts.append(self._changing(entry, dict, ordered=False))
+            else:
+                raise TypeError(f"{kind.__name__}.{field} is no mapping")
+        return tuple(parts)
+
+
+def plan_of(kind: type, value: object) -> tuple[tuple[str, bool], ...]:
+    """The fields of a class that count, and whether the order within them does."""
+    slots = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
+    fields = sorted(slots | vars(value).keys() if hasattr(value, "__dict__") else slots)
+    if not fields:
+        raise TypeError(f"a {kind.__name__} holds nothing that could be compared")
+    names = [base.__name__ for base in kind.__mro__]
+    left_out = {field for name in names for field in IRRELEVANT.get(name, ())}
+    unordered = {field for name in names for field in UNORDERED.get(name, ())}
+    return tuple((field, field not in unordered) for field in fields if field not in left_out)

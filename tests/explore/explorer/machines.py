@@ -1,0 +1,403 @@
+"""The shipped machines as functions: (state, event) → (state, what is to be done), each computed once.
+
+A state is a number. Its machine is kept frozen, and is thawed when it meets an event for the first time.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+from oracle import Broken, Write, place_of
+from simulation import SECOND, direct, staged
+
+from explorer.canonical import Walk
+from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.shape import ModelShape, Segment
+from kvctl_agent.layout.share import Share
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.prefill import PrefillMachine
+from kvctl_agent.protocol.tag import Tag
+
+NOW_NS = SECOND  # as in a world before its first tick
+# How long ago a peer was heard: lately, longer ago than the lease lasts, suspect, lost.
+AGES = (0, 3, 5, 9)
+TIMING = Timing(
+    heartbeat_ns=0,
+    suspect_ns=4,
+    lost_ns=8,
+    resend_ns=0,
+    bootstrap_ns=1 << 60,
+    waiting_ns=1 << 60,
+    revoke_ns=0,
+)
+FAILURE: Failure = {"rank": "somebody", "code": "ABORTED", "at_ns": 0, "text": "for some reason"}
+
+
+class _Record:
+    """What the machines ask of a room's record."""
+
+    def __init__(self, nonce: int) -> None:
+        self.nonce = nonce
+        self.planned = self.sent = self.landed = self.scattered = self.parked = self.pages = 0
+        self.peers: list[str] = []
+        self.forward_begun_at: int | None = None
+        self.forward_done_at: int | None = None
+
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    state = event = finish = fail = _nothing
+
+
+class Silent:
+    """Telemetry that keeps nothing, so that a state is only what the protocol knows."""
+
+    def __init__(self) -> None:
+        self.metrics = self.recorder = self.rooms = self.clock = self
+
+    def open(self, room: int, nonce: int) -> _Record:
+        return _Record(nonce)
+
+    def wall_ns(self, moment_ns: int) -> int:
+        return 0
+
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    add = record = part = finish = _nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Silent], tuple[()]]:
+        return _silent, ()
+
+
+SILENT = Silent()
+
+
+def _silent() -> Silent:
+    return SILENT
+
+
+class _Frozen:
+    """The tables of handlers are made anew when a machine is thawed."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_events", "_messages")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        vars(self)["_events"] = vars(self)["_messages"] = _Handlers(self)
+
+    def failure(self, code: str, text: str) -> Failure:
+        return FAILURE
+
+
+class _Handlers:
+    """The same table, looked up by name."""
+
+    def __init__(self, machine: Any) -> None:
+        self._machine = machine
+
+    def __getitem__(self, kind: type) -> Callable[..., None]:
+        handler: Callable[..., None] = getattr(self._machine, _NAMES[kind])
+        return handler
+
+    def get(self, kind: type) -> Callable[..., None] | None:
+        return getattr(self._machine, _NAMES[kind], None)
+
+
+def _snake(name: str) -> str:
+    return "on_" + "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+
+
+_NAMES = {kind: _snake(kind.__name__) for kind in (*ev.Event.__subclasses__(), *msg.Message.__subclasses__())}
+
+
+class FrozenPrefill(_Frozen, PrefillMachine):
+    pass
+
+
+class FrozenDecode(_Frozen, DecodeMachine):
+    pass
+
+
+Machine = FrozenPrefill | FrozenDecode
+
+
+def machine_of(local: Local, choose: Callable[..., str] = staged) -> Machine:
+    """An agent at the start of its life."""
+    if local.role == "prefill":
+        return FrozenPrefill(local, TIMING, SILENT, choose, direct)  # type: ignore[arg-type]
+    return FrozenDecode(local, TIMING, SILENT)  # type: ignore[arg-type]
+
+
+class _Shared:
+    """Values that nobody changes are kept once for all states."""
+
+    def __init__(self) -> None:
+        self.values: list[object] = []
+        self._places: dict[object, int] = {}
+
+    def keep(self, value: Any) -> tuple[Callable[[int], object], tuple[int]]:
+        key: object = id(value)
+        if isinstance(value, np.ndarray):
+            key = value.tobytes(), value.dtype.str
+        elif isinstance(value, msg.RoomOpen):  # made anew, and the same, whenever the instance is complete
+            key = codec.encode(0, [value])
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = len(self.values)
+            self.values.append(value)
+        return _shared_at, (place,)
+
+
+_shared = _Shared()
+
+
+def _shared_at(place: int) -> object:
+    return _shared.values[place]
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | dict.fromkeys(
+        (
+            np.ndarray,
+            Share,
+            Side,
+            ModelShape,
+            Segment,
+            PlanInputs,
+            Local,
+            Timing,
+            msg.Introduction,
+            msg.RoomOpen,
+            ev.Transfer,
+        ),
+        _shared.keep,
+    )
+
+
+def freeze(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, -1).dump(value)
+    return file.getvalue()
+
+
+def thaw(frozen: bytes) -> Any:
+    return pickle.loads(frozen)
+
+
+class Age(NamedTuple):
+    """Some peers have not been heard for so long; then time passes, or does not (a paused agent)."""
+
+    ages: tuple[tuple[str, int], ...]
+    tick: bool
+
+
+class Knows(NamedTuple):
+    """What the space asks of a machine's state.
+
+    Attributes:
+        idle: it holds nothing of any room.
+        peers: by name: incarnation, whether it may be spoken to, and the age of the silence (an index into AGES).
+    """
+
+    life: int
+    idle: bool
+    peers: dict[str, tuple[int, bool, int]]
+
+
+class Done(NamedTuple):
+    """What became of a machine and what it wants.
+
+    Attributes:
+        raised: legs whose fence this step raised: queued writes of theirs are to be dropped.
+        seen: for the oracle, in order: a number of `Machines.seen`.
+    """
+
+    state: int
+    sends: tuple[tuple[str, bytes, bool], ...] = ()  # peer, frame, whether it is a heartbeat
+    events: tuple[ev.Event, ...] = ()  # for itself
+    writes: tuple[tuple[int, bool], ...] = ()  # number of the write, whether its fence is raised already
+    scatters: tuple[int, ...] = ()
+    raised: frozenset[tuple[str, int, int]] = frozenset()
+    seen: int = 0
+
+
+Seen = tuple[Any, ...]
+
+
+class Machines:
+    """All states of all machines that were met so far."""
+
+    def __init__(self) -> None:
+        self.writes: list[Write] = []
+        self.scatters: list[ev.Scatter] = []
+        self.knows: list[Knows] = []
+        self.seen: list[tuple[Seen, ...]] = []
+        self.computed = 0
+        self._write_numbers: dict[Hashable, int] = {}
+        self._scatter_numbers: dict[Hashable, int] = {}
+        self._seen_numbers: dict[Hashable, int] = {}
+        self._frozen: list[bytes] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._done: dict[tuple[int, Hashable], Done | None] = {}
+        self._walk = Walk(_name)
+        self.see(())
+
+    def number(self, machine: Machine) -> int:
+        """The number of this machine's state."""
+        key = type(machine), self._walk.of(machine)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._frozen)
+            self._frozen.append(freeze(machine))
+            self.knows.append(_knows(machine))
+        return number
+
+    def machine(self, state: int) -> Machine:
+        """A machine in this state, to do with as one likes."""
+        machine: Machine = thaw(self._frozen[state])
+        return machine
+
+    def step(self, state: int, key: Hashable, events: tuple[ev.Event | Age, ...]) -> Done | None:
+        """Feed one or more events, for which `key` stands; None where the engine may not make this call now.
+
+        Raises:
+            Broken: a part was ordered without a lease.
+        """
+        place = state, key
+        try:
+            return self._done[place]
+        except KeyError:
+            done = self._done[place] = self._compute(state, events)
+            return done
+
+    def _compute(self, state: int, events: tuple[ev.Event | Age, ...]) -> Done | None:
+        self.computed += 1
+        machine = self.machine(state)
+        name = machine.local.name
+        legs = list(machine._legs.values()) if isinstance(machine, FrozenPrefill) else []
+        down = [leg for leg in legs if not leg.fence.raised]
+        actions: list[ev.Action] = []
+        seen: list[Seen] = []
+        for event in events:
+            if isinstance(event, Age):
+                for peer, age in event.ages:
+                    machine.peers[peer].heard_ns = NOW_NS - AGES[age]
+                if not event.tick:
+                    continue
+                event = ev.Tick()
+            try:
+                found = machine.handle(event, NOW_NS)
+            except LocalProtocolError:
+                return None
+            if isinstance(event, ev.SendRoom | ev.OpenRoom | ev.SendPages | ev.Finish):
+                seen.append(("called", name, event))
+            seen += self._told(machine, found)
+            actions += found
+        # An order's fence may have been raised after it was given.
+        return Done(
+            self.number(machine),
+            tuple(_send(machine, action) for action in actions if isinstance(action, ev.Send)),
+            tuple(ev.PeerConnected(action.peer) for action in actions if isinstance(action, ev.ConnectPeer)),
+            tuple(
+                (self.order(name, machine.local.incarnation, action), action.fence.raised)
+                for action in actions
+                if isinstance(action, ev.Transfer)
+            ),
+            tuple(self._scatter(action) for action in actions if isinstance(action, ev.Scatter)),
+            frozenset((leg.peer, leg.room, leg.nonce) for leg in down if leg.fence.raised),
+            self.see(tuple(seen)),
+        )
+
+    def see(self, seen: tuple[Seen, ...]) -> int:
+        """The number of what the oracle is shown."""
+        key = tuple((*entry[:-1], id(entry[-1])) if isinstance(entry[-1], ev.Event) else entry for entry in seen)
+        number = self._seen_numbers.get(key)
+        if number is None:
+            number = self._seen_numbers[key] = len(self.seen)
+            self.seen.append(seen)
+        return number
+
+    def _told(self, machine: Machine, actions: list[ev.Action]) -> list[Seen]:
+        name = machine.local.name
+        told: list[Seen] = []
+        for action in actions:
+            if isinstance(action, ev.Transfer):
+                if not machine.peers[action.peer].may_post(NOW_NS):
+                    raise Broken(f"{name} orders {action.key} to {action.peer}, which it has not heard of lately")
+                told.append(("ordered", name, self.order(name, machine.local.incarnation, action)))
+            elif isinstance(action, ev.StateChanged):
+                told.append(("changed", name, action.room, action.state))
+            elif isinstance(action, ev.Released):
+                told.append(("released", name, action.room))
+        return told
+
+    def order(self, name: str, life: int, order: ev.Transfer) -> int:
+        """The number of a write that this agent wants in this life."""
+        pages = order.src_pages.tobytes(), order.dst_pages.tobytes()
+        key = name, life, order.peer, order.path, order.tag, order.grant, pages
+        number = self._write_numbers.get(key)
+        if number is None:
+            number = self._write_numbers[key] = len(self.writes)
+            self.writes.append(Write(name, life, order))
+        return number
+
+    def _scatter(self, action: ev.Scatter) -> int:
+        key = action.serial, action.offset, action.key, action.room, action.nonce, action.pages.tobytes()
+        number = self._scatter_numbers.get(key)
+        if number is None:
+            number = self._scatter_numbers[key] = len(self.scatters)
+            self.scatters.append(action)
+        return number
+
+
+def _name(value: object) -> Hashable | None:
+    """Values that stand for more than is worth comparing."""
+    if isinstance(value, Local):
+        return value.name, value.incarnation
+    if isinstance(value, ev.Transfer):
+        return value.peer, value.tag, value.path, value.grant
+    return None
+
+
+def _knows(machine: Machine) -> Knows:
+    if isinstance(machine, FrozenDecode):
+        book = machine.book
+        idle = not (machine.rooms or len(book) or book.ring.used_bytes or book.quarantined_bytes)
+        idle = idle and not book.gates_somebody
+    else:
+        idle = not (machine.open_rooms or machine.rooms or machine.parked())
+    peers = {
+        peer.name: (peer.incarnation, peer.usable, AGES.index(NOW_NS - peer.heard_ns) if peer.usable else 0)
+        for peer in machine.peers.values()
+    }
+    return Knows(machine.local.incarnation, idle, peers)
+
+
+def _send(machine: Machine, action: ev.Send) -> tuple[str, bytes, bool]:
+    message = action.message
+    beats = isinstance(message, msg.Heartbeat)
+    if isinstance(message, msg.Heartbeat):  # its times are of no consequence
+        message = msg.Heartbeat(1, 0, 0, message.watermark)
+    return action.peer, codec.encode(machine.local.incarnation, [message]), beats
+
+
+def role_of(name: str) -> str:
+    return place_of(name).role
+
+
+def arrived(tag: bytes) -> ev.Arrived:
+    return ev.Arrived(Tag.unpack(tag), NOW_NS)

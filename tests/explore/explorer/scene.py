@@ -1,0 +1,134 @@
+"""Small worlds to start from: some rooms, some writers, a ring that is too small for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from simulation import SHAPE, World, registry, staged
+
+from explorer.machines import SILENT, TIMING, Machine, machine_of
+from explorer.space import Start
+from kvctl_agent.layout.shape import StateShape
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.local import Local
+
+REVIVED = 99  # the room that is sent after a restart
+
+Calls = tuple[str, tuple[ev.Event, ...]]  # agent, what its engine calls at once
+
+
+class _World(World):  # type: ignore[misc]
+    """The simulated world, as far as it is needed to come to the start."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(timing=TIMING, make_telemetry=lambda name, role: SILENT, **options)
+
+    def _machine(self, local: Local) -> Machine:
+        return machine_of(local, self.choose)
+
+    def _act(self, name: str, action: ev.Action) -> None:
+        if isinstance(action, ev.Send) and isinstance(action.message, msg.Heartbeat):
+            return
+        super()._act(name, action)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Rooms 7, 8, … that are opened at all writers; their forwards are yet to come.
+
+    Attributes:
+        ring: units; a part of one page is one unit with two writers and two with one.
+        asked: the engines have announced the rooms and asked for staging; else that is yet to come as well.
+        granted: the grants have arrived too.
+        computed: (agent, room) whose forward is done, in this order: their parts are with the workers, or parked.
+        groups: layers in a group; a part of one page and one layer is one unit with one writer.
+        states: items of each state component.
+        cp: context parallel ranks, which share each chunk.
+        again: rooms whose number is opened once more, under another nonce, when its first life is over.
+        revived: agents after whose restart a further room is sent.
+        paths: which path a part takes.
+    """
+
+    rooms: int = 1
+    writers: int = 1
+    ring: int = 2
+    pages: int = 1
+    aux: int = -1
+    opened: bool = True
+    asked: bool = True
+    granted: bool = False
+    computed: tuple[tuple[str, int], ...] = ()
+    groups: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
+    cp: int = 1
+    again: tuple[int, ...] = ()
+    revived: tuple[str, ...] = ()
+    paths: Callable[..., str] = staged
+
+    def start(self) -> Start:
+        """The world at rest, with what its engines have yet to say."""
+        shape = replace(SHAPE, states=tuple(StateShape(f"s{n}", (0, 1), 1, 1, 64) for n in range(len(self.states))))
+        world = _World(
+            prefill=Side(tp=self.writers, cp=self.cp),
+            decode=Side(),
+            shape=shape,
+            cp_mode="all-chunk",
+            ring=self.ring,
+            chunk_pages=self.cp,
+            choose=self.paths,
+        )
+        world.connect()
+        numbers = range(7, 7 + self.rooms)
+        calls: list[Calls] = []
+        for room in numbers:
+            first, nonce = 100 * room, 1000 + room
+            if self.opened:
+                world.receive(room, self.pages, nonce=nonce, first_page=first, aux=self.aux, states=self.states)
+            else:
+                calls.append(self._opening(room, nonce, first))
+        world.flush()
+        forwards = [found for room in numbers for found in self._forwards(world, room)]
+        if self.asked:
+            for name, events in forwards:
+                for event in events[:2]:
+                    world.feed(name, event)
+            forwards = [(name, events[2:]) for name, events in forwards]
+        if self.granted:
+            world.flush()
+        for name, room in self.computed:
+            found = next(entry for entry in forwards if entry[0] == name and _room(entry) == room)
+            forwards.remove(found)
+            for event in found[1]:
+                world.feed(name, event)
+        calls += forwards
+        again = {
+            room: (self._opening(room, 2000 + room, 100 * room + 50), *self._forwards(world, room))
+            for room in self.again
+        }
+        late = (self._opening(REVIVED, 9000, 9000), *self._forwards(world, REVIVED))
+        told = set(numbers) if self.asked else set()
+        world.sent = {key: state for key, state in world.sent.items() if key[1] in told}
+        rosters = (ev.RosterKnown(registry(0), world.prefill_names),)
+        return Start(world, tuple(calls), dict.fromkeys(self.revived, late), again, self.paths, rosters)
+
+    def _opening(self, room: int, nonce: int, first: int) -> Calls:
+        pages = np.arange(first, first + self.pages, dtype=np.int32)
+        items = tuple(np.arange(first + 7, first + 7 + count, dtype=np.int32) for count in self.states)
+        return "decode-0", (ev.OpenRoom(room, nonce, pages, 0, self.pages, self.aux, registry(0), items),)
+
+    def _forwards(self, world: _World, room: int) -> list[Calls]:
+        """What each prefill engine will call for a room."""
+        world.send(room, self.pages, groups=self.groups, states=self.states)
+        found = [item for item in world.pool if item.kind == "engine"]
+        world.pool = [item for item in world.pool if item.kind != "engine"]
+        return [(item.to, tuple(item.what)) for item in found]
+
+
+def _room(calls: Calls) -> int:
+    first: Any = calls[1][0]
+    return int(first.room)

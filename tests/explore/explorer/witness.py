@@ -1,0 +1,172 @@
+"""The oracle as a function: (what it has seen, what it sees now) → what it has seen then, each computed once.
+
+It is the oracle of the simulated worlds, taught what pauses, kills and new lives add: a write of a dead process may
+land until its death is proven; a write into an earlier life of a reader harms nobody in a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from oracle import Broken, Expected, Oracle, Write, place_of
+
+from explorer.canonical import Walk
+from explorer.machines import Machines, Seen, freeze, thaw
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.tag import Tag
+
+
+class Witness(Oracle):  # type: ignore[misc]
+    """Sees every byte; `lives` are the incarnations of the agents that are there."""
+
+    computed: set[tuple[str, int, int, int]]
+    flying: list[Write]
+
+    def __init__(self, world: Any) -> None:
+        super().__init__(world.shape, world.decode, world.instances, world.chunk_pages)
+        vars(self).update({field: getattr(world, field) for field in vars(self)})
+        self.lives: dict[str, int] = {name: machine.local.incarnation for name, machine in world.machines.items()}
+
+    def life(self, name: str) -> int | None:
+        return self.lives.get(name)
+
+    def see(self, writes: list[Write], scatters: list[ev.Scatter], seen: Seen) -> bool:
+        """Take one thing in; of a write that landed, whether anybody was there to see it."""
+        kind, *what = seen
+        if kind == "called":
+            self.called(*what)
+        elif kind == "ordered":
+            self.ordered(what[0], writes[what[1]].order)
+        elif kind == "changed":
+            self.changed(what[0], ev.StateChanged(what[1], what[2]))
+        elif kind == "released":
+            self.released(*what)
+        elif kind == "begun":
+            self.begun(writes[what[0]])
+        elif kind == "landed":
+            return bool(self.landed(writes[what[0]]))
+        elif kind == "scattered":
+            self.scattered(what[0], scatters[what[1]])
+        elif kind == "killed":
+            self.killed(*what)
+        elif kind == "proven":
+            self.proven(*what)
+        else:
+            self.lives[what[0]] = what[1]
+            self.ring_bytes[what[0]] = {}
+        return False
+
+    def called(self, name: str, event: ev.Event) -> None:
+        if isinstance(event, ev.OpenRoom):
+            items = tuple(numbers.tolist() for numbers in event.states)
+            self.rooms[name, event.room, event.nonce] = Expected(
+                event.room,
+                event.nonce,
+                name,
+                event.pages.tolist(),
+                event.prefix_pages,
+                event.total_pages,
+                event.aux_index,
+                items=items,
+                prefill_only=event.prefill_only,
+            )
+        elif isinstance(event, ev.SendRoom):
+            life = name, event.room
+            self.sent[life] = RoomState.BOOTSTRAPPING
+            self.sent_released.discard(life)
+            self.finished.discard(life)
+            self.computed = {entry for entry in self.computed if entry[:2] != life}
+        else:
+            super().called(name, event)
+
+    def killed(self, name: str) -> None:
+        """A process has ended; what it had in flight may yet land."""
+        flying = self.flying
+        self.forget(name)
+        self.flying = flying
+        del self.lives[name]
+        for leg in [leg for leg in self.queued if leg[0] == name]:
+            del self.queued[leg]
+
+    def proven(self, name: str, life: int) -> None:
+        """Nothing of this life is in flight any more."""
+        self.flying = [write for write in self.flying if (write.writer, write.incarnation) != (name, life)]
+
+    def scattered(self, name: str, action: ev.Scatter) -> None:
+        super().scattered(name, action)
+        # Read once and for all: were it scattered again, it would be missed.
+        held = self.ring_bytes[name]
+        self.ring_bytes[name] = {unit: entry for unit, entry in held.items() if entry[0] != action.serial}
+
+    @property
+    def busy(self) -> frozenset[int]:
+        """Rooms that some engine has not got back."""
+        rooms = [room.room for room in self.rooms.values() if not (room.state.finished and room.released)]
+        sent = [key[1] for key, state in self.sent.items() if not (state.finished and key in self.sent_released)]
+        return frozenset(rooms + sent)
+
+    @property
+    def waiting(self) -> tuple[tuple[str, int], ...]:
+        """(agent, room) whose engine waits for the others to come; only a deadline ends that where they never do."""
+        found = [(room.reader, room.room) for room in self.rooms.values() if room.state is RoomState.BOOTSTRAPPING]
+        found += [key for key, state in self.sent.items() if state is RoomState.BOOTSTRAPPING]
+        return tuple(sorted(found))
+
+
+def aims_at(write: Write) -> int:
+    """The life of its reader that a write was ordered for."""
+    return Tag.unpack(write.order.tag).incarnation
+
+
+class Witnesses:
+    """All that the oracle has come to know so far, in any history."""
+
+    def __init__(self, machines: Machines) -> None:
+        self.busy: list[frozenset[int]] = []
+        self.waiting: list[tuple[tuple[str, int], ...]] = []
+        self._machines = machines
+        self._frozen: list[bytes] = []
+        self._numbers: dict[Hashable, int] = {}
+        self._after: dict[tuple[int, int], tuple[int, bool]] = {}
+        self._walk = Walk(_name)
+
+    def number(self, witness: Witness) -> int:
+        key = self._walk.of(witness)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._frozen)
+            self._frozen.append(freeze(witness))
+            self.busy.append(witness.busy)
+            self.waiting.append(witness.waiting)
+        return number
+
+    def witness(self, state: int) -> Witness:
+        """What is known in this state, to do with as one likes."""
+        witness: Witness = thaw(self._frozen[state])
+        return witness
+
+    def step(self, state: int, seen: int) -> tuple[int, bool]:
+        """See one thing, or several; what `Witness.see` said of the last one.
+
+        Raises:
+            Broken: this must not happen.
+        """
+        place = state, seen
+        after = self._after.get(place)
+        if after is None:
+            witness, answer = self.witness(state), False
+            for entry in self._machines.seen[seen]:
+                answer = witness.see(self._machines.writes, self._machines.scatters, entry)
+            after = self._after[place] = self.number(witness), answer
+        return after
+
+
+def _name(value: object) -> Hashable | None:
+    if isinstance(value, ev.Transfer):
+        return value.peer, value.tag, value.path, value.grant
+    return None
+
+
+__all__ = ["Broken", "Witness", "Witnesses", "aims_at", "place_of"]

@@ -1,0 +1,105 @@
+"""A history in words, one numbered line for each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from explorer.space import Budget, Space, Step
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.tag import Tag
+
+_TOLD = ("room", "nonce", "serial", "chunk", "round", "tail", "of", "drained", "to")
+
+
+def history(space: Space, steps: list[Step]) -> str:
+    """The steps from the space's start on; what they mean depends on the states between them."""
+    state = space.first(space.budgets[0] if space.budgets else Budget())
+    lines: list[str] = []
+    for number, step in enumerate(steps, 1):
+        lines.append(f"{number:>4}. {describe(space, state, step)}")
+        if number < len(steps):
+            there = space.perform(state, step)
+            assert there is not None
+            state = there
+    return "\n".join(lines)
+
+
+def describe(space: Space, state: tuple[int, ...], step: Step) -> str:
+    """One step from this state."""
+    names = space.names
+    if step.channel < 0:
+        who = names[step.agent] if step.agent >= 0 else ""
+        words = {
+            "time": "time passes everywhere",
+            "resume": f"{who} goes on",
+            "resume late": f"{who} goes on, and looks at the clock first",
+            "early": f"time passes at {who}",
+            "deadline": f"{who}: room {step.other} has waited for too long",
+            "abort": f"{who} aborts room {step.other}",
+            "deaf": f"{who} hears nothing from {step.other} for long",
+            "pause": f"{who} is paused",
+            "kill": f"{who} is killed",
+            "leave": f"{who} says good-bye and ends",
+            "restart": f"{who} starts anew",
+            "again": f"the number {step.other} is used for another room",
+        }
+        return words[step.what]
+    kind, to, by = space.channels[step.channel]
+    number = space.contents[state[space.first_channel + step.channel]][step.place]
+    item = space.items[number]
+    if kind == "message":
+        words_ = f"{names[by]} → {names[to]}: {_message(item)}"
+    elif kind == "tag":
+        words_ = f"{names[by]} → {names[to]}: tag, {_tag(item)}"
+    elif kind == "begin":
+        words_ = f"{names[to]} begins to write {_write(space, item[0])}" + (", or would: dropped" if item[1] else "")
+    elif kind == "flight":
+        words_ = f"{names[to]}'s write lands: {_write(space, item)}"
+    elif kind == "scatter":
+        action = space.machines.scatters[item]
+        words_ = f"{names[to]} has scattered {action.key} of room {action.room}, serial {action.serial}"
+    elif kind == "engine":
+        words_ = f"{names[to]}'s engine: {', '.join(map(_call, space.calls_of(number)))}"
+    elif kind == "proof":
+        words_ = f"{names[to]} learns that {names[item[0]]} (incarnation {item[1]}) is dead"
+    else:
+        words_ = f"{names[to]}: {item[0]} {' '.join(map(str, item[2:]))}"
+    how = {"do": "", "lose": "   (lost)", "copy": "   (and will come again)", "overtake": "   (out of turn)"}
+    return words_ + how[step.what]
+
+
+def _message(frame: bytes) -> str:
+    (message,) = codec.decode(frame)[1]
+    fields: dict[str, Any] = msgspec.structs.asdict(message)
+    told = [f"{name} {fields[name]}" for name in _TOLD if name in fields]
+    for many in ("grants", "parts"):
+        told += [
+            "(" + " ".join(f"{key} {value}" for key, value in _short(entry)) + ")" for entry in fields.get(many, ())
+        ]
+    told += [f"({_tag(tag)})" for tag in fields.get("tags", ())]
+    if mark := fields.get("watermark"):
+        told.append(f"watermark {mark}")
+    return " ".join([type(message).__name__, *told])
+
+
+def _short(entry: msgspec.Struct) -> list[tuple[str, Any]]:
+    return list(msgspec.structs.asdict(entry).items())
+
+
+def _tag(data: bytes) -> str:
+    tag = Tag.unpack(data)
+    serial = f" serial {tag.serial}" if tag.serial else ""
+    return f"{tag.kind.name} {tag.key} of room {tag.room} nonce {tag.nonce}{serial}"
+
+
+def _write(space: Space, number: int) -> str:
+    order = space.machines.writes[number].order
+    where = f", ring {order.grant.offset}..{order.grant.end} round {order.grant.round}" if order.grant else ""
+    return f"{_tag(order.tag)} to {order.peer}{where}"
+
+
+def _call(event: ev.Event) -> str:
+    return f"{type(event).__name__}({getattr(event, 'room', '')})"

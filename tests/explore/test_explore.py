@@ -1,0 +1,49 @@
+"""Every history of the small worlds: no byte has two owners, no success has a gap, from anywhere all rooms can end."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from configurations import SMALL, Configuration
+from explorer.search import Bounds, Explored
+
+STATES = 100_000  # that must be explored in all, at least
+BOUND = 200_000  # of one configuration; none comes near it
+
+
+@cache
+def explored(configuration: Configuration) -> Explored:
+    return configuration.explore(Bounds(BOUND))
+
+
+@pytest.mark.parametrize("configuration", SMALL, ids=lambda configuration: configuration.name)
+def test_every_history_is_safe_and_can_end(configuration: Configuration) -> None:
+    found = explored(configuration)
+    assert found.complete
+    assert found.ended > 0
+    assert found.states > 500
+
+
+def test_the_small_worlds_have_more_than_a_hundred_thousand_states(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {configuration.name: explored(configuration) for configuration in SMALL}
+    states = sum(each.states for each in found.values())
+    with capsys.disabled():
+        print()
+        for name, each in found.items():
+            print(f"{name:<52} {each}")
+        print(f"{states:,} states in {sum(each.seconds for each in found.values()):.0f} s")
+    assert states >= STATES
+
+
+def test_the_same_configuration_has_the_same_states_each_time() -> None:
+    configuration = SMALL[1]
+    again = configuration.explore(Bounds(BOUND))
+    assert again._replace(seconds=0) == explored(configuration)._replace(seconds=0)
+
+
+def test_a_search_that_meets_its_bound_says_so() -> None:
+    bounded = SMALL[0].explore(Bounds(1000))
+    assert not bounded.complete
+    assert 1000 <= bounded.states < 1100
+    assert "bounded" in str(bounded)
