@@ -177,6 +177,7 @@ class Soak:
                     "max": served[-1] if served else None,
                 },
             },
+            "starved_s": round(self.traffic.starved_s, 2),
             "leaks": leaks,
             "crashes": [{"rank": each.rank, **each.data} for each in self.traffic.unasked_deaths],
             "not_drained": self._not_drained or None,
@@ -222,6 +223,7 @@ class Soak:
             "ring_used_bytes": now["ring_used_bytes"] if now else None,
             "quarantined_bytes": now["quarantined_bytes"] if now else None,
             "records": now["records"] if now else None,
+            "starved_s": round(self.traffic.starved_s, 2),
             "leaks": leaks,
         }
 

@@ -16,13 +16,16 @@ from kvctl.fleet.failures import FleetError
 from kvctl.fleet.ledger import SUCCESS, Disturbance, Ledger, Room, names
 from kvctl.fleet.router import Choice, Router
 from kvctl.fleet.steady import Event, SteadyFleet
-from kvctl_agent.contract.faults import parse_faults
+from kvctl_agent.contract.faults import FAULTS_BY_NAME, parse_faults
 from kvctl_agent.contract.steady import Abort, Ended, OpenRoom, Released, SendRoom
 
 _TICK_S = 0.05
 _OVERDUE_EVERY_S = 0.5
 # A router hears of a silent rank from its own health checks, not at once.
 _NOTICED_AFTER_S = 1.0
+# This process waits for a moment and gets the processor so much later: then ranks do not get it either.
+_STARVED_S = 0.75
+_LOST = FAULTS_BY_NAME["control-loss"].explains
 
 
 class DeadlineMissed(FleetError):
@@ -37,6 +40,7 @@ class Traffic:
         first_success_ns: by rank, when the first room of its present life succeeded there.
         struck: how often each fault struck, by rank and life.
         unasked_deaths: ends of processes that nobody had killed.
+        starved_s: time that this process waited for a processor, in stretches in which ranks may have been lost.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Traffic:
         self.first_success_ns: dict[str, int] = {}
         self.struck: dict[tuple[str, int], dict[str, int]] = {}
         self.unasked_deaths: list[Event] = []
+        self.starved_s = 0.0
         self._router = Router(
             {name: rank.planned for name, rank in fleet.ranks.items()},
             seed=plan.seed,
@@ -146,7 +151,10 @@ class Traffic:
             self._open_due(now)
         if self._later:
             timeout_s = min(timeout_s, max(0.0, self._later[0][0] - now))
-        for event in self.fleet.poll(timeout_s):
+        before = time.monotonic_ns()
+        events = self.fleet.poll(timeout_s)
+        self._note_starvation(before, timeout_s)
+        for event in events:
             self._take(event)
         if now >= self._overdue_at:
             self._overdue_at = now + _OVERDUE_EVERY_S
@@ -191,6 +199,16 @@ class Traffic:
     def _revive(self, name: str) -> None:
         if down := self._down.pop(name, None):
             down.until_ns = time.monotonic_ns()
+
+    def _note_starvation(self, since_ns: int, waited_s: float) -> None:
+        """A machine that gives nobody the processor makes ranks silent: that explains why others take them for lost."""
+        now_ns = time.monotonic_ns()
+        late_s = (now_ns - since_ns) / 1e9 - waited_s
+        if late_s > _STARVED_S:
+            self.starved_s += late_s
+            # Whoever was silent may be heard of, and given up, a little earlier or later than we were late.
+            lost_ns = round(self.fleet.plan.timings["lost_s"] * 1e9)
+            self.ledger.disturb(Disturbance("starved", None, since_ns - lost_ns, now_ns + lost_ns, _LOST))
 
     # ---- within -------------------------------------------------------------------------------------------------
 

@@ -76,6 +76,9 @@ def blocks(summary: Mapping[str, Any]) -> list[Block]:
         _found("leaks", len(summary["leaks"])),
         _found("crashes", len(summary["crashes"])),
     ]
+    if summary["starved_s"]:
+        text = f"{summary['starved_s']:.1f} s without a processor: what else runs on this machine has cost rooms"
+        lines.append([("starved".ljust(12), "dim"), (text, "yellow")])
     if summary["not_drained"]:
         lines.append([("not drained ".ljust(12), "dim"), (summary["not_drained"], _BAD)])
     lines += [[(finding, _BAD)] for finding in summary["findings"]]

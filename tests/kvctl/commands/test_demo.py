@@ -19,6 +19,7 @@ SUMMARY: dict[str, Any] = {
     "corrupt": 0,
     "faults": {"injected": {"kill": 2, "pause": 3}, "struck": {}},
     "restarts": {"count": 2, "cut_short": 1, "serving_s": {"p50": 1.9, "max": 1.9}},
+    "starved_s": 4.25,
     "leaks": {"decode-0": ["rooms 1"]},
     "crashes": [{"rank": "decode-1", "returncode": -11, "words": "Segmentation fault"}],
     "not_drained": "waited 44 s for this: nothing of any room is left",
@@ -74,6 +75,7 @@ def test_the_summary_names_every_finding():
     assert "faults      kill 2, pause 3" in lines
     assert "restarts    2, 1 of them cut short; serving after 1.9 s, 1.9 s at most" in lines
     assert "hung        1" in lines
+    assert any(line.startswith("starved     4.2 s without a processor") for line in lines)
     assert "crash: decode-1 ended with status -11: Segmentation fault" in lines
     assert "hung: room 5 of 64 tokens" in lines
     assert "evidence    soak-evidence/room-5.json" in lines
