@@ -22,8 +22,7 @@ ATHERIS := atheris==3.0.0
 # Mooncake loads these; NIXL runs without them.
 LIBRARIES := libibverbs1 libnuma1 libcurl4
 PYTEST_ARGS ?=
-# Of `make soak` (and MINUTES of `make fuzz`): how long on each transport, on which, and what decides what happens to whom.
-MINUTES ?= 5
+# Of `make soak`: on which transports, and what decides what happens to whom. MINUTES is 5 on each unless given.
 TRANSPORT ?= nixl mooncake
 SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 
@@ -70,8 +69,8 @@ fuzz: $(STAMP)  ## coverage-guided fuzzing of every reader of outside bytes, MIN
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install $(ATHERIS)
 	@bad=0; \
 	for reader in $(or $(READERS),$$($(BIN)/python tests/fuzz/guided.py)); do \
-		mkdir -p .fuzz/$$reader; echo "fuzz: $$reader for $(MINUTES) min"; \
-		$(BIN)/python tests/fuzz/guided.py $$reader -max_total_time=$$(( $(MINUTES) * 60 )) -max_len=4096 -timeout=10 \
+		mkdir -p .fuzz/$$reader; echo "fuzz: $$reader for $(or $(MINUTES),5) min"; \
+		$(BIN)/python tests/fuzz/guided.py $$reader -max_total_time=$$(( $(or $(MINUTES),5) * 60 )) -max_len=4096 -timeout=10 \
 			-rss_limit_mb=2048 -artifact_prefix=.fuzz/$$reader- .fuzz/$$reader > .fuzz/$$reader.log 2>&1 \
 			&& tail -n 1 .fuzz/$$reader.log && continue; \
 		bad=1; tail -n 30 .fuzz/$$reader.log; \
