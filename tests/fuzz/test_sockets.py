@@ -67,7 +67,8 @@ class TestAdmin:
         handlers: dict[str, Callable[[dict[str, Any]], Any]] = {
             command.name: lambda args: args for command in COMMANDS if command.name not in SERVED_HERE
         }
-        with AdminServer("target", handlers, lambda: {"name": "target", "level": ""}, socket_dir) as server:
+        hello: Any = {"name": "target", "level": ""}
+        with AdminServer("target", handlers, lambda: hello, socket_dir) as server:
             yield server
 
     @MANY

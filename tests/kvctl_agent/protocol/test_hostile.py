@@ -17,7 +17,7 @@ from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.protocol.tag import TAG_BYTES, PartKey, PartKind, Tag
 
 # Numbers that are right, nearly right, and at every edge of a field.
 NUMBERS = [
@@ -107,11 +107,27 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def hostile(draw: st.DrawFn) -> bytes:
-    """A frame with one message of any type, with any fields."""
+    """A frame with one message of any type, with any fields; half of them within their bounds, so that they count."""
     kind = draw(st.sampled_from(msg.Message.__subclasses__()))
     fields = {name: draw(FIELDS.get(name, number)) for name in kind.__struct_fields__}
+    if draw(st.booleans()):
+        fields = {name: value if name in {"room", "nonce"} else _bounded(value) for name, value in fields.items()}
     body = codec._encoder.encode([{"t": kind.__struct_config__.tag, **fields}])
     return codec.MAGIC + bytes(8) + body
+
+
+def _bounded(value: Any) -> Any:
+    """The nearest that every field of this type takes."""
+    match value:
+        case bool() | bytes():
+            return value
+        case int():
+            return value % 2**15
+        case str():
+            return value[:200]
+        case list():
+            return [_bounded(item) for item in value if not isinstance(item, bytes) or len(item) in {0, TAG_BYTES}][:3]
+    return {name: _bounded(item) for name, item in value.items()}
 
 
 def feed(world: World, to: str, by: str, incarnation: int, frame: bytes) -> None:
