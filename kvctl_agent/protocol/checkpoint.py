@@ -61,9 +61,9 @@ def take(machine: Machine, budget_ns: int) -> Checkpoint:
     """Copy what can change of a machine between two of its events.
 
     Raises:
-        TooSlow: it would take longer than `budget_ns`.
+        TooSlow: it would take more than `budget_ns` of the processor's time.
     """
-    walk = _Walk(time.monotonic_ns() + budget_ns)
+    walk = _Walk(time.thread_time_ns() + budget_ns)
     state = {name: walk.value(value) for name, value in vars(machine).items() if name not in _GIVEN}
     return Checkpoint(machine.local, machine.timing, state, walk.nodes, walk.left_out)
 
@@ -167,7 +167,7 @@ class _Walk:
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self.nodes)
-            if number % _LOOK_EVERY == 0 and time.monotonic_ns() > self._deadline_ns:
+            if number % _LOOK_EVERY == 0 and time.thread_time_ns() > self._deadline_ns:
                 raise TooSlow
             self.nodes.append(Node("", (), []))  # the place is taken before what it holds, which may lead back here
             self.nodes[number] = self._node(kind, value)

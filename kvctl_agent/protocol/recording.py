@@ -152,9 +152,10 @@ class InputLog:
         self._crowd = 1 << 62  # open rooms with which a checkpoint is worth a try
 
     def begin(self, machine: _M) -> _M:
-        """From now on the inputs of this machine are taken."""
+        """From now on the inputs of this machine are taken; a new one, which is copied at once."""
         if self._full:
             self._machine = machine
+            self._checkpoint(machine)
         return machine
 
     def asked(self, choose: _F) -> _F:

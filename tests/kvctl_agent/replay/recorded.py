@@ -11,6 +11,7 @@ from kvctl_agent.contract.recording import InputHeader
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.inputs import PLAN_VERSION
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.local import Local
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
 from kvctl_agent.replay.recordings import AgentRecording, Piece
@@ -39,22 +40,21 @@ class Recorded:
         return actions
 
 
-def record(found: World, capacity: int = 1 << 16) -> dict[str, list[InputLog]]:
-    """From now on everything is recorded: by agent, one log for each life."""
-    logs: dict[str, list[InputLog]] = {}
+class RecordedWorld(World):  # type: ignore[misc]
+    """A world in which everything is recorded: `logs` has, by agent, one log for each life."""
 
-    def wrapped(machine: Any) -> Any:
-        log = InputLog(capacity)
+    def __init__(self, *args: Any, capacity: int = 1 << 16, **kwargs: Any) -> None:
+        self.capacity = capacity
+        self.logs: dict[str, list[InputLog]] = {}
+        super().__init__(*args, **kwargs)
+
+    def _machine(self, local: Local) -> Any:
+        machine = super()._machine(local)
+        log = InputLog(self.capacity)
         if hasattr(machine, "_choose"):
             machine._choose, machine._fallback = log.asked(machine._choose), log.asked(machine._fallback)
-        logs.setdefault(machine.local.name, []).append(log)
+        self.logs.setdefault(local.name, []).append(log)
         return Recorded(machine, log)
-
-    make = found._machine
-    found._machine = lambda local: wrapped(make(local))  # type: ignore[method-assign]
-    for name, machine in list(found.machines.items()):
-        found.machines[name] = wrapped(machine)
-    return logs
 
 
 def header(name: str, role: str = "decode", **changes: Any) -> InputHeader:
