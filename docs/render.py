@@ -15,6 +15,7 @@ from kvctl.commands.registry import load
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.config import KEYS, Key
+from kvctl_agent.contract.faults import FAULT_COMMAND
 from kvctl_agent.contract.metrics import METRICS
 
 HERE = Path(__file__).parent
@@ -63,7 +64,7 @@ def admin() -> str:
             ", ".join(f"`{arg.name}`{'' if arg.required else '?'}: {arg.help}" for arg in command.args),
             command.help,
         )
-        for command in COMMANDS
+        for command in (*COMMANDS, FAULT_COMMAND)
     ]
     return page(
         "The admin socket",

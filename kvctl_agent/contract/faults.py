@@ -138,7 +138,7 @@ FAULTS_BY_NAME: dict[str, FaultKind] = {kind.name: kind for kind in FAULTS}
 
 FAULT_COMMAND = Command(
     "fault",
-    "inject a fault into this agent, or end those in force; lists them and how often each struck",
+    "inject faults into this agent, or end those in force; only where it was started with faults allowed",
     Level.ADMIN,
     (
         Arg("spec", "str", "one or more faults of an agent, such as control-loss=5%,write-error=1%"),
