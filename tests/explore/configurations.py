@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from explorer.flow import Budget
 from explorer.scene import Scene
 from explorer.search import Bounds, Explored, explore
-from explorer.space import Budget
 from simulation import Broken, direct, mixed
 
 D, P0, P1 = "decode-0", "prefill-0", "prefill-1"

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from configurations import P0, Configuration, D
+from explorer.flow import Budget
 from explorer.scene import Scene
-from explorer.space import Budget
 from simulation import direct
 
 from kvctl_agent.protocol import gate as gate_module

@@ -2,8 +2,9 @@
 
 What happens is a step: a message is delivered, lost, delivered twice or overtaken, a write begins or lands, a scatter
 ends, an engine calls, an agent pauses, goes on, leaves, is killed, is proven dead or starts anew, time passes. A
-history is a sequence of steps. `space` says which steps a state has, `search` walks them, `witness` is the oracle that
-sees every byte, `machines` runs the shipped machines, `canonical` says when two states are one.
+history is a sequence of steps. `flow` says what a state is, `space` and `lives` which steps it has, `search` walks
+them and `words` tells them; `witness` is the oracle that sees every byte, `machines` runs the shipped machines,
+`frozen` keeps them, `canonical` says when two states are one.
 
 **Why it is fast.** A machine is a function of its state and one event. So its states are numbered, and what it does is
 computed once for each (state, event) and looked up from then on; likewise the oracle. A state of the world is a few

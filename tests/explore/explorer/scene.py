@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from simulation import SHAPE, World, registry, staged
 
-from explorer.machines import SILENT, TIMING, Machine, machine_of
-from explorer.space import Start
+from explorer.flow import Start
+from explorer.frozen import SILENT, TIMING, Machine, machine_of
 from kvctl_agent.layout.shape import StateShape
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from oracle import Broken
 
-from explorer.space import Budget, Space, Start, State, Step
+from explorer.flow import Budget, Start, State, Step
+from explorer.space import Space
 from explorer.words import history
 
 _PROGRESS_S = 10.0
@@ -24,7 +25,6 @@ class Explored(NamedTuple):
         depth: steps of the longest of the shortest histories.
         ended: states in which all is over.
         complete: nothing was left out; else the search met its bound.
-        computed: how often a machine had to be run: all else was known from another history.
     """
 
     states: int
@@ -33,7 +33,6 @@ class Explored(NamedTuple):
     ended: int
     seconds: float
     complete: bool
-    computed: int
 
     def __str__(self) -> str:
         rate = self.states / max(self.seconds, 1e-3)
@@ -101,7 +100,7 @@ def explore(start: Start, budget: Budget, bounds: Bounds) -> Explored:
     _check_liveness(space, graph, unfinished)
     spent = time.monotonic() - begun
     ended = sum(graph.ended)
-    return Explored(len(graph.steps), edges, depth, ended, spent, not unfinished, space.machines.computed)
+    return Explored(len(graph.steps), edges, depth, ended, spent, not unfinished)
 
 
 def _expand(space: Space, graph: _Graph, number: int, state: State, following: list[tuple[int, State]]) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from oracle import Broken, Expected, Oracle, Write, place_of
+from oracle import Expected, Oracle, Write
 
 from explorer.canonical import Walk
-from explorer.machines import Machines, Seen, freeze, thaw
+from explorer.frozen import freeze, thaw
+from explorer.machines import Machines, Seen
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.tag import Tag
 
 
 class Witness(Oracle):  # type: ignore[misc]
@@ -115,11 +115,6 @@ class Witness(Oracle):  # type: ignore[misc]
         return tuple(sorted(found))
 
 
-def aims_at(write: Write) -> int:
-    """The life of its reader that a write was ordered for."""
-    return Tag.unpack(write.order.tag).incarnation
-
-
 class Witnesses:
     """All that the oracle has come to know so far, in any history."""
 
@@ -167,6 +162,3 @@ def _name(value: object) -> Hashable | None:
     if isinstance(value, ev.Transfer):
         return value.peer, value.tag, value.path, value.grant
     return None
-
-
-__all__ = ["Broken", "Witness", "Witnesses", "aims_at", "place_of"]

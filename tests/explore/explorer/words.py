@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from explorer.space import Budget, Space, Step
+from explorer.flow import Budget, Step
+from explorer.space import Space
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.tag import Tag

@@ -1,0 +1,260 @@
+"""What a state of a small world is made of, and what a machine's answer does to it.
+
+A state is a tuple of numbers: each machine's state, what the oracle has seen, who is paused, what may still go wrong,
+and what is in each channel. A channel is a queue (messages and tags between two agents, an agent's own events, the
+parts with its worker) or a heap (writes in flight, scatters, calls of an engine, proofs of death).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from explorer.machines import Age, Done, Machines, role_of
+from explorer.witness import Witnesses
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+
+State = tuple[int, ...]
+Kind = Literal["message", "tag", "event", "begin", "flight", "scatter", "engine", "proof"]
+QUEUES = ("message", "tag", "event", "begin")
+
+
+class Budget(NamedTuple):
+    """How much may still go wrong in one history, beyond the order of things, which is free.
+
+    Attributes:
+        early: Ticks that come to one agent before all else is done.
+        overtakings: of messages, tags or parts by a later one of the same queue.
+        aborts: (agent, room).
+        pauses: agents that stop taking events for any time; their writes in flight may land meanwhile.
+        deaf: (agent, peer): so many heartbeats are lost that this agent gives that peer up, which is well.
+        kills: agents whose process ends at any moment; the proof comes, sooner or later.
+        leaves: agents that close, and say so.
+        restarts: agents that start anew once their process has ended.
+        again: rooms whose number is used once more, when no engine has anything of its first life left; no fault.
+    """
+
+    losses: int = 0
+    copies: int = 0
+    overtakings: int = 0
+    early: int = 0
+    aborts: tuple[tuple[str, int], ...] = ()
+    pauses: tuple[str, ...] = ()
+    deaf: tuple[tuple[str, str], ...] = ()
+    kills: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+    restarts: tuple[str, ...] = ()
+    again: tuple[int, ...] = ()
+
+
+class Channel(NamedTuple):
+    kind: Kind
+    to: int
+    by: int
+
+
+class Step(NamedTuple):
+    """What happens: to an entry of a channel, or to an agent."""
+
+    what: str
+    channel: int = -1
+    place: int = 0
+    agent: int = -1
+    other: Any = None
+
+
+class Start(NamedTuple):
+    """Where the histories begin.
+
+    Attributes:
+        world: a simulated world at rest, but for what is in its pool.
+        calls: (agent, its calls), each of which an engine makes at once, some time.
+        revival: (agent, calls) that engines will make after a restart of that agent.
+        again: likewise for a room whose number is used once more.
+    """
+
+    world: Any
+    calls: tuple[tuple[str, tuple[ev.Event, ...]], ...]
+    revival: dict[str, tuple[tuple[str, tuple[ev.Event, ...]], ...]]
+    again: dict[int, tuple[tuple[str, tuple[ev.Event, ...]], ...]]
+    paths: Callable[..., str]
+    rosters: tuple[ev.RosterKnown, ...]  # what a decode rank knows from its start
+
+
+class Flow:
+    """Numbers for all that a state is made of, and the ways from machines to channels."""
+
+    def __init__(self, start: Start) -> None:
+        world = start.world
+        self.names = tuple(world.machines)
+        self.start = start
+        self.machines = Machines()
+        self.witnesses = Witnesses(self.machines)
+        self.budgets: list[Budget] = []
+        self._budget_numbers: dict[Budget, int] = {}
+        self._budget_after: dict[tuple[int, str, Any], int] = {}
+        self._at = {name: place for place, name in enumerate(self.names)}
+        count = len(self.names)
+        self._oracle, self._paused, self._budget, self.first_channel = count, count + 1, count + 2, count + 3
+        self.channels = self._make_channels()
+        self._channel_at = {channel: place for place, channel in enumerate(self.channels)}
+        self.items: list[Any] = []  # entries of channels, by number
+        self._item_numbers: dict[Any, int] = {}
+        self.contents: list[tuple[int, ...]] = [()]  # of channels, by number
+        self._content_numbers: dict[tuple[int, ...], int] = {(): 0}
+        self._events: dict[int, tuple[ev.Event, ...]] = {}  # by item
+        self._calls: list[tuple[ev.Event, ...]] = []  # kept, so that an id stands for them
+
+    def _make_channels(self) -> list[Channel]:
+        readers = [place for place, name in enumerate(self.names) if role_of(name) == "decode"]
+        writers = [place for place, name in enumerate(self.names) if role_of(name) == "prefill"]
+        found: list[Channel] = []
+        for one in writers:
+            for other in readers:
+                found += [Channel("message", one, other), Channel("message", other, one), Channel("tag", other, one)]
+            found += [Channel("begin", one, one), Channel("flight", one, one)]
+        found += [Channel("scatter", place, place) for place in readers]
+        for place in range(len(self.names)):
+            found += [Channel("event", place, place), Channel("engine", place, place), Channel("proof", place, place)]
+        return found
+
+    # ---- numbers ------------------------------------------------------------------------------------------------
+
+    def _item(self, value: Any) -> int:
+        number = self._item_numbers.get(value)
+        if number is None:
+            number = self._item_numbers[value] = len(self.items)
+            self.items.append(value)
+        return number
+
+    def _content(self, items: tuple[int, ...]) -> int:
+        number = self._content_numbers.get(items)
+        if number is None:
+            number = self._content_numbers[items] = len(self.contents)
+            self.contents.append(items)
+        return number
+
+    def _budget_number(self, budget: Budget) -> int:
+        number = self._budget_numbers.get(budget)
+        if number is None:
+            number = self._budget_numbers[budget] = len(self.budgets)
+            self.budgets.append(budget)
+        return number
+
+    def _spend(self, number: int, what: str, entry: Any = None) -> int:
+        """The budget after one fault."""
+        place = number, what, entry
+        after = self._budget_after.get(place)
+        if after is None:
+            budget = self.budgets[number]
+            left = getattr(budget, what)
+            if isinstance(left, tuple):
+                at = left.index(entry)
+                left = left[:at] + left[at + 1 :]
+            else:
+                left -= 1
+            after = self._budget_after[place] = self._budget_number(budget._replace(**{what: left}))
+        return after
+
+    def _place(self, kind: Kind, to: int, by: int) -> int:
+        return self.first_channel + self._channel_at[Channel(kind, to, by)]
+
+    # ---- channels -----------------------------------------------------------------------------------------------
+
+    def _put(self, state: list[int], place: int, item: int) -> None:
+        content = self.contents[state[place]]
+        kind = self.channels[place - self.first_channel].kind
+        if kind == "message" and item in content:
+            return
+        after = (*content, item)
+        state[place] = self._content(after if kind in QUEUES else tuple(sorted(after)))
+
+    def _take(self, state: list[int], place: int, entry: int) -> int:
+        content = self.contents[state[place]]
+        state[place] = self._content(content[:entry] + content[entry + 1 :])
+        return content[entry]
+
+    def _will_call(self, state: list[int], name: str, calls: tuple[ev.Event, ...]) -> None:
+        if calls not in [known for known in self._calls if known is calls]:
+            self._calls.append(calls)
+        place, at = self._place("engine", self._at[name], self._at[name]), self._at[name]
+        number = self._item(("calls", at, id(calls)))
+        self._events[number] = calls
+        self._put(state, place, number)
+
+    # ---- what machines do -----------------------------------------------------------------------------------------
+
+    def _feed(self, state: list[int], agent: int, key: Any, events: tuple[ev.Event | Age, ...]) -> bool:
+        done = self.machines.step(state[agent], key, events)
+        if done is None:
+            return False
+        state[agent] = done.state
+        if done.seen:
+            self._see(state, done.seen)
+        if done.raised:
+            self._raise_fences(state, agent, done)
+        for number, raised in done.writes:
+            self._put(state, self._place("begin", agent, agent), self._item((number, raised)))
+        for event in done.events:
+            self._put_event(state, agent, event)
+        for number in done.scatters:
+            self._put(state, self._place("scatter", agent, agent), self._item(number))
+        for peer, frame, beats in done.sends:
+            to = self._at[peer]
+            item = self._item(frame)
+            if beats and (state[to] < 0 or self._tells_nothing(state[to], agent, item)):
+                continue
+            self._put(state, self._place("message", to, agent), item)
+        return True
+
+    def _tells_nothing(self, receiver: int, by: int, item: int) -> bool:
+        done = self.machines.step(receiver, ("message", by, item), self._received(by, item))
+        return done is not None and done == Done(receiver)
+
+    def _received(self, by: int, item: int) -> tuple[ev.Event, ...]:
+        events = self._events.get(item)
+        if events is None:
+            incarnation, messages, _ = codec.decode(self.items[item])
+            events = tuple(ev.Received(self.names[by], incarnation, message) for message in messages)
+            self._events[item] = events
+        return events
+
+    def _put_event(self, state: list[int], agent: int, event: ev.Event) -> None:
+        key: Any = type(event).__name__, agent
+        if isinstance(event, ev.PeerConnected):
+            key = (*key, event.peer)
+        elif isinstance(event, ev.PartSent):
+            key = (*key, event.peer, event.room, event.nonce, event.kind, event.key, event.dropped)
+        elif isinstance(event, ev.Scattered):
+            key = (*key, event.serial)
+        number = self._item(key)
+        self._events.setdefault(number, (event,))
+        self._put(state, self._place("event", agent, agent), number)
+
+    def _see(self, state: list[int], seen: int) -> bool:
+        state[self._oracle], answer = self.witnesses.step(state[self._oracle], seen)
+        return answer
+
+    def _raise_fences(self, state: list[int], agent: int, done: Done) -> None:
+        place = self._place("begin", agent, agent)
+        content: list[int] = []
+        for item in self.contents[state[place]]:
+            number, raised = self.items[item]
+            order = self.machines.writes[number].order
+            raised = raised or (order.peer, order.room, order.nonce) in done.raised
+            content.append(self._item((number, raised)))
+        state[place] = self._content(tuple(content))
+
+    def _over(self, state: list[int], number: int, *, dropped: bool) -> None:
+        """A worker is done with a part."""
+        write = self.machines.writes[number]
+        agent = self._at[write.writer]
+        if state[agent] >= 0 and self.machines.knows[state[agent]].life == write.incarnation:
+            order = write.order
+            done = ev.PartSent(order.peer, order.room, order.nonce, order.kind, order.key, {}, dropped)
+            self._put_event(state, agent, done)
+
+    def calls_of(self, item: int) -> tuple[ev.Event, ...]:
+        """What an entry of an engine's channel stands for."""
+        return self._events[item]  # type: ignore[return-value]

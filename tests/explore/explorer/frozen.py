@@ -1,0 +1,191 @@
+"""Machines that can be kept: without telemetry, without time, and frozen in one state."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from simulation import SECOND, direct, staged
+
+from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.shape import ModelShape, Segment
+from kvctl_agent.layout.share import Share
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.prefill import PrefillMachine
+
+NOW_NS = SECOND  # as in a world before its first tick
+# How long ago a peer was heard: lately, longer ago than the lease lasts, suspect, lost.
+AGES = (0, 3, 5, 9)
+TIMING = Timing(
+    heartbeat_ns=0,
+    suspect_ns=4,
+    lost_ns=8,
+    resend_ns=0,
+    bootstrap_ns=1 << 60,
+    waiting_ns=1 << 60,
+    revoke_ns=0,
+)
+FAILURE: Failure = {"rank": "somebody", "code": "ABORTED", "at_ns": 0, "text": "for some reason"}
+
+
+class _Record:
+    """What the machines ask of a room's record."""
+
+    def __init__(self, nonce: int) -> None:
+        self.nonce = nonce
+        self.planned = self.sent = self.landed = self.scattered = self.parked = self.pages = 0
+        self.peers: list[str] = []
+        self.forward_begun_at: int | None = None
+        self.forward_done_at: int | None = None
+
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    state = event = finish = fail = _nothing
+
+
+class Silent:
+    """Telemetry that keeps nothing, so that a state is only what the protocol knows."""
+
+    def __init__(self) -> None:
+        self.metrics = self.recorder = self.rooms = self.clock = self
+
+    def open(self, room: int, nonce: int) -> _Record:
+        return _Record(nonce)
+
+    def wall_ns(self, moment_ns: int) -> int:
+        return 0
+
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    add = record = part = finish = _nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Silent], tuple[()]]:
+        return _silent, ()
+
+
+SILENT = Silent()
+
+
+def _silent() -> Silent:
+    return SILENT
+
+
+class _Frozen:
+    """The tables of handlers are made anew when a machine is thawed."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_events", "_messages")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        vars(self)["_events"] = vars(self)["_messages"] = _Handlers(self)
+
+    def failure(self, code: str, text: str) -> Failure:
+        return FAILURE
+
+
+class _Handlers:
+    """The same table, looked up by name."""
+
+    def __init__(self, machine: Any) -> None:
+        self._machine = machine
+
+    def __getitem__(self, kind: type) -> Callable[..., None]:
+        handler: Callable[..., None] = getattr(self._machine, _NAMES[kind])
+        return handler
+
+    def get(self, kind: type) -> Callable[..., None] | None:
+        return getattr(self._machine, _NAMES[kind], None)
+
+
+def _snake(name: str) -> str:
+    return "on_" + "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+
+
+_NAMES = {kind: _snake(kind.__name__) for kind in (*ev.Event.__subclasses__(), *msg.Message.__subclasses__())}
+
+
+class FrozenPrefill(_Frozen, PrefillMachine):
+    pass
+
+
+class FrozenDecode(_Frozen, DecodeMachine):
+    pass
+
+
+Machine = FrozenPrefill | FrozenDecode
+
+
+def machine_of(local: Local, choose: Callable[..., str] = staged) -> Machine:
+    """An agent at the start of its life."""
+    if local.role == "prefill":
+        return FrozenPrefill(local, TIMING, SILENT, choose, direct)  # type: ignore[arg-type]
+    return FrozenDecode(local, TIMING, SILENT)  # type: ignore[arg-type]
+
+
+class _Shared:
+    """Values that nobody changes are kept once for all states."""
+
+    def __init__(self) -> None:
+        self.values: list[object] = []
+        self._places: dict[object, int] = {}
+
+    def keep(self, value: Any) -> tuple[Callable[[int], object], tuple[int]]:
+        key: object = id(value)
+        if isinstance(value, np.ndarray):
+            key = value.tobytes(), value.dtype.str
+        elif isinstance(value, msg.RoomOpen):  # made anew, and the same, whenever the instance is complete
+            key = codec.encode(0, [value])
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = len(self.values)
+            self.values.append(value)
+        return _shared_at, (place,)
+
+
+_shared = _Shared()
+
+
+def _shared_at(place: int) -> object:
+    return _shared.values[place]
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | dict.fromkeys(
+        (
+            np.ndarray,
+            Share,
+            Side,
+            ModelShape,
+            Segment,
+            PlanInputs,
+            Local,
+            Timing,
+            msg.Introduction,
+            msg.RoomOpen,
+            ev.Transfer,
+        ),
+        _shared.keep,
+    )
+
+
+def freeze(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, -1).dump(value)
+    return file.getvalue()
+
+
+def thaw(frozen: bytes) -> Any:
+    return pickle.loads(frozen)

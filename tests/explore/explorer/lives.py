@@ -1,0 +1,138 @@
+"""Time, and the lives of agents: what passes, pauses, ends, is proven dead and starts anew."""
+
+from __future__ import annotations
+
+import msgspec
+
+from explorer.flow import Channel, Flow, Kind, Start, Step
+from explorer.frozen import AGES, machine_of
+from explorer.machines import Age, role_of
+from kvctl_agent.protocol import events as ev
+
+
+class Lives(Flow):  # type: ignore[misc]
+    """The steps that happen to an agent as a whole."""
+
+    def __init__(self, start: Start) -> None:
+        super().__init__(start)
+        self._locals = [start.world.machines[name].local for name in self.names]
+        self._born: dict[tuple[int, int], int] = {}  # (agent, life) → the state that it begins in
+
+    # ---- time -----------------------------------------------------------------------------------------------------
+
+    def _pass_time(self, state: list[int]) -> None:
+        paused = state[self._paused]
+        aged = [self._aged(state, agent) for agent in range(len(self.names))]
+        for agent, ages in enumerate(aged):
+            if state[agent] < 0:
+                continue
+            tick = not paused >> agent & 1
+            if tick or ages:
+                self._feed(state, agent, ("age", ages, tick), (Age(ages, tick),))
+
+    def _aged(self, state: list[int], agent: int) -> tuple[tuple[str, int], ...]:
+        """Which peers of an agent are silent for longer than before: those that do not speak to it."""
+        if state[agent] < 0:
+            return ()
+        me = self.machines.knows[state[agent]]
+        ages: list[tuple[str, int]] = []
+        for peer, (incarnation, usable, age) in me.peers.items():
+            other = self._at[peer]
+            if not usable or age == len(AGES) - 1:
+                continue
+            if state[other] >= 0 and not state[self._paused] >> other & 1:
+                theirs = self.machines.knows[state[other]]
+                life, speaks, _ = theirs.peers.get(self.names[agent], (0, False, 0))
+                if speaks and life == me.life and theirs.life == incarnation:
+                    continue
+            ages.append((peer, age + 1))
+        return tuple(ages)
+
+    def _early(self, state: list[int], step: Step) -> None:
+        state[self._budget] = self._spend(state[self._budget], "early")
+        self._feed(state, step.agent, ("age", (), True), (Age((), True),))
+
+    def _deaf(self, state: list[int], step: Step) -> None:
+        name, peer = self.names[step.agent], step.other
+        state[self._budget] = self._spend(state[self._budget], "deaf", (name, peer))
+        ages = ((peer, len(AGES) - 1),)
+        self._feed(state, step.agent, ("age", ages, True), (Age(ages, True),))
+
+    def _deadline(self, state: list[int], step: Step) -> None:
+        self._feed(state, step.agent, ("abort", step.other), (ev.AbortRoom(step.other, "its deadline"),))
+
+    # ---- lives ----------------------------------------------------------------------------------------------------
+
+    def _abort(self, state: list[int], step: Step) -> None:
+        state[self._budget] = self._spend(state[self._budget], "aborts", (self.names[step.agent], step.other))
+        self._feed(state, step.agent, ("abort", step.other), (ev.AbortRoom(step.other, "enough"),))
+
+    def _pause(self, state: list[int], step: Step) -> None:
+        state[self._budget] = self._spend(state[self._budget], "pauses", self.names[step.agent])
+        state[self._paused] |= 1 << step.agent
+
+    def _resume(self, state: list[int], step: Step) -> None:
+        state[self._paused] &= ~(1 << step.agent)
+
+    def _resume_late(self, state: list[int], step: Step) -> None:
+        """It goes on, and sees how late it is before it reads what has come meanwhile."""
+        self._resume(state, step)
+        self._feed(state, step.agent, ("age", (), True), (Age((), True),))
+
+    def _kill(self, state: list[int], step: Step) -> None:
+        state[self._budget] = self._spend(state[self._budget], "kills", self.names[step.agent])
+        self._end(state, step.agent)
+
+    def _leave(self, state: list[int], step: Step) -> None:
+        agent = step.agent
+        state[self._budget] = self._spend(state[self._budget], "leaves", self.names[agent])
+        kinds: tuple[Kind, ...] = ("begin", "flight")
+        busy = [self._place(kind, agent, agent) for kind in kinds if self._has(kind, agent)]
+        drained = not any(state[place] for place in busy)
+        self._feed(state, agent, ("leave", drained), (ev.Leave(drained),))
+        self._end(state, agent)
+
+    def _has(self, kind: Kind, agent: int) -> bool:
+        return Channel(kind, agent, agent) in self._channel_at
+
+    def _end(self, state: list[int], agent: int) -> None:
+        """A process ends. Its writes in flight may yet land; the others will get proof of its death."""
+        life = self.machines.knows[state[agent]].life
+        state[agent] = -life
+        state[self._paused] &= ~(1 << agent)
+        self._see(state, self.machines.see((("killed", self.names[agent]),)))
+        kinds: tuple[Kind, ...] = ("begin", "scatter", "event", "engine", "proof")
+        for kind in kinds:
+            if self._has(kind, agent):
+                state[self._place(kind, agent, agent)] = 0
+        for other in range(len(self.names)):
+            if other != agent and state[other] >= 0 and role_of(self.names[other]) != role_of(self.names[agent]):
+                self._put(state, self._place("proof", other, other), self._item((agent, life)))
+
+    def _prove(self, state: list[int], agent: int, life: int) -> None:
+        """Nothing of that life is in flight, nor will be."""
+        if not self._has("flight", agent):
+            return
+        place = self._place("flight", agent, agent)
+        writes = self.machines.writes
+        left = [item for item in self.contents[state[place]] if writes[self.items[item]].incarnation != life]
+        state[place] = self._content(tuple(left))
+        self._see(state, self.machines.see((("proven", self.names[agent], life),)))
+
+    def _restart(self, state: list[int], step: Step) -> None:
+        agent, name = step.agent, self.names[step.agent]
+        state[self._budget] = self._spend(state[self._budget], "restarts", name)
+        last = -state[agent]
+        self._prove(state, agent, last)
+        life = last + len(self.names)
+        born = self._born.get((agent, life))
+        if born is None:
+            local = msgspec.structs.replace(self._locals[agent], incarnation=life)
+            born = self._born[agent, life] = self.machines.number(machine_of(local, self.start.paths))
+        state[agent] = born
+        self._see(state, self.machines.see((("born", name, life),)))
+        for roster in self.start.rosters if role_of(name) == "decode" else ():
+            self._feed(state, agent, ("roster", roster.instance), (roster,))
+        for caller, calls in self.start.revival.get(name, ()):
+            if state[self._at[caller]] >= 0:
+                self._will_call(state, caller, calls)
