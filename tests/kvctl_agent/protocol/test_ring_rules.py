@@ -1,0 +1,144 @@
+"""The three rules of grants and watermarks that an explicit-state search showed to be necessary."""
+
+from __future__ import annotations
+
+import pytest
+from moments import asked, compute, dropped, give, granted, part, said
+from simulation import UNIT, World
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.ring import Position
+from kvctl_agent.protocol.staging import RegionState
+
+
+class TestSerials:
+    """Never reused within an incarnation; a revoked writer remembers, and an open revoke is answered by its serial."""
+
+    def test_a_grant_up_to_the_revoked_serial_is_ignored_and_a_later_one_is_taken(self) -> None:
+        world = asked(1)
+        grants = granted(world)
+        serial = grants.grants[0].serial
+        give(world, msg.StagingRevoke(7, 1000, 0, 0, 2, serial))
+        assert said(world, "decode-0")[0] == msg.StagingRevoked(7, 1000, serial)
+        give(world, grants)
+        assert part(world).grant is None
+        later = msg.Grant(0, 0, 2, serial + 1, 0, 2 * UNIT, 0)
+        give(world, msg.StagingGrants(7, 1000, [later], grants.watermark))
+        assert part(world).grant == later
+
+    def test_while_a_revoke_is_open_the_part_gets_no_answer_and_afterwards_a_new_serial(self) -> None:
+        world = asked(1)
+        (request,) = said(world, "decode-0")
+        give(world, request, to="decode-0", by="prefill-0")
+        said(world, "prefill-0")
+        (holding,) = world.d().book.holdings()
+        holding.state = RegionState.REVOKING
+        give(world, request, to="decode-0", by="prefill-0")
+        assert said(world, "prefill-0") == []
+        serial = holding.region.serial
+        give(world, msg.StagingRevoked(7, 1000, serial), request, to="decode-0", by="prefill-0")
+        (grants,) = said(world, "prefill-0")
+        assert isinstance(grants, msg.StagingGrants)
+        assert grants.grants[0].serial > serial
+
+    @pytest.mark.parametrize("answer", [msg.StagingRevoked, msg.TooLate])
+    def test_answers_to_a_revoke_that_name_another_serial_are_ignored(self, answer: type[msg.StagingRevoked]) -> None:
+        world = asked(1)
+        granted(world)
+        (holding,) = world.d().book.holdings()
+        give(world, answer(7, 1000, holding.region.serial), to="decode-0", by="prefill-0")
+        assert holding.state is RegionState.GRANTED
+        holding.state = RegionState.REVOKING
+        give(world, answer(7, 1000, holding.region.serial + 1), to="decode-0", by="prefill-0")
+        assert holding.state is RegionState.REVOKING
+        assert len(world.d().book) == 1
+
+    def test_a_writer_whose_tombstone_has_it_says_that_it_is_revoked(self) -> None:
+        """Also of a room that it has buried, and of a revoke that comes again."""
+        world = asked(1)
+        grants = granted(world)
+        serial = grants.grants[0].serial
+        revoke = msg.StagingRevoke(7, 1000, 0, 0, 2, serial)
+        give(world, revoke, revoke)
+        answers = [message for message in said(world, "decode-0") if isinstance(message, msg.StagingRevoked)]
+        assert answers == [msg.StagingRevoked(7, 1000, serial)] * 2
+        world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+        world.settle()
+        give(world, revoke)
+        assert said(world, "decode-0") == [msg.StagingRevoked(7, 1000, serial)]
+
+
+class TestIncarnations:
+    """Grants and watermarks carry the decode incarnation."""
+
+    def test_an_old_watermark_opens_no_new_grants_and_masks_no_new_watermark(self) -> None:
+        world = World(Side(), Side())
+        world.connect()
+        old = world.d().local.incarnation
+        world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 99)))
+        assert world.p().peers["decode-0"].gate.position == Position(9, 512)
+        world.restart("decode-0")
+        world.connect()
+        gate = world.p().peers["decode-0"].gate
+        assert gate.position == Position(0, 0)
+        world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 100)))
+        assert gate.position == Position(0, 0)
+        world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.Watermark(1, 0, 1)))
+        assert gate.position == Position(1, 0)
+
+    def test_an_old_grant_is_not_taken_by_a_room_of_the_new_incarnation(self) -> None:
+        """Same room number, same nonce even: only the incarnation tells the old life's grant."""
+        world = asked(1)
+        stale = granted(world)
+        old = world.d().local.incarnation
+        world.restart("decode-0")
+        world.connect()
+        world.sent_failures.clear()
+        world.receive(7, 1, aux=-1)
+        world.flush()
+        before = dropped(world, "prefill-0", "incarnation")
+        world.feed("prefill-0", ev.Received("decode-0", old, stale))
+        assert dropped(world, "prefill-0", "incarnation") == before + 1
+        legs = [leg for key, leg in world.p()._legs.items() if key.peer == "decode-0"]
+        assert all(one.grant is None for leg in legs for one in leg.parts.values())
+
+
+class TestParkedParts:
+    """A gated part blocks no worker and holds no staging buffer."""
+
+    def test_a_gated_part_is_parked_and_holds_no_place_with_a_worker(self) -> None:
+        world = asked(4, ring=4)
+        world.flush()
+        compute(world, 4)
+        orders = [item for item in world.pool if item.kind == "begin"]
+        assert [order.what.order.key.chunk for order in orders] == [0, 1]
+        assert [parked.key.chunk for _, parked in world.p().parked()] == [2, 3]
+        assert world.p()._legs["decode-0", 7, 1000].in_flight == 2
+
+    def test_writers_with_different_queue_orders_do_not_lock_each_other_out(self) -> None:
+        """Each would wait with one room's part in its only worker for the ring bytes of the other's."""
+        world = World(Side(tp=2), Side(), ring=2, chunk_pages=1)
+        world.connect()
+        for room in (7, 8):
+            world.receive(room, 3)
+        world.flush()
+        for room in (7, 8):
+            world.send(room, 3)
+        calls = {(item.to, item.what[0].room): item.what for item in world.pool}
+        world.pool.clear()
+        (first, second), (later, earlier) = (
+            [calls[name, room] for room in (7, 8)] for name in ("prefill-0", "prefill-1")
+        )
+        # Both ask for room 7 first; the second one's engine then computes room 8 first.
+        for name, call in [
+            *(("prefill-0", call) for call in (*first, *second)),
+            *(("prefill-1", call) for call in (*later[:2], *earlier[:2], *earlier[2:], *later[2:])),
+        ]:
+            world.feed(name, call)
+        before = world.now_ns
+        world.flush()
+        assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
+        assert world.now_ns == before
