@@ -38,8 +38,10 @@ class DecodeMachine(DecodeRooms):
     def on_open_room(self, event: ev.OpenRoom) -> None:
         ev.check_room(event.room)
         ev.check_room(event.nonce)
-        if event.room in self.rooms:
-            raise LocalProtocolError(f"room {event.room} is open already; a room number is used once at a time")
+        if last := self.rooms.get(event.room):
+            if last.state is not RoomState.SUCCESS:
+                raise LocalProtocolError(f"room {event.room} is open already; a room number is used once at a time")
+            self._bury(last)  # our engine is done with it; a rank that does not know yet will ask, and be told
         record = self.telemetry.rooms.open(event.room, event.nonce)
         record.pages = event.total_pages - event.prefix_pages
         self.telemetry.metrics.add("kvctl_rooms_opened_total", 1)

@@ -135,6 +135,9 @@ class DecodeRooms(Machine):
             self.act(ev.Released(room.room))
         elif room.state is not RoomState.SUCCESS or not all(leg.acked for leg in room.legs.values()):
             return
+        self._bury(room)
+
+    def _bury(self, room: RecvRoom) -> None:
         del self.rooms[room.room]
         self._graves.bury(RoomKey("", room.room, room.nonce), room.failure is None, self.now_ns)
         self.telemetry.finish(room.record, self.now_ns)

@@ -323,3 +323,20 @@ def test_a_number_used_again_before_its_writer_is_done_with_it_is_taken_a_little
     world.settle()
     assert again.state is RoomState.SUCCESS
     world.check_empty()
+
+
+def test_a_number_can_be_used_again_before_the_writers_have_acknowledged_how_its_last_life_ended() -> None:
+    world = World(Side(tp=2), Side())
+    world.connect()
+    for life in range(3):
+        room = world.receive(7, 2)
+        world.sent.clear()
+        world.sent_released.clear()
+        world.send(7, 2)
+        while {room.state, *world.sent.values()} != {RoomState.SUCCESS}:
+            world.happen(world.pool.pop(world.ready()[0]))
+        world.pool.clear()  # no Ack arrives
+        assert 7 in world.d().rooms, life
+    world.settle()
+    assert [room.state for room in world.rooms.values()] == [RoomState.SUCCESS] * 3
+    world.check_empty()
