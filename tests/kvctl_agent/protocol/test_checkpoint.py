@@ -1,0 +1,102 @@
+"""Checkpoints: a machine's state is the same after a round trip, whatever it held, and a foreign one is refused."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from scenarios import open_and_compute, world
+from simulation import World
+
+from kvctl_agent.errors import RecordingError, RecordingVersionError
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.checkpoint import TooSlow, build, pack, take, unpack
+from kvctl_agent.protocol.machine import Machine
+
+AGES = 1 << 62
+
+
+def busy(seed: int) -> World:
+    """A world in the midst of things."""
+    dice = random.Random(seed)
+    found = world(dice)
+    for room in range(3):
+        open_and_compute(found, dice, room, late=0.5)
+    found.stir(dice, dice.choice([20, 80, 160]), loss=0.1)
+    found.feed(dice.choice(list(found.machines)), ev.AbortRoom(1, "enough"))
+    found.kill(dice.choice(list(found.machines)), proven=dice.random() < 0.5)
+    found.stir(dice, 60, loss=0.2, delay=0.2)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_machine_made_from_a_checkpoint_is_in_the_same_state_and_does_the_same(seed: int) -> None:
+    found = busy(seed)
+    for name, machine in list(found.machines.items()):
+        data = pack(take(machine, AGES))
+        again: Machine = build(unpack(data), lambda local, timing: found._machine(local))
+        assert pack(take(again, AGES)) == data
+        assert type(again) is type(machine)
+        later = found.now_ns + found.timing.resend_ns
+        mine, theirs = again.handle(ev.Tick(), later), machine.handle(ev.Tick(), later)
+        assert [type(action) for action in mine] == [type(action) for action in theirs], name
+
+
+def test_it_gives_up_when_it_takes_too_long() -> None:
+    found = World(ring=8)
+    found.connect()
+    for room in range(200):
+        found.receive(room, 3)
+    with pytest.raises(TooSlow):
+        take(found.d(), 0)
+
+
+def test_an_idle_machine_is_copied_well_within_what_the_control_loop_allows() -> None:
+    found = World(ring=8)
+    found.connect()
+    for room in range(300):
+        found.receive(room, 1)
+        found.send(room, 1)
+    found.settle()
+    assert len(found.d()._graves) == 300
+    take(found.d(), 20_000_000)  # ten times the log's budget: this machine may be busy
+
+
+def test_the_oldest_tombstones_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvctl_agent.protocol.checkpoint.TOMBSTONES_KEPT", 3)
+    found = World()
+    found.connect()
+    for room in range(5):
+        found.receive(room, 1)
+        found.send(room, 1)
+    found.settle()
+    checkpoint = take(found.d(), AGES)
+    assert checkpoint.left_out == 2
+    again = build(checkpoint, lambda local, timing: found._machine(local))
+    assert [key.room for key in again._graves._graves] == [2, 3, 4]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\x95", msgspec.msgpack.encode([[1, 2], {}, [], 0, {}])])
+def test_garbage_is_no_checkpoint(data: bytes) -> None:
+    with pytest.raises(RecordingError):
+        unpack(data)
+
+
+def test_only_known_classes_are_made() -> None:
+    head = msgspec.msgpack.decode(pack(take(World().d(), AGES)))
+    head[1]["evil"] = ["c", "Popen", [["l", ["true"]]]]
+    with pytest.raises(RecordingVersionError, match="Popen"):
+        unpack(msgspec.msgpack.encode(head))
+
+
+def test_a_checkpoint_of_other_fields_is_of_another_build() -> None:
+    found = World()
+    head = msgspec.msgpack.decode(pack(take(found.d(), AGES)))
+    head[4]["Local"][0] = "title"
+    with pytest.raises(RecordingVersionError, match="its Local differs in name, title"):
+        unpack(msgspec.msgpack.encode(head))
+    less = take(found.d(), AGES)
+    del less.state["rooms"]
+    with pytest.raises(RecordingVersionError, match="differs in rooms"):
+        build(less, lambda local, timing: found._machine(local))

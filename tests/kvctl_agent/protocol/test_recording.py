@@ -1,0 +1,196 @@
+"""The input log: what is kept, what makes room, and what it never does to the machine's thread."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import zlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from simulation import SECOND, World
+
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import recording
+from kvctl_agent.protocol.recording import ACTIONS, RAISED, REFUSED, InputLog, Pieces
+
+
+class Idle:
+    """A machine of which only the log's questions matter."""
+
+    def __init__(self, rooms: int = 0) -> None:
+        self.local, self.timing = "local", "timing"
+        self.open_rooms = rooms
+
+
+def tick_all(log: InputLog, count: int, first: int = 0) -> None:
+    for now_ns in range(first, first + count):
+        log.take(ev.Tick(), now_ns)
+        log.told([])
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Checkpoints are numbers here; with a crowd of more than 10 rooms there is none."""
+    made: list[Any] = []
+
+    def take(machine: Any, budget_ns: int) -> Any:
+        if machine.open_rooms > 10:
+            raise recording.TooSlow
+        made.append(machine.open_rooms)
+        return b"checkpoint"
+
+    monkeypatch.setattr(recording, "take", take)
+    return made
+
+
+def numbers(pieces: Pieces) -> list[tuple[int, int]]:
+    return [(blob["first"], blob["count"]) for blob in pieces.blobs]
+
+
+def test_every_action_has_its_letter() -> None:
+    assert set(ACTIONS) == set(ev.Action.__subclasses__())
+    assert len(set(ACTIONS.values())) == len(ACTIONS)
+    assert not {REFUSED, RAISED, "~"} & set(ACTIONS.values())
+
+
+def test_inputs_come_back_with_what_they_led_to() -> None:
+    log = InputLog(1000)
+    machine = log.begin(World().d())
+    opened = ev.OpenRoom(7, 8, np.arange(3, dtype=np.int32), 0, 3, -1, "registry-9")
+    log.take(opened, 5)
+    log.told(machine.handle(opened, 5))
+    log.take(ev.Tick(), 6)  # being handled
+    checkpoint, inputs = log.pieces(None, None).blobs
+    assert (checkpoint["kind"], inputs["kind"]) == ("checkpoint", "inputs")
+    _, rows = msgspec.msgpack.decode(zlib.decompress(base64.b64decode(inputs["data"])))
+    assert [(row[0], row[1], row[3]) for row in rows] == [(5, "OpenRoom", "=?"), (6, "Tick", "")]
+
+
+def test_the_oldest_generation_goes_when_two_are_full(copies: list[Any]) -> None:
+    log = InputLog(100)
+    log.begin(Idle())  # type: ignore[type-var]
+    tick_all(log, 1000)
+    kept = numbers(log.pieces(None, None))
+    assert len(copies) > 5
+    assert sum(count for _, count in kept) <= 100
+    assert kept[0][1] == 0
+    assert kept[-1][0] + kept[-1][1] == 1000
+    assert log.missed == 0
+
+
+def test_a_checkpoint_waits_for_a_moment_without_rooms(copies: list[Any]) -> None:
+    log = InputLog(4096)
+    machine = Idle()
+    log.begin(machine)  # type: ignore[type-var]
+    machine.open_rooms = 3
+    tick_all(log, 1500)
+    assert copies == [0]
+    machine.open_rooms = 0
+    tick_all(log, 1)
+    assert copies == [0, 0]
+    machine.open_rooms = 3
+    tick_all(log, 2500)  # full: then also with rooms
+    assert copies == [0, 0, 3]
+
+
+def test_where_none_can_be_had_the_recording_has_a_gap_and_says_so(copies: list[Any]) -> None:
+    log = InputLog(100)
+    machine = Idle()
+    log.begin(machine)  # type: ignore[type-var]
+    machine.open_rooms = 11
+    tick_all(log, 500)
+    assert sum(count for _, count in numbers(log.pieces(None, None))) == 100
+    assert log.missed == 400
+    machine.open_rooms = 0
+    tick_all(log, 10)
+    kept = numbers(log.pieces(None, None))
+    assert kept[-2:] == [(500, 0), (500, 10)]
+    assert log.missed == 400
+
+
+def test_bytes_bound_it_too(copies: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MAX_BYTES", 1 << 20)
+    log = InputLog(1 << 16)
+    log.begin(Idle())  # type: ignore[type-var]
+    for number in range(4096):
+        log.take(ev.SendPages(1, np.arange(number, number + 1000, dtype=np.int32), False, 0), number)
+        log.told([])
+    kept = sum(len(blob.data) for generation in log._generations for blob in generation.blobs)
+    assert kept < (1 << 20) + recording.BATCH * 4100
+    assert log.missed == 0
+
+
+def test_pages_go_from_one_to_the_next_and_tell_what_has_gone(copies: list[Any]) -> None:
+    log = InputLog(100)
+    log.begin(Idle())  # type: ignore[type-var]
+    tick_all(log, 60)
+    first = log.pieces(None, None, page_bytes=1)
+    assert len(first.blobs) == 1
+    assert first.next < first.end
+    tick_all(log, 500)
+    second = log.pieces(first.next, first.end, page_bytes=1)
+    assert (second.blobs, second.next, second.end) == ([], first.end, first.end)
+    assert second.dropped == first.end - first.next
+
+
+def test_none_are_kept_where_none_are_wanted() -> None:
+    log = InputLog(0)
+    log.begin(World().d())
+    tick_all(log, 10)
+    assert log.pieces(None, None) == Pieces([], 0, 0, 0)
+    assert log.missed == 10
+
+
+def test_what_cannot_be_written_leaves_a_gap_and_harms_nobody() -> None:
+    log = InputLog(1000)
+    log.begin(World().d())
+    log.take(ev.AbortRoom(1 << 70, "no such number"), 1)
+    log.told([])
+    tick_all(log, 1)
+    _, inputs = log.pieces(None, None).blobs
+    _, rows = msgspec.msgpack.decode(zlib.decompress(base64.b64decode(inputs["data"])))
+    assert [row[1] for row in rows] == ["", "Tick"]
+
+
+def test_a_fault_in_a_checkpoint_ends_the_recording_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(machine: Any, budget_ns: int) -> Any:
+        raise TypeError("a checkpoint cannot hold a Surprise")
+
+    monkeypatch.setattr(recording, "take", take)
+    log = InputLog(100)
+    log.begin(World().d())
+    tick_all(log, 5)
+    assert log.fault == "TypeError: a checkpoint cannot hold a Surprise"
+    assert log.missed == 5
+
+
+def test_a_reader_on_another_thread_sees_whole_pieces_in_order() -> None:
+    log = InputLog(4096)
+    machine = log.begin(World().d())
+    done = threading.Event()
+    seen: list[str] = []
+
+    def read() -> None:
+        while not done.is_set():
+            following = -1
+            for blob in log.pieces(None, None).blobs:
+                if blob["kind"] == "inputs":
+                    _, rows = msgspec.msgpack.decode(zlib.decompress(base64.b64decode(blob["data"])))
+                    if len(rows) != blob["count"] or (following not in (-1, blob["first"])):
+                        seen.append(f"{blob['first']} after {following}: {len(rows)} rows")
+                following = blob["first"] + blob["count"]
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(20_000):
+            event = ev.Tick()
+            log.take(event, SECOND + number)
+            log.told(machine.handle(event, SECOND + number))
+    finally:
+        done.set()
+        reader.join(30)
+    assert not seen
