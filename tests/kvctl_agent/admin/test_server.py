@@ -116,7 +116,7 @@ class TestRefusals:
         self, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         drain = Command("drain", "", Level.OPERATE)
-        monkeypatch.setattr(server_module, "parse_body", lambda _: Request(drain, {}))
+        monkeypatch.setattr(server_module, "parse_body", lambda *_: Request(drain, {}))
         receive = Door.receive
 
         def as_reader(door: Door) -> Asked | None:
