@@ -18,6 +18,9 @@ from kvctl_agent.contract.snapshots import MetricFamily, MetricSample
 
 _Key = tuple[str, tuple[str, ...]]
 
+OTHER = "other"
+_MOST_SERIES = 1024  # some labels are what a peer said: it must not be able to fill our memory with them
+
 
 class _Histogram:
     """Observations of one thread: a count per bucket (the last one above every bound), and their sum."""
@@ -84,7 +87,9 @@ class Metrics:
             counters[key] += value
         except KeyError:
             self._check("counter", name, labels)
-            counters[key] = value
+            if len(counters) >= _MOST_SERIES:
+                key = (name, (OTHER,) * len(labels))
+            counters[key] = counters.get(key, 0) + value
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """Sets a gauge; None means that the value is not known."""

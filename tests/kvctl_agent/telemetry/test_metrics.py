@@ -9,7 +9,7 @@ import pytest
 
 from kvctl_agent.contract.metrics import METRICS, Metric
 from kvctl_agent.contract.snapshots import MetricFamily
-from kvctl_agent.telemetry.metrics import Metrics
+from kvctl_agent.telemetry.metrics import OTHER, Metrics
 
 
 def family(metrics: Metrics, name: str) -> MetricFamily:
@@ -105,6 +105,14 @@ class TestValues:
         metrics.add("kvctl_rooms_opened_total", 1)
         metrics.observe("kvctl_room_seconds", 1)
         assert metrics.snapshot() == metrics.snapshot()
+
+    def test_labels_that_peers_invent_cannot_fill_memory(self) -> None:
+        metrics = Metrics()
+        for number in range(5000):
+            metrics.add("kvctl_room_failures_total", 1, f"code-{number}")
+        assert len(metrics.totals("kvctl_room_failures_total")) < 1100
+        assert metrics.total("kvctl_room_failures_total") == 5000
+        assert metrics.total("kvctl_room_failures_total", OTHER) > 3900
 
 
 class TestThreads:
