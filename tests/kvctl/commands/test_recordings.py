@@ -1,0 +1,202 @@
+"""kvctl record and kvctl replay: what is saved, from whom, what is left when it fails; verdicts and exit codes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.client import recordings, replayer
+from kvctl_agent.contract import recording as form
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.errors import RequestRefused
+
+
+def read(path: Path) -> list[form.Frame]:
+    with path.open("rb") as file:
+        return list(form.frames(file))
+
+
+def test_all_agents_go_into_one_file(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "all.kvrec"
+    outcome = kvctl("-o", "json", "record", "-o", str(path))
+    assert outcome.code == 0
+    rows = json.loads(outcome.out)["data"]
+    assert [(row["agent"], row["inputs"]) for row in rows] == [(name, 40) for name in sorted(fleet)]
+    found = read(path)
+    assert found[0].kind == form.HEAD
+    headers = {frame.about["agent"]: frame.about["header"]["name"] for frame in found if frame.kind == form.AGENT}
+    assert sorted(headers.values()) == sorted(fleet)
+    for number, name in headers.items():
+        blobs = [frame for frame in found if frame.kind == form.BLOB and frame.about["agent"] == number]
+        assert [frame.about["kind"] for frame in blobs] == ["checkpoint", "inputs"]
+        assert form.unpacked(blobs[0].body) == name.encode()
+    assert "decode-1: 7 inputs were not recorded" in outcome.err
+    assert f"kvctl replay {path}" in outcome.err
+    assert [each.name for each in tmp_path.iterdir()] == ["all.kvrec"]
+
+
+def test_agents_are_chosen_as_everywhere(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "some.kvrec"
+    assert kvctl("record", "-o", str(path), "-l", "role=decode").code == 0
+    names = [frame.about["header"]["name"] for frame in read(path) if frame.kind == form.AGENT]
+    assert names == ["decode-0", "decode-1"]
+
+
+def test_nobody_there_leaves_no_file(kvctl: Any, tmp_path: Path) -> None:
+    outcome = kvctl("record", "-o", str(tmp_path / "none.kvrec"))
+    assert outcome.code == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_part_of_a_fleet_is_saved_and_exits_7(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:
+    """One refuses at once; one has told half of it: what there is can be replayed."""
+
+    def refuse(_: Any) -> Any:
+        raise RequestRefused(ErrorCode.NOT_PERMITTED, "inputs needs level operate")
+
+    def half(args: Any) -> Any:
+        if args.get("since"):
+            raise RequestRefused(ErrorCode.INTERNAL, "boom")
+        return canned.inputs("decode-1", 0)
+
+    start("prefill-0")
+    start("decode-0", {"inputs": refuse})
+    start("decode-1", {"inputs": half})
+    path = tmp_path / "some.kvrec"
+    outcome = kvctl("record", "-o", str(path))
+    assert outcome.code == 7
+    assert "decode-0: inputs needs level operate" in outcome.err
+    assert "decode-1: boom" in outcome.err
+    assert len([frame for frame in read(path) if frame.kind == form.AGENT]) == 2
+
+
+def test_an_agent_whose_pages_never_end_is_a_fault(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:
+    start("decode-0", {"inputs": lambda _: canned.inputs("decode-0", 0)})
+    outcome = kvctl("record", "-o", str(tmp_path / "endless.kvrec"))
+    assert outcome.code == 7
+    assert "its pages do not come to an end" in outcome.err
+
+
+def test_a_file_that_cannot_be_made_is_an_error(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    outcome = kvctl("record", "-o", str(tmp_path / "no" / "where.kvrec"))
+    assert outcome.code == 1
+    assert "cannot write" in outcome.err
+
+
+def test_a_full_disk_leaves_neither_part_nor_loss(
+    fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "old.kvrec"
+    path.write_bytes(b"what was there before")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(recordings.os, "fsync", full)
+    outcome = kvctl("record", "-o", str(path))
+    assert outcome.code == 1
+    assert f"cannot write {path}: No space left on device" in outcome.err
+    assert path.read_bytes() == b"what was there before"
+    assert [each.name for each in tmp_path.iterdir()] == ["old.kvrec"]
+
+
+VERDICT = {
+    "agent": "decode-0",
+    "role": "decode",
+    "incarnation": "c0ffee",
+    "inputs": 1234,
+    "rooms": 56,
+    "pieces": 1,
+    "missed": 0,
+    "dropped": 0,
+    "first_at_ns": 1_000_000_000,
+    "last_at_ns": 3_500_000_000,
+    "notes": [],
+    "breach": None,
+    "shrunk": None,
+    "test": "",
+}
+BROKEN = {
+    **VERDICT,
+    "agent": "prefill-0",
+    "notes": ["the recording begins at input 9: what came before is no longer kept"],
+    "breach": {
+        "invariant": "transfer-gated",
+        "text": "KV writer 0 … goes behind the watermark",
+        "number": 77,
+        "at_ns": 2_000_000_000,
+        "room": "12",
+        "story": ["#70 -1.000 ms  SendRoom room=12", "    → StateChanged room=12 state=Bootstrapping"],
+    },
+    "shrunk": {"inputs": 3, "story": ["#77 +0.000 ms  decode-0 says Watermark"], "early": True, "fresh": True},
+    "test": "test_it.py",
+}
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the replaying process says."""
+    asked: list[Any] = []
+
+    def make(reply: dict[str, Any]) -> list[Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            asked.append(json.loads(kwargs["input"]))
+            return subprocess.CompletedProcess(args, 0, json.dumps(reply).encode())
+
+        monkeypatch.setattr(replayer.subprocess, "run", run)
+        return asked
+
+    return make
+
+
+def test_a_clean_recording_exits_0(answer: Any, kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.kvrec"
+    path.touch()
+    asked = answer({"agents": [VERDICT]})
+    outcome = kvctl("replay", str(path), "-o", "table", "--agent", "decode-0", "--no-shrink")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "clean" in outcome.out
+    assert "1,234" in outcome.out
+    assert asked[0]["agents"] == ["decode-0"]
+    assert asked[0]["shrink"] is False
+
+
+def test_a_breach_is_told_with_its_story_and_exits_1(answer: Any, kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.kvrec"
+    path.touch()
+    answer({"agents": [VERDICT, BROKEN]})
+    outcome = kvctl("replay", str(path), "-o", "table", "--write-test", "test_it.py")
+    assert outcome.code == 1
+    for told in ("prefill-0 broke transfer-gated at input 77", "3 inputs are enough", "time was up", "test_it.py"):
+        assert told in outcome.out
+    assert "prefill-0: the recording begins at input 9" in outcome.err
+    document = json.loads(kvctl("replay", str(path), "-o", "json").out)
+    assert document["data"][1]["breach"] == BROKEN["breach"]
+
+
+@pytest.mark.parametrize(
+    ("code", "exits"), [("version", 6), ("unreadable", 1), ("unknown-agent", 2), ("unavailable", 1), ("unwritable", 1)]
+)
+def test_what_cannot_be_replayed_has_its_own_exit(
+    code: str, exits: int, answer: Any, kvctl: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.kvrec"
+    path.touch()
+    answer({"error": {"code": code, "message": "so it is"}})
+    outcome = kvctl("replay", str(path))
+    assert (outcome.code, outcome.out) == (exits, "")
+    assert "so it is" in outcome.err
+
+
+def test_a_file_that_is_no_recording_is_refused_by_the_real_process(kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("what is this")
+    outcome = kvctl("replay", str(path))
+    assert outcome.code == 1
+    assert f"{path}: it is no recording of kvctl" in outcome.err
+    assert kvctl("replay", str(tmp_path / "missing")).code == 2
