@@ -322,7 +322,9 @@ class DecodeRooms(Machine):
         waited = self.now_ns - room.since_ns
         stuck = f"room {room.room} was stuck in {room.state.label} for {waited / 1e9:.1f} s"
         if room.state is RoomState.BOOTSTRAPPING:
-            if waited > self.timing.bootstrap_ns:
+            if not room.legs and waited > self.timing.suspect_ns and (gone := self._gone(room)):
+                self._fail(room, self.failure("KV_PEER_LOST", f"{stuck}: {gone}"))
+            elif waited > self.timing.bootstrap_ns:
                 silent = [leg.peer for leg in room.legs.values() if not leg.accepted]
                 silent = silent or [self._absent(name) for name in self.roster(room.instance) if not self._ready(name)]
                 why = f"not accepted by {', '.join(silent)}"
@@ -351,6 +353,19 @@ class DecodeRooms(Machine):
         who = ", ".join(undrained) or f"a scatter here ({room.gaps()})"
         text = f"room {room.room} failed {waited / 1e9:.1f} s ago and its memory is still held: not drained by {who}"
         self.note("room-undrained", text, "warning", room=room.room)
+
+    def _gone(self, room: RecvRoom) -> str:
+        """A rank of the room's instance that was lost and has not come back soon; "" where there is none.
+
+        Nobody waits for its next life: that will not have heard of the room, which its router sent to this one.
+        """
+        for name in self.roster(room.instance):
+            peer = self.peers.get(name)
+            if peer is None or peer.state is not PeerState.LOST:
+                continue
+            if self.now_ns - peer.heard_ns > self.timing.suspect_ns:
+                return peer.last_error or f"{name} is lost"
+        return ""
 
     def _absent(self, name: str) -> str:
         """A rank that is not ready, and why where that is known."""

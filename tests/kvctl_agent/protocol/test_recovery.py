@@ -270,3 +270,34 @@ def test_a_rank_that_restarts_again_and_again_is_met_each_time_and_costs_only_it
         world.sent.clear()
         world.sent_released.clear()
     world.check_empty()
+
+
+# ---- a room that comes too late ------------------------------------------------------------------------------------
+
+
+def test_a_room_for_an_instance_of_which_a_rank_is_lost_fails_soon_and_says_who() -> None:
+    """The rank's next life will not have heard of the room from its engine: nobody may wait for that."""
+    world = World(Side(tp=2), Side())
+    world.connect()
+    world.kill("prefill-1")
+    late = world.receive(7, 2)
+    pass_time(world, TIMING.suspect_ns // 2)
+    assert late.state is RoomState.BOOTSTRAPPING, "it may be back at once"
+    pass_time(world, TIMING.suspect_ns)
+    assert late.state is RoomState.FAILED
+    assert late.failure["code"] == "KV_PEER_LOST"
+    assert "peer prefill-1 (incarnation" in late.failure["text"]
+    assert late.released
+
+
+def test_a_room_waits_for_a_rank_that_is_back_in_time() -> None:
+    world = World(Side(tp=2), Side())
+    world.connect()
+    world.kill("prefill-1")
+    room = world.receive(7, 2)
+    pass_time(world, TIMING.suspect_ns // 2)
+    world._start("prefill-1")
+    pass_time(world, 2 * TIMING.suspect_ns)
+    world.send(7, 2)
+    world.settle()
+    assert room.state is RoomState.SUCCESS
