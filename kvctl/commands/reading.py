@@ -20,7 +20,7 @@ from kvctl.views.view import View
 from kvctl_agent.contract.admin import socket_dir
 
 Read = Callable[[Survey], Report]
-_START = "kvctl bench --prefill-tp 4 --decode-dp 4 --hold"
+_START = "kvctl demo"
 
 
 def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock_rounds: int = 1) -> NoReturn:

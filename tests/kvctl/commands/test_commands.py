@@ -50,7 +50,7 @@ def test_without_agents_every_command_exits_3_and_json_stays_json(args: tuple[st
     assert outcome.code == 3
     assert json.loads(outcome.out)["schema"].startswith("kvctl.")
     assert "no agent found" in outcome.err
-    assert "kvctl bench --prefill-tp 4 --decode-dp 4 --hold" in outcome.err
+    assert "kvctl demo" in outcome.err
     plain = kvctl(*args)
     assert plain.out == "" or args[0] == "version"
 
