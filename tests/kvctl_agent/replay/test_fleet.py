@@ -1,0 +1,60 @@
+"""A live NIXL fleet, recorded over its admin sockets and replayed in a process of its own, as a person would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.cli import run
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.protocol import recording
+
+ROOMS = 40
+
+
+@pytest.mark.parametrize("record_inputs", [65536, 128])
+def test_what_a_live_fleet_did_is_clean_and_happens_again(
+    record_inputs: int,
+    make_fleet: Any,
+    model: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With few inputs kept, the recordings begin in the midst of a life, at a checkpoint."""
+    monkeypatch.setattr(recording, "BUDGET_NS", 1_000_000_000)  # a busy machine must not make a gap here
+    wide = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=700, layers=2)
+    fleet = make_fleet(
+        "nixl", model=wide, path="staged", chunk_tokens=32, staging_ring_mb=1, record_inputs=record_inputs
+    )
+    fleet.start()
+    rooms = [fleet.receive(fleet.room(1000 + number, 16, aux=1)) for number in range(ROOMS)]
+    for number, room in enumerate(rooms):
+        fleet.claim(room)
+        if number % 5 == 4:
+            next(iter(room.receives.values())).abort("enough")
+        fleet.feed(room, (3, 9))
+    for number, room in enumerate(rooms):
+        ended = room.wait()
+        assert ended <= {RoomState.SUCCESS, RoomState.FAILED}
+        assert number % 5 == 4 or ended == {RoomState.SUCCESS}
+    fleet.settle()
+
+    path = tmp_path / "fleet.kvrec"
+    assert run(["record", "-o", str(path)]) == 0
+    capsys.readouterr()
+    assert run(["replay", str(path), "-o", "json"]) == 0
+    verdicts = json.loads(capsys.readouterr().out)["data"]
+    assert sorted(verdict["agent"] for verdict in verdicts) == ["decode-0", "prefill-0", "prefill-1"]
+    late = [note for verdict in verdicts for note in verdict["notes"]]
+    assert all(note.startswith("the recording begins at input") for note in late), late
+    assert bool(late) == (record_inputs == 128)
+    for verdict in verdicts:
+        assert verdict["breach"] is None
+        assert (verdict["missed"], verdict["dropped"]) == (0, 0)
+        assert verdict["inputs"] > 60
+        if record_inputs > 128:
+            assert verdict["rooms"] == ROOMS
