@@ -80,7 +80,7 @@ def _head(header: InputHeader, short: Shorter) -> list[str]:
 
 def _wrapped(text: str) -> list[str]:
     safe = text.encode("ascii", "backslashreplace").decode().replace("\\", "/").replace('"', "'")
-    return re.findall(r"\S.{0,108}(?:\s|$)|\S{1,109}", safe.replace("\n", " "))
+    return [line.rstrip() for line in re.findall(r"\S.{0,108}(?:\s|$)|\S{1,109}", safe.replace("\n", " "))]
 
 
 def _test(name: str) -> list[str]:

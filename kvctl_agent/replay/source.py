@@ -61,7 +61,7 @@ def tree(value: Any, imports: Imports) -> Tree:
         TypeError: it is none that recordings hold.
     """
     if value is None or isinstance(value, bool | float | str | bytes) or type(value) is int:
-        return repr(value) if not isinstance(value, Enum) else _enum(value, imports)
+        return _literal(value) if not isinstance(value, Enum) else _enum(value, imports)
     if isinstance(value, Enum):
         return _enum(value, imports)
     if isinstance(value, np.ndarray):
@@ -80,7 +80,7 @@ def tree(value: Any, imports: Imports) -> Tree:
     if isinstance(value, list):
         return Call("[", [tree(item, imports) for item in value], "]")
     if isinstance(value, dict):
-        return Call("{", [_with(f"{key!r}: ", tree(item, imports)) for key, item in value.items()], "}")
+        return Call("{", [_with(f"{_literal(key)}: ", tree(item, imports)) for key, item in value.items()], "}")
     raise TypeError(f"a test cannot hold a {type(value).__name__}")
 
 
@@ -105,6 +105,12 @@ def _flat(node: Tree) -> str:
 
 def _with(before: str, node: Tree) -> Tree:
     return before + node if isinstance(node, str) else node._replace(before=before + node.before)
+
+
+def _literal(value: object) -> str:
+    """As `repr` has it, in double quotes where nothing stands against them."""
+    text = repr(value)
+    return text.replace("'", '"') if text[-1:] == "'" and '"' not in text and "\\'" not in text else text
 
 
 def _enum(value: Enum, imports: Imports) -> str:

@@ -40,7 +40,7 @@ class DecodeWatch:
                 self._gone.add(name)
         # Of the serials before the next one nothing is known: their rooms are not judged.
         self._before = machine.book.ring._serial
-        self._ring = RingWatch(self._local.ring_bytes, self._before, doubtful=len(machine.book) > 0)
+        self._ring = RingWatch(self._local.ring_bytes, self._before, doubtful=bool(machine.rooms))
 
     def possible(self, event: ev.Event) -> bool:
         if isinstance(event, ev.Scattered):

@@ -42,7 +42,7 @@ class RingWatch:
     """The ring of one decode rank."""
 
     def __init__(self, size_bytes: int, spent: int, *, doubtful: bool) -> None:
-        """`spent` is the highest serial given before; `doubtful` when some of them may still be held."""
+        """`spent` is the highest serial given before; `doubtful` when there are grants that we do not hear of."""
         self._size_bytes = size_bytes
         self._spent = spent
         self._doubtful = doubtful

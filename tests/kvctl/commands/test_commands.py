@@ -253,7 +253,7 @@ def test_verbose_says_who_was_asked(fleet: Any, kvctl: Any) -> None:
     assert kvctl("status", "-v").err.count("answered in") == 4
 
 
-def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, canned: Any) -> None:
+def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:
     """Runs every reading command and looks at the requests that arrived."""
     seen: dict[str, set[str]] = {}
 
@@ -267,6 +267,7 @@ def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, cann
     start("decode-0", {name: noting(name, handler) for name, handler in canned.answers("decode-0").items()})
     for args in (*READING, ("rooms", "show", canned.ROOM), ("rooms", "--state", "Failed"), ("layers", "--room", "7")):
         kvctl(*args)
+    kvctl("record", "-o", str(tmp_path / "recording"))
     assert seen.keys() == COMMANDS_BY_NAME.keys() - {"hello", "commands", "stacks"}
     for name, used in seen.items():
         assert used <= {arg.name for arg in COMMANDS_BY_NAME[name].args}
