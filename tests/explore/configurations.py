@@ -78,6 +78,15 @@ SMALL = (
     _of("a writer is given up that is well", Scene(rooms=2), deaf=((D, P0),), losses=1),
     _of("the reader is given up that is well", Scene(rooms=2), deaf=((P0, D),), losses=1),
     _of("each gives the other up", Scene(rooms=2), deaf=((D, P0), (P0, D))),
+    _of("paused with aux", Scene(aux=3), pauses=(P0,), losses=1),
+    _of("the reader is paused, with aux", Scene(aux=3), pauses=(D,), losses=1),
+    _of("paused past the ring", Scene(pages=2, paths=direct), pauses=(P0,), losses=1, aborts=((D, 7),)),
+    _of(
+        "paused with some parts past the ring", Scene(ring=1, groups=(1,), paths=mixed), pauses=(P0,), aborts=((D, 7),)
+    ),
+    _of("paused from the first call on", Scene(opened=False, asked=False), pauses=(P0,), losses=1),
+    _of("given up from the first call on", Scene(opened=False, asked=False), deaf=((P0, D), (D, P0)), losses=1),
+    _of("a number is used again by one given up", Scene(again=(7,)), again=(7,), deaf=((P0, D),), losses=1),
     _of("paused and aborted", Scene(granted=True), pauses=(P0,), aborts=((D, 7),), losses=1),
     # Somebody ends.
     _of("a writer is killed", Scene(writers=2, ring=1), kills=(P0,)),
@@ -87,6 +96,7 @@ SMALL = (
     _of("the reader is killed", Scene(writers=2, ring=1), kills=(D,)),
     _of("the reader starts anew", Scene(revived=(D,)), kills=(D,), restarts=(D,), losses=1),
     _of("the reader of two rooms starts anew", Scene(rooms=2, granted=True, revived=(D,)), kills=(D,), restarts=(D,)),
+    _of("both start anew", Scene(revived=(P0,)), kills=(P0, D), restarts=(P0, D)),
     _of("a writer leaves", Scene(writers=2, ring=1), leaves=(P0,)),
     _of("the reader leaves", Scene(rooms=2), leaves=(D,), losses=1),
 )

@@ -117,7 +117,9 @@ class Space(Lives):  # type: ignore[misc]
                 yield Step("resume late", agent=agent), False
         if quiet:
             yield Step("time"), False
-            if budget[-5:] != self.budgets[0][-5:]:  # somebody may never come: gone, or refused for an earlier life
+            first = self.budgets[0]
+            if (budget.kills, budget.leaves, budget.again) != (first.kills, first.leaves, first.again):
+                # Somebody may never come: gone, or refused for the sake of an earlier life of the number.
                 for name, room in self.witnesses.waiting[state[self._oracle]]:
                     yield Step("deadline", agent=self._at[name], other=room), False
         yield from self._faults(state, budget, quiet)
