@@ -2,7 +2,7 @@
 
 `take` runs on the thread that owns the machine and copies only what can change; what cannot (messages, keys, plans,
 page arrays) is kept by reference. `pack` turns that into bytes on any thread, later. Objects that are reached on two
-ways are one object again after `build`. Nothing is pickled: only the classes listed here are written and made again.
+ways are one object again after `build`. Nothing is pickled: classes of `checkpoint_classes` are written, no others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import RecordingError, RecordingVersionError
-from kvctl_agent.protocol.checkpoint_classes import KEPT, LEAVES, STATES, TOMBSTONES_KEPT, names_of
+from kvctl_agent.protocol.checkpoint_classes import KEPT, TOMBSTONES_KEPT, classes, names_of
 from kvctl_agent.protocol.leaves import Leaves
 from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
@@ -98,7 +98,7 @@ def build(checkpoint: Checkpoint, make: Callable[[Local, Timing], Machine]) -> M
 
 def pack(checkpoint: Checkpoint) -> bytes:
     """As bytes; from any thread."""
-    leaves = Leaves(LEAVES)
+    leaves = Leaves(classes().leaves)
 
     def told(value: Any) -> Any:
         if type(value) is Ref:
@@ -122,7 +122,7 @@ def unpack(data: bytes) -> Checkpoint:
     """
     try:
         (local, timing), state, nodes, left_out, fields = msgspec.msgpack.decode(data)
-        leaves = Leaves(LEAVES)
+        leaves = Leaves(classes().leaves)
         leaves.check(fields)
 
         def read(value: Any) -> Any:
@@ -157,10 +157,11 @@ class _Walk:
         self.left_out = 0
         self._numbers: dict[int, int] = {}  # by id; all of them live on in the machine while we walk
         self._deadline_ns = deadline_ns
+        self._leaves = classes().leaves
 
     def value(self, value: Any) -> Any:
         kind = type(value)
-        if kind in LEAVES:
+        if kind in self._leaves:
             return value
         if kind is tuple:
             return tuple([self.value(item) for item in value])
@@ -178,7 +179,7 @@ class _Walk:
             flat: list[Any] = []
             for key, item in value.items():
                 flat.append(key)
-                flat.append(item if type(item) in LEAVES else self.value(item))
+                flat.append(item if type(item) in self._leaves else self.value(item))
             return Node(kind.__name__, (), flat)
         if kind is list:
             return Node("list", (), [self.value(item) for item in value])
@@ -218,7 +219,7 @@ def _shell(node: Node, role: Role) -> Any:
             return Tombstones(node.values[0], node.values[1])
         case "RoomRecord":
             return RoomRecord(0, 0, role, 0, event_limit=0)  # what is not kept is as in a new one
-    return object.__new__(STATES[node.kind])
+    return object.__new__(classes().states[node.kind])
 
 
 def _fill(shell: Any, node: Node, values: list[Any]) -> None:
@@ -240,7 +241,7 @@ def _check(node: Node) -> None:
     """Whether this build has such an object, with these fields."""
     if node.kind in ("dict", "OrderedDict", "list", "set", "deque", "Tombstones"):
         return
-    kind = STATES.get(node.kind)
+    kind = classes().states.get(node.kind)
     if kind is None:
         raise RecordingVersionError(f"recorded by another build: it has a {node.kind!r:.40}")
     names = KEPT.get(kind) or names_of(kind)

@@ -59,7 +59,7 @@ def history(seed: int) -> list[InputLog]:
 def _unfree(ring: Ring, serial: int) -> bool:
     """Also forgets the next oldest one, whoever writes it."""
     moved = _free(ring, serial)
-    if ring._live:
+    if len(ring._live) > 1:
         ring._live.pop(next(iter(ring._live)))
         ring.sequence += 1
     return moved
@@ -92,7 +92,7 @@ MUTANTS: dict[str, tuple[type, str, Any, set[str]]] = {
     "gates stand open": (Gate, "open", lambda gate, round_, end: True, {"transfer-gated"}),
     "no lease": (Peer, "may_post", lambda peer, now_ns: peer.usable, {"transfer-without-lease"}),
     "serials come again": (Ring, "allocate", _reusing, {"serial-reused", "two-owners"}),
-    "the watermark passes what is held": (Ring, "free", _unfree, {"two-owners", "scatter"}),
+    "the watermark passes what is held": (Ring, "free", _unfree, {"two-owners", "scatter", "watermark-back"}),
     "the watermark goes back": (
         Ring,
         "watermark",
