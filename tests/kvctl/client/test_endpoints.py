@@ -72,11 +72,13 @@ def test_a_named_dead_agent_is_a_fault(socket_directory: Path) -> None:
     assert "there is no socket" in fault.message
 
 
-def test_tcp_needs_keys_and_other_schemes_are_unknown(surroundings: None) -> None:
-    with pytest.raises(CliError, match="CURVE keys, not in this version") as refused:
-        discover(["tcp://host:5000"])
+def test_tcp_is_believed_until_it_is_asked_and_other_schemes_are_unknown(surroundings: None) -> None:
+    (endpoint,) = discover(["tcp://host:5000", "tcp://host:5000"]).live
+    assert (endpoint.address, endpoint.path, endpoint.named) == ("tcp://host:5000", None, True)
+    with pytest.raises(CliError, match="write tcp://host:port") as refused:
+        discover(["tcp://host"])
     assert refused.value.code is ExitCode.USAGE
-    with pytest.raises(CliError, match="ipc:// only"):
+    with pytest.raises(CliError, match="http:// is not an address"):
         discover(["http://host"])
     with pytest.raises(CliError, match="107 bytes"):
         discover(["ipc:///" + "x" * 120])
