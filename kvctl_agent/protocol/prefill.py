@@ -13,6 +13,7 @@ from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolEr
 from kvctl_agent.layout.holding import held
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.allowance import Allowance, share_of_ring
 from kvctl_agent.protocol.local import pair
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill_openings import MAX_LEGS, PrefillOpenings
@@ -135,6 +136,9 @@ class PrefillMachine(PrefillOpenings):
     def _part_sent(self, room: SendRoom, leg: Leg, part: Part, moments: dict[str, int]) -> None:
         leg.to_send -= part.layers
         part.state = PartState.SENT
+        if part.path == STAGED:
+            self._allowances[leg.peer].end(part)
+            self._request_next(leg.peer)
         record = room.record
         record.sent = (record.sent or 0) + part.layers
         if room.groups and moments:
@@ -184,6 +188,8 @@ class PrefillMachine(PrefillOpenings):
             self.note("peer-refused", f"{peer_name} refused: {'; '.join(differences)}", "error", peer=peer_name)
             self._say_hello(peer)
         else:
+            share = share_of_ring(inputs, message.who.ring_bytes)
+            self._allowances[peer_name] = Allowance(share)
             theirs = held(inputs.shape, inputs.page_size, inputs.decode, peer.at)
             self.act(ev.ConnectPeer(peer_name, incarnation, message.who, theirs))
 
@@ -220,6 +226,7 @@ class PrefillMachine(PrefillOpenings):
                 return None
             del self.peers[oldest.name]
             self._parked.pop(oldest.name, None)
+            self._allowances.pop(oldest.name, None)
         peer = self.peers[name] = Peer(name, self.timing)
         return peer
 
@@ -278,8 +285,10 @@ class PrefillMachine(PrefillOpenings):
         if held == message.serial:
             part.grant = None
             part.requested = False
+            self._allowances[leg.peer].end(part)
             if room.failure is None:
                 self._request(room, leg)
+            self._request_next(leg.peer)
 
     def on_watermark(self, peer: Peer, message: msg.Watermark) -> None:
         self._hear_watermark(peer, [message.round, message.tail, message.sequence])

@@ -21,6 +21,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.share import Share
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.allowance import Allowance
 from kvctl_agent.protocol.ledger import Ledger, Step
 from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
@@ -69,6 +70,7 @@ class PrefillRooms(Machine):
         self.rooms: dict[int, SendRoom] = {}
         self._legs: dict[RoomKey, Leg] = {}
         self._parked: dict[str, dict[tuple[int, int, PartKey], tuple[Leg, Part]]] = {}
+        self._allowances: dict[str, Allowance] = {}  # by peer
         self._graves: Tombstones[Failure | None] = Tombstones(timing.bootstrap_ns)  # how the room failed, if it did
         self._deadlines_due_ns = 0
         self._aborted: dict[int, tuple[int, Failure]] = {}  # rooms aborted before they were opened: when to believe it
@@ -119,12 +121,21 @@ class PrefillRooms(Machine):
             if not part.path:
                 part.path = self._choose(who, part.share, part.layers, leg.pages_at(part.chunk))
             if part.path == STAGED and not part.requested and part.grant is None:
-                part.requested = True
                 wanted.append(part)
-        if wanted:
-            leg.resend_ns = self.now_ns + self.timing.resend_ns
-            room.record.event("request", self.now_ns, peer=leg.peer)
-            self._send_request(leg, wanted)
+        ready = any(part.state is PartState.READY for part in wanted)
+        if not wanted or not self._allowances[leg.peer].take(leg, wanted, ready=ready):
+            return
+        for part in wanted:
+            part.requested = True
+        leg.resend_ns = self.now_ns + self.timing.resend_ns
+        room.record.event("request", self.now_ns, peer=leg.peer)
+        self._send_request(leg, wanted)
+
+    def _request_next(self, peer: str) -> None:
+        """Something that was asked for is sent, or has come to nothing: others may ask."""
+        allowance = self._allowances[peer]
+        while (leg := allowance.next()) is not None:
+            self._request(self.rooms[leg.room], leg)
 
     def _send_request(self, leg: Leg, parts: list[Part]) -> None:
         specs = [msg.PartSpec(part.key.chunk, part.key.lo, part.key.hi, part.nbytes) for part in parts]
@@ -134,11 +145,13 @@ class PrefillRooms(Machine):
         who = self.peers[leg.peer].who
         assert who is not None
         self._unpark(room, leg, part)
+        self._allowances[leg.peer].end(part)
         part.path = self._fallback(who, part.share, part.layers, leg.pages_at(part.chunk))
         self.telemetry.metrics.add("kvctl_fallbacks_total", 1, reason)
         self.note("fallback", f"{text}: sent by {part.path}", "warning", room=room.room, peer=leg.peer)
         if part.state is PartState.READY:
             self._try(room, leg, part)
+        self._request_next(leg.peer)
 
     def _advance(self, room: SendRoom, leg: Leg, steps: Sequence[Step], at_ns: int) -> None:
         """Some layers of some pages are computed: hand over the parts that this makes ready."""
@@ -161,7 +174,7 @@ class PrefillRooms(Machine):
                     part.ready_ns = at_ns
                     part.state = PartState.READY
                     ready.append(part)
-        if any(not part.path for part in ready):  # they were cut just now
+        if any(not part.path or not (part.requested or part.grant) for part in ready):  # just cut, or waiting to ask
             self._request(room, leg)
         for part in ready:
             self._try(room, leg, part)
@@ -330,10 +343,13 @@ class PrefillRooms(Machine):
             leg.resend_ns = self.now_ns + self.timing.resend_ns
             for part in leg.parts.values():
                 self._unpark(room, leg, part)
+            self._allowances[leg.peer].forget(leg)
             if not leg.failed_acked:
                 self._say_failed(room, leg)
         self._state(room, RoomState.FAILED)
         self._settle(room)
+        for leg in room.legs.values():
+            self._request_next(leg.peer)
 
     def _say_failed(self, room: SendRoom, leg: Leg) -> None:
         failure = room.failure
@@ -417,7 +433,7 @@ class PrefillRooms(Machine):
         if part.state is PartState.PLANNED:
             return "its pages to be computed"
         if part.path == STAGED and part.grant is None:
-            return "a grant"
+            return "a grant" if part.requested else "its turn to ask for staging"
         if part.grant is not None and not self.peers[leg.peer].gate.open(part.grant.round, part.grant.end):
             return "the watermark"
         return "a sign of life from it"

@@ -1,0 +1,86 @@
+"""How much staging a writer may have asked one reader for and not sent yet.
+
+A reader grants what is asked for in the order of asking. Were all parts of a thousand rooms asked for at once, the
+ring would be given to all parts of the first writer that came, then to all of the second one's, and no room would be
+complete before the last lap. With each writer asking for little more than its share of the ring, in the order of its
+rooms, the writers' parts of a room lie close together.
+
+Rooms with parts that are ready have an allowance of their own: those that ask ahead of their forward cannot use it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.protocol.send_room import Leg, Part
+from kvctl_agent.protocol.tombstones import RoomKey
+
+
+def share_of_ring(inputs: PlanInputs, ring_bytes: int) -> int:
+    """One writer's share of a reader's ring, by how many ranks write to it for one room."""
+    prefill, decode = inputs.prefill, inputs.decode
+    writers = prefill.tp * prefill.pp * prefill.cp // (decode.tp * decode.pp)
+    return ring_bytes // max(1, writers)
+
+
+class Allowance:
+    """Towards one reader. A room asks for all of its parts at once, when what was asked for before it allows it."""
+
+    __slots__ = ("_ahead", "_ready", "_share_bytes", "asked_bytes")
+
+    def __init__(self, share_bytes: int) -> None:
+        self._share_bytes = share_bytes
+        self.asked_bytes = 0
+        self._ready: dict[RoomKey, Leg] = {}  # legs that must wait although parts of them are ready, oldest first
+        self._ahead: dict[RoomKey, Leg] = {}  # likewise, of which none is
+
+    def __len__(self) -> int:
+        return len(self._ready) + len(self._ahead)
+
+    def take(self, leg: Leg, parts: Iterable[Part], *, ready: bool) -> bool:
+        """Whether these parts of a leg may be asked for now; else the leg is one of those that `next` gives."""
+        key = _key(leg)
+        if self._allows(ready=ready):
+            self._ready.pop(key, None)
+            self._ahead.pop(key, None)
+            self._count(parts)
+            return True
+        if ready:
+            self._ahead.pop(key, None)
+            self._ready.setdefault(key, leg)
+        elif key not in self._ready:
+            self._ahead.setdefault(key, leg)
+        return False
+
+    def next(self) -> Leg | None:
+        """A leg that had to wait and may ask now: `take` lets it through."""
+        for waiting, ready in ((self._ready, True), (self._ahead, False)):
+            if waiting and self._allows(ready=ready):
+                return waiting.pop(next(iter(waiting)))
+        return None
+
+    def end(self, part: Part) -> None:
+        """This part is sent, or will not be sent through the ring after all."""
+        if part.counted:
+            part.counted = False
+            self.asked_bytes -= part.nbytes
+
+    def forget(self, leg: Leg) -> None:
+        """This leg will ask for nothing any more."""
+        self._ready.pop(_key(leg), None)
+        self._ahead.pop(_key(leg), None)
+        for part in leg.parts.values():
+            self.end(part)
+
+    def _allows(self, *, ready: bool) -> bool:
+        return self.asked_bytes < self._share_bytes * (2 if ready else 1) or self.asked_bytes == 0
+
+    def _count(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            part.counted = True
+            self.asked_bytes += part.nbytes
+
+
+def _key(leg: Leg) -> RoomKey:
+    return RoomKey(leg.peer, leg.room, leg.nonce)
