@@ -248,7 +248,7 @@ class Agent:
                 side, coord = self.local.side, list(self.local.coord)
                 sizes = [side.dp, side.pp, side.cp, side.tp]
                 request = Register(RegisteredRank(self.name, endpoint, self.incarnation, coord, sizes))
-            self._registries = Registries(self._context, self.name, request, self._keys)
+            self._registries = Registries(self._context, request, self._keys)
             undo.callback(self._registries.close)
             for instance in self._instances:
                 self._registries.ask(instance)

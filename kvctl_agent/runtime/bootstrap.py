@@ -6,6 +6,7 @@ Both ends run in their control loops: no thread of their own, no blocking call.
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -53,14 +54,15 @@ class RegistryClient:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
-        name: str,
         request: roster.Request,
         keys: KeyPair | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.roster = roster.Roster([], 0, f"no answer from the registry at {endpoint}")
         self._request = roster.encode(request)
-        self.socket = endpoints.connect(context, endpoint, name.encode(), roster.MAX_REQUEST_BYTES << 8, keys)
+        # Nobody else can know this name: whoever connects to a ROUTER under a name of ours leaves us deaf.
+        identity = secrets.token_hex(16).encode()
+        self.socket = endpoints.connect(context, endpoint, identity, roster.MAX_REQUEST_BYTES << 8, keys)
         self.due_ns = 0
 
     @property
@@ -97,10 +99,9 @@ class Registries:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], name: str, request: roster.Request, keys: KeyPair | None = None
+        self, context: zmq.Context[zmq.Socket[bytes]], request: roster.Request, keys: KeyPair | None = None
     ) -> None:
         self._context = context
-        self._name = name
         self._request = request
         self._keys = keys
         self._clients: dict[str, RegistryClient] = {}
@@ -109,7 +110,7 @@ class Registries:
     def ask(self, endpoint: str) -> None:
         """Ask this one too, from now on; again changes nothing."""
         if endpoint not in self._clients:
-            self._clients[endpoint] = RegistryClient(self._context, endpoint, self._name, self._request, self._keys)
+            self._clients[endpoint] = RegistryClient(self._context, endpoint, self._request, self._keys)
             self.changes += 1
 
     def roster(self, endpoint: str) -> roster.Roster:

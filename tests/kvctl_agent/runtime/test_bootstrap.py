@@ -35,7 +35,7 @@ def ask(zmq_context: Context, endpoint: str) -> Iterator[Ask]:
     clients: list[RegistryClient] = []
 
     def new(name: str, request: Request | None = None) -> RegistryClient:
-        clients.append(RegistryClient(zmq_context, endpoint, name, request or Lookup(name)))
+        clients.append(RegistryClient(zmq_context, endpoint, request or Lookup(name)))
         return clients[-1]
 
     yield new
@@ -161,10 +161,10 @@ class TestSeveralInstances:
         endpoints = [f"ipc://{directory}/boot{number}" for number in range(2)]
         servers = [RegistryServer(zmq_context, endpoint) for endpoint in endpoints]
         ranks = [
-            RegistryClient(zmq_context, endpoint, f"p{number}", rank(0, size=1, name=f"p{number}"))
+            RegistryClient(zmq_context, endpoint, rank(0, size=1, name=f"p{number}"))
             for number, endpoint in enumerate(endpoints)
         ]
-        registries = Registries(zmq_context, "decode-0", Lookup("decode-0"))
+        registries = Registries(zmq_context, Lookup("decode-0"))
         for endpoint in [*endpoints, endpoints[0]]:
             registries.ask(endpoint)
         assert registries.changes == len(registries.sockets()) == 2

@@ -98,7 +98,7 @@ class Rig:
         self.machine, self.hands, self.mailbox = StandInMachine(), StandInHands(), Mailbox()
         endpoint = f"ipc://{directory}/boot"
         self.server = RegistryServer(context, endpoint)
-        self.registries = Registries(context, "decode-0", Lookup("decode-0"))
+        self.registries = Registries(context, Lookup("decode-0"))
         self.registries.ask(endpoint)
         self.loop = ControlLoop(
             "control",
@@ -224,7 +224,6 @@ def test_a_complete_roster_reaches_the_machine_with_the_ranks_in_order(rig: Rig,
         RegistryClient(
             zmq_context,
             rig.endpoint,
-            f"prefill-{tp}",
             Register(Rank(f"prefill-{tp}", f"{rig.endpoint}-{tp}", 1, [0, 0, 0, tp], [1, 1, 1, 2])),
         )
         for tp in (1, 0)
