@@ -140,7 +140,7 @@ def test_garbage_at_either_end_is_ignored(
         stranger.send_multipart(frames)
     only = ask("prefill-0", rank(0, 1))
     turns(server, only, until=lambda: only.complete)
-    server.socket.send_multipart([b"prefill-0", b"garbage"])
+    server.socket.send_multipart([only.socket.getsockopt(zmq.IDENTITY), b"garbage"])
     reader = ask("decode-0")
     turns(server, only, reader, until=lambda: reader.complete)
     assert only.complete
