@@ -140,7 +140,9 @@ def test_garbage_at_either_end_is_ignored(
         stranger.send_multipart(frames)
     only = ask("prefill-0", rank(0, 1))
     turns(server, only, until=lambda: only.complete)
-    server.socket.send_multipart([only.socket.getsockopt(zmq.IDENTITY), b"garbage"])
+    identity = only.socket.getsockopt(zmq.IDENTITY)
+    assert isinstance(identity, bytes)
+    server.socket.send_multipart([identity, b"garbage"])
     reader = ask("decode-0")
     turns(server, only, reader, until=lambda: reader.complete)
     assert only.complete
