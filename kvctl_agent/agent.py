@@ -262,7 +262,7 @@ class Agent:
                 server,
                 self.telemetry,
                 self.local.host,
-                self.inputs,
+                self.inputs if self.settings["record_inputs"] else None,
             )
             undo.pop_all()
             return control

@@ -38,6 +38,7 @@ class Saved:
     missed: int = 0
     dropped: int = 0  # pieces that had gone before they could be fetched
     nbytes: int = 0  # in the file
+    fault: str = ""  # why nothing is recorded any more
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ def _take(each: _Progress, reply: Reply, saving: Saving, writer: _Writer) -> Fau
             saving.saved.append(each.saved)
             writer.add(form.AGENT, {"agent": each.number, "header": header, "dropped": page["dropped"]})
         saved = each.saved
-        saved.missed = header["missed"]
+        saved.missed, saved.fault = header["missed"], header["fault"]
         saved.dropped += page["dropped"]
         for blob in page["blobs"]:
             data = base64.b64decode(blob["data"], validate=True)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvctl.client.fleet import Fleet
-from kvctl.client.recordings import save_recording
+from kvctl.client.recordings import Saved, save_recording
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.reading import conclude
@@ -51,15 +51,17 @@ def record(settings: Settings, path: Path) -> None:
     with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
         saving = save_recording(fleet, path)
     report = Report(RECORDED, [asdict(saved) for saved in saving.saved], len(saving.saved), saving.faults)
-    report.notes += [
-        f"{saved.agent}: {saved.missed} inputs were not recorded, too many rooms were open for a checkpoint"
-        for saved in saving.saved
-        if saved.missed
-    ]
-    report.notes += [
-        f"{saved.agent}: records nothing (record_inputs is 0)" for saved in saving.saved if not saved.inputs
-    ]
+    report.notes += [note for saved in saving.saved if (note := _lack(saved))]
     if saving.saved:
         report.notes.append(f"saved to {path}: kvctl replay {path}")
         output.emit(report)
     raise click.exceptions.Exit(conclude(output, settings, saving.survey, report))
+
+
+def _lack(saved: Saved) -> str:
+    """What is not in the file, and why; "" where nothing is missing."""
+    if saved.fault:
+        return f"{saved.agent}: {saved.missed} inputs were not recorded, its recording has ended: {saved.fault}"
+    if saved.missed:
+        return f"{saved.agent}: {saved.missed} inputs were not recorded, too many rooms were open for a checkpoint"
+    return "" if saved.inputs else f"{saved.agent}: records nothing (record_inputs is 0)"

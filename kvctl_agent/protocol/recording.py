@@ -27,6 +27,7 @@ from kvctl_agent.protocol.machine import Machine
 BATCH = 512
 BUDGET_NS = 2_000_000
 MAX_BYTES = 32 << 20  # of both generations, encoded
+AGAIN_AFTER = 8 * BATCH  # inputs, after a checkpoint that took too long although no room was open
 PAGE_BYTES = 4 << 20
 
 REFUSED = "!"  # the engine broke the order of calls
@@ -150,6 +151,7 @@ class InputLog:
         self._batch = _Batch(0, 0)
         self._due = True  # a new generation would be welcome
         self._crowd = 1 << 62  # open rooms with which a checkpoint is worth a try
+        self._again = 0  # number of the input from which on one is, without open rooms
 
     def begin(self, machine: _M) -> _M:
         """From now on the inputs of this machine are taken; a new one, which is copied at once."""
@@ -164,7 +166,8 @@ class InputLog:
         def chosen(*of: Any) -> str:
             path = choose(*of)
             batch = self._batch
-            batch.asked.append((len(batch.inputs) - 1, path))
+            if len(batch.outcomes) < len(batch.inputs):  # else what is being handled is not recorded
+                batch.asked.append((len(batch.inputs) - 1, path))
             return path
 
         return chosen  # type: ignore[return-value]
@@ -222,7 +225,8 @@ class InputLog:
         generation = self._generations[-1] if self._generations else None
         room = self._room(generation)
         rooms = machine.open_rooms
-        if (rooms == 0 or (room <= 0.5 and rooms <= self._crowd)) and self._checkpoint(machine):
+        welcome = room <= 0.5 and rooms <= self._crowd if rooms else self.taken >= self._again
+        if welcome and self._checkpoint(machine):
             return True
         if generation is None or room <= 0:
             return False
@@ -258,6 +262,8 @@ class InputLog:
             taken = take(machine, BUDGET_NS)
         except TooSlow:
             self._crowd = rooms // 2
+            if not rooms:  # there may be thousands that our engine has announced and nobody has opened
+                self._again = self.taken + AGAIN_AFTER
             return False
         except Exception as error:  # a bug in here must not cost the agent anything but its recording
             self.fault = f"{type(error).__name__}: {error}"

@@ -47,6 +47,23 @@ def test_agents_are_chosen_as_everywhere(fleet: Any, kvctl: Any, tmp_path: Path)
     assert names == ["decode-0", "decode-1"]
 
 
+def test_what_is_lacking_is_told_with_its_own_reason(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:
+    def ended(args: Any) -> Any:
+        page = canned.inputs("decode-0", args.get("since") or 0)
+        return {**page, "header": {**page["header"], "missed": 5, "fault": "TypeError: no such class"}}
+
+    def nothing(args: Any) -> Any:
+        page = canned.inputs("decode-1", args.get("since") or 0)
+        return {**page, "header": {**page["header"], "missed": 0}, "blobs": [], "next": 1, "end": 1}
+
+    start("decode-0", {"inputs": ended})
+    start("decode-1", {"inputs": nothing})
+    told = kvctl("record", "-o", str(tmp_path / "some.kvrec")).err
+    assert "decode-0: 5 inputs were not recorded, its recording has ended: TypeError: no such class" in told
+    assert "decode-1: records nothing (record_inputs is 0)" in told
+    assert "too many rooms" not in told
+
+
 def test_nobody_there_leaves_no_file(kvctl: Any, tmp_path: Path) -> None:
     outcome = kvctl("record", "-o", str(tmp_path / "none.kvrec"))
     assert outcome.code == 3

@@ -111,6 +111,41 @@ def test_where_none_can_be_had_the_recording_has_a_gap_and_says_so(copies: list[
     assert log.missed == 400
 
 
+def test_a_checkpoint_that_took_too_long_is_not_tried_at_every_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rooms that our engine has announced and nobody has opened are not open, and yet are in it, by the thousand."""
+    tries: list[int] = []
+
+    def take(machine: Any, budget_ns: int) -> Any:
+        tries.append(log.taken)
+        if tries[1:]:
+            raise recording.TooSlow
+        return b"checkpoint"
+
+    monkeypatch.setattr(recording, "take", take)
+    log = InputLog(100)
+    log.begin(Idle())  # type: ignore[type-var]
+    tick_all(log, 3 * recording.AGAIN_AFTER)
+    assert len(tries) <= 4
+    monkeypatch.setattr(recording, "take", lambda *_: b"checkpoint")
+    tick_all(log, recording.AGAIN_AFTER)
+    assert numbers(log.pieces(None, None))[-1][0] > tries[-1], "it goes on once a checkpoint can be had"
+
+
+@pytest.mark.parametrize("capacity", [0, 100])
+def test_paths_are_kept_of_recorded_inputs_only(capacity: int, copies: list[Any]) -> None:
+    log = InputLog(capacity)
+    machine = Idle()
+    log.begin(machine)  # type: ignore[type-var]
+    machine.open_rooms = 11
+    choose = log.asked(lambda: "staged")
+    for now_ns in range(500):
+        log.take(ev.Tick(), now_ns)
+        assert choose() == "staged"
+        log.told([])
+    assert log.missed == 500 - capacity
+    assert len(log._batch.asked) <= len(log._batch.inputs)
+
+
 def test_bytes_bound_it_too(copies: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MAX_BYTES", 1 << 20)
     log = InputLog(1 << 16)
