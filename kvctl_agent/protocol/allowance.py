@@ -27,13 +27,17 @@ def share_of_ring(inputs: PlanInputs, ring_bytes: int) -> int:
 class Allowance:
     """Towards one reader. A room asks for all of its parts at once, when what was asked for before it allows it."""
 
-    __slots__ = ("_ahead", "_ready", "_share_bytes", "asked_bytes")
+    __slots__ = ("_ahead", "_asked", "_ready", "_share_bytes")
 
     def __init__(self, share_bytes: int) -> None:
         self._share_bytes = share_bytes
-        self.asked_bytes = 0
+        self._asked = {False: 0, True: 0}  # bytes, by whether parts of the room were ready when it asked
         self._ready: dict[RoomKey, Leg] = {}  # legs that must wait although parts of them are ready, oldest first
         self._ahead: dict[RoomKey, Leg] = {}  # likewise, of which none is
+
+    @property
+    def asked_bytes(self) -> int:
+        return sum(self._asked.values())
 
     def __len__(self) -> int:
         return len(self._ready) + len(self._ahead)
@@ -44,7 +48,9 @@ class Allowance:
         if self._allows(ready=ready):
             self._ready.pop(key, None)
             self._ahead.pop(key, None)
-            self._count(parts)
+            for part in parts:
+                part.counted = ready
+                self._asked[ready] += part.nbytes
             return True
         if ready:
             self._ahead.pop(key, None)
@@ -62,9 +68,9 @@ class Allowance:
 
     def end(self, part: Part) -> None:
         """This part is sent, or will not be sent through the ring after all."""
-        if part.counted:
-            part.counted = False
-            self.asked_bytes -= part.nbytes
+        if part.counted is not None:
+            self._asked[part.counted] -= part.nbytes
+            part.counted = None
 
     def forget(self, leg: Leg) -> None:
         """This leg will ask for nothing any more."""
@@ -74,12 +80,11 @@ class Allowance:
             self.end(part)
 
     def _allows(self, *, ready: bool) -> bool:
-        return self.asked_bytes < self._share_bytes * (2 if ready else 1) or self.asked_bytes == 0
-
-    def _count(self, parts: Iterable[Part]) -> None:
-        for part in parts:
-            part.counted = True
-            self.asked_bytes += part.nbytes
+        share, asked = self._share_bytes, self._asked
+        if not ready:
+            return self.asked_bytes < share or self.asked_bytes == 0
+        # However large a room is that asked ahead, what is ready must not wait for its forward.
+        return asked[True] + min(asked[False], share) < 2 * share or asked[True] == 0
 
 
 def _key(leg: Leg) -> RoomKey:

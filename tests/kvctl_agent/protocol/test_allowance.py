@@ -95,3 +95,18 @@ def test_an_abort_gives_back_what_was_asked_for() -> None:
     world.settle()
     (allowance,) = world.p(0)._allowances.values()
     assert (allowance.asked_bytes, len(allowance)) == (0, 0)
+
+
+def test_what_is_ready_does_not_wait_for_the_forward_of_a_large_room_that_asked_ahead() -> None:
+    """That forward may never come: its pages may be those that are to be freed by what is ready."""
+    world = World(Side(tp=2), Side(), ring=4, chunk_pages=1)
+    world.connect()
+    world.receive(7, 8, aux=-1)  # eight units of each writer, twice the ring
+    world.receive(8, 1, aux=-1)
+    world.flush()
+    for room in (7, 8):
+        world.feed("prefill-0", ev.SendRoom(room))
+        world.feed("prefill-0", ev.Prefetch(room))
+    assert asked_for(world, "prefill-0") == [7]
+    compute(world, "prefill-0", 8)
+    assert asked_for(world, "prefill-0") == [8]
