@@ -98,13 +98,13 @@ def _notes(agent: AgentRecording, stretches: Sequence[Stretch]) -> list[str]:
     """What a reader must know of the recording itself."""
     header = agent.header
     notes: list[str] = []
-    if header.get("fault"):
-        notes.append(f"recording ended with a fault: {header['fault']}")
     if not stretches:
         notes.append("nothing was recorded (record_inputs)" if not agent.pieces else "no checkpoint was recorded")
     elif stretches[0].first:
         notes.append(f"the recording begins at input {stretches[0].first}: what came before is no longer kept")
-    if header["missed"]:
+    if header.get("fault"):
+        notes.append(f"recording ended with a fault, {header['missed']} inputs were missed: {header['fault']}")
+    elif header["missed"]:
         notes.append(f"{header['missed']} inputs were missed: too many rooms were open for a checkpoint")
     return notes
 

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.errors import LocalProtocolError, RecordingError
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.recording import RAISED, REFUSED, outcome
 from kvctl_agent.replay.inputs import Input, Paths, Start
 from kvctl_agent.replay.invariants import INVARIANTS, Broken
@@ -54,10 +55,12 @@ def play(
     Args:
         feasible: leave out what our own engine and workers could not have said, since what they answer was left out.
         progress: called now and then with how many were run.
+
+    Raises:
+        RecordingError: what it starts from is no machine.
     """
     paths = Paths()
-    machine = start.machine(paths)
-    watch = Watch(machine)
+    machine, watch = _begin(start, paths)
     recent: deque[tuple[Input, Sequence[ev.Action] | str]] = deque(maxlen=_REMEMBERED)
     diverged: tuple[Input, str] | None = None
     count = 0
@@ -88,6 +91,17 @@ def play(
         if diverged is None and item.outcome and (now := outcome(led_to)) != item.outcome:
             diverged = item, now
     return Played(count, watch.rooms, None, diverged)
+
+
+def _begin(start: Start, paths: Paths) -> tuple[Machine, Watch]:
+    """A checkpoint may be well-formed and yet hold anything in any place."""
+    try:
+        machine = start.machine(paths)
+        return machine, Watch(machine)
+    except RecordingError:
+        raise
+    except Exception as error:
+        raise RecordingError(f"its checkpoint is of no machine: {type(error).__name__}: {error}") from error
 
 
 def _place(error: Exception) -> str:

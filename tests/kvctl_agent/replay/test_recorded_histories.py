@@ -6,14 +6,18 @@ import random
 from typing import Any
 
 import pytest
-from recorded import RecordedWorld, recording_of
+from recorded import RecordedWorld, header, recording_of
 from scenarios import SHAPES, open_and_compute
 from simulation import SECOND, mixed
 
+from kvctl_agent.contract.replay import ReplayRequest
+from kvctl_agent.errors import RecordingError
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.replay import play
+from kvctl_agent.replay.judge import judge
+from kvctl_agent.replay.recordings import AgentRecording
 
 
 def harm(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None:
@@ -91,3 +95,23 @@ def test_time_alone_is_recorded_too() -> None:
     (log,) = found.logs["decode-0"]
     (stretch,) = recording_of(log).stretches()
     assert [type(item.event).__name__ for item in stretch.inputs()][-5:] == ["Tick"] * 5
+
+
+@pytest.mark.parametrize("place", ["book", "peers", "rooms"])
+def test_a_checkpoint_that_is_of_no_machine_is_refused_in_words(place: str) -> None:
+    found = RecordedWorld()
+    found.tick(SECOND)
+    (stretch,) = recording_of(found.logs["decode-0"][0]).stretches()
+    start = stretch.start
+    start.checkpoint.state[place] = 7
+    with pytest.raises(RecordingError, match="its checkpoint is of no machine"):
+        play(start, stretch.inputs())
+
+
+def test_what_is_missing_is_told_with_its_own_reason() -> None:
+    for fault, told in (("TypeError: no such class", "with a fault, 5 inputs"), ("", "5 inputs were missed: too many")):
+        agent = AgentRecording(header("decode-0", missed=5, fault=fault), 0)
+        request: ReplayRequest = {"path": "", "agents": [], "shrink": False, "shrink_s": 1.0, "write_test": ""}
+        (verdict,) = judge([agent], request, lambda _: None)
+        assert [note for note in verdict["notes"] if told in note]
+        assert len(verdict["notes"]) == 2, "the other one: nothing was recorded"
