@@ -123,11 +123,14 @@ class TransferWorker:
             while orders and self._has_place() and not self._slow(peer):
                 moved = True
                 self._start(orders.popleft())
-            if now >= self._sift_at:
-                for order in [order for order in orders if order.fence.raised]:
-                    moved = True
-                    orders.remove(order)
-                    self._start(order)
+            if now >= self._sift_at and any(order.fence.raised for order in orders):
+                for _ in range(len(orders)):
+                    order = orders.popleft()
+                    if order.fence.raised:
+                        moved = True
+                        self._start(order)
+                    else:
+                        orders.append(order)
             if not orders:
                 del self._waiting[peer]
         if now >= self._sift_at:
