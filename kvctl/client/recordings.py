@@ -56,7 +56,8 @@ class Saving:
 def save_recording(fleet: Fleet, path: Path) -> Saving:
     """Fetches the inputs of every agent that can be reached and writes them to `path`.
 
-    An agent that fails midway is left with what it had told, which replays up to there.
+    An agent that fails midway is left with what it had told, which replays up to there. Where nobody tells anything
+    there is no file, and an old one stays.
 
     Raises:
         CliError: the file cannot be written; nothing is left of it.
@@ -65,11 +66,15 @@ def save_recording(fleet: Fleet, path: Path) -> Saving:
     saving = Saving(survey)
     if survey.agents:
         try:
-            with _whole_file(path) as file:
+            with contextlib.suppress(_NothingTold), _whole_file(path) as file:
                 _save(fleet, saving, _Writer(file))
         except OSError as error:
             raise CliError(f"cannot write {path}: {error.strerror or error}") from error
     return saving
+
+
+class _NothingTold(Exception):
+    """No agent had anything for the file."""
 
 
 class _Writer:
@@ -113,6 +118,8 @@ def _save(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
             elif each.since != each.until:
                 unfinished.append(each)
         waiting = unfinished
+    if not saving.saved:
+        raise _NothingTold
     writer.end()
 
 

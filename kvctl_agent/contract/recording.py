@@ -97,7 +97,7 @@ def frames(file: IO[bytes]) -> Iterator[Frame]:
         RecordingVersionError: it is one of another format.
     """
     if file.read(len(MAGIC)) != MAGIC:
-        raise RecordingError("it is no recording of kvctl")
+        raise RecordingError("it is no recording of kvctl: kvctl record makes one")
     (version,) = _VERSION.unpack(_exactly(file, _VERSION.size))
     if version != FORMAT_VERSION:
         raise RecordingVersionError(f"its format is version {version}, this kvctl reads version {FORMAT_VERSION}")

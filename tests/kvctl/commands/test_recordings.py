@@ -92,6 +92,21 @@ def test_part_of_a_fleet_is_saved_and_exits_7(start: Any, kvctl: Any, canned: An
     assert len([frame for frame in read(path) if frame.kind == form.AGENT]) == 2
 
 
+def test_where_all_refuse_an_old_recording_stays(start: Any, kvctl: Any, tmp_path: Path) -> None:
+    def refuse(_: Any) -> Any:
+        raise RequestRefused(ErrorCode.NOT_PERMITTED, "inputs needs level operate")
+
+    start("decode-0", {"inputs": refuse})
+    path = tmp_path / "old.kvrec"
+    path.write_bytes(b"what was there before")
+    outcome = kvctl("record", "-o", str(path))
+    assert outcome.code == 5
+    assert "decode-0: inputs needs level operate" in outcome.err
+    assert "saved to" not in outcome.err
+    assert path.read_bytes() == b"what was there before"
+    assert [each.name for each in tmp_path.iterdir()] == ["old.kvrec"]
+
+
 def test_an_agent_whose_pages_never_end_is_a_fault(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:
     start("decode-0", {"inputs": lambda _: canned.inputs("decode-0", 0)})
     outcome = kvctl("record", "-o", str(tmp_path / "endless.kvrec"))
