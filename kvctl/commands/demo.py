@@ -22,7 +22,7 @@ from kvctl.fleet.soak import Load, Soak
 from kvctl.fleet.steady import SteadyFleet
 from kvctl.views.demo import MOMENTS, RANKS, blocks, totals
 from kvctl.views.report import Report
-from kvctl_agent.contract.faults import FAULTS_BY_NAME, Fault, parse_fault
+from kvctl_agent.contract.faults import FAULTS_BY_NAME, Fault, parse_faults
 from kvctl_agent.contract.rig import Sizes, Tokens
 
 _COUNT = click.IntRange(min=1)
@@ -32,7 +32,7 @@ _SHOWN_FAULTS = ("control-loss", "write-error", "abort", "kill", "pause")
 
 def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[Fault, ...]:
     try:
-        return tuple(parse_fault(text) for text in texts)
+        return parse_faults(",".join(texts)) if texts else ()
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
 
@@ -46,9 +46,22 @@ def _instances(ctx: click.Context, param: click.Parameter, text: str | None) -> 
 
 def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> Tokens:
     try:
-        return parse_tokens(text)
+        tokens = parse_tokens(text)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
+    if not tokens.values and tokens.low > tokens.high:
+        raise click.BadParameter(f"{text}: the range ends before it begins", ctx, param)
+    return tokens
+
+
+def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """Made at once: a finding must not be lost because its place cannot be written."""
+    if path is not None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.BadParameter(f"cannot make {path}: {error.strerror}", ctx, param) from error
+    return path
 
 
 @click.command(cls=KvctlCommand)
@@ -77,8 +90,9 @@ def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> Tokens:
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Rooms and faults as in another run.")
 @click.option(
     "--evidence",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=click.Path(path_type=Path, file_okay=False, writable=True),
     metavar="DIR",
+    callback=_directory,
     help="Where to save what is known of a finding: the room at all ranks, and recordings for kvctl replay.",
 )
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Compare every byte, watch free pages.")
@@ -95,6 +109,8 @@ def demo(settings: Settings, **options: Any) -> None:
     output.selection(MOMENTS if live else RANKS)
     if options["faults"] and live:
         raise click.UsageError("--faults random needs --minutes: what happens when is drawn for a run of that length")
+    if options["bursty"] and options["rate"] is None:
+        raise click.UsageError("--bursty needs --rate: without it there are always as many rooms as fit")
     raise click.exceptions.Exit(_run(output, _plan(options), options))
 
 

@@ -30,7 +30,7 @@ class Evidence:
     """
 
     def __init__(self, directory: Path | None, ranks: Sequence[str]) -> None:
-        """`directory` is made with the first finding; None: nothing is kept."""
+        """`directory` exists; None: nothing is kept."""
         self._directory = directory
         self._ranks = list(ranks)
         self._seen = 0
@@ -47,7 +47,6 @@ class Evidence:
         rooms = [*books.hung, *books.unexpected]
         numbers = [room.number for room in rooms[-1:]] + [each.mismatch["room"] for each in books.corrupt[-1:]]
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
             with Fleet(self._ranks, {}, _TIMEOUT_NS) as fleet:
                 for number in numbers:
                     self._save_room(fleet, number, books.rooms.get(number))
