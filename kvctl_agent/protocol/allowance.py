@@ -5,7 +5,8 @@ ring would be given to all parts of the first writer that came, then to all of t
 complete before the last lap. With each writer asking for little more than its share of the ring, in the order of its
 rooms, the writers' parts of a room lie close together.
 
-Rooms with parts that are ready have an allowance of their own: those that ask ahead of their forward cannot use it up.
+Rooms that are computed have an allowance of their own, which those that ask ahead of their forward cannot use up: such
+a forward may be waiting for the very pages that a computed room frees when it is sent.
 """
 
 from __future__ import annotations
@@ -27,42 +28,42 @@ def share_of_ring(inputs: PlanInputs, ring_bytes: int) -> int:
 class Allowance:
     """Towards one reader. A room asks for all of its parts at once, when what was asked for before it allows it."""
 
-    __slots__ = ("_ahead", "_asked", "_ready", "_share_bytes")
+    __slots__ = ("_ahead", "_asked", "_computed", "_share_bytes")
 
     def __init__(self, share_bytes: int) -> None:
         self._share_bytes = share_bytes
-        self._asked = {False: 0, True: 0}  # bytes, by whether parts of the room were ready when it asked
-        self._ready: dict[RoomKey, Leg] = {}  # legs that must wait although parts of them are ready, oldest first
-        self._ahead: dict[RoomKey, Leg] = {}  # likewise, of which none is
+        self._asked = {False: 0, True: 0}  # bytes, by whether the room was computed when it asked
+        self._computed: dict[RoomKey, Leg] = {}  # legs of computed rooms that must wait, oldest first
+        self._ahead: dict[RoomKey, Leg] = {}  # likewise, of rooms that are not computed yet
 
     @property
     def asked_bytes(self) -> int:
         return sum(self._asked.values())
 
     def __len__(self) -> int:
-        return len(self._ready) + len(self._ahead)
+        return len(self._computed) + len(self._ahead)
 
-    def take(self, leg: Leg, parts: Iterable[Part], *, ready: bool) -> bool:
+    def take(self, leg: Leg, parts: Iterable[Part], *, computed: bool) -> bool:
         """Whether these parts of a leg may be asked for now; else the leg is one of those that `next` gives."""
         key = _key(leg)
-        if self._allows(ready=ready):
-            self._ready.pop(key, None)
+        if self._allows(computed=computed):
+            self._computed.pop(key, None)
             self._ahead.pop(key, None)
             for part in parts:
-                part.counted = ready
-                self._asked[ready] += part.nbytes
+                part.counted = computed
+                self._asked[computed] += part.nbytes
             return True
-        if ready:
+        if computed:
             self._ahead.pop(key, None)
-            self._ready.setdefault(key, leg)
-        elif key not in self._ready:
+            self._computed.setdefault(key, leg)
+        elif key not in self._computed:
             self._ahead.setdefault(key, leg)
         return False
 
     def next(self) -> Leg | None:
         """A leg that had to wait and may ask now: `take` lets it through."""
-        for waiting, ready in ((self._ready, True), (self._ahead, False)):
-            if waiting and self._allows(ready=ready):
+        for waiting, computed in ((self._computed, True), (self._ahead, False)):
+            if waiting and self._allows(computed=computed):
                 return waiting.pop(next(iter(waiting)))
         return None
 
@@ -74,16 +75,16 @@ class Allowance:
 
     def forget(self, leg: Leg) -> None:
         """This leg will ask for nothing any more."""
-        self._ready.pop(_key(leg), None)
+        self._computed.pop(_key(leg), None)
         self._ahead.pop(_key(leg), None)
         for part in leg.parts.values():
             self.end(part)
 
-    def _allows(self, *, ready: bool) -> bool:
+    def _allows(self, *, computed: bool) -> bool:
         share, asked = self._share_bytes, self._asked
-        if not ready:
+        if not computed:
             return self.asked_bytes < share or self.asked_bytes == 0
-        # However large a room is that asked ahead, what is ready must not wait for its forward.
+        # However large a room is that asked ahead, what is computed must not wait for its forward.
         return asked[True] + min(asked[False], share) < 2 * share or asked[True] == 0
 
 

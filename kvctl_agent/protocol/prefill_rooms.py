@@ -122,8 +122,7 @@ class PrefillRooms(Machine):
                 part.path = self._choose(who, part.share, part.layers, leg.pages_at(part.chunk))
             if part.path == STAGED and not part.requested and part.grant is None:
                 wanted.append(part)
-        ready = any(part.state is PartState.READY for part in wanted)
-        if not wanted or not self._allowances[leg.peer].take(leg, wanted, ready=ready):
+        if not wanted or not self._allowances[leg.peer].take(leg, wanted, computed=room.ledger.complete):
             return
         for part in wanted:
             part.requested = True
@@ -174,7 +173,7 @@ class PrefillRooms(Machine):
                     part.ready_ns = at_ns
                     part.state = PartState.READY
                     ready.append(part)
-        if any(not part.path or not (part.requested or part.grant) for part in ready):  # just cut, or waiting to ask
+        if room.ledger.complete or any(not part.path for part in ready):  # they were cut just now
             self._request(room, leg)
         for part in ready:
             self._try(room, leg, part)

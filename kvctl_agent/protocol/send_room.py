@@ -58,7 +58,7 @@ class Part:
         self.confirmed = False  # the reader has said that it knows of it
         self.grant: Grant | None = None
         self.requested = False
-        self.counted: bool | None = None  # by the allowance towards its reader: as one that was ready, or ahead
+        self.counted: bool | None = None  # by the allowance towards its reader: as one of a computed room, or ahead
         self.revoked = 0  # highest serial given back; grants up to it are ignored
         self.src_pages: Pages | None = None
         self.ready_ns = 0

@@ -1,4 +1,4 @@
-"""A writer asks for little more than its share of a reader's ring, room by room, and what is ready goes first."""
+"""A writer asks for little more than its share of a reader's ring, room by room, and what is computed goes first."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ahead_of_its_forwards_a_writer_asks_for_its_share_of_the_ring() -> None
     assert asked_for(world, "prefill-1") == [7, 8]
 
 
-def test_what_is_ready_may_ask_for_as_much_again_and_goes_before_what_is_not() -> None:
+def test_what_is_computed_may_ask_for_as_much_again_and_goes_before_what_is_not() -> None:
     world = busy(writers=2, ring=4)
     asked_for(world, "prefill-0")
     for room in (16, 15, 14):
@@ -97,8 +97,8 @@ def test_an_abort_gives_back_what_was_asked_for() -> None:
     assert (allowance.asked_bytes, len(allowance)) == (0, 0)
 
 
-def test_what_is_ready_does_not_wait_for_the_forward_of_a_large_room_that_asked_ahead() -> None:
-    """That forward may never come: its pages may be those that are to be freed by what is ready."""
+def test_what_is_computed_does_not_wait_for_the_forward_of_a_large_room_that_asked_ahead() -> None:
+    """That forward may never come: its pages may be those that are to be freed by what is computed."""
     world = World(Side(tp=2), Side(), ring=4, chunk_pages=1)
     world.connect()
     world.receive(7, 8, aux=-1)  # eight units of each writer, twice the ring
@@ -110,3 +110,28 @@ def test_what_is_ready_does_not_wait_for_the_forward_of_a_large_room_that_asked_
     assert asked_for(world, "prefill-0") == [7]
     compute(world, "prefill-0", 8)
     assert asked_for(world, "prefill-0") == [8]
+
+
+def test_what_is_computed_does_not_wait_for_the_rest_of_a_room_of_which_one_chunk_is() -> None:
+    world = World(Side(tp=2), Side(), ring=4, chunk_pages=1)
+    world.connect()
+    world.receive(7, 8, aux=-1)
+    world.receive(8, 1, aux=-1)
+    world.flush()
+    for room in (7, 8):
+        world.feed("prefill-0", ev.SendRoom(room))
+    world.feed("prefill-0", ev.SendPages(7, np.arange(3, dtype=np.int32), False, world.now_ns))
+    assert asked_for(world, "prefill-0") == [7]
+    compute(world, "prefill-0", 8)
+    assert asked_for(world, "prefill-0") == [8]
+
+
+def test_a_room_whose_end_is_told_by_finish_alone_has_its_turn() -> None:
+    """Its parts were ready before anybody knew that no more would come."""
+    world = busy(writers=2, ring=4)
+    asked_for(world, "prefill-0")
+    for room in (16, 15):
+        world.feed("prefill-0", ev.SendPages(room, np.array([10_000 + room], np.int32), False, world.now_ns))
+    assert asked_for(world, "prefill-0") == []
+    world.feed("prefill-0", ev.Finish(16, -1, world.now_ns))
+    assert asked_for(world, "prefill-0") == [16]
