@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -304,7 +305,7 @@ class TestCalls:
         room = fleet.run(1, 4)
         fleet.settle()
         decode = fleet.decode[0]
-        decode.machine.rooms[1] = object()
+        decode.machine.rooms[1] = SimpleNamespace(state=RoomState.TRANSFERRING)
         again = decode.receive(1, room.dst["decode-0"])
         assert again.wait(2) is RoomState.FAILED
         del decode.machine.rooms[1]

@@ -106,14 +106,17 @@ def test_garbage_is_counted_and_spoils_nothing(rig: Rig, telemetry: Telemetry, g
 
 
 def test_it_looks_often_while_bytes_are_expected_and_seldom_otherwise(rig: Rig) -> None:
-    seldom = rig.looks(0.3)
-    rig.loop.expect(1)
-    often = rig.looks(0.3)
-    rig.loop.expect(0)
-    again = rig.looks(0.3)
-    assert seldom < 250
-    assert again < 250
-    assert often > 2 * max(seldom, again)
+    for _ in range(10):  # a busy machine may let it look less often than it would
+        seldom = rig.looks(0.3)
+        rig.loop.expect(1)
+        often = rig.looks(0.3)
+        rig.loop.expect(0)
+        again = rig.looks(0.3)
+        assert seldom < 250
+        assert again < 250
+        if often > 2 * max(seldom, again):
+            return
+    pytest.fail(f"{often:.0f} looks a second while bytes are expected, {seldom:.0f} and {again:.0f} otherwise")
 
 
 def test_idle_it_costs_less_than_a_hundredth_of_a_core(rig: Rig) -> None:

@@ -22,7 +22,7 @@ from kvctl_agent.transport.environment import prepare_environment
 
 prepare_environment()
 
-from kvctl_agent import agent  # noqa: E402
+from kvctl_agent import assembly  # noqa: E402
 from kvctl_agent.contract.rig import Role  # noqa: E402
 from kvctl_agent.memory.buffers import RingMemory  # noqa: E402
 from kvctl_agent.paths import calibration  # noqa: E402
@@ -63,7 +63,7 @@ class Host:
         """Make this side's pools and agents."""
         self._use_engine(case.transport)
         # One that has room for a part and a half: whoever writes the next ones has to wait.
-        agent.RingMemory = _rings_of(expected(case).largest_part_bytes * 3 // 2)  # type: ignore[misc, assignment]
+        assembly.RingMemory = _rings_of(expected(case).largest_part_bytes * 3 // 2)  # type: ignore[misc, assignment]
         self._arena.reset()
         self._ranks = ranks_of(case, self._role, self._directory)
 
@@ -150,7 +150,7 @@ def _rings_of(nbytes: int) -> Callable[[int], RingMemory]:
 
 def _settle_in() -> None:
     """A process of one rank has a core to itself; here dozens share one."""
-    agent._SCRATCH_BYTES = _MIB
+    assembly._SCRATCH_BYTES = _MIB
     lanes._COPIES_BYTES = 2 * _MIB
     calibration._ROUNDS = 1
     probe._BUDGET_S = 0.0
