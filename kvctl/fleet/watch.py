@@ -24,6 +24,8 @@ _LEAST_SAMPLES = 60  # at one a second
 _SETTLING_S = 20.0
 _SPARE_DESCRIPTORS = 16
 _SPARE_THREADS = 4
+# Mooncake cannot forget a peer: a writer keeps the sockets of its lanes to each life of a reader that has ended.
+_LANES_KEPT = {"mooncake": 4}
 # A megabyte every five minutes, where it has added up to more than an allocator's whims.
 _MOST_SLOPE = 3500.0
 _LEAST_GROWTH_BYTES = 24 << 20
@@ -40,6 +42,7 @@ class Life:
         settled: most descriptors and threads in its first while, in which it meets its peers; later ones are compared
             with these.
         rss: (seconds, bytes), of every sample.
+        kept: descriptors that its engine is known to keep for peers that have ended.
     """
 
     incarnation: str
@@ -47,6 +50,7 @@ class Life:
     last: Usage
     settled: Counter[str] = field(default_factory=Counter)
     rss: list[tuple[float, int]] = field(default_factory=list)
+    kept: int = 0
 
     def add(self, usage: Usage) -> None:
         """One more sample."""
@@ -79,7 +83,7 @@ class Life:
     def leaks(self) -> list[str]:
         """What grew by more than it may, in words."""
         words = []
-        for name, spare in (("fds", _SPARE_DESCRIPTORS), ("threads", _SPARE_THREADS)):
+        for name, spare in (("fds", _SPARE_DESCRIPTORS + self.kept), ("threads", _SPARE_THREADS)):
             if self.grown[name] > spare:
                 words.append(f"{name} {self.settled[name]} -> {self.settled[name] + self.grown[name]}")
         slope = self.slope
@@ -118,6 +122,15 @@ class Watch:
             self.add(event.rank, cast(Usage, event.data))
         elif event.kind == "died":
             self.now.pop(event.rank, None)
+            self._died(event.rank)
+
+    def _died(self, name: str) -> None:
+        """A reader's end leaves its writers what their engine keeps of it."""
+        if self._fleet.ranks[name].planned["role"] != "decode":
+            return
+        for other, lives in self.lives.items():
+            if lives and self._fleet.ranks[other].planned["role"] == "prefill":
+                lives[-1].kept += _LANES_KEPT.get(self._fleet.plan.transport, 0)
 
     def add(self, name: str, usage: Usage) -> None:
         """What a rank holds."""

@@ -28,10 +28,11 @@ def share_of_ring(inputs: PlanInputs, ring_bytes: int) -> int:
 class Allowance:
     """Towards one reader. A room asks for all of its parts at once, when what was asked for before it allows it."""
 
-    __slots__ = ("_ahead", "_asked", "_computed", "_share_bytes")
+    __slots__ = ("_ahead", "_asked", "_computed", "_refilling", "_share_bytes")
 
     def __init__(self, share_bytes: int) -> None:
         self._share_bytes = share_bytes
+        self._refilling = False
         self._asked = {False: 0, True: 0}  # bytes, by whether the room was computed when it asked
         self._computed: dict[RoomKey, Leg] = {}  # legs of computed rooms that must wait, oldest first
         self._ahead: dict[RoomKey, Leg] = {}  # likewise, of rooms that are not computed yet
@@ -61,10 +62,18 @@ class Allowance:
         return False
 
     def next(self) -> Leg | None:
-        """A leg that had to wait and may ask now: `take` lets it through."""
-        for waiting, computed in ((self._computed, True), (self._ahead, False)):
-            if waiting and self._allows(computed=computed):
-                return waiting.pop(next(iter(waiting)))
+        """A leg that had to wait and may ask now: `take` lets it through.
+
+        Legs are let go in batches, when half of what computed rooms may ask for is sent: asked for one by one, each
+        would cost both sides a turn of their control loops.
+        """
+        if not self._refilling:
+            self._refilling = len(self) > 0 and (self._load <= self._share_bytes or not self._asked[True])
+        if self._refilling:
+            for waiting, computed in ((self._computed, True), (self._ahead, False)):
+                if waiting and self._allows(computed=computed):
+                    return waiting.pop(next(iter(waiting)))
+            self._refilling = False
         return None
 
     def end(self, part: Part) -> None:
@@ -81,11 +90,15 @@ class Allowance:
             self.end(part)
 
     def _allows(self, *, computed: bool) -> bool:
-        share, asked = self._share_bytes, self._asked
         if not computed:
-            return self.asked_bytes < share or self.asked_bytes == 0
-        # However large a room is that asked ahead, what is computed must not wait for its forward.
-        return asked[True] + min(asked[False], share) < 2 * share or asked[True] == 0
+            return self.asked_bytes < self._share_bytes or self.asked_bytes == 0
+        return self._load < 2 * self._share_bytes or not self._asked[True]
+
+    @property
+    def _load(self) -> int:
+        """What computed rooms must be sparing with. However large a room is that asked ahead, it counts as one share:
+        what is computed must not wait for its forward."""
+        return self._asked[True] + min(self._asked[False], self._share_bytes)
 
 
 def _key(leg: Leg) -> RoomKey:

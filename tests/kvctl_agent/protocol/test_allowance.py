@@ -69,6 +69,8 @@ def test_what_is_computed_may_ask_for_as_much_again_and_goes_before_what_is_not(
         compute(world, "prefill-0", room)
     assert asked_for(world, "prefill-0") == [16, 15], "14 waits for its turn, and 9 to 13 behind it"
     world.feed("prefill-0", ev.AbortRoom(16, "enough"))
+    assert asked_for(world, "prefill-0") == [], "half of what it may ask for is still on its way"
+    world.feed("prefill-0", ev.AbortRoom(15, "enough"))
     assert asked_for(world, "prefill-0") == [14]
 
 
@@ -135,3 +137,21 @@ def test_a_room_whose_end_is_told_by_finish_alone_has_its_turn() -> None:
     assert asked_for(world, "prefill-0") == []
     world.feed("prefill-0", ev.Finish(16, -1, world.now_ns))
     assert asked_for(world, "prefill-0") == [16]
+
+
+def test_it_goes_on_however_much_was_asked_for_ahead() -> None:
+    world = World(Side(tp=2), Side(), ring=4, chunk_pages=1)
+    world.connect()
+    world.receive(7, 8, aux=-1)
+    for room in (8, 9, 10):
+        world.receive(room, 1, aux=-1)
+    world.flush()
+    world.feed("prefill-0", ev.SendRoom(7))
+    world.feed("prefill-0", ev.Prefetch(7))
+    for room in (8, 9, 10):
+        world.feed("prefill-0", ev.SendRoom(room))
+        compute(world, "prefill-0", room)
+    assert asked_for(world, "prefill-0") == [7, 8, 9]
+    for room in (8, 9):
+        world.feed("prefill-0", ev.AbortRoom(room, "enough"))
+    assert asked_for(world, "prefill-0") == [10]
