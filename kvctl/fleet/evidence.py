@@ -30,7 +30,13 @@ class Evidence:
     """
 
     def __init__(self, directory: Path | None, ranks: Sequence[str]) -> None:
-        """`directory` exists; None: nothing is kept."""
+        """`directory` is made now, so that a finding is not lost for want of it; None: nothing is kept.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._ranks = list(ranks)
         self._seen = 0
