@@ -79,6 +79,8 @@ def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left(nothin
         traffic.until(lambda: not fleet.ranks["prefill-0"].running, PATIENCE_S, "prefill-0 is seen to be gone")
         traffic.restart("prefill-0")
         served_again(traffic, "prefill-0")
+        everybody = fleet.ranks.values()  # decode-0 loses messages still, and may meet the new life later
+        traffic.until(lambda: all(rank.serving for rank in everybody), PATIENCE_S, "all ranks serve")
         traffic.drain(plan.patience_s + PATIENCE_S)
 
         assert books.done > 50
