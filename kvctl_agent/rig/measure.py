@@ -10,6 +10,7 @@ from pathlib import Path
 from kvctl_agent.contract.rig import ShownPart
 from kvctl_agent.contract.snapshots import LayerRow, MetricFamily
 from kvctl_agent.contract.states import STAGES
+from kvctl_agent.errors import RequestRefused
 from kvctl_agent.telemetry.rooms import RoomRecord
 
 MAX_SAMPLED_ROOMS = 64
@@ -50,7 +51,11 @@ def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) ->
     """
     samples: dict[str, list[int]] = {}
     for room in rooms[-MAX_SAMPLED_ROOMS:]:
-        for row in layers(room):
+        try:
+            rows = layers(room)
+        except RequestRefused:
+            continue  # forgotten since it was looked up: others of the run are still coming to their end
+        for row in rows:
             for stage, summary in row["stages"].items():
                 if summary["p50_ns"] is not None:
                     samples.setdefault(stage, []).append(summary["p50_ns"])
