@@ -11,6 +11,7 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault, FaultCode, exit_code
 from kvctl.client.fleet import Fleet, Survey
+from kvctl.client.source import Source
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
@@ -23,6 +24,11 @@ Read = Callable[[Survey], Report]
 _START = "kvctl demo"
 
 
+def source(settings: Settings) -> Source:
+    """Whom the user wants to ask."""
+    return Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys)
+
+
 def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock_rounds: int = 1) -> NoReturn:
     """Asks `calls` of every agent and prints what `read` makes of the answers, once or with `-w` again and again.
 
@@ -31,7 +37,7 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
     """
     output = Output(settings)
     output.selection(view)  # a wrong column is an error before anybody is asked
-    with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
+    with source(settings) as fleet:
         if settings.watch_ns is None:
             survey = fleet.survey(calls, clock_rounds)
             report = read(survey)
@@ -52,7 +58,7 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
     output = Output(settings)
     pause_ns = settings.watch_ns or 0
     complained: tuple[Fault, ...] | None = None
-    with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
+    with source(settings) as fleet:
         while True:
             started = time.monotonic_ns()
             survey = fleet.survey(calls())

@@ -92,7 +92,7 @@ class Snapshot:
         return found
 
     def since_before(self, agent: str, metric: str, **labels: str) -> float | None:
-        """How much a counter has grown since the snapshot before; None where that cannot be told, as after a restart."""
+        """Growth of a counter since the snapshot before; None where that cannot be told, as after a restart."""
         if self.before is None or agent not in self.agents or agent not in self.before.agents:
             return None
         now, then = self.agents[agent], self.before.agents[agent]
