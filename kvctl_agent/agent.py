@@ -21,6 +21,7 @@ from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
+from kvctl_agent.export.exports import Exports
 from kvctl_agent.layout.chunks import prefix_pages
 from kvctl_agent.layout.grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.holding import held as layout_of
@@ -106,6 +107,7 @@ class Agent:
         settings = self.settings
         self._keys = load_fleet_key(settings["fleet_key"])
         remote = remote_of(settings, self._keys)
+        self.exports = Exports(settings, name, role)
         self._instances = (bootstrap,) if isinstance(bootstrap, str) else tuple(bootstrap)
         if not self._instances or (role == "prefill" and len(self._instances) > 1):
             raise ConfigError(f"{len(self._instances)} bootstrap endpoints: a {role} agent needs exactly one, or more")
@@ -219,6 +221,7 @@ class Agent:
         self._state = "running"
         try:
             self._admin.start()
+            self.exports.start(self.observe.metrics, self.telemetry)
             if (keys := self._keys) is not None:
                 strangers = Strangers(self.telemetry.metrics, self.telemetry.recorder)
                 self._gatekeeper = Gatekeeper(
@@ -372,6 +375,7 @@ class Agent:
             self._admin.close()
         except DeadlineExceeded as error:  # it goes when it has answered
             self.telemetry.recorder.record("admin", str(error), "warning")
+        self.exports.close()
         self.transport.close()
         self._mailbox.close()
         atexit.unregister(self._at_exit)

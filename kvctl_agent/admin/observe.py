@@ -37,6 +37,7 @@ from kvctl_agent.contract.snapshots import (
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.version import VERSION
 from kvctl_agent.errors import RequestRefused
+from kvctl_agent.export.exports import Exports
 from kvctl_agent.layout.side import Coord
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.pool import KVPool
@@ -72,6 +73,7 @@ class Observed(Protocol):
     inputs: InputLog
     links: Links | None
     pipelining: Pipelining
+    exports: Exports
 
     def waiting_for(self) -> str | None: ...
 
@@ -154,6 +156,7 @@ class Observer:
             },
             "health": [],
             "waiting_for": agent.waiting_for(),
+            "metrics_url": agent.exports.metrics_url or None,
         }
 
     def rooms(self, state: str | None = None, limit: int = _ROWS) -> list[RoomRow]:

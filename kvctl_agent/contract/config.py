@@ -268,6 +268,19 @@ KEYS: tuple[Key, ...] = (
         "counts at once.",
     ),
     Key(
+        "metrics_endpoint",
+        str,
+        "",
+        "address:port where Prometheus may scrape this agent, such as 127.0.0.1:9400; with a + behind it the first "
+        "free port from there on, for several ranks of one host. Needs kvctl[prometheus].",
+    ),
+    Key(
+        "otel_endpoint",
+        str,
+        "",
+        "Where a span per room is sent as OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces. Needs kvctl[otel].",
+    ),
+    Key(
         "insecure",
         bool,
         False,

@@ -139,12 +139,21 @@ METRICS: tuple[Metric, ...] = (
         "Arrival tags that changed nothing, by reason.",
         ("reason",),
     ),
+    Metric(
+        "kvctl_internal_errors_total",
+        "counter",
+        "",
+        "Bugs that cost an event or an action of the control loop: the flight recorder says which.",
+    ),
     Metric("kvctl_transport_errors_total", "counter", "", "Errors raised by the engine."),
     Metric(
         "kvctl_connections_refused_total",
         "counter",
         "",
         "Connections of clients without a key, or with an unknown one.",
+    ),
+    Metric(
+        "kvctl_spans_dropped_total", "counter", "", "Rooms of which no span was sent, because too many were waiting."
     ),
     Metric("kvctl_admin_requests_total", "counter", "", "Admin requests, by command.", ("command",)),
     Metric("kvctl_admin_errors_total", "counter", "", "Admin requests refused, by code.", ("code",)),

@@ -97,6 +97,16 @@ class PipelineUse(TypedDict):
     decisions: dict[str, int]  # forwards by reason, see contract.pipeline
 
 
+class ProcessUse(TypedDict):
+    """What the agent's process, worker and engine included, takes of its host."""
+
+    fds: int
+    fds_limit: int | None  # None: no limit
+    threads: int
+    rss_bytes: int
+    cpu_ns: int  # of all threads, since the process began
+
+
 class Status(TypedDict):
     """Answer to `status`."""
 
@@ -120,7 +130,12 @@ class Status(TypedDict):
     pipeline: PipelineUse | None  # prefill only
     pool: dict[str, int]  # pages, page_size, bytes, layers, heads
     health: list[str]  # codes raised; empty when fine
+    metrics_url: str | None  # where Prometheus may scrape it
     waiting_for: str | None  # e.g. "6 of 8 prefill ranks registered, missing tp=2,3"
+    accepting: bool  # its engine may begin rooms: started, not draining, not closed
+    draining: bool  # told to take no new rooms; drained once no room is active
+    memory_gb_per_s: float | None  # one thread's memcpy, the floor of any rate; prefill, where `auto` measured it
+    process: ProcessUse
 
 
 class Coverage(TypedDict):
@@ -156,6 +171,9 @@ class RoomRow(TypedDict):
     forward_done_at_ns: int | None  # prefill only, as the two below
     hidden_ns: int | None  # parts were on their way before the forward was done; overlaps of parts count once
     exposed_ns: int | None  # the same, after it
+    missing: list[str]  # agents whose next word ends this state: to accept, to say drained, or how the room ended
+    owed: dict[str, int]  # decode: cells not landed, by the name of their writer; active rooms only
+    unscattered: int | None  # decode: cells landed and not in their pages
     failure: Failure | None
 
 
@@ -190,7 +208,9 @@ class RingAllocation(TypedDict):
     end: int
     round: int
     age_ns: int
-    state: str  # granted, landed, scattering, revoking, quarantined
+    state: str  # granted, landed, revoking, quarantined
+    posted: bool  # its writer has said that it was too late to give it back: it is being written
+    room_state: str  # of its room here; "gone" for a room that is not known any more, which would be a bug
     aside: bool  # its writer is silent: the watermark has passed it, nobody else gets its bytes
 
 
@@ -201,7 +221,9 @@ class GatedPart(TypedDict):
     layers: list[int]
     bytes: int
     waiting_for: str  # "grant" or "watermark round 3 tail 1048576"
-    age_ns: int
+    age_ns: int  # since it was ready
+    requests: int  # how often its grant was asked for, resends included
+    asked_age_ns: int | None  # since the first of them; None: not asked yet, it waits for its turn to ask
 
 
 class Watermark(TypedDict):
@@ -220,6 +242,7 @@ class RingView(TypedDict):
     allocations: list[RingAllocation]  # oldest first
     granted_total: int
     refused_total: int
+    refused_largest_bytes: int | None  # the largest part that was ever refused; None: none was
     revoked_total: int
 
 
@@ -277,10 +300,14 @@ class PeerRow(TypedDict):
     rtt_ns: int | None
     clock_offset_ns: int | None
     clock_error_ns: int | None
-    control_queue: int
+    control_queue: int  # messages to it that have not left, or found no place in its socket since that took one
     watermark_sent: list[int] | None  # decode: [round, tail, sequence] last sent to this peer
     watermark_seen: list[int] | None  # prefill: same, last heard from this peer
     lane: str
+    lane_gb_per_s: float | None  # prefill: of one large write, where this lane was measured
+    lane_descriptor_ns: int | None  # prefill: of one scattered descriptor of 512 bytes, likewise
+    lane_measured_age_ns: int | None
+    same_host: bool | None  # its processes can be seen from here, so its death can be proven; None: not met
     rooms: int
     errors_total: int
     last_error: str | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.telemetry.clock import Clock
@@ -16,7 +16,11 @@ RATE_WINDOW_NS = 10_000_000_000
 
 
 class Telemetry:
-    """Built once per agent; written by its threads, read by the admin thread."""
+    """Built once per agent; written by its threads, read by the admin thread.
+
+    Attributes:
+        on_finish: told of every room that has ended, on the control thread: it must only enqueue.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Telemetry:
         self.stages = StageTimes(name)
         self.rate = SpanRate(RATE_WINDOW_NS)
         self.latencies = Latencies()
+        self.on_finish: Callable[[RoomRecord], None] | None = None
 
     def finish(self, record: RoomRecord, now_ns: int) -> None:
         """A room has ended: count it, and move its record to the finished ones."""
@@ -50,6 +55,8 @@ class Telemetry:
                 self.metrics.observe("kvctl_transfer_hidden_seconds", hidden / 1e9)
                 self.metrics.observe("kvctl_transfer_exposed_seconds", exposed / 1e9)
         self.rooms.close(record)
+        if self.on_finish is not None:
+            self.on_finish(record)
 
     def part(
         self,

@@ -1,0 +1,1 @@
+"""What an agent tells monitoring systems by itself: metrics for Prometheus, a span per room for OpenTelemetry."""
