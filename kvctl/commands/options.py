@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -41,6 +42,7 @@ def global_options() -> list[click.Option]:
             metavar="AGENT",
             help="Only this agent: name, glob, ipc:// or tcp:// address. Repeatable.",
         ),
+        _option("-c", "--context", metavar="NAME", help="A fleet with a name of its own: see kvctl context."),
         _option("--key", metavar="NAME|FILE", help="Your key for tcp:// agents. [default: default, see kvctl key new]"),
         _option("--server-key", metavar="KEY|FILE", help="Public key of the tcp:// agents' fleet."),
         _option(
@@ -68,6 +70,13 @@ def global_options() -> list[click.Option]:
             "Repeatable; all must hold.",
         ),
         _option("-w", "--watch", metavar="[SECONDS]", help=f"Read again and again. [every {_DEFAULT_WATCH} s]"),
+        _option(
+            "--from",
+            "from_file",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Ask this recording or bundle in place of live agents; with -w all its moments, one by one.",
+        ),
         _option("--color", type=click.Choice(COLOURS), help="Colour on stdout. [default: auto, honours NO_COLOR]"),
         _option("-q", "--quiet", is_flag=True, help="No remarks on stderr, only errors."),
         _option("-v", "--verbose", is_flag=True, help="Say on stderr who was asked and how long it took."),

@@ -1,4 +1,7 @@
-"""What the user wants of every command, from flags, environment and user file — in that precedence.
+"""What the user wants of every command: flags over environment over project file over user file.
+
+A context (see `files`) counts right above what chose it: one of `--context` beats the environment, the one in use by
+the user file does not even beat the project file.
 
 A wrong value names where it comes from, because an old line in a file is the last place people look.
 """
@@ -16,13 +19,13 @@ import click
 
 from kvctl.client.keys import KeyNames
 from kvctl.client.labels import LABELS
+from kvctl.commands.files import CONTEXT, FILE_KEYS, context_of, project_file, user_file
 from kvctl.views.units import parse_seconds
 
 OUTPUTS = ("table", "wide", "plain", "json", "jsonl", "csv")
 PROMETHEUS = "prom"
 COLOURS = ("auto", "always", "never")
 DEFAULT_TIMEOUT = "2s"
-_FILE_KEYS = ("output", "timeout", "endpoint", "color", "key", "server_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class Settings:
         output: one of OUTPUTS or "prom"; None means a table on a terminal and TSV elsewhere.
         watch_ns: time between readings; None reads once.
         keys: what names the keys for agents on other machines; files are read once there is one to ask.
+        from_file: the recording or bundle to ask in place of live agents.
     """
 
     output: str | None
@@ -47,6 +51,7 @@ class Settings:
     quiet: bool
     verbose: bool
     color: str
+    from_file: Path | None
 
     def resolved_output(self) -> str:
         return self.output or ("table" if sys.stdout.isatty() else "plain")
@@ -58,63 +63,95 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
     Raises:
         click.UsageError: a value that is not allowed, with its source.
     """
-    file, path = _user_file()
-    source = _Sources(flags, file, path)
+    source = _Sources.read(flags)
     return Settings(
         output=source.get("output", None, _one_of((*OUTPUTS, PROMETHEUS))),
         columns=flags.get("columns"),
         sort_by=flags.get("sort_by"),
         filters=tuple(flags.get("filters", ())),
         endpoints=source.get("endpoint", (), _words),
-        labels=_labels(flags.get("labels", ())),
+        labels=source.labels(),
         keys=KeyNames(source.get("key", None, _text), source.get("server_key", None, _text)),
         timeout_ns=source.get("timeout", parse_seconds(DEFAULT_TIMEOUT), _positive),
         watch_ns=source.get("watch", None, _positive),
         quiet=bool(flags.get("quiet")),
         verbose=bool(flags.get("verbose")),
         color=source.get("color", "auto", _one_of(COLOURS)),
+        from_file=flags.get("from_file"),
     )
 
 
 @dataclass(frozen=True, slots=True)
+class _Layer:
+    """Values of one source.
+
+    Attributes:
+        name: says which key of which source is meant.
+        file: it holds defaults, so a context that it chooses is more than the rest of it.
+    """
+
+    name: Callable[[str], str]
+    values: Mapping[str, Any]
+    file: bool = False
+
+
+def _flag_name(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def _variable(key: str) -> str:
+    return f"KVCTL_{key.upper()}"
+
+
+@dataclass(frozen=True, slots=True)
 class _Sources:
+    """Everything that was said, the strongest first."""
+
     flags: Mapping[str, Any]
-    file: Mapping[str, Any]
-    path: Path
+    context: _Layer | None
+    layers: tuple[_Layer, ...]
+
+    @classmethod
+    def read(cls, flags: Mapping[str, Any]) -> _Sources:
+        environment = {key: value for key in (*FILE_KEYS, CONTEXT) if (value := os.environ.get(_variable(key)))}
+        user = user_file()
+        files = [file for file in (project_file(), user) if file is not None]
+        said = [
+            _Layer(_flag_name, flags),
+            _Layer(lambda key: f"{_variable(key)} (environment)", environment),
+            *(_Layer(lambda key, path=file.path: f"{key} in {path}", file.values, file=True) for file in files),  # type: ignore[misc]
+        ]
+        chooser = next((layer for layer in said if CONTEXT in layer.values), None)
+        if chooser is None:
+            return cls(flags, None, tuple(said))
+        name = chooser.values[CONTEXT]
+        chosen = context_of(user, name, chooser.name(CONTEXT))
+        context = _Layer(lambda key: f"{key} of context {name} in {user.path}", chosen)
+        # A flag or a variable beside the one that chose the context is meant to depart from it.
+        said.insert(said.index(chooser) + (not chooser.file), context)
+        return cls(flags, context, tuple(said))
 
     def get(self, key: str, default: Any, read: Callable[[Any], Any]) -> Any:
-        variable = f"KVCTL_{key.upper()}"
-        candidates = [(f"--{key.replace('_', '-')}", self.flags.get(key))]
-        if key in _FILE_KEYS:
-            candidates += [
-                (f"{variable} (environment)", os.environ.get(variable) or None),
-                (f"{key} in {self.path}", self.file.get(key)),
-            ]
-        for origin, value in candidates:
+        for layer in self.layers if key in FILE_KEYS else self.layers[:1]:
+            value = layer.values.get(key)
             if value is None or value == ():
                 continue
             try:
                 return read(value)
             except ValueError as error:
-                raise click.UsageError(f"{origin}: {error}") from error
+                raise click.UsageError(f"{layer.name(key)}: {error}") from error
         return default
 
-
-def _user_file() -> tuple[Mapping[str, Any], Path]:
-    home = os.environ.get("XDG_CONFIG_HOME") or str(Path("~/.config").expanduser())
-    path = Path(home) / "kvctl" / "config.toml"
-    if not path.is_file():
-        return {}, path
-    import tomllib
-
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise click.UsageError(f"{path} cannot be read: {error}") from error
-    unknown = values.keys() - set(_FILE_KEYS)
-    if unknown:
-        raise click.UsageError(f"{path}: unknown key {sorted(unknown)[0]!r}; known: {', '.join(_FILE_KEYS)}")
-    return values, path
+    def labels(self) -> dict[str, str]:
+        """Those of the context, narrowed further by the flags."""
+        labels = {}
+        if self.context is not None and (wanted := self.context.values.get("labels")):
+            origin = self.context.name("labels")
+            try:
+                labels = _labels(_words(wanted), origin)
+            except ValueError:
+                raise click.UsageError(f"{origin}: {wanted!r} is not a list of KEY=VALUE") from None
+        return {**labels, **_labels(self.flags.get("labels", ()), "--label")}
 
 
 def _one_of(allowed: tuple[str, ...]) -> Callable[[Any], str]:
@@ -147,11 +184,11 @@ def _positive(value: Any) -> int:
     return ns
 
 
-def _labels(texts: tuple[str, ...]) -> dict[str, str]:
+def _labels(texts: tuple[str, ...], origin: str) -> dict[str, str]:
     labels: dict[str, str] = {}
     for piece in (piece.strip() for text in texts for piece in text.split(",")):
         key, separator, value = piece.partition("=")
         if not separator or not value or key not in LABELS:
-            raise click.UsageError(f"--label {piece}: write KEY=VALUE with a key of {', '.join(LABELS)}")
+            raise click.UsageError(f"{origin} {piece}: write KEY=VALUE with a key of {', '.join(LABELS)}")
         labels[key] = value
     return labels

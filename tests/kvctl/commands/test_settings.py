@@ -74,3 +74,77 @@ def test_a_broken_file_is_named(user_file: Path, text: str, words: str) -> None:
 )
 def test_watch_takes_a_time_or_nothing(given: list[str], spelled: list[str]) -> None:
     assert spell_out_watch(given) == spelled
+
+
+CONTEXTS = """
+endpoint = ["of-the-file"]
+timeout = "9s"
+
+[contexts.lab]
+endpoint = ["tcp://lab:7000"]
+timeout = "3s"
+labels = "role=decode"
+
+[contexts.prod]
+endpoint = ["tcp://prod:7000", "tcp://prod:7001"]
+labels = ["role=prefill", "tp=0"]
+"""
+
+
+def test_a_context_counts_by_what_chose_it(user_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    user_file.write_text('context = "lab"\n' + CONTEXTS)
+    project = tmp_path / "project"
+    (project / "deep" / "er").mkdir(parents=True)
+    (project / ".git").mkdir()
+    monkeypatch.chdir(project / "deep" / "er")
+    assert resolve({}).endpoints == ("tcp://lab:7000",)
+    assert resolve({}).timeout_ns == 3_000_000_000
+    assert resolve({"context": "prod"}).timeout_ns == 9_000_000_000  # says nothing of it
+    (project / ".kvctl.toml").write_text('endpoint = "of-the-project"\n')
+    assert resolve({}).endpoints == ("of-the-project",)
+    (project / ".kvctl.toml").write_text('endpoint = "of-the-project"\ncontext = "prod"\n')
+    assert resolve({}).endpoints == ("tcp://prod:7000", "tcp://prod:7001")
+    monkeypatch.setenv("KVCTL_CONTEXT", "lab")
+    assert resolve({}).endpoints == ("tcp://lab:7000",)
+    monkeypatch.setenv("KVCTL_ENDPOINT", "of-the-environment")
+    assert resolve({}).endpoints == ("of-the-environment",)
+    assert resolve({"context": "prod"}).endpoints == ("tcp://prod:7000", "tcp://prod:7001")
+    assert resolve({"context": "prod", "endpoint": ("flag",)}).endpoints == ("flag",)
+
+
+def test_labels_of_a_context_are_narrowed_by_flags(user_file: Path) -> None:
+    user_file.write_text(CONTEXTS)
+    assert resolve({"context": "lab"}).labels == {"role": "decode"}
+    flags = {"context": "prod", "labels": ("dp=1,tp=3",)}
+    assert resolve(flags).labels == {"role": "prefill", "tp": "3", "dp": "1"}
+
+
+def test_the_project_ends_at_the_root_of_its_repository(
+    user_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / ".kvctl.toml").write_text('output = "csv"\n')
+    (tmp_path / "repository" / ".git").mkdir(parents=True)
+    (tmp_path / "plain").mkdir()
+    for directory in ("repository", "plain"):
+        monkeypatch.chdir(tmp_path / directory)
+        assert resolve({}).output is None
+    monkeypatch.chdir(tmp_path)
+    assert resolve({}).output == "csv"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (CONTEXTS, "--context: no context 'prdo' in .*; did you mean prod"),
+        ("", "there are none: kvctl context add"),
+        ("contexts = 3", r"holds tables, \[contexts.NAME\]"),
+        ("[contexts.x]\nendpiont = 'a'", "context x: unknown key 'endpiont'"),
+        ("[contexts.prdo]\nendpoint = 3", "endpoint of context prdo in .*: 3 is not a list"),
+        ("[contexts.prdo]\nlabels = 'colour=red'", "labels of context prdo in .* colour=red: write KEY=VALUE"),
+        ("[contexts.prdo]\nlabels = 5", "5 is not a list of KEY=VALUE"),
+    ],
+)
+def test_a_wrong_context_is_named_with_its_file(user_file: Path, text: str, words: str) -> None:
+    user_file.write_text(text)
+    with pytest.raises(click.UsageError, match=words):
+        resolve({"context": "prdo"})
