@@ -104,6 +104,21 @@ FAULTS: tuple[FaultKind, ...] = (
         high=60 * _SECOND_NS,
     ),
     FaultKind(
+        "slow-lane",
+        "agent",
+        "time",
+        "Every write leaves so much later: the bytes too, not only the news of them.",
+        low=_NS["us"],
+        high=60 * _SECOND_NS,
+    ),
+    FaultKind(
+        "corrupt-write",
+        "agent",
+        "share",
+        "Writes of which one byte is wrong on the wire; with digest on, the reader notices.",
+        explains=("KV_DIGEST_MISMATCH",),
+    ),
+    FaultKind(
         "clock-jump",
         "agent",
         "jump",

@@ -56,6 +56,7 @@ class SendRoom:
         groups: layer groups that each forward is sent in; 1: pages whole.
         gap_s: time between two forwards.
         at_once: compute when told, whether or not the decode side has opened the room.
+        hangs: the last forward never ends, so that the room waits for it until somebody gives up.
     """
 
     do: ClassVar[str] = "send"
@@ -67,6 +68,7 @@ class SendRoom:
     groups: int = 1
     gap_s: float = 0.0
     at_once: bool = False
+    hangs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

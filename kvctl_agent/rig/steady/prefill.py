@@ -53,8 +53,9 @@ class PrefillWorker(Worker):
         pages = self.tenancy.pages(command.room)
         edges = [len(pages) * cut // command.chunks for cut in range(command.chunks + 1)]
         for at, (first, end) in enumerate(itertools.pairwise(edges)):
-            feed = partial(self._feed, send, groups, pages[first:end], last=at == command.chunks - 1)
-            self.later(at * command.gap_s, feed)
+            last = at == command.chunks - 1
+            if not (last and command.hangs):
+                self.later(at * command.gap_s, partial(self._feed, send, groups, pages[first:end], last=last))
 
     def _feed(self, send: Send, groups: Sequence[range], pages: Pages, last: bool) -> None:
         """One forward is done."""

@@ -34,7 +34,7 @@ def run_rooms(fleet: Any, count: int = 24, codes: tuple[str, ...] = ()) -> int:
         rooms.append(room)
     failed = []
     for room in rooms:
-        states = room.wait(30)
+        states = room.wait(60)
         assert states <= {RoomState.SUCCESS, RoomState.FAILED}, (room.number, states)
         assert all(handle.released for handle in room.handles), room.number
         if states == {RoomState.SUCCESS}:
@@ -44,7 +44,7 @@ def run_rooms(fleet: Any, count: int = 24, codes: tuple[str, ...] = ()) -> int:
             failed.append(room)
     for agent in fleet.prefill + fleet.decode:
         agent.faults.clear()
-    fleet.settle(20)
+    fleet.settle()
     fleet.check(but=tuple(failed) or ())
     assert fleet.errors() == []
     return count - len(failed)
@@ -103,7 +103,7 @@ def test_bytes_that_land_late_meet_nobody_elses_pages(make_fleet: Any, model: An
     outcomes = []
     for number in range(30):
         room = fleet.feed(fleet.claim(fleet.receive(fleet.room(number, 4))))
-        outcomes.append(room.wait(30))
+        outcomes.append(room.wait(60))
         assert all(handle.released for handle in room.handles)
         fleet.recycle(room)
         if outcomes[-1] == {RoomState.SUCCESS}:
@@ -124,7 +124,7 @@ def test_bytes_that_land_late_meet_nobody_elses_pages(make_fleet: Any, model: An
     assert {RoomState.FAILED} in outcomes
     for agent in fleet.prefill:
         agent.faults.clear()
-    fleet.settle(10)
+    fleet.settle()
 
 
 def test_the_wall_clock_jumps_and_comes_back(make_fleet: Any) -> None:

@@ -50,7 +50,7 @@ class Pair:
     def back(self, count: int = BURST) -> None:
         self.send(self.good, "decode-0", list(range(count)))
 
-    def hear(self, links: Links, count: int, timeout_s: float = 10.0) -> list[int]:
+    def hear(self, links: Links, count: int, timeout_s: float = 60.0) -> list[int]:
         """Rooms in the order in which they were heard of, until there are so many."""
         heard: list[int] = []
         deadline = time.monotonic() + timeout_s
