@@ -62,7 +62,7 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
         while True:
             started = time.monotonic_ns()
             survey = fleet.survey(calls())
-            faults = tuple(survey.faults) or ((_nobody(settings, survey),) if not survey.agents else ())
+            faults = tuple(survey.faults) or ((nobody(settings, survey),) if not survey.agents else ())
             if faults != complained:
                 for fault in faults:
                     output.note(f"{fault.agent}: {fault.message}" if fault.agent else fault.message)
@@ -86,11 +86,11 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
         return ExitCode.FAILED
     code = exit_code(report.answered, report.faults)
     if code is ExitCode.NO_AGENT and not report.faults:
-        complain(_nobody(settings, survey).message)
+        complain(nobody(settings, survey).message)
     return code
 
 
-def _nobody(settings: Settings, survey: Survey) -> Fault:
+def nobody(settings: Settings, survey: Survey) -> Fault:
     """Why there is nobody to ask, and what to do about it."""
     if survey.filtered:
         wanted = ",".join(f"{key}={value}" for key, value in settings.labels.items())
