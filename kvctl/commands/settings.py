@@ -19,7 +19,7 @@ import click
 
 from kvctl.client.keys import KeyNames
 from kvctl.client.labels import LABELS
-from kvctl.commands.files import CONTEXT, FILE_KEYS, context_of, project_file, user_file
+from kvctl.commands.files import CONTEXT, FILE_KEYS, File, context_of, project_file, user_file
 from kvctl.views.units import parse_seconds
 
 OUTPUTS = ("table", "wide", "plain", "json", "jsonl", "csv")
@@ -81,6 +81,27 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
     )
 
 
+def chosen_context(flags: Mapping[str, Any]) -> str | None:
+    """Name of the context that counts here, whether there is one of that name or not.
+
+    Raises:
+        click.UsageError: one of the files cannot be read.
+    """
+    return next((str(layer.values[CONTEXT]) for layer in _said(flags, user_file()) if CONTEXT in layer.values), None)
+
+
+def check_context(flags: Mapping[str, Any]) -> None:
+    """Whether these flags make sense as a context.
+
+    Raises:
+        click.UsageError: a value that is not allowed.
+    """
+    source = _Sources(flags, None, (_Layer(_flag_name, flags),))
+    source.get("endpoint", (), _words)
+    source.get("timeout", 0, _positive)
+    source.labels()
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """Values of one source.
@@ -113,14 +134,8 @@ class _Sources:
 
     @classmethod
     def read(cls, flags: Mapping[str, Any]) -> _Sources:
-        environment = {key: value for key in (*FILE_KEYS, CONTEXT) if (value := os.environ.get(_variable(key)))}
         user = user_file()
-        files = [file for file in (project_file(), user) if file is not None]
-        said = [
-            _Layer(_flag_name, flags),
-            _Layer(lambda key: f"{_variable(key)} (environment)", environment),
-            *(_Layer(lambda key, path=file.path: f"{key} in {path}", file.values, file=True) for file in files),  # type: ignore[misc]
-        ]
+        said = _said(flags, user)
         chooser = next((layer for layer in said if CONTEXT in layer.values), None)
         if chooser is None:
             return cls(flags, None, tuple(said))
@@ -152,6 +167,17 @@ class _Sources:
             except ValueError:
                 raise click.UsageError(f"{origin}: {wanted!r} is not a list of KEY=VALUE") from None
         return {**labels, **_labels(self.flags.get("labels", ()), "--label")}
+
+
+def _said(flags: Mapping[str, Any], user: File) -> list[_Layer]:
+    """Every source but the context, the strongest first."""
+    environment = {key: value for key in (*FILE_KEYS, CONTEXT) if (value := os.environ.get(_variable(key)))}
+    files = [file for file in (project_file(), user) if file is not None]
+    return [
+        _Layer(_flag_name, flags),
+        _Layer(lambda key: f"{_variable(key)} (environment)", environment),
+        *(_Layer(lambda key, path=file.path: f"{key} in {path}", file.values, file=True) for file in files),  # type: ignore[misc]
+    ]
 
 
 def _one_of(allowed: tuple[str, ...]) -> Callable[[Any], str]:

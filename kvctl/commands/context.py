@@ -1,0 +1,135 @@
+"""`kvctl context`: fleets under names, kept in the user file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvctl.commands import context_file
+from kvctl.commands.files import CONTEXT, CONTEXT_KEYS, File, context_of, user_file
+from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.output import Output
+from kvctl.commands.settings import Settings, check_context, chosen_context
+from kvctl.views.contexts import CONTEXTS
+from kvctl.views.report import Report
+
+
+@click.group(cls=KvctlGroup, default="ls")
+def context() -> None:
+    """Fleets under names of their own: which agents, labels, keys and time limit; `kvctl context` alone lists them.
+
+    A context is used by `-c NAME`, KVCTL_CONTEXT=NAME, `kvctl context use NAME`, or context = "NAME" in a project's
+    .kvctl.toml. It counts right above what chose it: flags > environment > project file > user file.
+    """
+
+
+@context.command("ls", short_help="All contexts; which one is in use.")
+@pass_settings
+def list_contexts(settings: Settings) -> None:
+    """All contexts, and which one is in use here and now."""
+    _print(settings, user_file().contexts)
+
+
+@context.command(short_help="One context.")
+@click.argument("name", required=False)
+@pass_settings
+def show(settings: Settings, name: str | None) -> None:
+    """One context; without NAME the one in use."""
+    name = chosen_context(click.get_current_context().ensure_object(dict)) if name is None else name
+    if name is None:
+        raise click.UsageError("no context is in use; name one, or see kvctl context ls")
+    _print(settings, {name: context_of(user_file(), name, "NAME")})
+
+
+@context.command(short_help="Keep these -e, -l, --key, --server-key, --timeout as a context.")
+@click.argument("name")
+@click.option("--replace", is_flag=True, help="In place of the one that has this name.")
+@click.option("--use", "in_use", is_flag=True, help="Have it in use from now on.")
+@click.pass_context
+def add(ctx: click.Context, name: str, replace: bool, in_use: bool) -> None:
+    """Keep what these options say as context NAME: -e, -l, --key, --server-key, --timeout.
+
+    For example: kvctl context add prod -e tcp://decode-0:7000 -e tcp://decode-1:7000 --server-key fleet.pub
+    """
+    if not context_file.NAME.fullmatch(name):
+        raise click.UsageError(f"{name!r} is no name for a context: letters, digits, dot, dash, underscore, 64 at most")
+    flags = ctx.ensure_object(dict)
+    said = {key: flags[key] for key in CONTEXT_KEYS if flags.get(key)}
+    if not said:
+        raise click.UsageError(f"say what context {name} shall mean: -e, -l, --key, --server-key, --timeout")
+    check_context(said)
+    file = user_file()
+    if name in file.contexts and not replace:
+        raise click.UsageError(f"context {name} exists in {file.path}: add --replace, or choose another name")
+    context_file.put(file.path, name, _from_anywhere(_values(said)))
+    if in_use:
+        context_file.use(file.path, name)
+    _say(ctx, f"context {name} is in {file.path}" + (", and in use" if in_use else f": kvctl -c {name} status"))
+
+
+@context.command(short_help="Have a context in use from now on.")
+@click.argument("name", required=False)
+@click.option("--none", is_flag=True, help="Have none in use.")
+@click.pass_context
+def use(ctx: click.Context, name: str | None, none: bool) -> None:
+    """Have context NAME in use from now on, wherever nothing stronger chooses another."""
+    if (name is None) != none:
+        raise click.UsageError("name a context, or say --none; there are: " + _names(user_file()))
+    file = user_file()
+    if name is not None:
+        context_of(file, name, "NAME")
+    context_file.use(file.path, name)
+    _say(ctx, f"context {name} is in use" if name else "no context is in use")
+
+
+@context.command(short_help="Forget a context.")
+@click.argument("name")
+@click.pass_context
+def rm(ctx: click.Context, name: str) -> None:
+    """Forget context NAME; agents are not concerned."""
+    file = user_file()
+    context_of(file, name, "NAME")
+    context_file.remove(file.path, name)
+    _say(ctx, f"context {name} is gone" + ("; none is in use" if file.values.get(CONTEXT) == name else ""))
+
+
+def _print(settings: Settings, contexts: Mapping[str, Mapping[str, Any]]) -> None:
+    used = chosen_context(click.get_current_context().ensure_object(dict))
+    rows = [
+        {**dict.fromkeys(CONTEXT_KEYS), **_values(values), "context": name, "in_use": name == used}
+        for name, values in contexts.items()
+    ]
+    Output(settings).emit(Report(CONTEXTS, rows, answered=1))
+
+
+def _values(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists where there can be several, whether they were flags or a line in a file."""
+    values = dict(said)
+    for key in ("endpoint", "labels"):
+        if key in values:
+            values[key] = _pieces(values[key])
+    return values
+
+
+def _from_anywhere(values: dict[str, Any]) -> dict[str, Any]:
+    """Files with their whole path: a context is used in other directories than the one it was made in."""
+    return values | {
+        key: str(Path(values[key]).absolute()) for key in ("key", "server_key") if Path(values.get(key, "")).is_file()
+    }
+
+
+def _pieces(value: str | Sequence[str]) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    return [piece.strip() for text in texts for piece in text.split(",") if piece.strip()]
+
+
+def _names(file: File) -> str:
+    return ", ".join(file.contexts) or "none"
+
+
+def _say(ctx: click.Context, text: str) -> None:
+    if not ctx.ensure_object(dict).get("quiet"):
+        click.echo(f"kvctl: {text}", err=True)
