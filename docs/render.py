@@ -5,6 +5,8 @@ A page that a person has to keep in step with the code goes stale; these cannot.
 
 from __future__ import annotations
 
+import json
+import runpy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import click
 from kvctl.commands.registry import COMMANDS as CLI_COMMANDS
 from kvctl.commands.registry import load
 from kvctl.exit_codes import ExitCode
+from kvctl.health.codes import CODES
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.config import KEYS, Key
 from kvctl_agent.contract.faults import FAULT_COMMAND
@@ -22,6 +25,8 @@ HERE = Path(__file__).parent
 NOTE = "<!-- Written by docs/render.py from what the code declares: `make docs`. -->"
 HELP_COLUMNS = 100
 HELP_NAMES = ["-h", "--help"]  # as every command has them when the program runs
+# A wrong byte is no matter of a minute.
+AT_ONCE = ("KV_DIGEST_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION")
 GLOBAL_OPTIONS = "Global options, before or after the command:"
 
 
@@ -88,21 +93,83 @@ def metrics() -> str:
     )
 
 
-def command_line() -> str:
-    """The help of every command, and the exit codes."""
-    codes = ", ".join(f"{code.value} {code.name.lower().replace('_', ' ')}" for code in ExitCode)
-    blocks: list[str] = []
+def command_pages() -> dict[str, str]:
+    """A page per command, with the help of everything under it; and the page that lists them."""
+    pages: dict[str, str] = {}
+    rows: list[Sequence[str]] = []
     common = ""
-    for name in CLI_COMMANDS:
+    for name, entry in CLI_COMMANDS.items():
         command = load(name)
         assert command is not None
+        blocks: list[str] = []
         for path, text in helps(
             command, click.Context(command, info_name=f"kvctl {name}", help_option_names=HELP_NAMES)
         ):
             own, _, common = text.partition("\n\n" + GLOBAL_OPTIONS)
             blocks += [f"## {path}", f"```\n{own}\n```"]
-    blocks += ["## Global options", f"```\n{GLOBAL_OPTIONS}{common}\n```"]
-    return page("Commands", f"Exit codes: {codes}.", *blocks)
+        more = "The options that every command takes, and the exit codes: [commands](../commands.md)."
+        pages[f"commands/{name}.md"] = page(f"kvctl {name}", entry.help, *blocks, more)
+        rows.append((f"[`kvctl {name}`](commands/{name}.md)", entry.help))
+    codes = table(("code", "means"), [(str(code.value), code.name.lower().replace("_", " ")) for code in ExitCode])
+    listed = table(("command", "what it does"), rows)
+    options = f"```\n{GLOBAL_OPTIONS}{common}\n```"
+    checks = "`kvctl check` alone follows the monitoring-plugin rule: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN."
+    pages["commands.md"] = page("Commands", listed, "## Global options", options, "## Exit codes", codes, checks)
+    return pages
+
+
+def health_pages() -> dict[str, str]:
+    """A page per health code, and the page that lists them."""
+    pages = {}
+    rows: list[Sequence[str]] = []
+    for code in CODES:
+        rows.append((f"[`{code.name}`](health/{code.name}.md)", code.severity.label, code.sees))
+        alert = ["## As an alert", f"```\n{code.alert}\n```"] if code.alert else []
+        pages[f"health/{code.name}.md"] = page(
+            code.name,
+            f"At worst **{code.severity.label}**. What an operator sees: {code.sees}",
+            "## What it means",
+            code.means,
+            "## What to do",
+            code.remedy,
+            *alert,
+            f"`kvctl health explain {code.name}` prints this page, `kvctl doctor` says whom it concerns.",
+        )
+    text = (
+        "What `kvctl health`, `kvctl doctor`, `kvctl check` and `kvctl top` look for, in the order in which they "
+        "explain each other: what comes first is more often the cause."
+    )
+    pages["health.md"] = page("Health codes", text, table(("code", "at worst", "what an operator sees"), rows))
+    return pages
+
+
+def alert_rules() -> str:
+    """Rules for Prometheus, from the health codes that metrics can say."""
+    lines = [
+        "# Written by docs/render.py from the health codes: `make docs`.",
+        "groups:",
+        "  - name: kvctl",
+        "    rules:",
+    ]
+    for code in CODES:
+        if code.alert:
+            lines += [
+                f"      - alert: {code.name}",
+                f"        expr: {json.dumps(code.alert)}",
+                f"        for: {'0m' if code.name in AT_ONCE else '1m'}",
+                "        labels:",
+                f"          severity: {code.severity.label}",
+                "        annotations:",
+                f"          summary: {json.dumps(code.sees)}",
+                f"          description: {json.dumps(code.remedy)}",
+                f"          runbook: kvctl health explain {code.name}",
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def grafana() -> str:
+    """The dashboard."""
+    return json.dumps(runpy.run_path(str(HERE / "dashboard.py"))["dashboard"](), indent=1) + "\n"
 
 
 def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
@@ -125,8 +192,25 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-PAGES = {"configuration.md": configuration, "admin.md": admin, "metrics.md": metrics, "commands.md": command_line}
+def pages() -> dict[str, str]:
+    """Every file written here, by its path below docs/."""
+    return {
+        "configuration.md": configuration(),
+        "admin.md": admin(),
+        "metrics.md": metrics(),
+        "grafana/kvctl.json": grafana(),
+        "prometheus/kvctl-alerts.yml": alert_rules(),
+        **command_pages(),
+        **health_pages(),
+    }
+
 
 if __name__ == "__main__":
-    for name, render in PAGES.items():
-        (HERE / name).write_text(render())
+    written = pages()
+    for folder in ("commands", "health"):
+        for old in (HERE / folder).glob("*.md"):
+            if f"{folder}/{old.name}" not in written:
+                old.unlink()
+    for name, text in written.items():
+        (HERE / name).parent.mkdir(exist_ok=True)
+        (HERE / name).write_text(text)

@@ -11,12 +11,19 @@ import pytest
 from kvctl.commands.registry import COMMANDS
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = runpy.run_path(str(DOCS / "render.py"))["PAGES"]
+PAGES: dict[str, str] = runpy.run_path(str(DOCS / "render.py"))["pages"]()
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_what_the_code_declares(name: str) -> None:
-    assert (DOCS / name).read_text() == PAGES[name](), "run: make docs"
+    assert (DOCS / name).read_text() == PAGES[name], "run: make docs"
+
+
+def test_no_page_is_left_of_what_is_gone() -> None:
+    written = {
+        path.relative_to(DOCS).as_posix() for folder in ("commands", "health") for path in (DOCS / folder).iterdir()
+    }
+    assert written <= PAGES.keys(), "run: make docs"
 
 
 def test_every_page_is_rendered_or_linked_from_the_readme() -> None:
