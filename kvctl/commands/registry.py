@@ -27,6 +27,7 @@ COMMANDS: dict[str, Entry] = {
     "peers": Entry("kvctl.commands.peers", "peers", "Connections between agents: state, clock, errors."),
     "metrics": Entry("kvctl.commands.metrics", "metrics", "Counters, gauges and histograms; also for Prometheus."),
     "events": Entry("kvctl.commands.events", "events", "The flight recorders of all agents, merged by time."),
+    "health": Entry("kvctl.commands.health", "health", "What is wrong, worst first; codes, their pages, mutes."),
     "config": Entry("kvctl.commands.config", "config", "Configuration of the agents and where it comes from."),
     "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it over the network."),
     "bench": Entry("kvctl.commands.bench", "bench", "Start a fleet here, move real KV, verify every byte."),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kvctl.views import units
+from kvctl.views import palette, units
 
 
 def _text(value: Any) -> str:
@@ -28,6 +28,11 @@ def _mapping(value: Any) -> str:
 
 def _layers(value: Any) -> str:
     return units.UNKNOWN if not value else f"{value[0]}-{value[1] - 1}"
+
+
+def _verdict(value: Any) -> str:
+    """A glyph and a word, so that no colour is needed to tell them apart."""
+    return units.UNKNOWN if not value else f"{palette.VERDICT_GLYPHS.get(value, '?')} {value}"
 
 
 def _number_text(value: Any) -> str:
@@ -75,6 +80,7 @@ class Kind(Enum):
     LIST = KindRules(_list)
     MAP = KindRules(_mapping)
     LAYERS = KindRules(_layers)
+    VERDICT = KindRules(_verdict)  # ok, info, warning, critical, unknown
     COUNT = KindRules(units.count, parse=_number)
     NUMBER = KindRules(_number_text, parse=_number)
     RATE = KindRules(_rate, parse=_number)

@@ -14,3 +14,5 @@ PEER_STATES = {"ready": "green", "connecting": "yellow", "suspect": "yellow", "l
 AGENT_STATES = {"ok": "green", "stale": "yellow"}
 SEVERITIES = {"debug": "dim", "warning": "yellow", "error": "bold red"}
 ALLOCATION_STATES = {"landed": "cyan", "scattering": "green", "revoking": "yellow", "quarantined": "bold red"}
+VERDICTS = {"ok": "green", "info": "cyan", "warning": "yellow", "critical": "bold red", "unknown": "magenta"}
+VERDICT_GLYPHS = {"ok": "✓", "info": "i", "warning": "!", "critical": "✗", "unknown": "?"}

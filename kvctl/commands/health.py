@@ -1,0 +1,209 @@
+"""`kvctl health`: what is wrong, what each code means, and what an operator does not want to hear for a while."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from typing import Any
+
+import click
+
+from kvctl.client.fleet import Survey
+from kvctl.commands.looking import Look, Looking, earlier
+from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.output import Output
+from kvctl.commands.reading import run, source
+from kvctl.commands.settings import Settings
+from kvctl.errors import CliError
+from kvctl.health import mute_file
+from kvctl.health.codes import CODES, CODES_BY_NAME
+from kvctl.health.engine import examine
+from kvctl.health.finding import Code, Finding
+from kvctl.health.mutes import Baseline, Mute
+from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+from kvctl.views.findings import HEALTH, overview, paragraphs, row
+from kvctl.views.health import CODES_VIEW, MUTES, code_row, mute_row, page
+from kvctl.views.report import Report
+from kvctl.views.units import duration, parse_duration
+
+_PREFIX = "KV_"
+
+
+@click.group(cls=KvctlGroup, default="show")
+def health() -> None:
+    """What is wrong with the fleet, worst first; `kvctl health` alone shows a line for each finding."""
+
+
+@health.command(short_help="A line for each finding, the worst first.")
+@click.option("--muted", is_flag=True, help="Also what is muted.")
+@pass_settings
+def show(settings: Settings, muted: bool) -> None:
+    """A line for each finding, the worst first, and how many are muted.
+
+    Two readings, a second apart, because some things show only in how counters grow; with -w each reading is compared
+    with the one before. Findings are data: the exit code is 0 with and without them. For monitoring there is
+    kvctl check.
+    """
+    looking = Looking(earlier(settings))
+
+    def read(survey: Survey) -> Report:
+        look = looking(survey)
+        rows = [*(row(each) for each in look.judged.raised), *(_quiet_rows(look) if muted else ())]
+        agents, quiet = len(look.snapshot.agents), len(look.judged.muted)
+        report = Report(
+            HEALTH,
+            rows,
+            agents,
+            survey.faults,
+            blocks=lambda kept, width: overview(kept, agents, len(CODES), quiet) if agents else [],
+        )
+        report.notes.extend(look.remarks)
+        return report
+
+    run(settings, HEALTH, HEALTH_CALLS, read)
+
+
+@health.command(short_help="Each finding in full: evidence, cause, remedy.")
+@click.argument("code", required=False)
+@pass_settings
+def detail(settings: Settings, code: str | None) -> None:
+    """Each finding in full, with its evidence, the likely cause and what to do; with CODE only those of that code.
+
+    What is muted is shown, too, and marked.
+    """
+    only = None if code is None else _code(code).name
+    looking = Looking(earlier(settings))
+
+    def read(survey: Survey) -> Report:
+        look = looking(survey)
+        rows = [*(row(each) for each in look.judged.raised), *_quiet_rows(look)]
+        rows = [each for each in rows if only in {None, each["code"]}]
+        report = Report(
+            HEALTH,
+            rows,
+            len(look.snapshot.agents),
+            survey.faults,
+            blocks=lambda kept, width: paragraphs(kept, width),
+        )
+        if report.answered and not rows:
+            report.notes.append(f"{only} is not raised" if only else "healthy: nothing to detail")
+        report.notes.extend(look.remarks)
+        return report
+
+    run(settings, HEALTH, HEALTH_CALLS, read)
+
+
+@health.command(short_help="Every code and what an operator sees when it strikes.")
+@pass_settings
+def codes(settings: Settings) -> None:
+    """Every code, and what an operator sees when it strikes; asks no agent."""
+    rows = [code_row(each) for each in CODES]
+    Output(settings).emit(Report(CODES_VIEW, rows, answered=0))
+
+
+@health.command(short_help="The page of a code.")
+@click.argument("code")
+@pass_settings
+def explain(settings: Settings, code: str) -> None:
+    """The page of a code: what one sees, what it means, what to do, and the alert that says the same of metrics.
+
+    The letters' case and the KV_ in front do not matter; asks no agent.
+    """
+    Output(settings).emit(Report(CODES_VIEW, [code_row(_code(code))], answered=0, blocks=page))
+
+
+@health.command(short_help="Do not hear of it for a while.")
+@click.argument("target", metavar="CODE[:SUBJECT]")
+@click.argument("time_", metavar="TIME")
+@click.option("--reason", default="", metavar="TEXT", help="Why, for whoever reads `kvctl health mutes`.")
+@pass_settings
+def mute(settings: Settings, target: str, time_: str, reason: str) -> None:
+    """Do not hear of a code, or of it for one subject or agent, for TIME (30m, 2h, 1d).
+
+    Heard again when it gets worse: a higher severity, a larger weight or more findings than now. Muted findings stay
+    visible as a count. Mutes are yours: they lie in $XDG_STATE_HOME/kvctl/mutes.json, and a check that another user
+    runs does not know them.
+    """
+    code, subject = _target(target)
+    lasts_ns = _lifetime(time_)
+    found = _found_now(settings)
+    now_ns = time.time_ns()
+    made = Mute(code.name, subject, now_ns, now_ns + lasts_ns, reason, None)
+    if found is not None:
+        covered = [each for each in found if made.covers(each)]
+        made = Mute(code.name, subject, now_ns, now_ns + lasts_ns, reason, Baseline.of(covered))
+    with mute_file.changing(mute_file.path()) as mutes:
+        mutes[:] = [each for each in mutes if each.target != made.target and each.until_ns > now_ns] + [made]
+    output = Output(settings)
+    output.emit(Report(MUTES, [mute_row(made, now_ns)], answered=0))
+    if made.baseline is None:
+        asked = "is not raised now" if found is not None else "could not be looked at: no agent answered"
+        output.note(f"{made.target} {asked}; whatever comes of it is quiet for {duration(lasts_ns)}")
+
+
+@health.command(short_help="Hear of it again.")
+@click.argument("target", metavar="CODE[:SUBJECT]")
+@pass_settings
+def unmute(settings: Settings, target: str) -> None:
+    """Hear of it again: of exactly what was muted, as `kvctl health mutes` names it."""
+    code, subject = _target(target)
+    now_ns = time.time_ns()
+    wanted = f"{code.name}:{subject}" if subject else code.name
+    with mute_file.changing(mute_file.path()) as mutes:
+        kept = [each for each in mutes if each.until_ns > now_ns]
+        gone = [each for each in kept if each.target == wanted]
+        mutes[:] = [each for each in kept if each.target != wanted]
+    if not gone:
+        others = ", ".join(each.target for each in kept)
+        raise CliError(f"{wanted} is not muted; " + (f"muted: {others}" if others else "nothing is"))
+    Output(settings).note(f"{wanted} is heard again")
+
+
+@health.command(short_help="What is muted, until when and why.")
+@pass_settings
+def mutes(settings: Settings) -> None:
+    """What is muted, for how much longer, what would break it, and why; asks no agent."""
+    now_ns = time.time_ns()
+    rows = [mute_row(each, now_ns) for each in mute_file.load(mute_file.path()) if each.until_ns > now_ns]
+    Output(settings).emit(Report(MUTES, rows, answered=0))
+
+
+def _quiet_rows(look: Look) -> list[dict[str, Any]]:
+    now_ns = time.time_ns()
+    return [row(each, muted_ns=mute.until_ns - now_ns) for each, mute in look.judged.muted]
+
+
+def _code(text: str) -> Code:
+    """A code as people type it."""
+    name = text.upper()
+    for each in (name, _PREFIX + name):
+        if each in CODES_BY_NAME:
+            return CODES_BY_NAME[each]
+    near = difflib.get_close_matches(name if name.startswith(_PREFIX) else _PREFIX + name, CODES_BY_NAME, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "kvctl health codes lists them"
+    raise click.UsageError(f"there is no code {text}; {hint}")
+
+
+def _target(text: str) -> tuple[Code, str]:
+    code, _, subject = text.partition(":")
+    return _code(code), subject.strip()
+
+
+def _lifetime(text: str) -> int:
+    try:
+        lasts_ns = parse_duration(text)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if lasts_ns <= 0:
+        raise click.UsageError(f"{text} is over at once: give it some time, as in 1h")
+    return lasts_ns
+
+
+def _found_now(settings: Settings) -> list[Finding] | None:
+    """What is raised, so that the mute knows what is worse; None where nobody can be asked."""
+    before = earlier(settings)
+    if before is None:
+        return None
+    with source(settings) as fleet:
+        survey = fleet.survey(HEALTH_CALLS)
+    return examine(Snapshot(survey, survey.tick_ns, before), CODES)

@@ -1,0 +1,70 @@
+"""How commands look at a fleet's health: against a reading before, and without what the operator has muted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvctl.client.calls import Call
+from kvctl.client.fleet import Survey
+from kvctl.commands.reading import source
+from kvctl.commands.settings import Settings
+from kvctl.errors import CliError
+from kvctl.health import mute_file
+from kvctl.health.codes import CODES
+from kvctl.health.engine import examine
+from kvctl.health.mutes import Judged, Mute, judge
+from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+
+PAUSE_S = 1.0
+"""Between two readings, for what only growth shows: long enough for a slow lane to move something, short enough to
+wait for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at the fleet brought; `remarks` are for stderr."""
+
+    snapshot: Snapshot
+    judged: Judged
+    remarks: Sequence[str]
+
+
+class Looking:
+    """Turns each survey into a look, compared with the one before it."""
+
+    def __init__(self, before: Snapshot | None = None) -> None:
+        self._before = before
+
+    def __call__(self, survey: Survey) -> Look:
+        snapshot = Snapshot(survey, survey.tick_ns, self._before)
+        self._before = Snapshot(survey, survey.tick_ns)  # without its own past: that chain would never be freed
+        mutes, remarks = _mutes()
+        return Look(snapshot, judge(examine(snapshot, CODES), mutes, time.time_ns()), remarks)
+
+
+def earlier(settings: Settings, calls: Sequence[Call] = HEALTH_CALLS) -> Snapshot | None:
+    """A reading to compare the next one with: taken a moment ago, or the one before in a file.
+
+    With `-w` there is none: the next reading comes soon enough.
+    """
+    if settings.watch_ns is not None:
+        return None
+    started = time.monotonic()
+    # Who does not answer this one is waited for by the next.
+    brief = replace(settings, timeout_ns=min(settings.timeout_ns, round(PAUSE_S * 1e9)))
+    with source(brief) as fleet:
+        survey = fleet.survey(calls)
+    if not survey.agents:
+        return None
+    time.sleep(max(0, PAUSE_S - (time.monotonic() - started)))
+    return Snapshot(survey, survey.tick_ns)
+
+
+def _mutes() -> tuple[list[Mute], list[str]]:
+    """What is muted; what cannot be read keeps nothing quiet, and is told."""
+    try:
+        return mute_file.load(mute_file.path()), []
+    except CliError as error:
+        return [], [f"nothing is muted: {error}"]
