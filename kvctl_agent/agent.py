@@ -47,6 +47,7 @@ from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control import ControlLoop
 from kvctl_agent.runtime.desk import Desk, OnState
 from kvctl_agent.runtime.handles import Bounds, Receive, Send
+from kvctl_agent.runtime.hands import AgentHands
 from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.mailbox import Mailbox
@@ -133,13 +134,13 @@ class Agent:
         self._mailbox = Mailbox()
         self.workers: list[TransferWorker] = []
         self._crew: CopyCrew | None = None
-        self._arrivals: ArrivalLoop | None = None
         try:
             self.buffers, self.ring = assembly.staging_memory(role, settings)
             self.transport.register(assembly.regions(pool, self.buffers or self.ring))
             self.lanes = Lanes(name, self.transport, pool, self.buffers, self.chooser, self.telemetry.recorder)
             self.machine = self._build_machine()
             self.pipelining = Pipelining(self.local.layers, pool.page_size, settings, self.telemetry.metrics)
+            self._hands = AgentHands(self.machine, self._desk, self.lanes, self.pipelining, self.workers)
         except BaseException:
             self.transport.close()
             self._mailbox.close()
@@ -258,7 +259,7 @@ class Agent:
             control = ControlLoop(
                 f"{self.name}-control",
                 self.machine,
-                self,
+                self._hands,
                 self.links,
                 self._mailbox,
                 self._registries,
@@ -274,10 +275,10 @@ class Agent:
         crew = self._crew = CopyCrew(assembly.threads(self.settings["copy_threads"], 2), f"{self.name}-copy")
         if self.role == "decode":
             report = self._mailbox.put
-            self._arrivals = ArrivalLoop(
+            self._hands.arrivals = ArrivalLoop(
                 f"{self.name}-arrivals", self.transport, self.pool, self.ring, crew, report, self.telemetry
             )
-            self._arrivals.start()
+            self._hands.arrivals.start()
             return
         assert self.buffers is not None
         for number in range(assembly.threads(self.settings["workers"], 4)):
@@ -330,6 +331,16 @@ class Agent:
         missing = self.machine.missing_peers if isinstance(self.machine, DecodeMachine) else []
         return f"no hello from {', '.join(missing)}" if missing else None
 
+    @property
+    def accepting(self) -> bool:
+        """Whether the engine may begin rooms."""
+        return self._state == "running"
+
+    @property
+    def draining(self) -> bool:
+        """Whether it was told to take no new rooms."""
+        return self._state == "draining"
+
     def drain(self, timeout: float) -> None:
         """Take no new rooms and wait until those in flight have ended.
 
@@ -363,8 +374,8 @@ class Agent:
         ended = True
         for worker in self.workers:
             ended &= worker.close(max(0.1, deadline - time.monotonic()))
-        if self._arrivals is not None:
-            ended &= self._arrivals.close(max(0.1, deadline - time.monotonic()))
+        if self._hands.arrivals is not None:
+            ended &= self._hands.arrivals.close(max(0.1, deadline - time.monotonic()))
         if self._control is not None:
             self._mailbox.put(ev.Leave(ended and all(worker.drained for worker in self.workers)))
             ended &= self._control.close(max(0.1, deadline - time.monotonic()))
@@ -513,38 +524,6 @@ class Agent:
 
     def _first_worker(self) -> TransferWorker | None:
         return self.workers[0] if self.workers else None
-
-    # ---- the control loop's hands -----------------------------------------------------------------------------
-
-    def connect_peer(self, action: ev.ConnectPeer) -> None:
-        self.lanes.connect(action.peer, action.who, action.held, self._first_worker())
-
-    def drop_peer(self, peer: str) -> None:
-        self.lanes.drop(peer)
-
-    def state_changed(self, action: ev.StateChanged) -> None:
-        self._desk.tell(action.room, action.state, action.failure)
-
-    def released(self, room: int) -> None:
-        self._desk.release(room)
-
-    def refused(self, room: int, text: str) -> None:
-        self._desk.refuse(room, text)
-
-    def overlapped(self, action: ev.Overlapped) -> None:
-        self.pipelining.learn(action)
-
-    def move(self, order: ev.Transfer | ev.Scatter) -> None:
-        if isinstance(order, ev.Scatter):
-            assert self._arrivals is not None
-            self._arrivals.put(order)
-        else:
-            # By destination and room, so that neither one peer nor one room always meets the same worker.
-            self.workers[hash((order.peer, order.room)) % len(self.workers)].put(order)
-
-    def turned(self) -> None:
-        if self._arrivals is not None:
-            self._arrivals.expect(self.machine.open_rooms)
 
 
 def _discard(event: ev.Event) -> None:

@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from kvctl_agent.admin.evidence import add_evidence
 from kvctl_agent.admin.inputs import page
+from kvctl_agent.admin.process import process_use
+from kvctl_agent.admin.staging import gated_parts, ring_use, ring_view
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.pipeline import REASONS
@@ -19,15 +22,11 @@ from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import (
     ConfigRow,
     Events,
-    GatedPart,
     Hello,
     LayerRow,
     MetricFamily,
     PeerRow,
     PipelineUse,
-    RingAllocation,
-    RingUse,
-    RingView,
     Role,
     RoomDetail,
     RoomRow,
@@ -47,6 +46,7 @@ from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
+from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.telemetry.hub import Telemetry
@@ -54,6 +54,7 @@ from kvctl_agent.telemetry.stages import room_rows
 from kvctl_agent.transport.base import Transport
 
 _ROWS = 1000
+_DESCRIPTOR_BYTES = 512  # of lane_descriptor_ns: a token row of few heads
 
 
 class Observed(Protocol):
@@ -72,8 +73,15 @@ class Observed(Protocol):
     machine: Machine
     inputs: InputLog
     links: Links | None
+    lanes: Lanes
     pipelining: Pipelining
     exports: Exports
+
+    @property
+    def accepting(self) -> bool: ...
+
+    @property
+    def draining(self) -> bool: ...
 
     def waiting_for(self) -> str | None: ...
 
@@ -144,7 +152,7 @@ class Observer:
             "bytes_total": int(total("kvctl_part_bytes_total")),
             "rate": telemetry.rate.window(time.monotonic_ns()),
             "latency": telemetry.latencies.summary(),
-            "ring": self._ring_use(),
+            "ring": ring_use(agent.machine),
             "peers": peers,
             "pipeline": self._pipeline_use(),
             "pool": {
@@ -156,16 +164,25 @@ class Observer:
             },
             "health": [],
             "waiting_for": agent.waiting_for(),
+            "accepting": agent.accepting,
+            "draining": agent.draining,
+            "memory_gb_per_s": agent.lanes.memory_gb_per_s,
+            "process": process_use(),
             "metrics_url": agent.exports.metrics_url or None,
         }
 
     def rooms(self, state: str | None = None, limit: int = _ROWS) -> list[RoomRow]:
-        return self._agent.telemetry.rooms.rows(state, limit)
+        rows = self._agent.telemetry.rooms.rows(state, limit)
+        for row in rows:
+            add_evidence(self._agent.machine, row)
+        return rows
 
     def room(self, room: int) -> list[RoomDetail]:
         found = self._agent.telemetry.rooms.detail(room)
         if not found:
             raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
+        for row in found:
+            add_evidence(self._agent.machine, row)
         return found
 
     def slow(self, limit: int = _ROWS) -> list[RoomRow]:
@@ -181,7 +198,7 @@ class Observer:
             "agent": agent.name,
             "role": agent.role,
             "enabled": agent.settings["staging"] != "off",
-            "ring": self._ring_view(),
+            "ring": ring_view(agent.machine, agent.telemetry.metrics),
             "buffers": None
             if buffers is None
             else {
@@ -191,7 +208,7 @@ class Observer:
                 "pieces_used": buffers.in_use,
                 "pieces_high_water": buffers.high_water,
             },
-            "gated": self._gated(),
+            "gated": gated_parts(agent.machine),
             "fallbacks_total": int(agent.telemetry.metrics.total("kvctl_fallbacks_total")),
         }
 
@@ -222,7 +239,7 @@ class Observer:
             metrics.set("kvctl_peers", peers.count(peer_state), peer_state.value)
         if isinstance(agent.machine, PrefillMachine):
             metrics.set("kvctl_parts_parked", len(agent.machine.parked()))
-        use = self._ring_use()
+        use = ring_use(agent.machine)
         if use is not None and isinstance(agent.machine, DecodeMachine):
             metrics.set("kvctl_ring_size_bytes", use["size_bytes"])
             metrics.set("kvctl_ring_used_bytes", use["used_bytes"])
@@ -245,91 +262,10 @@ class Observer:
             "decisions": {reason: int(counted[reason,]) for reason in REASONS if (reason,) in counted},
         }
 
-    def _ring_use(self) -> RingUse | None:
-        machine = self._agent.machine
-        if not isinstance(machine, DecodeMachine) or not machine.book.ring.size_bytes:
-            return None
-        ring = machine.book.ring
-        return {
-            "size_bytes": ring.size_bytes,
-            "used_bytes": ring.used_bytes,
-            "high_water_bytes": ring.high_water_bytes,
-            "live": len(machine.book),
-        }
-
-    def _ring_view(self) -> RingView | None:
-        machine = self._agent.machine
-        if not isinstance(machine, DecodeMachine) or not machine.book.ring.size_bytes:
-            return None
-        now = time.monotonic_ns()
-        book, ring = machine.book, machine.book.ring
-        allocations: list[RingAllocation] = [
-            {
-                "serial": holding.region.serial,
-                "room": str(holding.room.room),
-                "nonce": str(holding.room.nonce),
-                "writer": holding.room.peer,
-                "chunk": holding.key.chunk,
-                "layers": [holding.key.lo, holding.key.hi],
-                "offset": holding.region.offset,
-                "end": holding.region.end,
-                "round": holding.region.round,
-                "age_ns": now - holding.at_ns,
-                "state": holding.state.value,
-                "aside": ring.is_aside(holding.region.serial),
-            }
-            for holding in book.holdings()
-        ]
-        watermark = ring.watermark
-        pin = next((allocation for allocation in allocations if not allocation["aside"]), None)
-        total = self._agent.telemetry.metrics.total
-        return {
-            "size_bytes": ring.size_bytes,
-            "head_bytes": ring.head,
-            "round": ring.round,
-            "used_bytes": ring.used_bytes,
-            "high_water_bytes": ring.high_water_bytes,
-            "watermark": {
-                "round": watermark.round,
-                "tail": watermark.tail,
-                "age_ns": pin["age_ns"] if pin else 0,
-            },
-            "allocations": allocations,
-            "granted_total": int(total("kvctl_ring_grants_total")),
-            "refused_total": int(total("kvctl_ring_refusals_total")),
-            "revoked_total": int(total("kvctl_ring_revokes_total")),
-        }
-
-    def _gated(self) -> list[GatedPart]:
-        machine = self._agent.machine
-        if not isinstance(machine, PrefillMachine):
-            return []
-        now = time.monotonic_ns()
-        gated: list[GatedPart] = []
-        for leg, part in machine.parked():
-            peer = machine.peers[leg.peer]
-            if part.grant is None and part.path == "staged":
-                waits = "grant"
-            elif part.grant is not None and not peer.gate.open(part.grant.round, part.grant.end):
-                waits = f"watermark round {part.grant.round - 1} tail {part.grant.end}"
-            else:
-                waits = "a sign of life"
-            gated.append(
-                {
-                    "room": str(leg.room),
-                    "peer": leg.peer,
-                    "chunk": part.key.chunk,
-                    "layers": [part.key.lo, part.key.hi],
-                    "bytes": part.nbytes,
-                    "waiting_for": waits,
-                    "age_ns": now - part.ready_ns,
-                }
-            )
-        return gated
-
     def _peer(self, peer: Peer, rooms: list[Any]) -> PeerRow:
         agent, gate, who = self._agent, peer.gate, peer.who
         seen = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
+        measured = agent.lanes.measured.get(peer.name)
         role: Role = "decode" if agent.role == "prefill" else "prefill"
         return {
             "agent": agent.name,
@@ -342,10 +278,14 @@ class Observer:
             "rtt_ns": peer.rtt_ns,
             "clock_offset_ns": None,
             "clock_error_ns": None,
-            "control_queue": 0,
+            "control_queue": agent.links.waiting(peer.name) if agent.links else 0,
             "watermark_sent": list(peer.watermark_sent) if peer.watermark_sent else None,
             "watermark_seen": seen if agent.role == "prefill" else None,
             "lane": who.transport if who else "",
+            "lane_gb_per_s": measured.cost.write_gb_per_s if measured else None,
+            "lane_descriptor_ns": int(measured.cost.descriptor_us(_DESCRIPTOR_BYTES) * 1e3) if measured else None,
+            "lane_measured_age_ns": time.monotonic_ns() - measured.at_ns if measured else None,
+            "same_host": who.host == agent.local.host if who else None,
             "rooms": sum(peer.name in record.peers for record in rooms),
             "errors_total": peer.errors_total,
             "last_error": peer.last_error,

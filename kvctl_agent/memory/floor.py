@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from kvctl_agent.memory.slab import Slab
+from kvctl_agent.memory.slab import Bytes, Slab
 
 _MIN_COPIES = 3
 
@@ -32,3 +32,18 @@ def memcpy_gb_per_s(nbytes: int = 128 << 20, seconds: float = 0.5) -> float:
         source.close()
         target.close()
     return median(rates)
+
+
+def halves_gb_per_s(memory: Bytes) -> float:
+    """One thread's memcpy rate in GB/s from one half of `memory` to the other, the best of a few: takes milliseconds.
+
+    Args:
+        memory: touched before, overwritten; larger than the caches, or those are measured.
+    """
+    source, target = np.array_split(memory[: len(memory) // 2 * 2], 2)
+    took: list[int] = []
+    for _ in range(_MIN_COPIES):
+        start = time.perf_counter_ns()
+        np.copyto(target, source)
+        took.append(time.perf_counter_ns() - start)
+    return source.nbytes / max(1, min(took))

@@ -77,7 +77,7 @@ class DecodeMachine(DecodeRooms):
     def _open(self, room: RecvRoom) -> None:
         """Make the plan and open the room everywhere, once the whole instance is there."""
         roster = self.rosters[room.instance]
-        if room.legs or not roster or not all(map(self._ready, roster)):
+        if room.legs or not roster or not all(map(self.is_ready, roster)):
             return
         first = self.peers[roster[0]]
         inputs = first.inputs
@@ -128,7 +128,7 @@ class DecodeMachine(DecodeRooms):
             other = self._instance_of(name)
             if other in ("", event.instance):
                 continue
-            if not self._ready(name):
+            if not self.is_ready(name):
                 self.rosters[other] = ()  # it has moved here
             else:
                 text = f"{name} of {event.instance} is in use by the instance at {other}: give every agent its own name"
@@ -241,7 +241,7 @@ class DecodeMachine(DecodeRooms):
         """The factors in which a rank differs from those of its instance that are there already."""
         for other in self.roster(self._instance_of(name)):
             theirs = self.peers[other].inputs
-            if other != name and self._ready(other) and theirs is not None and theirs != inputs:
+            if other != name and self.is_ready(other) and theirs is not None and theirs != inputs:
                 factors = plan_inputs.differences(theirs.to_wire(), inputs.to_wire())
                 return tuple(f"{factor} on {name}" for factor in factors)
         return ()
@@ -354,6 +354,7 @@ class DecodeMachine(DecodeRooms):
 
     def _refuse_staging(self, peer: Peer, message: msg.StagingRequest, spec: msg.PartSpec) -> None:
         self.telemetry.metrics.add("kvctl_ring_refusals_total", 1)
+        self.book.refused_largest_bytes = max(self.book.refused_largest_bytes, spec.nbytes)
         ring, size = self.book.ring.largest_bytes, self.book.ring.size_bytes
         why = "can never fit" if ring == size else "fits between no two of the quarantined bytes of"
         self.note(

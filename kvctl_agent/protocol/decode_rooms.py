@@ -48,7 +48,7 @@ class DecodeRooms(Machine):
     @property
     def missing_peers(self) -> list[str]:
         """Ranks of the known instances that have not said hello. Safe to read from another thread."""
-        return [name for roster in list(self.rosters.values()) for name in roster if not self._ready(name)]
+        return [name for roster in list(self.rosters.values()) for name in roster if not self.is_ready(name)]
 
     @property
     def quarantined_bytes(self) -> int:
@@ -59,7 +59,7 @@ class DecodeRooms(Machine):
             if room.failure is None:
                 continue
             for name, leg in room.legs.items():
-                if not leg.drained and (room.overdue or not self._ready(name)):
+                if not leg.drained and (room.overdue or not self.is_ready(name)):
                     total += room.owed_bytes(name)
         return total
 
@@ -67,7 +67,7 @@ class DecodeRooms(Machine):
         position = self.book.ring.watermark
         return [position.round, position.tail, self.book.ring.sequence]
 
-    def _ready(self, name: str) -> bool:
+    def is_ready(self, name: str) -> bool:
         peer = self.peers.get(name)
         return peer is not None and peer.usable
 
@@ -167,7 +167,7 @@ class DecodeRooms(Machine):
             if leg.accepted:
                 return False
             message = room.opening
-        if not self._ready(leg.peer):
+        if not self.is_ready(leg.peer):
             return False
         self.act(ev.Send(leg.peer, message))
         return True
@@ -265,7 +265,7 @@ class DecodeRooms(Machine):
             return
         round_, tail, sequence = self.watermark()
         for name in opened:
-            if self._ready(name):  # heartbeats repair what is lost
+            if self.is_ready(name):  # heartbeats repair what is lost
                 self.peers[name].watermark_sent = (round_, tail, sequence)
                 self.act(ev.Send(name, msg.Watermark(round_, tail, sequence)))
 
@@ -308,7 +308,7 @@ class DecodeRooms(Machine):
             patience_ns = self.timing.resend_ns  # the revoke or its answer was lost
         elif holding.state is not RegionState.GRANTED:
             return
-        if self.now_ns - holding.at_ns < patience_ns or not self._ready(holding.room.peer):
+        if self.now_ns - holding.at_ns < patience_ns or not self.is_ready(holding.room.peer):
             return
         holding.state = RegionState.REVOKING
         holding.at_ns = self.now_ns
@@ -326,7 +326,9 @@ class DecodeRooms(Machine):
                 self._fail(room, self.failure("KV_PEER_LOST", f"{stuck}: {gone}"))
             elif waited > self.timing.bootstrap_ns:
                 silent = [leg.peer for leg in room.legs.values() if not leg.accepted]
-                silent = silent or [self._absent(name) for name in self.roster(room.instance) if not self._ready(name)]
+                silent = silent or [
+                    self._absent(name) for name in self.roster(room.instance) if not self.is_ready(name)
+                ]
                 why = f"not accepted by {', '.join(silent)}"
                 if not silent:
                     missing = self._absent_ranks.get(room.instance, "no answer from its registry")

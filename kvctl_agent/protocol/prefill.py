@@ -285,6 +285,7 @@ class PrefillMachine(PrefillOpenings):
         if held == message.serial:
             part.grant = None
             part.requested = False
+            part.asks = part.asked_ns = 0
             self._allowances[leg.peer].end(part)
             if room.failure is None:
                 self._request(room, leg)

@@ -137,6 +137,9 @@ class PrefillRooms(Machine):
             self._request(self.rooms[leg.room], leg)
 
     def _send_request(self, leg: Leg, parts: list[Part]) -> None:
+        for part in parts:
+            part.asks += 1
+            part.asked_ns = part.asked_ns or self.now_ns
         specs = [msg.PartSpec(part.key.chunk, part.key.lo, part.key.hi, part.nbytes) for part in parts]
         self.act(ev.Send(leg.peer, msg.StagingRequest(leg.room, leg.nonce, specs)))
 

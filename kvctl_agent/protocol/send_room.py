@@ -33,6 +33,8 @@ class Part:
     """One part owed to one decode rank."""
 
     __slots__ = (
+        "asked_ns",
+        "asks",
         "chunk",
         "confirmed",
         "counted",
@@ -58,6 +60,8 @@ class Part:
         self.confirmed = False  # the reader has said that it knows of it
         self.grant: Grant | None = None
         self.requested = False
+        self.asks = 0  # how often a grant was asked for, and since when: for people, as long as none has come
+        self.asked_ns = 0
         self.counted: bool | None = None  # by the allowance towards its reader: as one of a computed room, or ahead
         self.revoked = 0  # highest serial given back; grants up to it are ignored
         self.src_pages: Pages | None = None

@@ -47,6 +47,7 @@ class StagingBook:
     def __init__(self, size_bytes: int) -> None:
         self.ring = Ring(size_bytes)
         self.quarantined_bytes = 0
+        self.refused_largest_bytes = 0  # of the parts that no place could be found for
         self._by_serial: dict[int, Holding] = {}
         self._by_part: dict[tuple[RoomKey, PartKey], Holding] = {}
         self._by_room: dict[RoomKey, set[int]] = {}

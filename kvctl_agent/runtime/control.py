@@ -203,6 +203,7 @@ class ControlLoop:
 
     def _record_bug(self, error: Exception) -> None:
         """A bug, ours or one of the engine's callback, must cost one event or action, not all rooms of this rank."""
+        self._telemetry.metrics.add("kvctl_internal_errors_total", 1)
         self._telemetry.recorder.record("control", f"{type(error).__name__}: {error}", "error")
 
     def _find_instance(self, action: ev.FindInstance) -> None:

@@ -7,11 +7,14 @@ cannot be measured and one that is being measured should not be in use.
 from __future__ import annotations
 
 import threading
+import time
+from typing import NamedTuple
 
 from kvctl_agent.errors import DeadlineExceeded, KvctlError, LocalProtocolError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.buffers import StagingBuffers
+from kvctl_agent.memory.floor import halves_gb_per_s
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.slab import Slab
 from kvctl_agent.paths.base import Lane
@@ -27,11 +30,20 @@ _MEASURE_S = 10.0
 _COPIES_BYTES = 64 << 20  # larger than the caches
 
 
+class Measured(NamedTuple):
+    """What a lane cost when it was last measured, at a monotonic moment."""
+
+    cost: LaneCost
+    at_ns: int
+
+
 class Lanes:
     """Lanes by peer, and the calibration of the chooser by the first of them.
 
     Attributes:
         by_peer: written by the control loop alone; an entry is replaced and never changed.
+        measured: by peer, those that were; likewise safe to read from any thread.
+        memory_gb_per_s: one thread's memcpy on this machine, once the chooser has been calibrated.
     """
 
     def __init__(
@@ -44,6 +56,8 @@ class Lanes:
         recorder: FlightRecorder,
     ) -> None:
         self.by_peer: dict[str, Lane] = {}
+        self.measured: dict[str, Measured] = {}
+        self.memory_gb_per_s: float | None = None
         self._scratch: dict[str, Region] = {}
         self._name = name
         self._transport = transport
@@ -64,6 +78,7 @@ class Lanes:
     def drop(self, peer: str) -> None:
         """Forget `peer`; unknown names are fine."""
         self.by_peer.pop(peer, None)
+        self.measured.pop(peer, None)
         self._scratch.pop(peer, None)
         self._transport.disconnect(peer)
 
@@ -111,6 +126,7 @@ class Lanes:
             return
         with Slab(_COPIES_BYTES) as memory:
             self._chooser.copy = measure_copies(memory.array)
+            self.memory_gb_per_s = halves_gb_per_s(memory.array)
         self._chooser.lane = cost
         text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
         self._recorder.record("calibration", f"lane to {lane.peer}: {text}")
@@ -127,4 +143,6 @@ class Lanes:
         # Read from the pool where it is large: its pages are as cold as those that will be sent.
         sources = [*self._pool.regions(), self._buffers.region()]
         source = max(sources, key=lambda region: region.nbytes)
-        return measure_lane(self._transport, lane.peer, Region(*source), scratch)
+        cost = measure_lane(self._transport, lane.peer, Region(*source), scratch)
+        self.measured[lane.peer] = Measured(cost, time.monotonic_ns())
+        return cost

@@ -23,6 +23,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 _FRAMES_A_TURN = 256
 _LOG_EVERY_NS = 60_000_000_000
 _MAX_NAME_BYTES = 255
+_MOST_NAMES = 4096  # that something is remembered of: names are what peers say
 # RoomDone too: pages are released when the parts are sent, and nobody decodes on a prefill rank.
 _PATIENT = (Ack, PartAck, RoomDone)
 _PATIENCE_NS = 5_000_000
@@ -55,6 +56,7 @@ class Links:
         self._patient: dict[str, list[Message]] = {}
         self._patient_due_ns: int | None = None
         self._logged: dict[str, int] = {}
+        self._unsent: dict[str, int] = {}  # messages that found no place in a peer's socket, since they last did
 
     def serve(self, endpoint: str) -> str:
         """Bind the ROUTER; returns the endpoint to register (with the port that was found)."""
@@ -88,6 +90,7 @@ class Links:
         fine. Without this a decode rank would keep a socket for every prefill rank it ever met."""
         self._outbox.pop(peer, None)
         self._patient.pop(peer, None)
+        self._unsent.pop(peer, None)
         self._endpoints.pop(peer, None)
         dealer = self._dealers.pop(peer, None)
         if dealer is not None:
@@ -96,6 +99,12 @@ class Links:
 
     def endpoint(self, peer: str) -> str:
         return self._endpoints.get(peer, "")
+
+    def waiting(self, peer: str) -> int:
+        """Messages to a peer that have not left: those of this turn, and those that its socket had no place for since
+        it last took one (dropped, and said again by the machines). Safe to ask from any thread."""
+        queued = sum(len(box.get(peer, ())) for box in (self._outbox, self._patient))
+        return queued + self._unsent.get(peer, 0)
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [*self._dealers.values(), *([self._router] if self._router is not None else [])]
@@ -160,7 +169,11 @@ class Links:
                 self._router.send_multipart([peer.encode(), frame], zmq.NOBLOCK)
             else:
                 self._dealers[peer].send(frame, zmq.NOBLOCK)
+            if self._unsent:
+                self._unsent.pop(peer, None)
         except (zmq.ZMQError, KeyError):
+            if peer in self._unsent or len(self._unsent) < _MOST_NAMES:
+                self._unsent[peer] = self._unsent.get(peer, 0) + messages
             self._telemetry.metrics.add("kvctl_control_dropped_total", messages, "unsent")
 
     def receive(self, ready: Container[object]) -> Iterator[Received]:
@@ -196,7 +209,7 @@ class Links:
     def _log(self, peer: str, text: str) -> None:
         """Once per peer and minute: a broken peer must not fill the recorder."""
         now = self._telemetry.clock.now_ns()
-        if now - self._logged.get(peer, -_LOG_EVERY_NS) >= _LOG_EVERY_NS and len(self._logged) < 4096:
+        if now - self._logged.get(peer, -_LOG_EVERY_NS) >= _LOG_EVERY_NS and len(self._logged) < _MOST_NAMES:
             self._logged[peer] = now
             self._telemetry.recorder.record("protocol", text, "warning", peer=peer)
 

@@ -299,6 +299,9 @@ class RoomBook:
             "forward_done_at_ns": None if done_at is None else self._clock.wall_ns(done_at),
             "hidden_ns": hidden,
             "exposed_ns": exposed,
+            "missing": [],
+            "owed": {},
+            "unscattered": None if record.landed is None else record.landed - (record.scattered or 0),
             "failure": record.failure,
         }
 

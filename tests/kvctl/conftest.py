@@ -81,6 +81,10 @@ def status(name: str) -> dict[str, Any]:
         "pool": {"pages": 4096, "page_size": 16, "bytes": 1 << 30, "layers": 32, "heads": 8},
         "health": ["KV_RING_PINNED"] if name == "decode-1" else [],
         "waiting_for": None,
+        "accepting": True,
+        "draining": False,
+        "memory_gb_per_s": None if decode else 11.5,
+        "process": {"fds": 61, "fds_limit": 1024, "threads": 14, "rss_bytes": 400 << 20, "cpu_ns": 93 * S},
     }
 
 
@@ -113,6 +117,9 @@ def room_row(name: str, room: str = ROOM, **changes: Any) -> dict[str, Any]:
         "forward_done_at_ns": None if decode else NOW + 5 * MS,
         "hidden_ns": None if decode else 1 * MS,
         "exposed_ns": None if decode else 9 * MS + int(name[-1]) * MS,
+        "missing": ["prefill-1"] if decode else [],
+        "owed": {"prefill-1": 16} if decode else {},
+        "unscattered": 16 if decode else None,
         "failure": None,
         **changes,
     }
@@ -183,6 +190,8 @@ def staging(name: str) -> dict[str, Any]:
             "bytes": 8 << 20,
             "waiting_for": "watermark round 3 tail 8388608",
             "age_ns": 1500 * MS,
+            "requests": 1,
+            "asked_age_ns": 1600 * MS,
         }
         buffers = {
             "size_bytes": 64 << 20,
@@ -206,6 +215,8 @@ def staging(name: str) -> dict[str, Any]:
             "round": 3,
             "age_ns": age_ns,
             "state": state,
+            "posted": False,
+            "room_state": "Failed" if state == "quarantined" else "Transferring",
             "aside": False,
         }
 
@@ -224,6 +235,7 @@ def staging(name: str) -> dict[str, Any]:
         ],
         "granted_total": 10,
         "refused_total": 0,
+        "refused_largest_bytes": None,
         "revoked_total": 1,
     }
     return {**base, "ring": ring, "buffers": None, "gated": []}
@@ -274,6 +286,10 @@ def peers(name: str) -> list[dict[str, Any]]:
             "watermark_sent": None,
             "watermark_seen": [3, 8388608, 12],
             "lane": "shm",
+            "lane_gb_per_s": 8.4 if role_of(name) == "prefill" and other == "decode-0" else None,
+            "lane_descriptor_ns": 950 if role_of(name) == "prefill" and other == "decode-0" else None,
+            "lane_measured_age_ns": 70 * S if role_of(name) == "prefill" and other == "decode-0" else None,
+            "same_host": True,
             "rooms": 2,
             "errors_total": 0,
             "last_error": None,
