@@ -17,7 +17,7 @@ from kvctl.views.kinds import Kind
 from kvctl.views.report import Block, Grid, Line
 from kvctl.views.view import Column, Row, Width
 
-_GAP = 2
+GAP = 2
 # A text that must shrink keeps this much, and one this long is not worth a column of its own being hidden for.
 _LEAST = 6
 _ENOUGH = 24
@@ -54,7 +54,7 @@ def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: 
 
 
 def _assembled(line: Line) -> RichText:
-    return RichText.assemble(*((_printable(text), style) for text, style in line))
+    return RichText.assemble(*((printable(text), style) for text, style in line))
 
 
 def _print_table(console: Console, grid: Grid, columns: Sequence[Column], width: int | None) -> None:
@@ -63,8 +63,8 @@ def _print_table(console: Console, grid: Grid, columns: Sequence[Column], width:
     if not grid.rows:
         console.print(RichText(grid.view.empty, "dim"), soft_wrap=True)
         return
-    widths, hidden = fitted(columns, grid.rows, width)
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
+    widths, hidden = fitted(natural(columns, grid.rows), grid.rows, width)
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
     for column, cells in widths.items():
         table.add_column(
             column.title,
@@ -74,19 +74,20 @@ def _print_table(console: Console, grid: Grid, columns: Sequence[Column], width:
             width=cells,
         )
     for row in grid.rows:
-        table.add_row(*(RichText(_one_line(column.human(row)), style_of(column, row)) for column in widths))
+        table.add_row(*(RichText(one_line(column.human(row)), style_of(column, row)) for column in widths))
     console.print(table, crop=False)
     if hidden:
         names = ", ".join(column.name for column in hidden)
         console.print(RichText(f"hidden at this width: {names} (-o wide shows all)", "dim"), soft_wrap=True)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """One line per row, and nothing that a terminal would obey, whatever a peer put into a message."""
-    return _printable(" ".join(text.split()))
+    return printable(" ".join(text.split()))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text without what a terminal would obey."""
     return text if text.isprintable() else "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
@@ -97,16 +98,23 @@ def style_of(column: Column, row: Row) -> str:
     return styles.get(str(value), styles.get("", "")) if value is not None else "dim"
 
 
-def fitted(columns: Sequence[Column], rows: Sequence[Row], width: int | None) -> tuple[dict[Column, int], list[Column]]:
-    """Chooses columns and their widths: (width by column, hidden columns).
+def natural(columns: Sequence[Column], rows: Sequence[Row]) -> dict[Column, int]:
+    """Cells that each column would take if there were no end of them."""
+    return {
+        column: max([cell_len(column.title), *(cell_len(one_line(column.human(row))) for row in rows)])
+        for column in columns
+    }
+
+
+def fitted(
+    widths: Mapping[Column, int], rows: Sequence[Row], width: int | None
+) -> tuple[dict[Column, int], list[Column]]:
+    """Chooses columns and their widths, given their natural ones: (width by column, hidden columns).
 
     Ordinary columns go first, those that know nothing before the others and the right ones before the left; then
     long texts are shortened. Numbers are never cut: half a number is a wrong number.
     """
-    widths = {
-        column: max(cell_len(column.title), *(cell_len(_one_line(column.human(row))) for row in rows))
-        for column in columns
-    }
+    columns, widths = list(widths), dict(widths)
     if width is None:
         return widths, []
     hidden: list[Column] = []
@@ -137,7 +145,7 @@ def _elastic(column: Column) -> bool:
 def _needed(widths: Mapping[Column, int], most: int | None = None) -> int:
     """Cells of a whole row; `most` is what an elastic column counts for at most."""
     cells = (min(size, most) if most and _elastic(column) else size for column, size in widths.items())
-    return sum(cells) + _GAP * (len(widths) - 1)
+    return sum(cells) + GAP * (len(widths) - 1)
 
 
 def stream_header(columns: Sequence[Column]) -> str:
@@ -147,7 +155,7 @@ def stream_header(columns: Sequence[Column]) -> str:
 
 def stream_line(columns: Sequence[Column], row: Row, colour: bool) -> str:
     """One line of a stream; columns that do not declare a width follow unpadded."""
-    cells = [(_padded(column, _one_line(column.human(row))), style_of(column, row)) for column in columns]
+    cells = [(_padded(column, one_line(column.human(row))), style_of(column, row)) for column in columns]
     spans = [span for cell in cells for span in (cell, (" ", ""))][:-1]
     if not colour:
         return "".join(text for text, _ in spans).rstrip()

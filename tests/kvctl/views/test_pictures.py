@@ -13,7 +13,7 @@ from kvctl.views.bars import segments, split
 from kvctl.views.events import EVENTS
 from kvctl.views.report import Grid, Line
 from kvctl.views.rooms import ROOMS
-from kvctl.views.terminal import fitted, render
+from kvctl.views.terminal import fitted, natural, render
 
 
 def text(line: Line) -> str:
@@ -141,7 +141,7 @@ def test_tables_fit_and_numbers_are_never_cut(width: int) -> None:
         | {"age_ns": 123_456_789, "bytes": 16 << 20, "coverage": {"planned": 9, "scattered": 1, "sent": 1}}
     ]
     columns = [column for column in ROOMS.columns if column.width.value != "wide"]
-    widths, hidden = fitted(columns, rows, width)
+    widths, hidden = fitted(natural(columns, rows), rows, width)
     assert set(widths) | set(hidden) == set(columns)
     for column, cells in widths.items():
         if column.kind.value.numeric or column.name == "room":
