@@ -75,6 +75,9 @@ def test_the_row_of_a_living_room() -> None:
             "forward_done_at_ns": None,
             "hidden_ns": None,
             "exposed_ns": None,
+            "missing": [],
+            "owed": {},
+            "unscattered": 4,
             "failure": None,
         }
     ]
