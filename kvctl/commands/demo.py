@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kvctl.bench.options import parse_instances, parse_tokens
 from kvctl.commands.options import KvctlCommand, pass_settings
@@ -16,23 +18,40 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
 from kvctl.fleet.failures import FleetError
-from kvctl.fleet.plan import SteadyPlan
+from kvctl.fleet.plan import CALM_TIMINGS, SteadyPlan
+from kvctl.fleet.router import SHORT_GAP_S
+from kvctl.fleet.scenes import SCENES_BY_NAME, Scene, listed
 from kvctl.fleet.schedule import Strike, draw_schedule
 from kvctl.fleet.soak import Load, Soak
 from kvctl.fleet.steady import SteadyFleet
-from kvctl.views.demo import MOMENTS, RANKS, blocks, totals
+from kvctl.views.demo import FAULTS, MOMENTS, RANKS, blocks, totals
 from kvctl.views.report import Report
 from kvctl_agent.contract.faults import FAULTS_BY_NAME, Fault, parse_faults
 from kvctl_agent.contract.rig import Sizes, Tokens
+from kvctl_agent.contract.settings import near
 
 _COUNT = click.IntRange(min=1)
 _RANDOM_ABORTS = 0.05
 _SHOWN_FAULTS = ("control-loss", "write-error", "abort", "kill", "pause")
+# To look at: a fleet that leaves the processors to whoever looks, and rooms that last long enough to be seen.
+_CALM_RATE = 6.0
+_CALM_CONCURRENCY = 8
+_CALM_GAP_S = 0.4
+_CONCURRENCY = 16
 
 
-def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[Fault, ...]:
+def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[Scene | Fault, ...]:
+    words = [word.strip() for text in texts for word in text.split(",")]
+    scenes = [SCENES_BY_NAME[word] for word in words if word in SCENES_BY_NAME]
+    if len(scenes) > 1:
+        raise click.BadParameter(f"{scenes[0].name} and {scenes[1].name}: one scene at a time", ctx, param)
+    specs = [word for word in words if word not in SCENES_BY_NAME]
+    for word in specs:
+        if word and "=" not in word and word not in FAULTS_BY_NAME:
+            hint = near(word, [*SCENES_BY_NAME, *FAULTS_BY_NAME]) or ": kvctl demo --list-faults names them all"
+            raise click.BadParameter(f"{word!r} is no fault{hint}", ctx, param)
     try:
-        return parse_faults(",".join(texts)) if texts else ()
+        return (*scenes, *(parse_faults(",".join(specs)) if specs else ()))
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
 
@@ -73,18 +92,28 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
 @click.option("--decode-tp", default=1, show_default=True, metavar="N", type=_COUNT, help="Decode TP ranks.")
 @click.option("--decode-dp", default=2, show_default=True, metavar="N", type=_COUNT, help="Decode dp groups.")
 @click.option("--tokens", default="16..1024", show_default=True, metavar="LO..HI", callback=_tokens, help="Prompts.")
-@click.option("--concurrency", default=16, show_default=True, metavar="N", type=_COUNT, help="Rooms in flight.")
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="R", help="Rooms a second, at random.")
+@click.option(
+    "--concurrency", metavar="N", type=_COUNT, help="Always so many rooms in flight. [default: 16 with --minutes]"
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="R",
+    help=f"Rooms a second, at random. [default: {_CALM_RATE:g} in bursts, without --concurrency and --minutes]",
+)
 @click.option("--bursty", is_flag=True, help="With --rate: most of them close together.")
 @click.option("--ring-mb", type=_COUNT, metavar="N", help="Each decode rank's ring. [default: less than the load]")
 @click.option(
     "--fault",
     "given",
     multiple=True,
-    metavar="SPEC",
+    metavar="FAULT",
     callback=_faults,
-    help="A fault, such as " + ", ".join(FAULTS_BY_NAME[name].example for name in _SHOWN_FAULTS) + ". Repeatable.",
+    help=f"A scene: {', '.join(SCENES_BY_NAME)}; or faults such as "
+    + ", ".join(FAULTS_BY_NAME[name].example for name in _SHOWN_FAULTS)
+    + ". Repeatable.",
 )
+@click.option("--list-faults", is_flag=True, help="Say what each scene and each fault does, and end.")
 @click.option("--faults", type=click.Choice(["random"]), help="All of them, at random; --seed repeats them.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N", help="End after so long: summary.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Rooms and faults as in another run.")
@@ -100,45 +129,79 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
 def demo(settings: Settings, **options: Any) -> None:
     """Keep a small fleet under traffic on this machine, verify every byte, and harm it if you like.
 
-    One line a second; in a second terminal, kvctl status, rooms or staging look at it. With --minutes all is drained
-    in the end and a summary is printed; the exit code is 0 only if nothing hung, was corrupted, leaked, crashed, or
-    failed without a fault that explains it. Ctrl-C ends it and leaves nothing behind.
+    One line a second; in a second terminal, kvctl status, top, rooms or doctor look at it. A scene, such as --fault
+    stuck-room, begins after a few seconds and lasts: it is there to be found. With --minutes the fleet is worked as
+    hard as it can, all is drained in the end and a summary is printed; the exit code is 0 only if nothing hung, was
+    corrupted, leaked, crashed, or failed without a fault that explains it. Ctrl-C ends it and leaves nothing behind.
     """
     output = Output(settings)
+    if options["list_faults"]:
+        output.emit(Report(FAULTS, listed(), answered=1))
+        return
     live = options["minutes"] is None
     output.selection(MOMENTS if live else RANKS)
     if options["faults"] and live:
         raise click.UsageError("--faults random needs --minutes: what happens when is drawn for a run of that length")
     if options["bursty"] and options["rate"] is None:
         raise click.UsageError("--bursty needs --rate: without it there are always as many rooms as fit")
-    raise click.exceptions.Exit(_run(output, _plan(options), options))
+    scene = next((fault for fault in options["given"] if isinstance(fault, Scene)), None)
+    if scene is not None:
+        options |= {name: value for name, value in scene.options.items() if not _chosen(name)}
+    raise click.exceptions.Exit(_run(output, _plan(options, scene), options, scene))
 
 
-def _plan(options: dict[str, Any]) -> SteadyPlan:
+def _chosen(name: str) -> bool:
+    """Whether the user gave an option."""
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def _calm(options: dict[str, Any]) -> bool:
+    """To look at, not to endure."""
+    return options["minutes"] is None
+
+
+def _plan(options: dict[str, Any], scene: Scene | None) -> SteadyPlan:
     tokens: Tokens = options["tokens"]
     lengths = tokens.values or (tokens.low, tokens.high)
     seed = options["seed"]
-    return SteadyPlan(
+    plan = SteadyPlan(
         prefill=options["prefill_instances"] or (Sizes(tp=options["prefill_tp"]),),
         decode=Sizes(dp=options["decode_dp"], tp=options["decode_tp"]),
         transport=options["transport"],
         seed=secrets.randbelow(1 << 31) if seed is None else seed,
-        concurrency=options["concurrency"],
+        concurrency=options["concurrency"] or (_CALM_CONCURRENCY if _calm(options) else _CONCURRENCY),
         tokens=(min(lengths), max(lengths)),
         ring_mb=options["ring_mb"] or 0,
         verify=options["verify"],
+        config=CALM_TIMINGS if _calm(options) else {},
     )
+    return plan if scene is None else replace(plan, **scene.plan, config={**plan.config, **scene.config})
 
 
-def _run(output: Output, plan: SteadyPlan, options: dict[str, Any]) -> ExitCode:
+def _load(options: dict[str, Any], aborts: float, everywhere: str) -> Load:
+    rate, bursty = options["rate"] or 0.0, options["bursty"]
+    if _calm(options) and not rate and options["concurrency"] is None:
+        rate, bursty = _CALM_RATE, True
+    return Load(rate, bursty, aborts, everywhere, _CALM_GAP_S if _calm(options) else SHORT_GAP_S)
+
+
+def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scene | None) -> ExitCode:
     minutes = options["minutes"]
     seconds = None if minutes is None else minutes * 60
     output.note(f"seed {plan.seed}")
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        assert scene is not None
+        output.note(f"{scene.name}: {line}; try {', '.join(scene.look)}")
+
     try:
         with SteadyFleet(plan) as fleet:
             strikes, load = _harm(fleet, options, seconds)
             fleet.start()
-            soak = Soak(fleet, load, strikes, options["evidence"])
+            output.note(f"{', '.join(fleet.ranks)} serve after {time.monotonic() - began:.1f} s; Ctrl-C ends them")
+            play = None if scene is None else scene.play
+            soak = Soak(fleet, load, strikes, options["evidence"], play, say)
             try:
                 return _soak(output, soak, seconds)
             finally:
@@ -146,11 +209,13 @@ def _run(output: Output, plan: SteadyPlan, options: dict[str, Any]) -> ExitCode:
     except FleetError as error:
         complain(str(error))
         return ExitCode.FAILED
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
 
 
 def _harm(fleet: SteadyFleet, options: dict[str, Any], seconds: float | None) -> tuple[list[Strike], Load]:
     """What is done to whom and when, and what is done all the time."""
-    given: Sequence[Fault] = options["given"]
+    given = [fault for fault in options["given"] if isinstance(fault, Fault)]
     strikes: list[Strike] = []
     for fault in (fault for fault in given if fault.kind.unit == "rank"):
         if fault.rank not in fleet.ranks:
@@ -163,7 +228,7 @@ def _harm(fleet: SteadyFleet, options: dict[str, Any], seconds: float | None) ->
         ranks = {name: rank.planned for name, rank in fleet.ranks.items()}
         strikes += draw_schedule(fleet.plan.seed, seconds, ranks)
         aborts = aborts or _RANDOM_ABORTS
-    return strikes, Load(options["rate"] or 0.0, options["bursty"], aborts, everywhere)
+    return strikes, _load(options, aborts, everywhere)
 
 
 def _soak(output: Output, soak: Soak, seconds: float | None) -> ExitCode:

@@ -7,7 +7,7 @@ many rooms a rank can have at once is decided here, because it is the router tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from kvctl.fleet.place import rank_names
@@ -26,6 +26,16 @@ SHORT_TIMINGS: Mapping[str, Setting] = {
 }
 """So short that loss and quarantine happen often, and that nothing can hang for long without being noticed."""
 
+CALM_TIMINGS: Mapping[str, Setting] = {
+    "heartbeat_s": 1.0,
+    "suspect_s": 3.0,
+    "lost_s": 15.0,
+    "resend_s": 1.0,
+    "bootstrap_timeout_s": 60.0,
+    "waiting_timeout_s": 60.0,
+}
+"""An agent's own, with deadlines that somebody who looks on lives to see."""
+
 _TRANSFER_WORKERS = {"copy_threads": 1, "workers": 1, "staging_buffer_mb": 16}
 # Rooms that wait for a dead or silent peer keep their pages, besides those in flight.
 _SPARE = 3
@@ -43,6 +53,9 @@ class SteadyPlan:
         config: of every agent, over `SHORT_TIMINGS`.
         layers, kv_heads, head_dim: a small model, so that rooms are many rather than large.
         verify: compare every byte and watch the free pages.
+        environment: of every rank, over our own.
+        odd_pages: page sizes of ranks that were set up wrongly, by name.
+        absent: ranks that nobody starts.
     """
 
     prefill: tuple[Sizes, ...] = (Sizes(tp=2),)
@@ -59,6 +72,9 @@ class SteadyPlan:
     head_dim: int = 64
     config: Mapping[str, Setting] = field(default_factory=dict)
     verify: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+    odd_pages: Mapping[str, int] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
 
     @property
     def bytes_of_token(self) -> int:
@@ -116,6 +132,14 @@ class SteadyPlan:
             )
         )
 
+    def prefixed(self, prefix: str) -> SteadyPlan:
+        """The same fleet whose ranks' names begin like this."""
+        return replace(
+            self,
+            odd_pages={prefix + name: size for name, size in self.odd_pages.items()},
+            absent=frozenset(prefix + name for name in self.absent),
+        )
+
     def settings(self, plan: Plan) -> dict[str, Setting]:
         """Configuration of every agent."""
         return {**plan["config"], **_TRANSFER_WORKERS, **SHORT_TIMINGS, **self.config, "staging_ring_mb": self.ring}
@@ -133,7 +157,7 @@ class SteadyPlan:
             bootstraps=tuple(f"ipc://{directory}/bootstrap-{instance}" for instance in range(len(self.prefill))),
             decode=self.decode,
             shape=plan["shape"],
-            page_size=self.page_size,
+            page_size=self.odd_pages.get(name, self.page_size),
             page_order="random",
             pool_pages=1 + self.slots * pages,
             state_slots={},

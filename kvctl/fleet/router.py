@@ -20,7 +20,7 @@ _AT_ONCE = 0.5
 _IN_GROUPS = 0.3
 _MOST_CHUNKS = 3
 _MOST_GROUPS = 3
-_LONGEST_GAP_S = 0.05
+SHORT_GAP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,13 @@ class Manner:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One room to open, how it is computed, and who gives it up after how long (None: nobody)."""
+    """One room to open, how it is computed, who gives it up after how long, where it hangs (None: nobody, nowhere)."""
 
     room: Room
     manner: Manner
     aborter: str | None
     abort_after_s: float
+    hangs_at: str | None = None
 
 
 class Router:
@@ -56,6 +57,7 @@ class Router:
         slots: int,
         concurrency: int,
         aborts: float = 0.0,
+        longest_gap_s: float = SHORT_GAP_S,
     ) -> None:
         """Args:
         ranks: by name.
@@ -63,6 +65,7 @@ class Router:
         slots: rooms that a rank has places for.
         concurrency: rooms in flight over all decode dp groups, shared evenly, so that a stuck one stops no other.
         aborts: share of rooms that somebody gives up.
+        longest_gap_s: time between two forwards of a room at most.
         """
         self._ranks = ranks
         self._draw = random.Random(seed)
@@ -70,6 +73,7 @@ class Router:
         self._page_size = page_size
         self._slots = slots
         self._aborts = aborts
+        self._longest_gap_s = longest_gap_s
         self._dps = sorted({rank["dp"] for rank in ranks.values() if rank["role"] == "decode"})
         self._share = -(-concurrency // len(self._dps))
         self._next = self._draw.randrange(1 << 20)
@@ -123,7 +127,7 @@ class Router:
         manner = Manner(
             chunks=draw.randint(1, _MOST_CHUNKS),
             groups=draw.randint(2, _MOST_GROUPS) if draw.random() < _IN_GROUPS else 1,
-            gap_s=round(draw.uniform(0, _LONGEST_GAP_S), 4),
+            gap_s=round(draw.uniform(0, self._longest_gap_s), 4),
             at_once=draw.random() < _AT_ONCE,
         )
         aborter = draw.choice([*prefill, *decode]) if draw.random() < self._aborts else None

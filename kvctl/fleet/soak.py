@@ -13,7 +13,9 @@ from kvctl.fleet.chaos import Chaos
 from kvctl.fleet.evidence import Evidence
 from kvctl.fleet.failures import FleetError
 from kvctl.fleet.ledger import SUCCESS, Room
+from kvctl.fleet.router import SHORT_GAP_S
 from kvctl.fleet.schedule import Strike
+from kvctl.fleet.stage import Direction, Play
 from kvctl.fleet.steady import Event, SteadyFleet
 from kvctl.fleet.traffic import DeadlineMissed, Traffic
 from kvctl.fleet.watch import Watch
@@ -32,12 +34,14 @@ class Load:
         rate: rooms a second; 0: as many as the plan's concurrency allows.
         aborts: share of rooms that somebody gives up.
         everywhere: faults in force at every rank, all the time.
+        longest_gap_s: time between two forwards of a room at most.
     """
 
     rate: float = 0.0
     bursty: bool = False
     aborts: float = 0.0
     everywhere: str = ""
+    longest_gap_s: float = SHORT_GAP_S
 
 
 class Soak:
@@ -47,14 +51,36 @@ class Soak:
         traffic, watch: books of rooms, and of what ranks hold.
     """
 
-    def __init__(self, fleet: SteadyFleet, load: Load, strikes: Sequence[Strike], evidence: Path | None = None) -> None:
-        """`fleet` has been started; `evidence`: directory for what is known of findings."""
+    def __init__(
+        self,
+        fleet: SteadyFleet,
+        load: Load,
+        strikes: Sequence[Strike],
+        evidence: Path | None = None,
+        scene: Play | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Traffic may begin.
+
+        Args:
+            fleet: it has been started.
+            evidence: directory for what is known of findings.
+            scene: what is played beside the traffic; it tells `say` what it did.
+        """
         self.fleet = fleet
         self.watch = Watch(fleet)
-        self.traffic = Traffic(fleet, rate=load.rate, bursty=load.bursty, aborts=load.aborts, on_event=self._heard)
+        self.traffic = Traffic(
+            fleet,
+            rate=load.rate,
+            bursty=load.bursty,
+            aborts=load.aborts,
+            longest_gap_s=load.longest_gap_s,
+            on_event=self._heard,
+        )
         self._everywhere = load.everywhere
         self._faulty: set[tuple[str, int]] = set()
         self.chaos = Chaos(self.traffic, strikes, fleet.plan.seed)
+        self._scene = Direction(self.traffic, scene, say) if scene is not None else None
         self._evidence = Evidence(evidence, list(fleet.ranks))
         self.began = time.monotonic()
         self._before = (self.began, 0, 0)
@@ -77,6 +103,8 @@ class Soak:
     def drain(self) -> None:
         """End every fault, and wait until every rank serves and nothing of any room is left."""
         self.chaos.end()
+        if self._scene is not None:
+            self._scene.end()
         ranks = self.fleet.ranks.values()
         try:
             # Rooms still flow until all serve: a rank that nobody needs would never show that it can.
@@ -97,6 +125,8 @@ class Soak:
 
     def _turn(self, quiet: bool = False) -> None:
         self.chaos.turn()
+        if self._scene is not None:
+            self._scene.turn()
         self.watch.turn()
         self.traffic.turn(_TURN_S, quiet)
         self._evidence.look(self.traffic.ledger)

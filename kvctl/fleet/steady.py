@@ -138,9 +138,9 @@ class SteadyFleet:
         Raises:
             CliError: it cannot be, or the agent's side is not installed.
         """
-        self.plan = plan
         self._planned = plan.resolve()
         prefix = free_prefix(rank_names(self._planned["ranks"]))
+        self.plan = plan.prefixed(prefix)
         self.ranks = {name: SteadyRank(name, rank) for name, rank in named(self._planned["ranks"], prefix).items()}
         self.directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=temporary()))
         self._selector = selectors.DefaultSelector()
@@ -155,7 +155,7 @@ class SteadyFleet:
     # ---- lives --------------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Start every rank and wait until all have met.
+        """Start the ranks and wait until all have met that can.
 
         Raises:
             FleetError: one did not come up; says what it waited for.
@@ -163,10 +163,12 @@ class SteadyFleet:
         if timeout_s is None:
             timeout_s = _START_S + _START_S_PER_RANK * len(self.ranks)
         for name in self.ranks:
-            self.restart(name)
+            if name not in self.plan.absent:
+                self.restart(name)
         deadline = time.monotonic() + timeout_s
-        instances = len(self.plan.prefill)
-        while missing := [rank for rank in self.ranks.values() if not _complete(rank, instances)]:
+        able = self._able()
+        instances = {rank.planned["instance"] for rank in able if rank.planned["role"] == "prefill"}
+        while missing := [rank for rank in able if not _complete(rank, instances)]:
             for event in self._listen(_TICK_S):
                 self._waiting.append(event)
                 if event.kind in ("died", "fatal"):
@@ -175,6 +177,17 @@ class SteadyFleet:
                 first = missing[0]
                 waits = f": {first.doing}" if first.doing else ""
                 raise FleetError(f'rank "{first.name}" was not ready within {timeout_s:g} s{waits}')
+
+    def _able(self) -> list[SteadyRank]:
+        """Ranks that will serve: they are started and set up like the others, and so is their whole instance."""
+        unable = self.plan.absent | self.plan.odd_pages.keys()
+        planned = [self.ranks[name].planned for name in unable]
+        broken = {rank["instance"] for rank in planned if rank["role"] == "prefill"}
+        return [
+            rank
+            for rank in self.ranks.values()
+            if rank.name not in unable and (rank.planned["role"] == "decode" or rank.planned["instance"] not in broken)
+        ]
 
     def restart(self, name: str, faults: str = "") -> None:
         """Start a rank that is not running: the same name and endpoints, a new process. Returns at once.
@@ -188,7 +201,8 @@ class SteadyFleet:
         rank = self.ranks[name]
         if rank.process is not None:
             raise ValueError(f"{name} is running; kill it first")
-        environment = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
+        ours = {"TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **self.plan.environment, **ours}
         rig = [sys.executable, "-m", "kvctl_agent.rig", "steady", "--name", name, "--parent", str(os.getpid()), "--fd"]
         process = rank.process = _Process(name, lambda fd: [*rig, str(fd)], environment)
         rank.lives += 1
@@ -352,9 +366,8 @@ class SteadyFleet:
         self.close()
 
 
-def _complete(rank: SteadyRank, instances: int) -> bool:
-    wanted = instances if rank.planned["role"] == "decode" else 1
-    return len(rank.instances) >= wanted
+def _complete(rank: SteadyRank, instances: set[int]) -> bool:
+    return bool(rank.instances) and (rank.planned["role"] == "prefill" or instances.issubset(rank.instances))
 
 
 def _words(event: Event) -> str:

@@ -14,7 +14,7 @@ from typing import cast
 
 from kvctl.fleet.failures import FleetError
 from kvctl.fleet.ledger import SUCCESS, Disturbance, Ledger, Room, names
-from kvctl.fleet.router import Choice, Router
+from kvctl.fleet.router import SHORT_GAP_S, Choice, Manner, Router
 from kvctl.fleet.steady import Event, SteadyFleet
 from kvctl_agent.contract.faults import FAULTS_BY_NAME, parse_faults
 from kvctl_agent.contract.steady import Abort, Ended, OpenRoom, Released, SendRoom
@@ -51,6 +51,7 @@ class Traffic:
         rate: float = 0.0,
         bursty: bool = False,
         aborts: float = 0.0,
+        longest_gap_s: float = SHORT_GAP_S,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """Nothing is opened before `run` or `until`.
@@ -59,6 +60,7 @@ class Traffic:
             concurrency: rooms in flight at most; None: what the plan was made for.
             rate: rooms a second; 0: as many as `concurrency` allows.
             aborts: share of rooms that somebody gives up.
+            longest_gap_s: time between two forwards of a room at most.
             on_event: told of everything that ranks say and of their deaths.
         """
         plan = fleet.plan
@@ -76,6 +78,7 @@ class Traffic:
             slots=plan.slots,
             concurrency=plan.concurrency if concurrency is None else concurrency,
             aborts=aborts,
+            longest_gap_s=longest_gap_s,
         )
         self._rate = rate
         self._bursty = bursty
@@ -97,11 +100,22 @@ class Traffic:
         prefix_tokens: int = 0,
         aborter: str | None = None,
         gap_s: float | None = None,
+        hangs_at: str | None = None,
     ) -> Room:
-        """Open a room of one's own, whoever serves; `aborter` soon gives it up, `gap_s` lies between two forwards."""
+        """Open a room of one's own, whoever serves.
+
+        Args:
+            aborter: soon gives it up.
+            gap_s: lies between its two forwards.
+            hangs_at: a prefill rank of it whose second forward never ends.
+        """
         choice = self._router.place(instance, decode_dp, tokens, time.monotonic_ns(), prefix_tokens)
-        manner = choice.manner if gap_s is None else replace(choice.manner, chunks=2, gap_s=gap_s)
-        choice = Choice(choice.room, manner, aborter, choice.abort_after_s)
+        manner = choice.manner
+        if gap_s is not None:
+            manner = replace(manner, chunks=2, gap_s=gap_s)
+        if hangs_at is not None:
+            manner = Manner(chunks=2, groups=1, gap_s=0.0, at_once=True)
+        choice = Choice(choice.room, manner, aborter, choice.abort_after_s, hangs_at)
         self._open(choice)
         return choice.room
 
@@ -246,7 +260,8 @@ class Traffic:
             if name in room.expects:
                 self._router.taken(name)
             if name in room.prefill:
-                self.fleet.tell(name, SendRoom(*shape, manner.chunks, manner.groups, manner.gap_s, manner.at_once))
+                how = manner.chunks, manner.groups, manner.gap_s, manner.at_once
+                self.fleet.tell(name, SendRoom(*shape, *how, hangs=name == choice.hangs_at))
             else:
                 self.fleet.tell(name, OpenRoom(*shape, room.instance))
         if (aborter := choice.aborter) is not None:

@@ -50,6 +50,16 @@ RANKS = View(
     ),
 )
 
+FAULTS = View(
+    "demo-faults",
+    (
+        Column("fault"),
+        Column("kind"),
+        Column("does"),
+        Column("code", header="HEALTH CODE", width=Width.NORMAL),
+    ),
+)
+
 
 def blocks(summary: Mapping[str, Any]) -> list[Block]:
     """The summary as people read it: what was done, what became of it, what each rank has left."""

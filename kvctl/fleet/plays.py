@@ -1,0 +1,74 @@
+"""What the scenes do: to real processes, real lanes and real bytes, with nothing pretended.
+
+Each yields the seconds until it wants to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvctl.fleet.stage import Stage
+
+_FOR_GOOD_S = 1e9
+_SOON_S = 0.05
+_LATE = "slow-lane=200ms"
+_WRONG = "corrupt-write=20%"
+_TRIES = 20
+
+
+def stuck_room(stage: Stage) -> Iterator[float]:
+    """One room after the other, so that one is stuck at any time: each fails at its deadline."""
+    writer, tokens = stage.prefill[-1], stage.traffic.fleet.plan.tokens[1]
+    lasting_s = stage.traffic.fleet.plan.timings["waiting_timeout_s"]
+    while True:
+        room = stage.traffic.open(tokens, hangs_at=writer)
+        waiting = " and ".join(room.decode)
+        stage.say(
+            f"room {room.number}: {writer} never computes its second half; {waiting} waits {lasting_s:g} s for it"
+        )
+        yield lasting_s * 0.7
+
+
+def pinned_ring(stage: Stage) -> Iterator[float]:
+    """The writer is stopped between the grant and the write of a room's second forward."""
+    fleet = stage.traffic.fleet
+    writer, reader = stage.prefill[-1], stage.decode[0]
+    instance = fleet.ranks[writer].planned["instance"]
+    while True:
+        room = stage.traffic.open(fleet.plan.chunk_tokens * 2, instance=instance, gap_s=5.0)
+        for _ in range(_TRIES):
+            yield _SOON_S
+            if stage.holds(reader, room.number):
+                stage.traffic.pause(writer)
+                break
+        yield _SOON_S
+        if stage.holds(reader, room.number):
+            break
+        stage.traffic.resume(writer)  # it had written before it was stopped
+    pid = fleet.ranks[writer].pid
+    stage.say(f"room {room.number}: {writer} (pid {pid}) is stopped and holds the oldest region of {reader}'s ring")
+
+
+def dead_peer(stage: Stage) -> Iterator[float]:
+    """Killed, and nobody starts it again."""
+    victim = stage.decode[-1]
+    pid = stage.traffic.fleet.ranks[victim].pid
+    stage.traffic.kill(victim)
+    stage.say(f"{victim} (pid {pid}) is killed and stays dead")
+    yield _FOR_GOOD_S
+
+
+def slow_layer(stage: Stage) -> Iterator[float]:
+    """All its lanes; the other writers are as fast as ever."""
+    writer = stage.prefill[-1]
+    stage.traffic.fault(writer, _LATE, _FOR_GOOD_S)
+    stage.say(f"every write of {writer} leaves 0.2 s late")
+    yield _FOR_GOOD_S
+
+
+def corrupt(stage: Stage) -> Iterator[float]:
+    """Flipped after the digest was taken, as a bad cable or a bad page of memory would."""
+    writer = stage.prefill[-1]
+    stage.traffic.fault(writer, _WRONG, _FOR_GOOD_S)
+    stage.say(f"one write in five of {writer} has a wrong byte")
+    yield _FOR_GOOD_S

@@ -1,0 +1,96 @@
+"""Faults by name: a small fleet that something real is done to, what a health code should say of it, and what to try.
+
+A scene is data and a play. The play runs beside the traffic, on its thread: a generator that does what it does, then
+says how many seconds it wants to be left alone. It lasts until the demo ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvctl.fleet import plays
+from kvctl.fleet.stage import Play
+from kvctl_agent.contract.faults import FAULTS
+from kvctl_agent.contract.rig import Sizes
+
+_TWO_INSTANCES = (Sizes(), Sizes())
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One fault, from its cause to what is found.
+
+    Attributes:
+        does: what is done to whom, for a list.
+        code: the health code that should come first.
+        look: commands that show it, the best one first.
+        options: of `kvctl demo`, where the user gave none.
+        plan: fields of `SteadyPlan` that it needs.
+        config: of every agent.
+    """
+
+    name: str
+    does: str
+    code: str
+    look: tuple[str, ...]
+    play: Play
+    options: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+SCENES: tuple[Scene, ...] = (
+    Scene(
+        "stuck-room",
+        "A prefill rank never computes its half of a room.",
+        "KV_ROOM_STUCK_TRANSFER",
+        ("kvctl doctor", "kvctl rooms --sort-by -age", "kvctl top"),
+        plays.stuck_room,
+    ),
+    Scene(
+        "pinned-ring",
+        "A prefill rank is stopped while it holds the oldest grant.",
+        "KV_RING_PINNED",
+        ("kvctl doctor", "kvctl staging map", "kvctl rooms"),
+        plays.pinned_ring,
+        options={"prefill_instances": _TWO_INSTANCES, "ring_mb": 2},
+        plan={"chunk_tokens": 128},
+        # Silence would soon take the writer's grants away, as it should; here nobody notices for long.
+        config={"path": "staged", "suspect_s": 500.0, "lost_s": 600.0},
+    ),
+    Scene(
+        "dead-peer",
+        "A decode rank is killed and stays dead; traffic goes on.",
+        "KV_PEER_LOST",
+        ("kvctl doctor", "kvctl agents", "kvctl peers"),
+        plays.dead_peer,
+    ),
+    Scene(
+        "slow-layer",
+        "Every write of one prefill rank leaves 0.2 s late.",
+        "KV_LANE_SLOW",
+        ("kvctl layers", "kvctl doctor", "kvctl top"),
+        plays.slow_layer,
+    ),
+    Scene(
+        "corrupt",
+        "A byte of every fifth write of a prefill rank is wrong.",
+        "KV_DIGEST_MISMATCH",
+        ("kvctl doctor", "kvctl rooms history", "kvctl events"),
+        plays.corrupt,
+        config={"digest": True},
+    ),
+)
+
+SCENES_BY_NAME: dict[str, Scene] = {scene.name: scene for scene in SCENES}
+
+
+def listed() -> list[dict[str, str | None]]:
+    """All that `kvctl demo --fault` takes: the scenes, then the faults of which one says how much or when."""
+    scenes: list[dict[str, str | None]] = [
+        {"fault": one.name, "kind": "scene", "does": one.does, "code": one.code} for one in SCENES
+    ]
+    scenes += [{"fault": one.example, "kind": one.level, "does": one.help, "code": None} for one in FAULTS]
+    return scenes

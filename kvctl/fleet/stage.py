@@ -1,0 +1,76 @@
+"""What a play has at hand: the fleet, its traffic, a voice, and what an operator could see."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvctl.client.calls import Call
+from kvctl.client.fleet import Fleet
+from kvctl.errors import CliError
+from kvctl.fleet.ledger import Disturbance
+from kvctl.fleet.traffic import Traffic
+
+# Agents of one machine, asked on the thread that opens rooms.
+_ANSWER_NS = 500_000_000
+_BEGIN_S = 2.0
+
+
+class Stage:
+    """One demo's.
+
+    Attributes:
+        traffic: to open rooms of one's own, and to hurt ranks.
+        prefill, decode: names of the ranks.
+    """
+
+    def __init__(self, traffic: Traffic, say: Callable[[str], None]) -> None:
+        """`say` gets a line whenever something was done."""
+        self.traffic = traffic
+        self.prefill = traffic.fleet.of_role("prefill")
+        self.decode = traffic.fleet.of_role("decode")
+        self.say = say
+
+    def holds(self, rank: str, room: int) -> bool:
+        """Whether a room has a region of a decode rank's ring that nothing has landed in."""
+        try:
+            with Fleet([rank], {}, _ANSWER_NS) as fleet:
+                survey = fleet.survey([Call("staging")])
+        except CliError:
+            return False
+        rings: list[dict[str, Any]] = [data["ring"] for _, data in survey.answers("staging") if data["ring"]]
+        wanted = str(room)
+        return any(
+            each["room"] == wanted and each["state"] in ("granted", "revoking")
+            for ring in rings
+            for each in ring["allocations"]
+        )
+
+
+Play = Callable[[Stage], Iterator[float]]
+"""What a scene does; it yields the seconds until it wants to go on."""
+
+
+class Direction:
+    """Gives a play its turns while traffic runs."""
+
+    def __init__(self, traffic: Traffic, play: Play, say: Callable[[str], None]) -> None:
+        """Time begins now; the play begins when there are rooms to be hurt."""
+        self._moments = play(Stage(traffic, say))
+        self._next_at = time.monotonic() + _BEGIN_S
+        self._over = False
+        # Whatever fails from now on was meant to, or comes of it.
+        traffic.ledger.disturb(Disturbance("scene", None, time.monotonic_ns()))
+
+    def turn(self) -> None:
+        """Go on with the play when it is time."""
+        if self._over or time.monotonic() < self._next_at:
+            return
+        wait_s = next(self._moments, None)
+        self._over = wait_s is None
+        self._next_at = time.monotonic() + (wait_s or 0.0)
+
+    def end(self) -> None:
+        """Nothing more is done."""
+        self._over = True
