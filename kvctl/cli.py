@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -14,6 +15,11 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.version import VERSION
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+_COMPLETE = "_KVCTL_COMPLETE"  # set by the scripts of `kvctl completion`
+
 
 class _Root(KvctlGroup):
     """Lists commands from the registry and imports the one that is called."""
@@ -23,6 +29,16 @@ class _Root(KvctlGroup):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return load(cmd_name)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """From the registry: asking each command for its help would import all of them."""
+        from click.shell_completion import CompletionItem
+
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [
+            CompletionItem(name, help=entry.help) for name, entry in COMMANDS.items() if name.startswith(incomplete)
+        ]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -54,6 +70,10 @@ def run(args: list[str]) -> int:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
+    if _COMPLETE in os.environ:
+        from kvctl.commands.completing import answer
+
+        return answer(cli, args)
     try:
         code: Any = cli.main(args, prog_name="kvctl", standalone_mode=False)
         sys.stdout.flush()

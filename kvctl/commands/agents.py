@@ -16,7 +16,7 @@ from kvctl.views.report import Report
 _CLOCK_ROUNDS = 3
 
 
-@click.command(cls=KvctlCommand)
+@click.command(cls=KvctlCommand, view=AGENTS)
 @pass_settings
 def agents(settings: Settings) -> None:
     """Who is there: state, round trip, uptime, version, incarnation, clock offset with its bound.

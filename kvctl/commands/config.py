@@ -20,7 +20,7 @@ def config() -> None:
     """Configuration of the agents; `kvctl config` alone shows it."""
 
 
-@config.command(short_help="Every value with its origin.")
+@config.command(view=CONFIG, short_help="Every value with its origin.")
 @pass_settings
 def show(settings: Settings) -> None:
     """Every value with its origin: default, file, environment or argument. Agents that agree share a row."""

@@ -26,7 +26,7 @@ def context() -> None:
     """
 
 
-@context.command("ls", short_help="All contexts; which one is in use.")
+@context.command("ls", view=CONTEXTS, short_help="All contexts; which one is in use.")
 @pass_settings
 def list_contexts(settings: Settings) -> None:
     """All contexts, and which one is in use here and now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import click
@@ -20,7 +19,7 @@ from kvctl.views.units import parse_seconds
 _MOST = 1000
 
 
-@click.command(cls=KvctlCommand)
+@click.command(cls=KvctlCommand, view=EVENTS)
 @click.option("--since", metavar="TIME", help="Only the last 5m, 30s, …")
 @click.option(
     "-n", "--limit", type=click.IntRange(min=1), default=_MOST, show_default=True, help="Events per agent at most."
@@ -49,7 +48,7 @@ def _span(text: str) -> int:
 
 
 def _rows(survey: Survey, back_ns: int | None) -> tuple[list[dict[str, Any]], list[str]]:
-    earliest = 0 if back_ns is None else time.time_ns() - back_ns
+    earliest = 0 if back_ns is None else survey.at_ns - back_ns
     rows, notes = [], []
     for agent, data in survey.answers("events"):
         rows += [event for event in data["events"] if event["at_ns"] >= earliest]
@@ -84,4 +83,4 @@ class _Follower:
             places[key] = data["next"]
         self._next = places
         self._first = False
-        output.stream(EVENTS, fresh)
+        output.stream(EVENTS, fresh, survey.at_ns)

@@ -19,7 +19,7 @@ from kvctl.views.view import Row
 from kvctl.views.waterfall import draw
 
 
-@click.command(cls=KvctlCommand)
+@click.command(cls=KvctlCommand, view=LAYERS)
 @click.option("--room", type=RoomNumber(), help="Only this room, with its real moments.")
 @pass_settings
 def layers(settings: Settings, room: str | None) -> None:

@@ -13,7 +13,7 @@ from kvctl.views.metrics import METRICS, exposition, sample_rows
 from kvctl.views.report import Report
 
 
-@click.command(cls=KvctlCommand)
+@click.command(cls=KvctlCommand, view=METRICS)
 @pass_settings
 def metrics(settings: Settings) -> None:
     """Counters, gauges and histograms, one row per sample; -o prom prints the Prometheus text format."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from kvctl.commands.settings import COLOURS, DEFAULT_TIMEOUT, OUTPUTS, PROMETHEUS, Settings, resolve
 from kvctl.views.units import parse_seconds
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from kvctl.views.view import View
 
 _WATCH = ("-w", "--watch")
 _DEFAULT_WATCH = "2"
@@ -31,6 +36,17 @@ def _option(*names: str, help: str, **more: Any) -> click.Option:
     return click.Option(list(names), help=help, expose_value=False, callback=_remember, **more)
 
 
+def _completed_by(kind: str) -> Callable[[click.Context, click.Parameter, str], Any]:
+    """One of the functions of `completing`, which is imported when a shell asks."""
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> Any:
+        from kvctl.commands import completing
+
+        return getattr(completing, kind)(ctx, param, incomplete)
+
+    return complete
+
+
 def global_options() -> list[click.Option]:
     """Fresh parameters, because click ties each to one command."""
     return [
@@ -40,9 +56,16 @@ def global_options() -> list[click.Option]:
             "endpoint",
             multiple=True,
             metavar="AGENT",
+            shell_complete=_completed_by("agents"),
             help="Only this agent: name, glob, ipc:// or tcp:// address. Repeatable.",
         ),
-        _option("-c", "--context", metavar="NAME", help="A fleet with a name of its own: see kvctl context."),
+        _option(
+            "-c",
+            "--context",
+            metavar="NAME",
+            shell_complete=_completed_by("contexts"),
+            help="A fleet with a name of its own: see kvctl context.",
+        ),
         _option("--key", metavar="NAME|FILE", help="Your key for tcp:// agents. [default: default, see kvctl key new]"),
         _option("--server-key", metavar="KEY|FILE", help="Public key of the tcp:// agents' fleet."),
         _option(
@@ -59,8 +82,18 @@ def global_options() -> list[click.Option]:
             help="Output format; table on a terminal, else plain (TSV). Tables show units for people; plain, csv "
             "and json give whole numbers in the unit that the name ends in. prom: metrics only.",
         ),
-        _option("--columns", metavar="A,B,…", help="These columns, in this order."),
-        _option("--sort-by", metavar="A,-B,…", help="Sort by these columns; - in front for descending."),
+        _option(
+            "--columns",
+            metavar="A,B,…",
+            shell_complete=_completed_by("columns"),
+            help="These columns, in this order.",
+        ),
+        _option(
+            "--sort-by",
+            metavar="A,-B,…",
+            shell_complete=_completed_by("columns"),
+            help="Sort by these columns; - in front for descending.",
+        ),
         _option(
             "--filter",
             "filters",
@@ -84,10 +117,15 @@ def global_options() -> list[click.Option]:
 
 
 class GlobalOptions(click.Command):
-    """A command that takes the global options and lists them in a section of their own."""
+    """A command that takes the global options and lists them in a section of their own.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        view: of what it prints, so that a shell can complete names of columns.
+    """
+
+    def __init__(self, *args: Any, view: View | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.view = view
         self._globals = global_options()
         self.params.extend(self._globals)
         self.context_settings.setdefault("help_option_names", ["-h", "--help"])
@@ -128,6 +166,8 @@ class KvctlGroup(GlobalOptions, click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         args = spell_out_watch(args)
         if self._default is not None and self._wants_default(ctx, args):
+            if ctx.resilient_parsing and not self._beyond_us(args):
+                return super().parse_args(ctx, args)  # a shell completes our sub-commands here
             args = [self._default, *args]
         return super().parse_args(ctx, args)
 
@@ -136,6 +176,25 @@ class KvctlGroup(GlobalOptions, click.Group):
         named = any(arg in self.list_commands(ctx) for arg in args)
         mistyped = bool(args) and not args[0].startswith("-")
         return not (named or mistyped or {"-h", "--help"} & set(args))
+
+    def default_view(self, ctx: click.Context) -> View | None:
+        """View of the sub-command that runs where none is named."""
+        default = self.get_command(ctx, self._default) if self._default is not None else None
+        return default.view if isinstance(default, GlobalOptions) else None
+
+    def _beyond_us(self, args: Sequence[str]) -> bool:
+        """Whether an option is used that the sub-command has and we do not."""
+        ours = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        return any(arg.startswith("-") and arg.partition("=")[0] not in ours for arg in args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Ours, and the options of the sub-command that runs where none is named."""
+        items = super().shell_complete(ctx, incomplete)
+        default = self.get_command(ctx, self._default) if self._default is not None else None
+        if default is not None and incomplete.startswith("-"):
+            known = {item.value for item in items}
+            items += [item for item in default.shell_complete(ctx, incomplete) if item.value not in known]
+        return items
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

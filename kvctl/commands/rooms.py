@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -22,6 +22,9 @@ from kvctl.views.room_report import blocks, rank_rows
 from kvctl.views.rooms import HISTORY, ROOMS, SLOW, TIMELINE
 from kvctl.views.view import Row, View
 from kvctl_agent.contract.states import STATE_LABELS
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _CLOCK_ROUNDS = 3
 _ALL = 1000
@@ -41,7 +44,7 @@ def _limit(default: int) -> Callable[[_Function], _Function]:
     )
 
 
-@rooms.command("ls", short_help="Active rooms, the oldest first.")
+@rooms.command("ls", view=ROOMS, short_help="Active rooms, the oldest first.")
 @click.option("--state", type=click.Choice(STATE_LABELS, case_sensitive=False), help="Only rooms in this state.")
 @_limit(_ALL)
 @pass_settings
@@ -53,7 +56,7 @@ def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
     _table(settings, ROOMS, Call("rooms", {"state": state, "limit": limit}), limit)
 
 
-@rooms.command(short_help="Rooms that finished last.")
+@rooms.command(view=HISTORY, short_help="Rooms that finished last.")
 @_limit(_FEW)
 @pass_settings
 def history(settings: Settings, limit: int) -> None:
@@ -61,7 +64,7 @@ def history(settings: Settings, limit: int) -> None:
     _table(settings, HISTORY, Call("history", {"limit": limit}))
 
 
-@rooms.command(short_help="Slowest finished rooms.")
+@rooms.command(view=SLOW, short_help="Slowest finished rooms.")
 @_limit(_FEW)
 @pass_settings
 def slow(settings: Settings, limit: int) -> None:
@@ -93,8 +96,13 @@ class RoomNumber(click.ParamType[str]):
             self.fail(f"{value!r} is not a room number, 0 to {_LARGEST_ROOM}", param, ctx)
         return str(int(value))
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        from kvctl.commands import completing
 
-@rooms.command(short_help="One room: both ends on one timeline, and who failed first.")
+        return completing.rooms(ctx, param, incomplete)
+
+
+@rooms.command(view=TIMELINE, short_help="One room: both ends on one timeline, and who failed first.")
 @click.argument("room", type=RoomNumber())
 @click.option(
     "--perfetto",

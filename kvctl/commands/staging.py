@@ -25,14 +25,14 @@ def staging() -> None:
     """Staging rings of decode ranks and staging buffers of prefill ranks; `kvctl staging` alone shows them."""
 
 
-@staging.command(short_help="Rings, buffers, oldest allocation, gated parts.")
+@staging.command(view=STAGING, short_help="Rings, buffers, oldest allocation, gated parts.")
 @pass_settings
 def show(settings: Settings) -> None:
     """Rings and their use, the oldest allocation with its room, staging buffers, and which parts are gated on what."""
     run(settings, STAGING, _CALLS, _read_show)
 
 
-@staging.command("map", short_help="A picture of each ring.")
+@staging.command("map", view=ALLOCATIONS, short_help="A picture of each ring.")
 @pass_settings
 def draw_map(settings: Settings) -> None:
     """A picture of each decode rank's ring: allocations by state, head, watermark.

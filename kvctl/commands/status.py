@@ -2,53 +2,87 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
-from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
+from kvctl.commands.looking import Looking
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.reading import follow, run
 from kvctl.commands.settings import Settings
+from kvctl.health.finding import Finding, Severity
+from kvctl.health.snapshot import HEALTH_CALLS
+from kvctl.views.findings import in_short
 from kvctl.views.fleet import FleetSummary, Rates, rates, summarise
 from kvctl.views.report import Report
 from kvctl.views.status import MOMENTS, STATUS, moment, screen
 
-_CALLS = (Call("status"),)
+_CALLS = tuple(call for call in HEALTH_CALLS if call.command != "metrics")
+"""What health reads, less the counters: they are half of all bytes, and say little without a reading before."""
 
 
-@click.command(cls=KvctlCommand)
+@click.command(cls=KvctlCommand, view=STATUS)
 @pass_settings
 def status(settings: Settings) -> None:
     """One screen: health, ranks by role, rooms by state, ring use, GB/s (wall clock), latency p50/p99.
 
-    With -w one line per reading, as vmstat does; rates are differences between two readings, so the first line has
-    none.
+    Health is what one quick reading shows; kvctl health takes two and looks at the counters, too. With -w one line per
+    reading, as vmstat does; rates are differences between two readings, so the first line has none.
     """
     if settings.watch_ns is None:
-        run(settings, STATUS, _CALLS, _read)
+        run(settings, STATUS, _CALLS, _Screen(settings))
     Output(settings).selection(MOMENTS)
-    follow(settings, lambda: _CALLS, _Line())
+    follow(settings, lambda: _CALLS, _Line(settings))
 
 
-def _read(survey: Survey) -> Report:
-    rows: list[dict[str, Any]] = [data for _, data in survey.answers("status")]
-    silent = len(survey.faults)
-    return Report(STATUS, rows, len(rows), survey.faults, blocks=lambda kept, width: screen(kept, silent))
+class _Screen:
+    """Reads one survey."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._looking = Looking(settings)
+
+    def __call__(self, survey: Survey) -> Report:
+        look = self._looking(survey)
+        raised, quiet = look.judged.raised, len(look.judged.muted)
+        rows: list[dict[str, Any]] = [
+            {**data, "health": _codes_of(agent.name, raised)} for agent, data in survey.answers("status")
+        ]
+        answered = {agent.name for agent, _ in survey.answers("status")}
+        # An agent that refuses what only health reads has answered all the same.
+        faults = [fault for fault in survey.faults if fault.agent not in answered]
+        notes = [
+            f"{fault.agent}: health is not told in full: {fault.message}"
+            for fault in survey.faults
+            if fault.agent in answered
+        ]
+        return Report(
+            STATUS,
+            rows,
+            len(rows),
+            faults,
+            blocks=lambda kept, width: screen(kept, len(faults), in_short(raised, quiet)),
+            notes=[*notes, *look.remarks],
+        )
+
+
+def _codes_of(agent: str, findings: Iterable[Finding]) -> list[str]:
+    """Codes of what names the agent, each once, the worst first."""
+    return list(dict.fromkeys(each.code for each in findings if agent in each.agents and each.severity > Severity.INFO))
 
 
 class _Line:
     """Remembers the reading before, to tell what happened since."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
+        self._looking = Looking(settings)
         self._before: tuple[FleetSummary, int] | None = None
 
     def __call__(self, output: Output, survey: Survey) -> None:
-        now_ns, tick_ns = time.time_ns(), time.monotonic_ns()
         summary = summarise(data for _, data in survey.answers("status"))
-        change = Rates() if self._before is None else rates(self._before[0], summary, tick_ns - self._before[1])
-        self._before = (summary, tick_ns)
-        output.stream(MOMENTS, [moment(summary, change, now_ns)])
+        change = Rates() if self._before is None else rates(self._before[0], summary, survey.tick_ns - self._before[1])
+        self._before = (summary, survey.tick_ns)
+        ill = sum(each.severity > Severity.INFO for each in self._looking(survey).judged.raised)
+        output.stream(MOMENTS, [moment(summary, change, survey.at_ns, ill)])
