@@ -17,6 +17,7 @@ class FaultCode(StrEnum):
     TIMEOUT = "timeout"
     PROTOCOL = ErrorCode.PROTOCOL.value
     NOT_PERMITTED = ErrorCode.NOT_PERMITTED.value
+    NOT_CAPTURED = "not-captured"  # by a file that stands in for the fleet
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -49,12 +50,18 @@ class Survey:
         agents: those that answered hello and match the labels, by name.
         faults: everything that kept an agent from answering.
         filtered: agents that answered but do not match the labels.
+        at_ns: our wall clock when they answered.
+        tick_ns: a clock for the time between two surveys: monotonic, or that of the file which was asked.
+        remarks: what is to be known of all the answers, in words.
     """
 
     discovery: Discovery
     agents: list[AgentAnswer] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     filtered: int = 0
+    at_ns: int = field(default_factory=time.time_ns)
+    tick_ns: int = field(default_factory=time.monotonic_ns)
+    remarks: list[str] = field(default_factory=list)
 
     def answers(self, command: str) -> list[tuple[AgentAnswer, Any]]:
         """(agent, data) of every agent that answered `command`."""
@@ -111,7 +118,12 @@ class Fleet:
         for _ in range(clock_rounds - 1):
             self._sharpen(survey.agents)
         survey.agents.sort(key=lambda agent: agent.name)
+        survey.at_ns, survey.tick_ns = time.time_ns(), time.monotonic_ns()
         return survey
+
+    def advance(self) -> bool:
+        """True: a living fleet goes on by itself."""
+        return True
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
         """Asks agents that a survey has found, each what concerns it alone; a reply per request, in their order."""

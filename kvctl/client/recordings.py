@@ -1,4 +1,4 @@
-"""Saves what agents recorded of their machines' inputs: all agents into one file, page by page.
+"""Saves a fleet into one file: moments to look at, and what agents recorded of their machines' inputs, page by page.
 
 The file appears under its name only when it is complete; whatever goes wrong leaves nothing behind.
 """
@@ -8,14 +8,17 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from kvctl.client.calls import Call
+from kvctl.client.captured_moment import encode
+from kvctl.client.captured_taking import Taker
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
@@ -25,6 +28,7 @@ from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.version import VERSION
 
 _COMMAND = "inputs"
+MOST_MOMENTS_BYTES = 256 << 20
 
 
 @dataclass(slots=True)
@@ -37,62 +41,132 @@ class Saved:
     inputs: int = 0
     missed: int = 0
     dropped: int = 0  # pieces that had gone before they could be fetched
-    nbytes: int = 0  # in the file
+    nbytes: int = 0  # of its inputs in the file
     fault: str = ""  # why nothing is recorded any more
+    refused: bool = False  # it did not tell its inputs, or not all
 
 
 @dataclass(slots=True)
 class Saving:
-    """Outcome of saving a recording: a row for each agent that is in it, and whom the fleet had besides."""
+    """Outcome of saving a recording.
+
+    Attributes:
+        saved: a row for each agent that is in it.
+        left_out: what the moments lack, in words.
+        interrupted: Ctrl-C ended it early; what it has is whole.
+    """
 
     survey: Survey
     saved: list[Saved] = field(default_factory=list)
+    moments: list[int] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
     @property
     def faults(self) -> list[Fault]:
         return self.survey.faults
 
 
-def save_recording(fleet: Fleet, path: Path) -> Saving:
-    """Fetches the inputs of every agent that can be reached and writes them to `path`.
+@dataclass(frozen=True, slots=True)
+class Series:
+    """How long to go on taking moments.
 
-    An agent that fails midway is left with what it had told, which replays up to there. Where nobody tells anything
-    there is no file, and an old one stays.
+    Attributes:
+        for_ns: from the first to the last one; 0 takes one.
+        every_ns: from one to the next; a fleet that takes longer to answer is asked again at once.
+        told: called after each with the number of moments, the bytes of the file and the ns that are left.
+    """
+
+    for_ns: int
+    every_ns: int
+    told: Callable[[int, int, int], None]
+
+
+def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
+    """Writes moments of the fleet and the inputs of every agent that can be reached to `path`.
+
+    An agent that fails midway is left with what it had told, which replays up to there. Where nobody answers there is
+    no file, and an old one stays. Ctrl-C ends the series, a second one the fetching of inputs, too.
 
     Raises:
         CliError: the file cannot be written; nothing is left of it.
     """
-    survey = fleet.survey()
-    saving = Saving(survey)
-    if survey.agents:
+    saving = Saving(fleet.survey())
+    if saving.survey.agents:
         try:
-            with contextlib.suppress(_NothingTold), _whole_file(path) as file:
-                _save(fleet, saving, _Writer(file))
+            with whole_file(path) as file:
+                write_recording(file, fleet, saving, series)
         except OSError as error:
             raise CliError(f"cannot write {path}: {error.strerror or error}") from error
     return saving
 
 
-class _NothingTold(Exception):
-    """No agent had anything for the file."""
+def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Series, *, inputs: bool = True) -> None:
+    """A whole recording of the agents that `saving` names, into an empty file."""
+    saving.saved = [
+        Saved(agent.name, agent.hello["role"], agent.hello["incarnation"]) for agent in saving.survey.agents
+    ]
+    writer = _Writer(file)
+    try:
+        _take_series(fleet, saving, series, writer)
+    except KeyboardInterrupt:
+        saving.interrupted = True
+    writer.forget_half()
+    if inputs:
+        try:
+            _fetch_inputs(fleet, saving, writer)
+        except KeyboardInterrupt:
+            if not saving.moments:
+                raise
+            saving.interrupted = True
+    writer.end()
 
 
 class _Writer:
-    """Writes frames and counts them."""
+    """Writes frames, counts them, and takes back what an interrupt has left half written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._frames = 0
-        file.write(form.opening())
-        self.add(form.HEAD, {"made_at_ns": time.time_ns(), "version": VERSION})
+        self.nbytes = file.write(form.opening())
+        self.add([form.frame(form.HEAD, {"made_at_ns": time.time_ns(), "version": VERSION})])
 
-    def add(self, kind: bytes, about: dict[str, Any], body: bytes = b"") -> int:
-        """Returns the frame's bytes."""
-        self._frames += 1
-        return self._file.write(form.frame(kind, about, body))
+    def add(self, frames: Iterable[bytes]) -> int:
+        """Adds frames of which each needs the others; returns their bytes."""
+        whole = list(frames)
+        data = b"".join(whole)
+        self._file.write(data)
+        self._frames += len(whole)
+        self.nbytes += len(data)
+        return len(data)
+
+    def forget_half(self) -> None:
+        """Cuts off what `add` has not finished."""
+        self._file.seek(self.nbytes)
+        self._file.truncate()
 
     def end(self) -> None:
+        self.forget_half()
         self._file.write(form.frame(form.DONE, {"frames": self._frames}))
+
+
+def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) -> None:
+    taker = Taker(fleet)
+    started = time.monotonic_ns()
+    while True:
+        began = time.monotonic_ns()
+        moment = taker.take()
+        writer.add(encode(moment, len(saving.moments)))
+        saving.moments.append(moment.at_ns)
+        saving.left_out += [text for text in moment.left_out if text not in saving.left_out]
+        left_ns = started + series.for_ns - time.monotonic_ns()
+        series.told(len(saving.moments), writer.nbytes, max(0, left_ns))
+        if left_ns <= 0:
+            return
+        if writer.nbytes > MOST_MOMENTS_BYTES:
+            saving.left_out.append(f"the last {left_ns / 1e9:.0f} s: a recording takes {MOST_MOMENTS_BYTES >> 20} MiB")
+            return
+        time.sleep(max(0, min(left_ns, began + series.every_ns - time.monotonic_ns())) / 1e9)
 
 
 @dataclass(slots=True)
@@ -101,43 +175,40 @@ class _Progress:
 
     endpoint: Endpoint
     number: int
-    saved: Saved | None = None
+    saved: Saved
     since: int | None = None
     until: int | None = None
 
 
-def _save(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
-    waiting = [_Progress(agent.endpoint, number) for number, agent in enumerate(saving.survey.agents)]
+def _fetch_inputs(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
+    agents = zip(saving.survey.agents, saving.saved, strict=True)
+    waiting = [_Progress(agent.endpoint, number, saved) for number, (agent, saved) in enumerate(agents)]
     while waiting:
         requests = [(each.endpoint, Call(_COMMAND, {"since": each.since, "until": each.until})) for each in waiting]
         unfinished: list[_Progress] = []
         for each, reply in zip(waiting, fleet.ask(requests), strict=True):
-            fault = reply.fault or _take(each, reply, saving, writer)
+            fault = reply.fault or _take_page(each, reply, writer)
             if fault is not None:
+                each.saved.refused = True
                 saving.faults.append(fault)
             elif each.since != each.until:
                 unfinished.append(each)
         waiting = unfinished
-    if not saving.saved:
-        raise _NothingTold
-    writer.end()
 
 
-def _take(each: _Progress, reply: Reply, saving: Saving, writer: _Writer) -> Fault | None:
+def _take_page(each: _Progress, reply: Reply, writer: _Writer) -> Fault | None:
     """One page into the file."""
     try:
-        page, header = reply.data, reply.data["header"]
-        if each.saved is None:
-            each.saved = Saved(header["name"], header["role"], header["incarnation"])
-            saving.saved.append(each.saved)
-            writer.add(form.AGENT, {"agent": each.number, "header": header, "dropped": page["dropped"]})
-        saved = each.saved
+        page, header, saved = reply.data, reply.data["header"], each.saved
+        if each.since is None:
+            about = {"agent": each.number, "header": header, "dropped": page["dropped"]}
+            writer.add([form.frame(form.AGENT, about)])
         saved.missed, saved.fault = header["missed"], header["fault"]
         saved.dropped += page["dropped"]
         for blob in page["blobs"]:
             data = base64.b64decode(blob["data"], validate=True)
-            about = {name: blob[name] for name in ("number", "kind", "first", "count")}
-            saved.nbytes += writer.add(form.BLOB, {"agent": each.number, **about}, data)
+            about = {"agent": each.number, **{name: blob[name] for name in ("number", "kind", "first", "count")}}
+            saved.nbytes += writer.add([form.frame(form.BLOB, about, data)])
             saved.inputs += blob["count"]
         if not isinstance(page["next"], int) or (each.since is not None and page["next"] <= each.since):
             raise ValueError("its pages do not come to an end")
@@ -149,11 +220,19 @@ def _take(each: _Progress, reply: Reply, saving: Saving, writer: _Writer) -> Fau
 
 
 @contextlib.contextmanager
-def _whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name when all is written and on the disk, or goes."""
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file of ours alone that takes its name when all is written and on the disk, or goes.
+
+    Raises:
+        OSError: it cannot be written, or its name is taken by what is no file.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "something of that name is there, and it is no plain file")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("xb") as file:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -22,3 +22,7 @@ class Source(Protocol):
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
         """What its agents answer to `calls`, each at most once."""
         ...
+
+    def advance(self) -> bool:
+        """Goes on to the next moment; False where there is none. A live fleet goes on by itself."""
+        ...

@@ -79,7 +79,7 @@ class Output:
                 data = report.objects(rows) if whole and report.objects else projected(selection.columns, rows)
                 if self.format == "jsonl":
                     return json_lines(data)
-                return json_document(view, data, report.faults, time.time_ns(), indent=not compact)
+                return json_document(view, data, report.faults, report.at_ns or time.time_ns(), indent=not compact)
             case "prom":
                 if report.prometheus is None:
                     raise click.UsageError("-o prom is for metrics: kvctl metrics -o prom")
@@ -102,8 +102,12 @@ class Output:
         ]
         return render(blocks, columns, self.width, self.colour)
 
-    def stream(self, view: View, rows: Sequence[Row]) -> None:
-        """Prints rows that follow earlier ones of the same stream; headers come once, for people every 20 lines."""
+    def stream(self, view: View, rows: Sequence[Row], at_ns: int | None = None) -> None:
+        """Prints rows that follow earlier ones of the same stream; headers come once, for people every 20 lines.
+
+        Args:
+            at_ns: wall clock of the answers; None means now.
+        """
         selection = self.selection(view)
         kept = selection.rows(rows)
         columns = data_columns(view, selection)
@@ -117,7 +121,7 @@ class Output:
                     self.write(json_lines(projected(selection.columns, [row])))
                 case "json":
                     data = projected(selection.columns, [row])
-                    self.write(json_document(view, data, (), time.time_ns(), indent=False))
+                    self.write(json_document(view, data, (), at_ns or time.time_ns(), indent=False))
                 case "prom":
                     raise click.UsageError("-o prom is for metrics: kvctl metrics -o prom")
                 case _:

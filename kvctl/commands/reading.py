@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import click
@@ -15,6 +16,7 @@ from kvctl.client.source import Source
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
+from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.report import Report
 from kvctl.views.view import View
@@ -25,8 +27,24 @@ _START = "kvctl demo"
 
 
 def source(settings: Settings) -> Source:
-    """Whom the user wants to ask."""
-    return Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys)
+    """Whom the user wants to ask: living agents, or the file of `--from`.
+
+    Raises:
+        CliError: the file cannot be read.
+    """
+    if settings.from_file is None:
+        return Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys)
+    from kvctl.client.captured import Captured
+
+    first = 0 if settings.watch_ns is not None else -1
+    return Captured(settings.from_file, settings.endpoints, settings.labels, at=first)
+
+
+def live_only(settings: Settings) -> None:
+    """Where a command acts: raises click.UsageError if it should act on a file."""
+    if settings.from_file is not None:
+        name = click.get_current_context().command_path
+        raise click.UsageError(f"--from {settings.from_file}: {name} acts on living agents, and a file only remembers")
 
 
 def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock_rounds: int = 1) -> NoReturn:
@@ -38,23 +56,27 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
     output = Output(settings)
     output.selection(view)  # a wrong column is an error before anybody is asked
     with source(settings) as fleet:
-        if settings.watch_ns is None:
-            survey = fleet.survey(calls, clock_rounds)
-            report = read(survey)
-            if report.answered or report.rows or output.format == "json":
-                output.emit(report)
-            raise click.exceptions.Exit(conclude(output, settings, survey, report))
         while True:
             survey = fleet.survey(calls, clock_rounds)
-            report = read(survey)
-            title = f"{click.get_current_context().command_path} · every {settings.watch_ns / 1e9:g} s · {_now()}"
-            output.redraw(report, title)
-            conclude(output, settings, survey, report)
+            with _understood(settings):
+                report = read(survey)
+                report.at_ns = survey.at_ns
+                if settings.watch_ns is not None:
+                    output.redraw(report, _title(settings, survey))
+                elif report.answered or report.rows or output.format == "json":
+                    output.emit(report)
+            code = conclude(output, settings, survey, report)
+            if settings.watch_ns is None or not fleet.advance():
+                raise click.exceptions.Exit(code)
             time.sleep(settings.watch_ns / 1e9)
 
 
 def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callable[[Output, Survey], None]) -> NoReturn:
-    """Asks again and again, and leaves the printing of what is new to `step`; ends with Ctrl-C."""
+    """Asks again and again, and leaves the printing of what is new to `step`; ends with Ctrl-C, or with the file.
+
+    Raises:
+        click.exceptions.Exit: the file has no more moments.
+    """
     output = Output(settings)
     pause_ns = settings.watch_ns or 0
     complained: tuple[Fault, ...] | None = None
@@ -67,7 +89,10 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
                 for fault in faults:
                     output.note(f"{fault.agent}: {fault.message}" if fault.agent else fault.message)
                 complained = faults
-            step(output, survey)
+            with _understood(settings):
+                step(output, survey)
+            if not fleet.advance():
+                raise click.exceptions.Exit(exit_code(len(survey.agents), faults))
             time.sleep(max(0, pause_ns - (time.monotonic_ns() - started)) / 1e9)
 
 
@@ -79,7 +104,7 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
         output.detail(f"{endpoint.name}: stale socket {endpoint.path}")
     for fault in report.faults:
         complain(f"{fault.agent}: {fault.message}")
-    for note in report.notes:
+    for note in (*survey.remarks, *report.notes):
         output.note(note)
     if report.failure is not None:
         complain(report.failure)
@@ -95,6 +120,8 @@ def nobody(settings: Settings, survey: Survey) -> Fault:
     if survey.filtered:
         wanted = ",".join(f"{key}={value}" for key, value in settings.labels.items())
         text = f"no agent is {wanted}; {survey.filtered} answered: kvctl agents"
+    elif settings.from_file is not None:
+        text = f"no agent was there when {settings.from_file} was made"
     else:
         stale = len(survey.discovery.stale)
         gone = f" ({stale} stale socket{'s' * (stale != 1)}: kvctl agents)" if stale else ""
@@ -102,5 +129,21 @@ def nobody(settings: Settings, survey: Survey) -> Fault:
     return Fault("", FaultCode.UNREACHABLE, text)
 
 
-def _now() -> str:
-    return time.strftime("%H:%M:%S")
+@contextmanager
+def _understood(settings: Settings) -> Iterator[None]:
+    """A file's answers may lack what this kvctl reads: they are another version's, or a stranger's."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if settings.from_file is None:
+            raise
+        text = f"{settings.from_file}: it does not hold what this kvctl reads: {type(error).__name__} {error}"
+        raise CliError(text, ExitCode.PROTOCOL) from error
+
+
+def _title(settings: Settings, survey: Survey) -> str:
+    at = time.strftime("%H:%M:%S", time.localtime(survey.at_ns / 1e9))
+    name = click.get_current_context().command_path
+    assert settings.watch_ns is not None
+    every = f"every {settings.watch_ns / 1e9:g} s"
+    return f"{name} · {every if settings.from_file is None else settings.from_file.name} · {at}"

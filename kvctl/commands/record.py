@@ -1,7 +1,9 @@
-"""`kvctl record`: the inputs of all agents' machines into one file, to be run again by `kvctl replay`."""
+"""`kvctl record`: a fleet into one file, to be looked at with `--from` and to be run again by `kvctl replay`."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,18 @@ from typing import Any
 import click
 
 from kvctl.client.fleet import Fleet
-from kvctl.client.recordings import Saved, save_recording
+from kvctl.client.recordings import Saved, Saving, Series, save_recording
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import conclude
+from kvctl.commands.reading import conclude, live_only
 from kvctl.commands.settings import Settings
+from kvctl.exit_codes import ExitCode
+from kvctl.views import units
 from kvctl.views.recordings import RECORDED
 from kvctl.views.report import Report
 
 
-class _FileCommand(KvctlCommand):
+class FileCommand(KvctlCommand):
     """After this command `-o` names its file, as everywhere else where a file is made; before it, the format."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -28,7 +32,22 @@ class _FileCommand(KvctlCommand):
         self.params = [param for param in self.params if id(param) not in formats]
 
 
-@click.command(cls=_FileCommand)
+class Span(click.ParamType[int]):
+    """A time such as 500ms or 2m, as ns."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            ns = value if isinstance(value, int) else units.parse_seconds(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if ns < 1_000_000:
+            self.fail(f"{value!r} is shorter than a millisecond", param, ctx)
+        return ns
+
+
+@click.command(cls=FileCommand)
 @click.option(
     "-o",
     "--output",
@@ -38,30 +57,59 @@ class _FileCommand(KvctlCommand):
     metavar="FILE",
     help="Where the recording goes; an old one of that name is replaced.",
 )
+@click.option("--for", "for_ns", type=Span(), metavar="TIME", help="Go on for 30s, 5m, …; without it one moment.")
+@click.option(
+    "--every", "every_ns", type=Span(), default="1s", show_default=True, metavar="TIME", help="From moment to moment."
+)
 @pass_settings
-def record(settings: Settings, path: Path) -> None:
-    """Save what the agents' machines were told lately, from all agents or those that -e and -l choose.
+def record(settings: Settings, path: Path, for_ns: int | None, every_ns: int) -> None:
+    """Save all that reading commands show, and what the agents' machines were told lately.
 
-    Agents keep their last inputs (record_inputs in their configuration) whether anybody records or not, so this is for
-    the moment after something has gone wrong. kvctl replay runs the file. Page numbers, names and addresses are in it,
-    no KV. To choose the format of what is printed, give -o before the command, too: kvctl -o json record -o FILE.
+    Every reading command takes the file with --from FILE, and kvctl top plays it; kvctl replay runs the machines again.
+    Agents keep their last inputs (record_inputs in their configuration) whether anybody records or not, so one moment
+    is for when something has gone wrong, and --for is for what is about to. Ctrl-C ends it early, the file is whole.
+
+    All agents are saved, or those that -e and -l choose. Page numbers, names and addresses are in the file, no KV. To
+    choose the format of what is printed, give -o before the command, too: kvctl -o json record -o FILE.
     """
+    live_only(settings)
     output = Output(settings)
     output.selection(RECORDED)
+    shown = sys.stderr.isatty() and not settings.quiet and for_ns is not None
+    series = Series(for_ns or 0, every_ns, _draw if shown else lambda *_: None)
     with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
-        saving = save_recording(fleet, path)
+        saving = save_recording(fleet, path, series)
+    if shown:
+        sys.stderr.write("\r\x1b[K")
     report = Report(RECORDED, [asdict(saved) for saved in saving.saved], len(saving.saved), saving.faults)
-    report.notes += [note for saved in saving.saved if (note := _lack(saved))]
     if saving.saved:
-        report.notes.append(f"saved to {path}: kvctl replay {path}")
+        report.notes += [*_notes(saving), _where(path, saving.moments)]
         output.emit(report)
-    raise click.exceptions.Exit(conclude(output, settings, saving.survey, report))
+    code = conclude(output, settings, saving.survey, report)
+    raise click.exceptions.Exit(ExitCode.INTERRUPTED if saving.interrupted else code)
+
+
+def _draw(moments: int, nbytes: int, left_ns: int) -> None:
+    sys.stderr.write(f"\r\x1b[K{moments} moments, {units.size(nbytes)}, {left_ns / 1e9:.0f} s left; Ctrl-C ends it")
+    sys.stderr.flush()
+
+
+def _where(path: Path, moments: Sequence[int]) -> str:
+    told = f"{len(moments)} moment{'s' * (len(moments) != 1)}"
+    if len(moments) > 1:
+        told += f" in {units.duration(moments[-1] - moments[0])}"
+    return f"{told} saved to {path}: kvctl status --from {path}, kvctl replay {path}"
+
+
+def _notes(saving: Saving) -> list[str]:
+    lacking = [f"not in the file: {text}" for text in saving.left_out]
+    return [*lacking, *(note for saved in saving.saved if (note := _lack(saved)))]
 
 
 def _lack(saved: Saved) -> str:
-    """What is not in the file, and why; "" where nothing is missing."""
+    """Which inputs are not in the file, and why; "" where none are missing."""
     if saved.fault:
         return f"{saved.agent}: {saved.missed} inputs were not recorded, its recording has ended: {saved.fault}"
     if saved.missed:
         return f"{saved.agent}: {saved.missed} inputs were not recorded, too many rooms were open for a checkpoint"
-    return "" if saved.inputs else f"{saved.agent}: records nothing (record_inputs is 0)"
+    return "" if saved.inputs or saved.refused else f"{saved.agent}: records nothing (record_inputs is 0)"

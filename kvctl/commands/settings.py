@@ -64,20 +64,22 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
         click.UsageError: a value that is not allowed, with its source.
     """
     source = _Sources.read(flags)
+    from_file = flags.get("from_file")
     return Settings(
         output=source.get("output", None, _one_of((*OUTPUTS, PROMETHEUS))),
         columns=flags.get("columns"),
         sort_by=flags.get("sort_by"),
         filters=tuple(flags.get("filters", ())),
-        endpoints=source.get("endpoint", (), _words),
-        labels=source.labels(),
+        # Configured endpoints and labels name living agents: of a file only flags choose.
+        endpoints=source.get("endpoint", (), _words) if from_file is None else tuple(flags.get("endpoint", ())),
+        labels=source.labels() if from_file is None else _labels(flags.get("labels", ()), "--label"),
         keys=KeyNames(source.get("key", None, _text), source.get("server_key", None, _text)),
         timeout_ns=source.get("timeout", parse_seconds(DEFAULT_TIMEOUT), _positive),
         watch_ns=source.get("watch", None, _positive),
         quiet=bool(flags.get("quiet")),
         verbose=bool(flags.get("verbose")),
         color=source.get("color", "auto", _one_of(COLOURS)),
-        from_file=flags.get("from_file"),
+        from_file=from_file,
     )
 
 

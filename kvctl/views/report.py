@@ -44,6 +44,7 @@ class Report:
         prometheus: the exposition text, where the command has one.
         failure: why the operation failed although agents answered.
         notes: remarks for stderr.
+        at_ns: wall clock of the answers; None means now.
     """
 
     view: View
@@ -55,3 +56,4 @@ class Report:
     prometheus: Callable[[Sequence[Row]], str] | None = None
     failure: str | None = None
     notes: list[str] = field(default_factory=list)
+    at_ns: int | None = None

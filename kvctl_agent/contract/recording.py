@@ -2,13 +2,15 @@
 
 File: `MAGIC`, the format's version (4 bytes, little-endian), then frames until `DONE`. A frame is its kind (4 letters),
 three lengths-and-check words, a JSON object and a body. Readers skip kinds they do not know, so that a recording may
-hold more than inputs later. Everything is checked before it is used: sizes are bounded and each frame has a checksum.
+hold more than inputs. Everything is checked before it is used: sizes are bounded and each frame has a checksum.
 
 | kind | object | body |
 | --- | --- | --- |
 | `HEAD` | when and by which kvctl it was made | |
 | `AGNT` | an agent's number in this file, and its `InputHeader` | |
 | `BLOB` | that number, and what an `InputBlob` says of its data | the data |
+| `MOMT` | a moment at which the fleet was asked what reading commands ask; its form's version | `MomentBody` |
+| `SEEN` | that moment's number, and an agent's name | `SeenBody`: all that this agent answered |
 | `DONE` | how many frames precede it | |
 """
 
@@ -20,15 +22,20 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple, TypedDict
 
-from kvctl_agent.errors import RecordingError, RecordingVersionError
+from kvctl_agent.contract.snapshots import Hello, LayerRow, RoomDetail
+from kvctl_agent.errors import RecordingError as RecordingError
+from kvctl_agent.errors import RecordingVersionError as RecordingVersionError
 
 MAGIC = b"KVCTLREC"
 FORMAT_VERSION = 1
 HEAD, AGENT, BLOB, DONE = b"HEAD", b"AGNT", b"BLOB", b"DONE"
+MOMENT, SEEN = b"MOMT", b"SEEN"
+MOMENT_VERSION = 1
 
 MAX_OBJECT_BYTES = 1 << 20
 MAX_BODY_BYTES = 64 << 20
 MAX_UNPACKED_BYTES = 512 << 20  # of one body
+MAX_SEEN_BYTES = 64 << 20  # of what one agent answered at one moment, unpacked
 
 _FRAME = struct.Struct("<4sIII")
 _VERSION = struct.Struct("<I")
@@ -68,6 +75,45 @@ class InputPage(TypedDict):
     next: int  # give as `since` next time
     end: int  # give as `until` next time; there is no more when `next` has reached it
     dropped: int  # pieces from `since` on that are no longer kept
+
+
+class FaultBody(TypedDict):
+    """What kept an agent from answering."""
+
+    agent: str
+    code: str
+    message: str
+
+
+class MomentBody(TypedDict):
+    """What is known of a moment besides the answers; JSON, compressed with zlib."""
+
+    directory: str  # where sockets were looked for
+    stale: list[EndpointBody]  # sockets of processes that are gone
+    faults: list[FaultBody]  # of agents that were asked for and not found
+    left_out: list[str]  # what there was no room or time for, in words
+
+
+class EndpointBody(TypedDict):
+    """Where an agent was asked."""
+
+    name: str
+    path: str | None
+    remote: str
+
+
+class SeenBody(TypedDict):
+    """What one agent answered at one moment; JSON, compressed with zlib."""
+
+    endpoint: EndpointBody
+    fault: FaultBody | None  # it did not greet: nothing else is known
+    hello: Hello | None
+    rtt_ns: int
+    clock: tuple[int, int]  # offset and its error, ns
+    answers: dict[str, Any]  # by command
+    refused: dict[str, FaultBody]  # by command
+    rooms: dict[str, list[RoomDetail]]  # by room; one that finished earlier in the file is there
+    layers: dict[str, list[LayerRow]]  # by room
 
 
 class Frame(NamedTuple):
@@ -123,15 +169,18 @@ def frames(file: IO[bytes]) -> Iterator[Frame]:
         count += 1
 
 
-def unpacked(body: bytes) -> bytes:
+def unpacked(body: bytes, most: int | None = None) -> bytes:
     """A body without its compression.
+
+    Args:
+        most: bytes that it may become; None for `MAX_UNPACKED_BYTES`.
 
     Raises:
         RecordingError: it is not compressed, or becomes far too large.
     """
     reader = zlib.decompressobj()
     try:
-        data = reader.decompress(body, MAX_UNPACKED_BYTES)
+        data = reader.decompress(body, MAX_UNPACKED_BYTES if most is None else most)
     except zlib.error as error:
         raise RecordingError(f"it is damaged: {error}") from None
     if not reader.eof:

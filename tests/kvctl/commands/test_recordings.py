@@ -92,16 +92,24 @@ def test_part_of_a_fleet_is_saved_and_exits_7(start: Any, kvctl: Any, canned: An
     assert len([frame for frame in read(path) if frame.kind == form.AGENT]) == 2
 
 
-def test_where_all_refuse_an_old_recording_stays(start: Any, kvctl: Any, tmp_path: Path) -> None:
+def test_where_inputs_are_refused_there_are_moments_still(start: Any, kvctl: Any, tmp_path: Path) -> None:
     def refuse(_: Any) -> Any:
         raise RequestRefused(ErrorCode.NOT_PERMITTED, "inputs needs level operate")
 
     start("decode-0", {"inputs": refuse})
+    path = tmp_path / "some.kvrec"
+    outcome = kvctl("record", "-o", str(path))
+    assert outcome.code == 7
+    assert "decode-0: inputs needs level operate" in outcome.err
+    assert "record_inputs" not in outcome.err
+    assert [frame.kind for frame in read(path)] == [form.HEAD, form.MOMENT, form.SEEN]
+
+
+def test_where_nobody_answers_an_old_recording_stays(kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "old.kvrec"
     path.write_bytes(b"what was there before")
     outcome = kvctl("record", "-o", str(path))
-    assert outcome.code == 5
-    assert "decode-0: inputs needs level operate" in outcome.err
+    assert outcome.code == 3
     assert "saved to" not in outcome.err
     assert path.read_bytes() == b"what was there before"
     assert [each.name for each in tmp_path.iterdir()] == ["old.kvrec"]
