@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 import msgspec
+import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
@@ -19,9 +20,10 @@ from kvctl_agent.layout import inputs as plan_inputs
 from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.inputs import PlanInputs
 from kvctl_agent.layout.plan import aux_writer, shares_to_reader, state_shares_to_reader, writer_cells
+from kvctl_agent.layout.share import Share
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.decode_rooms import DecodeRooms
+from kvctl_agent.protocol.decode_release import DecodeReleases
 from kvctl_agent.protocol.local import Pairing, pair
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.recv_room import Final, RecvRoom
@@ -30,7 +32,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey
 
 
-class DecodeMachine(DecodeRooms):
+class DecodeMachine(DecodeReleases):
     """All rooms of one decode rank."""
 
     # ---- the engine -------------------------------------------------------------------------------------------
@@ -71,8 +73,14 @@ class DecodeMachine(DecodeRooms):
         self._open(room)
 
     def on_abort_room(self, event: ev.AbortRoom) -> None:
-        if room := self.rooms.get(event.room):
+        room = self.rooms.get(event.room)
+        if room is not None and not room.state.finished:
             self._fail(room, self.failure("ABORTED", event.text))
+            self.answer(event.ticket, "aborted", f"room {event.room} has failed here, and its other ranks are told")
+        elif room is not None:
+            self.answer(event.ticket, "unchanged", f"room {event.room} is {room.state.label} already")
+        else:
+            self.answer(event.ticket, "unknown", "")
 
     def _open(self, room: RecvRoom) -> None:
         """Make the plan and open the room everywhere, once the whole instance is there."""
@@ -101,16 +109,18 @@ class DecodeMachine(DecodeRooms):
         if len(room.pages) != total - prefix:
             raise LayoutError(f"{len(room.pages)} pages for {prefix}..{total}")
         wanted = [] if opening.prefill_only else shares_to_reader(inputs, room.room, self.rank)
-        finals: set[Final] = set()
+        finals: dict[Final, tuple[Share | None, ev.Pages]] = {}
         if opening.aux_index >= 0:
-            finals.add((PartKind.AUX, PartKey(aux_writer(inputs, room.room, self.rank), 0, 0, 0)))
+            key = PartKey(aux_writer(inputs, room.room, self.rank), 0, 0, 0)
+            finals[PartKind.AUX, key] = None, np.array([opening.aux_index], np.int32)
         if any(opening.states):
             components = [segment.index for segment in inputs.segments if segment.state]
             asked = [index for index, items in zip(components, opening.states, strict=False) if items]
             for share in state_shares_to_reader(inputs, room.room, self.rank):
                 if share.segment in asked:
                     key = PartKey(share.writer, share.segment, share.layer_lo, share.layer_hi)
-                    finals.add((PartKind.STATE, key))
+                    items = np.frombuffer(opening.states[components.index(share.segment)], "<i4")
+                    finals[PartKind.STATE, key] = share, items
         cells: dict[int, Sequence[Chunk]] = {}  # by cp rank, which alone decides
 
         def cells_of(writer: int) -> Sequence[Chunk]:
@@ -456,7 +466,7 @@ class DecodeMachine(DecodeRooms):
             return
         self._free([holding])
         room = self.rooms[holding.room.room]  # a room outlives the regions it holds
-        self._settled(room, holding.key, {"arrive": holding.at_ns, "scatter": event.at_ns}, "staged")
+        self._in_pages(room, holding.key, {"arrive": holding.at_ns, "scatter": event.at_ns}, "staged")
         if room.failure is not None:
             self._settle(room)
 

@@ -19,11 +19,13 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.recv_room import RecvRoom, WriterLeg
+from kvctl_agent.protocol.recv_room import Check, RecvRoom, WriterLeg
 from kvctl_agent.protocol.staging import Holding, RegionState, StagingBook
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
 from kvctl_agent.telemetry.hub import Telemetry
+
+DIGEST = "KV_DIGEST_MISMATCH"
 
 
 class DecodeRooms(Machine):
@@ -62,6 +64,10 @@ class DecodeRooms(Machine):
                 if not leg.drained and (room.overdue or not self.is_ready(name)):
                     total += room.owed_bytes(name)
         return total
+
+    def on_retime(self, event: ev.Retime) -> None:
+        super().on_retime(event)
+        self._graves.keep_for(event.bootstrap_ns)
 
     def watermark(self) -> list[int]:
         position = self.book.ring.watermark
@@ -211,6 +217,8 @@ class DecodeRooms(Machine):
         elif not room.grantable(key) if holding is None else holding.state is RegionState.LANDED:
             return "duplicate"
         room.land(key)
+        if tag.digest is not None:
+            room.checks[tag.kind, key] = Check(tag.digest, {}, "direct")
         self._begun(room)
         if holding is not None and tag.serial:
             self.book.land(holding, at_ns)
@@ -219,7 +227,7 @@ class DecodeRooms(Machine):
             return None
         if holding is not None:
             self._free([holding])  # the writer took another path after it was granted, and says that it is done
-        self._settled(room, key, {"arrive": at_ns}, "direct")
+        self._in_pages(room, key, {"arrive": at_ns}, "direct")
         return None
 
     def _take_final(self, room: RecvRoom, tag: Tag, at_ns: int) -> str | None:
@@ -228,6 +236,10 @@ class DecodeRooms(Machine):
             return "duplicate" if final in room.finals_landed else "unplanned"
         room.record.event("aux" if tag.kind is PartKind.AUX else "state", at_ns, writer=tag.key.writer)
         self._begun(room)
+        if tag.digest is not None and room.failure is None:
+            room.checks[final] = Check(tag.digest, {}, "direct")
+            share, pages = room.final_parts[final]
+            self.act(ev.Check(room.room, room.nonce, *final, share, pages))
         self._complete(room)
         return None
 
@@ -237,8 +249,36 @@ class DecodeRooms(Machine):
         if room.state is RoomState.WAITING_FOR_INPUT:
             self._state(room, RoomState.TRANSFERRING)
 
+    def _in_pages(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
+        """A part is in its pages; where its writer sent a digest of it, that is compared first."""
+        final = PartKind.KV, key
+        check = room.checks.get(final)
+        if check is None or room.failure is not None:
+            room.checks.pop(final, None)
+            self._settled(room, key, moments, path)
+            return
+        room.checks[final] = Check(check.digest, moments, path)
+        self.act(ev.Check(room.room, room.nonce, *final, room.share_of(key), room.pages_at(key)))
+
+    def on_checked(self, event: ev.Checked) -> None:
+        room = self.rooms.get(event.room)
+        if room is None or room.nonce != event.nonce or room.failure is not None:
+            return
+        check = room.checks.pop((event.kind, event.key), None)
+        if check is None:
+            return
+        if check.digest != event.found:
+            part = str(event.key) if event.kind is PartKind.KV else f"{event.kind.name.lower()} {event.key}"
+            text = f"{part} from {room.writers[event.key.writer]} ({check.path}) was sent with digest "
+            self._fail(room, self.failure(DIGEST, f"{text}{check.digest:08x}, in the pages it is {event.found:08x}"))
+        elif event.kind is PartKind.KV:
+            self._settled(room, event.key, check.moments, check.path)
+        else:
+            room.since_ns = self.now_ns
+            self._complete(room)
+
     def _settled(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
-        """A part is in its pages."""
+        """A part is in its pages, as it was sent."""
         room.settle(key)
         room.since_ns = self.now_ns
         nbytes = room.share_of(key).payload_bytes(len(room.pages_at(key)), key.hi - key.lo)

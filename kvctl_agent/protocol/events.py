@@ -126,10 +126,36 @@ class Finish(Event, frozen=True):
 
 
 class AbortRoom(Event, frozen=True):
-    """Either engine gives the room up."""
+    """Either engine gives the room up, or an operator does, who wants an answer (`ticket`)."""
 
     room: int
     text: str
+    ticket: int = 0
+
+
+class ReleaseHeld(Event, frozen=True):
+    """Decode operator: free one allocation of the ring, or all that a failed room holds for writers that are gone.
+
+    `force`: also where nothing proves that no write can land there any more.
+    """
+
+    ticket: int
+    serial: int = 0
+    room: int | None = None
+    force: bool = False
+
+
+class Drain(Event, frozen=True):
+    """Operator or engine: take no new rooms from now on, or take them again."""
+
+    on: bool
+
+
+class Retime(Event, frozen=True):
+    """Operator: rooms may wait so long from now on."""
+
+    bootstrap_ns: int
+    waiting_ns: int
 
 
 class PartSent(Event, frozen=True):
@@ -185,6 +211,17 @@ class Scattered(Event, frozen=True):
     """A landed part is in its pages."""
 
     serial: int
+    at_ns: int
+
+
+class Checked(Event, frozen=True):
+    """A part that is in its pages was compared with its digest; `found` is what its bytes have."""
+
+    room: int
+    nonce: int
+    kind: PartKind
+    key: PartKey
+    found: int
     at_ns: int
 
 
@@ -266,6 +303,17 @@ class Scatter(Action, frozen=True):
     arrived_ns: int
 
 
+class Check(Action, frozen=True):
+    """Take the digest of a part that is in its pages; answered by Checked. Pages and share are as in Transfer."""
+
+    room: int
+    nonce: int
+    kind: PartKind
+    key: PartKey
+    share: Share | None
+    pages: Pages
+
+
 class StateChanged(Action, frozen=True):
     """Tell the engine's handle."""
 
@@ -285,6 +333,20 @@ class Overlapped(Action, frozen=True):
     compute_ns: int
     transfer_ns: int
     exposed_ns: int
+
+
+class Answered(Action, frozen=True):
+    """What an operator's request led to.
+
+    `result` is one of `contract.operations.RESULTS`, or "unknown" for a room that is not here; `freed` are the serials
+    that were freed, `drained` the writers that are taken for gone, at once and for the operator's word alone.
+    """
+
+    ticket: int
+    result: str
+    text: str
+    freed: tuple[int, ...] = ()
+    drained: tuple[str, ...] = ()
 
 
 class Released(Action, frozen=True):

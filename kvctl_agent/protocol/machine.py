@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -27,6 +29,7 @@ class Machine:
         self.telemetry = telemetry
         self.peers: dict[str, Peer] = {}
         self.now_ns = 0
+        self.draining = False  # told to take no new rooms
         self._actions: list[ev.Action] = []
         self._events: dict[type, Callable[[Any], None]] = {
             event: getattr(self, f"on_{_snake(event.__name__)}")
@@ -137,6 +140,14 @@ class Machine:
                 self.act(ev.Send(peer.name, heartbeat))
         self.on_time()
 
+    def on_drain(self, event: ev.Drain) -> None:
+        self.draining = event.on
+
+    def on_retime(self, event: ev.Retime) -> None:
+        self.timing = msgspec.structs.replace(self.timing, bootstrap_ns=event.bootstrap_ns, waiting_ns=event.waiting_ns)
+        for peer in self.peers.values():
+            peer.timing = self.timing
+
     def _lose(self, peer: Peer, *, proven: bool, text: str) -> None:
         lost = f"peer {peer.name} (incarnation {peer.incarnation:016x}) lost: {text}"
         if proven:
@@ -169,6 +180,13 @@ class Machine:
 
     def act(self, action: ev.Action) -> None:
         self._actions.append(action)
+
+    def answer(
+        self, ticket: int, result: str, text: str, freed: tuple[int, ...] = (), drained: tuple[str, ...] = ()
+    ) -> None:
+        """What came of an operator's request; an engine's has no ticket, and gets no answer."""
+        if ticket:
+            self.act(ev.Answered(ticket, result, text, freed, drained))
 
     def note(
         self, kind: str, text: str, severity: Severity = "info", *, room: int | None = None, peer: str | None = None

@@ -106,8 +106,14 @@ class PrefillMachine(PrefillOpenings):
         self._progress(room)
 
     def on_abort_room(self, event: ev.AbortRoom) -> None:
-        if room := self.rooms.get(event.room):
+        room = self.rooms.get(event.room)
+        if room is not None and not room.state.finished:
             self._fail(room, self.failure("ABORTED", event.text))
+            self.answer(event.ticket, "aborted", f"room {event.room} has failed here, and its other ranks are told")
+        elif room is not None:
+            self.answer(event.ticket, "unchanged", f"room {event.room} is {room.state.label} already")
+        else:
+            self.answer(event.ticket, "unknown", "")
 
     def _claimed(self, number: int) -> SendRoom | None:
         """The room that our engine computes; one that it has not come for is a later life of the number."""

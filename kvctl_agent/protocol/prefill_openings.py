@@ -143,8 +143,8 @@ class PrefillOpenings(PrefillRooms):
             return self._graves.find(key) or over
         if room is None:
             ended = self._ended.get(key.room)
-            if ended is None or key.peer in ended.openers:
-                return None  # with another nonce it is another life of the number
+            if ended is None or key.peer in ended.openers:  # with another nonce it is another life of the number
+                return self._shut(key.room) if self.draining else None
             self._ended[key.room] = ended._replace(openers=ended.openers | {key.peer})
             return ended.failure
         if room.failure is not None:
@@ -156,6 +156,12 @@ class PrefillOpenings(PrefillRooms):
                 text = f"room {key.room} is active for {leg.peer} with nonce {leg.nonce:016x}"
                 return self.failure("KV_ROOM_DUPLICATE", text)
         return None
+
+    def _shut(self, number: int) -> Failure:
+        """Nobody may wait for a room that our engine will not be given."""
+        failure = self.failure("KV_DRAINING", f"{self.local.name} is draining and takes no new rooms")
+        self._never_opened(number, failure)
+        return failure
 
     def _never_opened(self, number: int, failure: Failure) -> None:
         """Its opening was lost or refused: our engine, which waits for it or is yet to come, must not wait for ever.

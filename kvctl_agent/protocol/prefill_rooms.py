@@ -84,6 +84,11 @@ class PrefillRooms(Machine):
         """Parts that are ready and may not go yet. Safe to read from another thread."""
         return [entry for parked in list(self._parked.values()) for entry in list(parked.values())]
 
+    def on_retime(self, event: ev.Retime) -> None:
+        super().on_retime(event)
+        self._graves.keep_for(event.bootstrap_ns)
+        self._deadlines_due_ns = 0
+
     def _new_room(self, number: int) -> SendRoom:
         self._ended.pop(number, None)
         record = self.telemetry.rooms.open(number, 0)

@@ -37,6 +37,7 @@ ACTIONS: dict[type, str] = {
     ev.Send: "s",
     ev.Transfer: "t",
     ev.Scatter: "c",
+    ev.Check: "k",
     ev.StateChanged: "=",
     ev.Released: "r",
     ev.Overlapped: "o",
@@ -44,6 +45,7 @@ ACTIONS: dict[type, str] = {
     ev.DropPeer: "-",
     ev.ForgetPeer: "f",
     ev.FindInstance: "?",
+    ev.Answered: "a",
 }
 """What an input led to, in letters: a replay that does otherwise is told from one that does the same."""
 

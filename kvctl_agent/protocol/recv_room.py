@@ -7,6 +7,7 @@ nothing and a gap cannot hide behind a duplicate. The final parts, which are nev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
@@ -19,6 +20,14 @@ from kvctl_agent.telemetry.rooms import RoomRecord
 
 Cell = tuple[int, int]  # (writer, chunk)
 Final = tuple[PartKind, PartKey]
+
+
+class Check(NamedTuple):
+    """What a part's writer says of its bytes, and what is to be said of the part once it is found to be true."""
+
+    digest: int
+    moments: dict[str, int]  # stage → when it ended, monotonic ns
+    path: str
 
 
 class WriterLeg:
@@ -43,7 +52,9 @@ class RecvRoom:
 
     __slots__ = (
         "cells",
+        "checks",
         "failure",
+        "final_parts",
         "finals",
         "finals_landed",
         "granted",
@@ -78,6 +89,8 @@ class RecvRoom:
         self.instance = instance
         self.finals: set[Final] = set()  # that have not landed
         self.finals_landed: set[Final] = set()
+        self.checks: dict[Final, Check] = {}  # parts in their pages whose digest is being taken
+        self.final_parts: dict[Final, tuple[Share | None, Pages]] = {}  # ours of the final parts
         self.record = record
         self.state = RoomState.BOOTSTRAPPING
         self.since_ns = now_ns  # when the wait that a deadline ends began: the state's start, or the last progress
@@ -100,7 +113,7 @@ class RecvRoom:
         self,
         shares: Sequence[Share],
         cells_of: Callable[[int], Sequence[Chunk]],
-        finals: set[Final],
+        finals: dict[Final, tuple[Share | None, Pages]],
         writers: tuple[str, ...],
     ) -> None:
         """Take the plan: from now on coverage is known.
@@ -108,13 +121,14 @@ class RecvRoom:
         Args:
             shares: the KV that this rank is owed.
             cells_of: the cells that a writer owes of it.
-            finals: the final parts that this rank is owed.
+            finals: the final parts that this rank is owed, and where they go: pages are items of state, or one row.
             writers: names of the instance's ranks.
         """
         self.writers = writers
         self.legs = {name: WriterLeg(name) for name in writers}
         self.unaccepted = len(self.legs)
-        self.finals = finals
+        self.finals = set(finals)
+        self.final_parts = finals
         for share in shares:
             known = self.shares.setdefault(share.writer, [])
             known.append(share)
@@ -187,7 +201,7 @@ class RecvRoom:
 
     @property
     def complete(self) -> bool:
-        return self.missing == 0 and not self.finals
+        return self.missing == 0 and not self.finals and not self.checks
 
     def pages_at(self, key: PartKey) -> Pages:
         """This rank's pages of a planned part."""
@@ -206,6 +220,8 @@ class RecvRoom:
         for (writer, chunk), wanted in self.wanted.items():
             if self.scattered.get((writer, chunk), 0) != wanted:
                 return f"writer {writer} chunk {chunk} landed but is not in its pages"
+        for _, key in sorted(self.checks):
+            return f"writer {key.writer} chunk {key.chunk} landed but its digest was not taken"
         for kind, key in sorted(self.finals):
             what = "the aux row" if kind is PartKind.AUX else f"state (segment {key.chunk}) layers {key.lo}-{key.hi}"
             return f"{what} of writer {key.writer} did not arrive"

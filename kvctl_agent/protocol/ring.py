@@ -81,6 +81,11 @@ class Ring:
         return self._round
 
     @property
+    def last_serial(self) -> int:
+        """Of the allocation that was given last; 0 before the first."""
+        return self._serial
+
+    @property
     def used_bytes(self) -> int:
         """Bytes with a live owner; may exceed the size, since later rounds are granted ahead."""
         return self._used

@@ -13,7 +13,9 @@ from kvctl_agent.errors import RemoteProtocolError
 
 _MAGIC = 0xC7
 _LAYOUT = struct.Struct("<BBQQQQIIHH")
+_DIGEST = struct.Struct("<I")
 TAG_BYTES = _LAYOUT.size
+DIGEST_BYTES = _DIGEST.size
 
 
 class PartKind(IntEnum):
@@ -40,7 +42,11 @@ class PartKey(NamedTuple):
 
 
 class Tag(NamedTuple):
-    """`incarnation` is the reader's; `serial` is 0 for a part that went straight to its pages."""
+    """`incarnation` is the reader's; `serial` is 0 for a part that went straight to its pages.
+
+    `digest` is that of the bytes as the writer had them (see `memory.digest`), None where it takes none; a tag
+    without one is that much shorter.
+    """
 
     kind: PartKind
     incarnation: int
@@ -48,9 +54,11 @@ class Tag(NamedTuple):
     nonce: int
     serial: int
     key: PartKey
+    digest: int | None = None
 
     def pack(self) -> bytes:
-        return _LAYOUT.pack(_MAGIC, self.kind, self.incarnation, self.room, self.nonce, self.serial, *self.key)
+        data = _LAYOUT.pack(_MAGIC, self.kind, self.incarnation, self.room, self.nonce, self.serial, *self.key)
+        return data if self.digest is None else with_digest(data, self.digest)
 
     @classmethod
     def unpack(cls, data: bytes) -> Tag:
@@ -59,13 +67,19 @@ class Tag(NamedTuple):
         Raises:
             RemoteProtocolError: wrong length, magic, kind or an empty layer range.
         """
-        if len(data) != TAG_BYTES:
-            raise RemoteProtocolError(f"tag of {len(data)} bytes, expected {TAG_BYTES}")
-        magic, kind, incarnation, room, nonce, serial, writer, chunk, lo, hi = _LAYOUT.unpack(data)
+        if len(data) not in (TAG_BYTES, TAG_BYTES + DIGEST_BYTES):
+            raise RemoteProtocolError(f"tag of {len(data)} bytes, expected {TAG_BYTES} or {DIGEST_BYTES} more")
+        magic, kind, incarnation, room, nonce, serial, writer, chunk, lo, hi = _LAYOUT.unpack_from(data)
         if magic != _MAGIC:
             raise RemoteProtocolError(f"tag starts with {magic:#x}, expected {_MAGIC:#x}")
         if kind not in (PartKind.KV, PartKind.AUX, PartKind.STATE):
             raise RemoteProtocolError(f"tag of unknown kind {kind}")
         if kind != PartKind.AUX and lo >= hi:
             raise RemoteProtocolError(f"tag with empty layer range {lo}-{hi}")
-        return cls(PartKind(kind), incarnation, room, nonce, serial, PartKey(writer, chunk, lo, hi))
+        digest = _DIGEST.unpack_from(data, TAG_BYTES)[0] if len(data) > TAG_BYTES else None
+        return cls(PartKind(kind), incarnation, room, nonce, serial, PartKey(writer, chunk, lo, hi), digest)
+
+
+def with_digest(packed: bytes, digest: int) -> bytes:
+    """A packed tag that has none, with one."""
+    return packed + _DIGEST.pack(digest)

@@ -27,6 +27,10 @@ class Tombstones(Generic[T]):
     def __len__(self) -> int:
         return len(self._graves)
 
+    def keep_for(self, lifetime_ns: int) -> None:
+        """How long each lives from now on."""
+        self._lifetime_ns = lifetime_ns
+
     def bury(self, key: RoomKey, epitaph: T, now_ns: int) -> None:
         self._graves[key] = (now_ns, epitaph)
         self._graves.move_to_end(key)

@@ -12,7 +12,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.local import pair
-from kvctl_agent.protocol.tag import PartKind, Tag
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey
 from kvctl_agent.replay.invariants import Broken
 from kvctl_agent.replay.watch_ring import RingWatch
@@ -32,6 +32,7 @@ class DecodeWatch:
         self._who: dict[str, msg.Introduction] = {}
         self._lives: dict[str, int] = {}
         self._gone: set[str] = set()
+        self._checks: set[tuple[int, int, PartKind, PartKey]] = set()  # digests that are being taken
         for name, peer in machine.peers.items():
             self._lives[name] = peer.incarnation
             if peer.who is not None:
@@ -46,6 +47,8 @@ class DecodeWatch:
         if isinstance(event, ev.Scattered):
             region = self._ring.live.get(event.serial)
             return event.serial <= self._before if region is None else region.scattering
+        if isinstance(event, ev.Checked):
+            return event.room in self._unknown or (event.room, event.nonce, event.kind, event.key) in self._checks
         return True
 
     def see(self, event: ev.Event, now_ns: int, actions: Sequence[ev.Action]) -> None:
@@ -59,14 +62,20 @@ class DecodeWatch:
                 self._told(event.tag)
             case ev.Scattered():
                 self._scattered(event.serial)
+            case ev.Checked():
+                self._checks.discard((event.room, event.nonce, event.kind, event.key))
             case ev.Received():
                 self._received(event)
+            case ev.ReleaseHeld():
+                self._forced(event, actions)
         for action in actions:
             match action:
                 case ev.Send():
                     self._said(action.peer, action.message)
                 case ev.Scatter():
                     self._scatter(action)
+                case ev.Check():
+                    self._checks.add((action.room, action.nonce, action.kind, action.key))
                 case ev.StateChanged():
                     self._state(action)
                 case ev.Released():
@@ -152,6 +161,24 @@ class DecodeWatch:
                 self._ring.free(region)
             else:
                 region.unread = True
+
+    def _forced(self, event: ev.ReleaseHeld, actions: Sequence[ev.Action]) -> None:
+        """An operator's word is proof, but only where it was given, and for what nobody reads or is about to."""
+        for answer in actions:
+            if not isinstance(answer, ev.Answered) or not (answer.freed or answer.drained):
+                continue
+            if not event.force:
+                raise Broken("released-early", f"{answer.text}, and nobody said that its writer is gone", event.room)
+            room = self._rooms.get(event.room) if event.room is not None else None
+            if room is not None:
+                room.drained.update(answer.drained)
+                room.acked.update(answer.drained)
+            for serial in answer.freed:
+                region = self._ring.live.get(serial)
+                if region is not None and not region.unread:
+                    raise Broken("released-early", f"{region} is freed by force while it is in use", region.room.room)
+                if region is not None:
+                    self._ring.free(region)
 
     def _told(self, tag: Tag) -> None:
         """A tag has come, on whichever way."""

@@ -1,0 +1,127 @@
+"""What an operator may take back on a decode rank: ring regions, and what a failed room holds for a lost writer.
+
+A one-sided write that was posted cannot be recalled. So a region whose writer answers is asked back from it; one that a
+write may still land in, and nobody can prove that it will not, is freed only by force: the operator says then that the
+writer is gone. A region that is being scattered is never taken.
+"""
+
+from __future__ import annotations
+
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.decode_rooms import DecodeRooms
+from kvctl_agent.protocol.recv_room import RecvRoom, WriterLeg
+from kvctl_agent.protocol.staging import Holding, RegionState
+from kvctl_agent.protocol.tombstones import RoomKey
+
+
+class DecodeReleases(DecodeRooms):
+    """Answers to the operator's `release`."""
+
+    def on_release_held(self, event: ev.ReleaseHeld) -> None:
+        if event.room is None:
+            self._release_region(event)
+        else:
+            self._release_room(event, event.room)
+
+    def _release_region(self, event: ev.ReleaseHeld) -> None:
+        serial, ticket = event.serial, event.ticket
+        holding = self.book.find(serial)
+        if holding is None:
+            if 0 < serial <= self.book.ring.last_serial:
+                self.answer(ticket, "unchanged", f"allocation {serial} is free already")
+            else:
+                self.answer(ticket, "refused", f"no allocation {serial} was ever given: kvctl staging map lists them")
+            return
+        writer, age_s = holding.room.peer, (self.now_ns - holding.at_ns) / 1e9
+        what = f"allocation {serial} of room {holding.room.room}"
+        match holding.state:
+            case RegionState.LANDED:
+                text = f"{what} has landed and is being scattered: it is free when that is done"
+                self.answer(ticket, "refused", text)
+            case RegionState.REVOKING:
+                self.answer(ticket, "unchanged", f"{what}: {writer} was asked to give it back {age_s:.1f} s ago")
+            case RegionState.QUARANTINED:
+                if not event.force:
+                    self.answer(ticket, "refused", f"{what}: {self._doubt([writer])}")
+                    return
+                room = self.rooms.get(holding.room.room)
+                self._free([holding])
+                self._unpin()
+                held = ""
+                if room is not None and room.nonce == holding.room.nonce:
+                    held = f"; its room still holds its pages: kvctl staging release --room {room.room}"
+                self.answer(ticket, "released", f"{what} is free by force{held}", freed=(serial,))
+            case RegionState.GRANTED:
+                self._ask_back(holding, what, age_s, ticket)
+
+    def _ask_back(self, holding: Holding, what: str, age_s: float, ticket: int) -> None:
+        writer = holding.room.peer
+        if holding.posted:
+            text = (
+                f"{what} is being written by {writer}, which said so {age_s:.1f} s ago: abort the room, or end {writer}"
+            )
+            self.answer(ticket, "refused", text)
+        elif not self.is_ready(writer):
+            self.answer(ticket, "refused", f"{what}: {writer} is not connected, and cannot be asked to give it back")
+        else:
+            self._revoke(holding, 0)
+            room = self.rooms.get(holding.room.room)
+            again = "" if room is None or room.failure is not None else ", and asks for another place when it does"
+            self.answer(ticket, "revoking", f"{what}: {writer} was asked to give it back{again}")
+
+    def _release_room(self, event: ev.ReleaseHeld, number: int) -> None:
+        ticket = event.ticket
+        room = self.rooms.get(number)
+        if room is None:
+            self.answer(ticket, "unknown", "")
+            return
+        if room.failure is None:
+            text = f"room {number} is {room.state.label}, and what it holds is in use: kvctl rooms abort {number} first"
+            self.answer(ticket, "refused", text)
+            return
+        undrained = [leg for leg in room.legs.values() if not leg.drained]
+        stuck = [leg for leg in undrained if room.overdue or not self.is_ready(leg.peer)]
+        if not stuck:
+            who = ", ".join(leg.peer for leg in undrained)
+            waits = f"{who} was asked to drain" if who else "a part of it is being scattered"
+            waited_s = (self.now_ns - room.since_ns) / 1e9
+            self.answer(ticket, "refused", f"room {number} failed {waited_s:.1f} s ago, and {waits}: wait for that")
+            return
+        if not event.force:
+            self.answer(ticket, "refused", f"room {number}: {self._doubt([leg.peer for leg in stuck])}")
+            return
+        freed = self._give_up(room, stuck)
+        self._unpin()
+        self._settle(room)
+        left = "its pages are the engine's again" if room.released else "its pages are still held"
+        rest = [leg.peer for leg in room.legs.values() if not leg.drained]
+        if rest:
+            left += f" for {', '.join(rest)}"
+        text = f"room {number}: {len(freed)} allocations are free by force, and {left}"
+        self.answer(ticket, "released", text, freed=freed, drained=tuple(leg.peer for leg in stuck))
+
+    def _give_up(self, room: RecvRoom, legs: list[WriterLeg]) -> tuple[int, ...]:
+        """Nothing of these writers is in flight, the operator says; the serials that this frees."""
+        held: list[Holding] = []
+        for leg in legs:
+            leg.acked = leg.drained = True
+            held += self.book.of_room(RoomKey(leg.peer, room.room, room.nonce))
+        held = [holding for holding in held if holding.state is not RegionState.LANDED]
+        self._free(held)
+        return tuple(sorted(holding.region.serial for holding in held))
+
+    def _doubt(self, writers: list[str]) -> str:
+        """Why what these hold is not freed, and what would make it safe."""
+        processes: list[str] = []
+        for name in writers:
+            peer = self.peers.get(name)
+            who = peer.who if peer is not None else None
+            if who is None:
+                processes.append(name)
+            else:
+                where = "on this host" if who.host == self.local.host else "on its host"
+                processes.append(f"{name} (process {who.pid} {where})")
+        return (
+            f"{', '.join(processes)} may still write to it, and nothing proves that it will not: "
+            "end that process, or make sure that it is gone, then release it with force"
+        )
