@@ -5,19 +5,22 @@ Live, recorded and bundled data look the same here. What an agent did not answer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
-
-Row = Mapping[str, Any]
+from kvctl.health.answers import Row, amount, inner, number, rows, text
+from kvctl_agent.contract.config import KEYS_BY_NAME
 
 _ROOMS = 200
 _HISTORY = 50
+_SECOND_NS = 1_000_000_000
+
+T = TypeVar("T")
 
 HEALTH_CALLS: tuple[Call, ...] = (
     Call("status"),
@@ -26,11 +29,19 @@ HEALTH_CALLS: tuple[Call, ...] = (
     Call("staging"),
     Call("peers"),
     Call("metrics"),
+    Call("config"),
 )
 """What a snapshot is made of; a survey of these calls makes one. The oldest rooms come first, so a limit keeps them."""
 
 
-@dataclass(frozen=True, slots=True)
+class Spent(NamedTuple):
+    """What a histogram of seconds has added up."""
+
+    seconds: float
+    times: float
+
+
+@dataclass(frozen=True)
 class Agent:
     """What one agent answered."""
 
@@ -43,17 +54,55 @@ class Agent:
     staging: Row
     peers: Sequence[Row]
     families: Mapping[str, Row]
+    config: Mapping[str, Row]
 
-    def total(self, metric: str, **labels: str) -> float | None:
-        """Sum of a counter or gauge over the samples that have these labels; None where there is no such metric."""
+    @property
+    def incarnation(self) -> str:
+        return text(self.status, "incarnation")
+
+    @property
+    def now_ns(self) -> int:
+        """Its own wall clock when it answered: what its `_at_ns` are to be compared with."""
+        return self.answer.hello["now_ns"]
+
+    @cached_property
+    def rooms_complete(self) -> bool:
+        """Whether `rooms` are all of its active rooms: one that is not among them is not active."""
+        return "rooms" in self.answer.data and len(self.rooms) < _ROOMS
+
+    def setting(self, key: str) -> float:
+        """A number of its configuration; the key's default where it did not say."""
+        value = number(self.config.get(key, {}), "value")
+        if value is not None:
+            return value
+        default = KEYS_BY_NAME[key].default
+        return default if isinstance(default, int | float) else 0.0
+
+    def period_ns(self, key: str) -> int:
+        """A setting in seconds, in nanoseconds."""
+        return round(self.setting(key) * _SECOND_NS)
+
+    def samples(self, metric: str, **labels: str) -> list[Row] | None:
+        """Samples that have these labels; None where there is no such metric."""
         family = self.families.get(metric)
         if family is None:
             return None
-        return sum(
-            sample["value"] or 0
-            for sample in family["samples"]
-            if all(sample["labels"].get(name) == value for name, value in labels.items())
-        )
+        return [
+            sample
+            for sample in rows(family.get("samples"))
+            if all(inner(sample, "labels").get(name) == value for name, value in labels.items())
+        ]
+
+    def total(self, metric: str, **labels: str) -> float | None:
+        """Sum of a counter or gauge over the samples that have these labels; None where there is no such metric."""
+        samples = self.samples(metric, **labels)
+        return None if samples is None else sum(amount(sample, "value") for sample in samples)
+
+    def spent(self, metric: str, **labels: str) -> Spent:
+        """What a histogram of seconds has added up over these samples."""
+        samples = self.samples(metric, **labels) or ()
+        seconds = sum(amount(sample, "sum") for sample in samples)
+        return Spent(seconds, sum(amount(sample, "count") for sample in samples))
 
 
 class Snapshot:
@@ -68,6 +117,13 @@ class Snapshot:
         self.survey = survey
         self.taken_ns = taken_ns
         self.before = before
+        self._derived: dict[Callable[[Any], Any], Any] = {}
+
+    def once(self, derive: Callable[[Snapshot], T]) -> T:
+        """What several codes make of this snapshot, made by the first that asks."""
+        if derive not in self._derived:
+            self._derived[derive] = derive(self)
+        return cast(T, self._derived[derive])
 
     @property
     def faults(self) -> Sequence[Fault]:
@@ -88,30 +144,49 @@ class Snapshot:
         found: dict[str, list[tuple[Agent, Row]]] = {}
         for agent in self.agents.values():
             for row in (*agent.rooms, *agent.history):
-                found.setdefault(row["room"], []).append((agent, row))
+                found.setdefault(text(row, "room"), []).append((agent, row))
         return found
+
+    @property
+    def since_ns(self) -> int:
+        """Time since the snapshot before; 0 where there is none."""
+        return 0 if self.before is None else self.taken_ns - self.before.taken_ns
+
+    def earlier(self, agent: str) -> Agent | None:
+        """The same life of an agent in the snapshot before."""
+        now, then = self.agents.get(agent), self.before.agents.get(agent) if self.before is not None else None
+        return then if now is not None and then is not None and now.incarnation == then.incarnation else None
 
     def since_before(self, agent: str, metric: str, **labels: str) -> float | None:
         """Growth of a counter since the snapshot before; None where that cannot be told, as after a restart."""
-        if self.before is None or agent not in self.agents or agent not in self.before.agents:
+        then = self.earlier(agent)
+        if then is None:
             return None
-        now, then = self.agents[agent], self.before.agents[agent]
-        if now.status["incarnation"] != then.status["incarnation"]:
-            return None
-        after, earlier = now.total(metric, **labels), then.total(metric, **labels)
+        after, earlier = self.agents[agent].total(metric, **labels), then.total(metric, **labels)
         return None if after is None or earlier is None or after < earlier else after - earlier
+
+    def spent_since_before(self, agent: str, metric: str, **labels: str) -> Spent | None:
+        """What a histogram has added up since the snapshot before; None as for `since_before`."""
+        then = self.earlier(agent)
+        if then is None:
+            return None
+        now, earlier = self.agents[agent].spent(metric, **labels), then.spent(metric, **labels)
+        if now.times < earlier.times:
+            return None
+        return Spent(max(0.0, now.seconds - earlier.seconds), now.times - earlier.times)
 
 
 def _agent(answer: AgentAnswer) -> Agent:
     data = answer.data
     return Agent(
         name=answer.name,
-        role=answer.hello["role"],
+        role=text(answer.hello, "role"),
         answer=answer,
-        status=data["status"],
-        rooms=data.get("rooms") or (),
-        history=data.get("history") or (),
-        staging=data.get("staging") or {},
-        peers=data.get("peers") or (),
-        families={family["name"]: family for family in data.get("metrics") or ()},
+        status=inner(data, "status"),
+        rooms=rows(data.get("rooms")),
+        history=rows(data.get("history")),
+        staging=inner(data, "staging"),
+        peers=rows(data.get("peers")),
+        families={text(family, "name"): family for family in rows(data.get("metrics"))},
+        config={text(row, "key"): row for row in rows(data.get("config"))},
     )

@@ -1,0 +1,119 @@
+"""Requests for ring regions that nobody answers, and parts that no region could hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from kvctl.health.answers import amount, number, rows, text
+from kvctl.health.codes.ring import ring_of
+from kvctl.health.codes.silence import absent
+from kvctl.health.codes.wording import counted, listed, pair
+from kvctl.health.finding import Code, Finding, Severity
+from kvctl.health.snapshot import Snapshot
+from kvctl.views.units import duration, size
+
+_REQUESTS = 5
+_LONGEST_ANSWER_NS = 10_000_000_000
+_MIB = 1 << 20
+
+
+def _unanswered(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.of_role("prefill"):
+        patience_ns = max(_LONGEST_ANSWER_NS, 2 * _REQUESTS * agent.period_ns("resend_s"))
+        by_peer: dict[str, list[tuple[float, float, str]]] = {}
+        for part in rows(agent.staging.get("gated")):
+            asked, requests = amount(part, "asked_age_ns"), amount(part, "requests")
+            often = requests >= _REQUESTS and asked >= patience_ns
+            if often and text(part, "waiting_for") == "grant":
+                by_peer.setdefault(text(part, "peer"), []).append((asked, requests, text(part, "room")))
+        for peer, parts in by_peer.items():
+            if peer in snapshot.once(absent):
+                continue  # a silent peer grants nothing: it is named itself
+            asked, requests, room = max(parts)
+            all_rooms = sorted({room for _, _, room in parts})
+            yield Finding(
+                code="KV_GRANT_UNANSWERED",
+                severity=Severity.CRITICAL,
+                subject=pair(agent.name, peer),
+                agents=(peer, agent.name),
+                since_ns=int(asked),
+                weight=len(parts),
+                evidence={
+                    "requests_total": int(requests),
+                    "asked_age_ns": int(asked),
+                    "waiting_parts": len(parts),
+                    "rooms": all_rooms,
+                },
+                cause=f"{agent.name} has asked {peer} {requests:.0f} times in {duration(asked)} for staging of room "
+                f"{room} and got neither grant nor refusal; {counted(len(parts), 'part')} of "
+                f"{listed(f'room {one}' for one in all_rooms)} wait for it",
+                remedy=f"`kvctl peers -e {peer}` shows whether {peer} hears {agent.name}; `kvctl rooms abort {room}` "
+                "fails the room",
+            )
+
+
+GRANT_UNANSWERED = Code(
+    name="KV_GRANT_UNANSWERED",
+    sees="a room stays in Transferring, nothing is logged, the workers are idle",
+    means="A writer asks the decode rank for a ring region for each staged part, and asks again every resend_s. A "
+    "request is always answered at once, with a grant or a refusal, so a writer that has asked this often is not "
+    "heard by a peer that it hears, or the peer's control thread does nothing. Peers that are silent altogether are "
+    "KV_PEER_LOST.",
+    remedy="See whether the decode rank hears the writer, and what its control thread does.",
+    severity=Severity.CRITICAL,
+    find=_unanswered,
+    alert='sum by (instance) (rate(kvctl_control_resends_total{type="staging-request"}[2m])) > 0.5',
+)
+
+
+def _oversized(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.of_role("decode"):
+        ring = ring_of(agent)
+        refused, total = amount(ring, "refused_total"), amount(ring, "size_bytes")
+        largest = number(ring, "refused_largest_bytes")
+        grown = snapshot.since_before(agent.name, "kvctl_ring_refusals_total")
+        if not refused or (largest is not None and largest <= total):
+            continue  # what would fit the whole ring was refused because of quarantined bytes
+        now = grown is not None and grown > 0
+        needed = None if largest is None else ceil(largest / _MIB)
+        chunks = sorted({one.setting("chunk_tokens") for one in snapshot.of_role("prefill")})
+        cause = f"{counted(refused, 'part')} did not fit {agent.name}'s ring of {size(total)} and went by a slower path"
+        remedy = "`kvctl config -e " + agent.name + "` shows staging_ring_mb: raise it"
+        if largest is not None and needed is not None:
+            cause = (
+                f"a part needs {size(largest)}, {agent.name}'s ring has {size(total)}: {counted(refused, 'part')} went "
+                "by a slower path"
+            )
+            remedy = f"start {agent.name} with `staging_ring_mb={needed}` or more"
+            if chunks and chunks[-1] and total:
+                fitting = int(chunks[-1] * total / largest)
+                remedy += f"; or the prefill ranks with chunk_tokens of at most {fitting} (now {chunks[-1]:.0f})"
+        yield Finding(
+            code="KV_CHUNK_OVERSIZED",
+            severity=Severity.WARNING,
+            subject=f"{agent.name} ring",
+            agents=(agent.name,),
+            weight=refused,
+            evidence={
+                "refused_total": int(refused),
+                "refused_since_before": grown,
+                "largest_part_bytes": largest,
+                "ring_bytes": int(total),
+            },
+            cause=cause + (", some of them just now" if now else ""),
+            remedy=remedy,
+        )
+
+
+CHUNK_OVERSIZED = Code(
+    name="KV_CHUNK_OVERSIZED",
+    sees="some rooms are suddenly many times slower, most often those with long prompts",
+    means="A part that is larger than the decode rank's whole ring can never be staged. It is sent by the path that "
+    "needs no ring, which for unequal heads is one descriptor for each token and many times slower.",
+    remedy="Raise staging_ring_mb of the decode rank to the size of the largest part, or lower chunk_tokens of the "
+    "prefill ranks.",
+    severity=Severity.WARNING,
+    find=_oversized,
+    alert="sum by (instance) (increase(kvctl_ring_refusals_total[10m])) > 0",
+)

@@ -1,0 +1,219 @@
+"""Lanes that are slower than they should be, and where the time of parts goes instead of onto the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvctl.health.answers import inner, number, text, texts
+from kvctl.health.codes.silence import absent
+from kvctl.health.codes.slowness import slow_writers
+from kvctl.health.codes.wording import counted, listed, pair
+from kvctl.health.finding import Code, Finding, Severity
+from kvctl.health.snapshot import Agent, Snapshot, Spent
+from kvctl.views.units import duration, percent, size, three_digits
+
+# One write within a host moves at the speed of a copy or two; TCP through the loopback device at a tenth of that, and
+# so does any lane that was measured while every core was busy.
+_OF_MEMORY = 1 / 20
+_PARTS = 20
+_TINY_BYTES = 2048
+_MANY_DESCRIPTORS = 1000
+_LONG_POST_S = 0.02
+_LONG_GAP_S = 2.0
+_GAP_TIMES = 50.0
+_GAP_STAGES = ("gate", "queue", "gather")
+_WIRE = 'rate(kvctl_stage_seconds_sum{stage="wire"}[5m]) / rate(kvctl_stage_seconds_count{stage="wire"}[5m])'
+
+
+def _slow(snapshot: Snapshot) -> Iterator[Finding]:
+    for name, slow in snapshot.once(slow_writers).items():
+        if name in snapshot.once(absent):
+            continue
+        wire, others = slow.wire, slow.others
+        times = wire.ns_a_byte / others.ns_a_byte
+        agent = snapshot.agents[name]
+        yield Finding(
+            code="KV_LANE_SLOW",
+            severity=Severity.WARNING,
+            subject=name,
+            agents=(name, *slow.other_names),
+            weight=times,
+            evidence={
+                "wire_a_part_ns": round(wire.seconds_a_part * 1e9),
+                "others_wire_a_part_ns": round(others.seconds_a_part * 1e9),
+                "wire_gb_per_s": round(wire.gb_per_s, 4),
+                "others_wire_gb_per_s": round(others.gb_per_s, 4),
+                "parts_total": wire.parts,
+                "lanes": texts(inner(agent.status, "transport"), "lanes"),
+            },
+            cause=f"a part of {name} is {duration(wire.seconds_a_part * 1e9)} on the wire, {times:.0f} times longer by "
+            f"byte than those of {listed(slow.other_names)} ({duration(others.seconds_a_part * 1e9)}); rooms wait "
+            "for it",
+            remedy=f"`kvctl peers probe --from {name}` measures its lane; compare its transport with the others' "
+            "(kvctl status -o wide), UCX_TLS, UCX_NET_DEVICES and its host's load",
+        )
+    for agent in snapshot.of_role("prefill"):
+        yield from _below_memory(snapshot, agent)
+
+
+def _below_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
+    memory = number(agent.status, "memory_gb_per_s")
+    for row in agent.peers:
+        lane, peer = number(row, "lane_gb_per_s"), text(row, "peer")
+        if not memory or lane is None or row.get("same_host") is not True or lane >= memory * _OF_MEMORY:
+            continue
+        yield Finding(
+            code="KV_LANE_SLOW",
+            severity=Severity.WARNING,
+            subject=pair(agent.name, peer),
+            agents=(agent.name, peer),
+            since_ns=_whole(number(row, "lane_measured_age_ns")),
+            weight=memory / lane if lane else 1e3,
+            evidence={
+                "lane": text(row, "lane"),
+                "lane_gb_per_s": lane,
+                "memory_gb_per_s": memory,
+                "lane_descriptor_ns": number(row, "lane_descriptor_ns"),
+            },
+            cause=f"one large write from {agent.name} to {peer} on the same host ran at {three_digits(lane)} GB/s, "
+            f"where one thread copies memory at {three_digits(memory)} GB/s: it does not go through shared memory",
+            remedy=f"`kvctl peers probe --from {agent.name}` measures it again; if it stays, see that both run in one "
+            "IPC and PID namespace and that UCX_TLS allows sm (cma, posix, cuda_ipc)",
+        )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+LANE_SLOW = Code(
+    name="KV_LANE_SLOW",
+    sees="0.5 GB/s where 50 are expected, and everything else is green",
+    means="The engine chooses the lane: RDMA, CUDA IPC, shared memory, TCP. When what it needs is missing it takes a "
+    "slower one without a word: different PID or IPC namespaces disable cuda_ipc and shared memory, UCX_TLS or "
+    "UCX_NET_DEVICES exclude the fast device. A lane is called slow when one writer's parts are eight times longer on "
+    "the wire than its fellows', by part and by byte, or when a lane within one host was measured far below the speed "
+    "of memory.",
+    remedy="Measure the lane with kvctl peers probe; compare UCX_TLS, UCX_NET_DEVICES, namespaces and devices of the "
+    "two hosts with a pair that is fast (kvctl doctor).",
+    severity=Severity.WARNING,
+    find=_slow,
+    alert=f"max({_WIRE}) > 8 * min({_WIRE}) and max({_WIRE}) > 0.1",
+)
+
+
+# ---- descriptors -----------------------------------------------------------------------------------------------
+
+
+def _flood(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.of_role("prefill"):
+        descriptors = snapshot.since_before(agent.name, "kvctl_descriptors_total", path="slice") or 0
+        writes = snapshot.since_before(agent.name, "kvctl_writes_total", path="slice") or 0
+        nbytes = snapshot.since_before(agent.name, "kvctl_part_bytes_total", path="slice") or 0
+        post, wire = (snapshot.spent_since_before(agent.name, "kvctl_stage_seconds", stage=s) for s in ("post", "wire"))
+        if post is None or wire is None or writes < _PARTS or not descriptors or not nbytes:
+            continue
+        each, of_part = nbytes / descriptors, descriptors / writes
+        post_s = _mean(post)
+        if each > _TINY_BYTES or of_part < _MANY_DESCRIPTORS or post_s < max(_LONG_POST_S, 2 * _mean(wire)):
+            continue
+        ratio = post.seconds / (post.seconds + wire.seconds)
+        yield Finding(
+            code="KV_DESCRIPTOR_FLOOD",
+            severity=Severity.WARNING,
+            subject=agent.name,
+            agents=(agent.name,),
+            weight=of_part,
+            evidence={
+                "descriptors_a_part": round(of_part),
+                "bytes_a_descriptor": round(each),
+                "post_a_part_ns": round(post_s * 1e9),
+                "wire_a_part_ns": round(_mean(wire) * 1e9),
+                "post_ratio": round(ratio, 3),
+            },
+            cause=f"{agent.name} hands the engine {of_part:.0f} descriptors of {size(each)} for each part: posting "
+            f"takes {duration(post_s * 1e9)}, {percent(ratio)} of the time in the engine",
+            remedy=f"`kvctl config -e {agent.name}` shows path and staging: with `staging=on` a part is one write; "
+            "larger pages help too",
+        )
+
+
+def _mean(spent: Spent) -> float:
+    return spent.seconds / spent.times if spent.times else 0.0
+
+
+DESCRIPTOR_FLOOD = Code(
+    name="KV_DESCRIPTOR_FLOOD",
+    sees="bandwidth falls as concurrency grows, a core per writer is busy in the engine",
+    means="Where the two sides split heads differently the slice path sends one descriptor for each token and layer, a "
+    "few hundred bytes each. Posting them costs more than the bytes.",
+    remedy="Let parts be staged (staging=on or auto): gathered, sent as one write, scattered.",
+    severity=Severity.WARNING,
+    find=_flood,
+    alert='sum by (instance) (rate(kvctl_descriptors_total{path="slice"}[5m])) > 1000 * sum by (instance) '
+    '(rate(kvctl_writes_total{path="slice"}[5m])) and sum by (instance) '
+    '(rate(kvctl_stage_seconds_sum{stage="post"}[5m])) > 2 * sum by (instance) '
+    '(rate(kvctl_stage_seconds_sum{stage="wire"}[5m]))',
+)
+
+
+# ---- gaps ------------------------------------------------------------------------------------------------------
+
+
+def _gap(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.of_role("prefill"):
+        spent = {
+            stage: snapshot.spent_since_before(agent.name, "kvctl_stage_seconds", stage=stage)
+            for stage in (*_GAP_STAGES, "wire")
+        }
+        wire = spent.pop("wire")
+        if wire is None or wire.times < _PARTS:
+            continue
+        seconds = {stage: one.seconds for stage, one in spent.items() if one is not None}
+        gap_s = sum(seconds.values()) / wire.times
+        if gap_s < max(_LONG_GAP_S, _GAP_TIMES * _mean(wire)):
+            continue
+        worst = max(seconds, key=lambda stage: seconds[stage])
+        shares = {stage: round(one / sum(seconds.values()), 3) for stage, one in seconds.items()}
+        yield Finding(
+            code="KV_READY_GAP",
+            severity=Severity.WARNING,
+            subject=agent.name,
+            agents=(agent.name,),
+            weight=shares[worst],
+            evidence={
+                "gap_a_part_ns": round(gap_s * 1e9),
+                "wire_a_part_ns": round(_mean(wire) * 1e9),
+                **{f"{stage}_ratio": share for stage, share in shares.items()},
+                "parts_total": int(wire.times),
+            },
+            cause=f"{counted(wire.times, 'part')} of {agent.name} waited {duration(gap_s * 1e9)} each from ready to "
+            f"post, and were {duration(_mean(wire) * 1e9)} on the wire: {percent(shares[worst])} of the wait is "
+            f"{_SAY[worst]}",
+            remedy=_DO[worst].format(agent=agent.name),
+        )
+
+
+_SAY = {
+    "gate": "for the ring or the peer's sign of life",
+    "queue": "for a transfer worker",
+    "gather": "the copy into the staging buffer",
+}
+_DO = {
+    "gate": "`kvctl staging` shows whose ring they wait for: raise staging_ring_mb there",
+    "queue": "`kvctl config -e {agent}` shows workers: give it more, or more cores",
+    "gather": "`kvctl config -e {agent}` shows copy_threads: give it more, or more cores",
+}
+
+READY_GAP = Code(
+    name="KV_READY_GAP",
+    sees="parts are posted long after they were computed",
+    means="Between a part's ready event and its post lie the gate (grant, watermark, lease), the queue for a transfer "
+    "worker, and the gather. Here they take seconds, and many times the time on the wire; the shares say which of "
+    "them is the bottleneck.",
+    remedy="Gate: a larger ring. Queue: more workers. Gather: more copy threads, or a path that gathers nothing.",
+    severity=Severity.WARNING,
+    find=_gap,
+    alert='sum by (instance) (rate(kvctl_stage_seconds_sum{stage=~"gate|queue|gather"}[5m])) > 2 * sum by (instance) '
+    '(rate(kvctl_stage_seconds_count{stage="wire"}[5m]))',
+)

@@ -1,0 +1,200 @@
+"""Agents that believe what is no longer so, do not read what they are sent, or have another time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from kvctl.health.answers import amount, number, numbers, rows, text
+from kvctl.health.codes.incarnations import stale_pairs
+from kvctl.health.codes.silence import absent
+from kvctl.health.codes.wording import counted, listed, pair
+from kvctl.health.finding import Code, Finding, Severity
+from kvctl.health.snapshot import Snapshot
+from kvctl.views.units import duration
+
+_BACKLOG = 100
+_SKEW_NS = 5_000_000
+_SKEW_BAD_NS = 1_000_000_000
+
+
+# ---- stale ----------------------------------------------------------------------------------------------------
+
+
+def _stale(snapshot: Snapshot) -> Iterator[Finding]:
+    for subject, agent, other in stale_pairs(snapshot):
+        row = next(row for row in agent.peers if text(row, "peer") == other.name)
+        uptime = int(amount(other.status, "uptime_ns"))
+        yield Finding(
+            code="KV_PEER_STALE",
+            severity=Severity.CRITICAL,
+            subject=subject,
+            agents=(agent.name, other.name),
+            since_ns=uptime,
+            evidence={
+                "incarnation_known": text(row, "incarnation"),
+                "incarnation_live": other.incarnation,
+                "live_uptime_ns": uptime,
+                "state": text(row, "state"),
+                "last_heard_ns": number(row, "last_heard_ns"),
+            },
+            cause=f"{agent.name} still speaks to a life of {other.name} that is over: {other.name} was started again "
+            f"{duration(uptime)} ago and {agent.name} has not met it since",
+            remedy=f"`kvctl events -e {agent.name}` tells what it makes of {other.name}'s greeting; restart "
+            f"{agent.name}, and report it: a restarted peer must be taken up without that",
+        )
+
+
+PEER_STALE = Code(
+    name="KV_PEER_STALE",
+    sees="every room of one pair of agents fails after one of them was restarted",
+    means="One agent knows another by an incarnation, the random number of one life, that the other no longer has. "
+    "Greetings are repeated until they are answered, so this should last for seconds after a restart; it is reported "
+    "when it lasted longer than lost_s.",
+    remedy="Restart the agent that holds the stale incarnation, and report it with `kvctl debug bundle`.",
+    severity=Severity.CRITICAL,
+    find=_stale,
+    alert='sum by (instance) (rate(kvctl_control_dropped_total{reason="incarnation"}[5m])) > 1',
+)
+
+
+# ---- backlog ---------------------------------------------------------------------------------------------------
+
+
+def _blocking(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.agents.values():
+        then = snapshot.earlier(agent.name)
+        if then is None:
+            continue
+        earlier = {text(row, "peer"): amount(row, "control_queue") for row in then.peers}
+        for row in agent.peers:
+            peer, queue = text(row, "peer"), amount(row, "control_queue")
+            if min(queue, earlier.get(peer, 0)) < _BACKLOG or peer in snapshot.once(absent):
+                continue
+            yield Finding(
+                code="KV_PEER_BLOCKING",
+                severity=Severity.WARNING,
+                subject=pair(agent.name, peer),
+                agents=(agent.name, peer),
+                since_ns=snapshot.since_ns,
+                weight=queue,
+                evidence={
+                    "control_queue": int(queue),
+                    "control_queue_before": int(earlier[peer]),
+                    "rtt_ns": row.get("rtt_ns"),
+                },
+                cause=f"{counted(queue, 'control message')} of {agent.name} to {peer} cannot leave: {peer} takes them "
+                "too slowly, and what does not leave is dropped and said again",
+                remedy=f"`kvctl stacks -e {peer}` shows what its control thread does instead of reading",
+            )
+
+
+PEER_BLOCKING = Code(
+    name="KV_PEER_BLOCKING",
+    sees="rooms with one peer stutter, control messages are repeated",
+    means="An agent never waits for a peer: a control message that its socket has no place for is dropped and said "
+    "again. This many of them mean that the peer is heard and yet does not read what it is sent. Peers that are "
+    "silent altogether are KV_PEER_LOST.",
+    remedy="Look at the peer's stacks: its control thread is held up, or its process gets no core.",
+    severity=Severity.WARNING,
+    find=_blocking,
+    alert='sum by (instance) (rate(kvctl_control_dropped_total{reason="unsent"}[5m])) > 1',
+)
+
+
+# ---- watermarks ------------------------------------------------------------------------------------------------
+
+
+def _subscriber(snapshot: Snapshot) -> Iterator[Finding]:
+    for reader in snapshot.of_role("decode"):
+        then = snapshot.earlier(reader.name)
+        if then is None or snapshot.since_ns < 3 * reader.period_ns("heartbeat_s"):
+            continue
+        for row in then.peers:
+            writer = snapshot.agents.get(text(row, "peer"))
+            sent = numbers(row, "watermark_sent")
+            if writer is None or len(sent) != 3 or snapshot.earlier(writer.name) is None:
+                continue
+            theirs = next((one for one in writer.peers if text(one, "peer") == reader.name), None)
+            seen = numbers(theirs, "watermark_seen") if theirs is not None else []
+            if theirs is None or text(theirs, "incarnation") != reader.incarnation or text(theirs, "state") != "ready":
+                continue
+            waiting = [
+                part
+                for part in rows(writer.staging.get("gated"))
+                if text(part, "peer") == reader.name and text(part, "waiting_for").startswith("watermark")
+            ]
+            if not waiting or (len(seen) == 3 and seen[2] >= sent[2]):
+                continue
+            yield Finding(
+                code="KV_SUBSCRIBER_DEAD",
+                severity=Severity.CRITICAL,
+                subject=pair(writer.name, reader.name),
+                agents=(writer.name, reader.name),
+                since_ns=snapshot.since_ns,
+                weight=len(waiting),
+                evidence={
+                    "watermark_sent": [int(one) for one in sent],
+                    "watermark_seen": [int(one) for one in seen],
+                    "gated_parts": len(waiting),
+                },
+                cause=f"{writer.name} has not seen a watermark of {reader.name} that was sent more than "
+                f"{duration(snapshot.since_ns)} ago, and {counted(len(waiting), 'part')} of it wait for one",
+                remedy=f"`kvctl peers -e {writer.name}` shows both sequence numbers; restart {writer.name}, and report "
+                "it: heartbeats carry the watermark too",
+            )
+
+
+SUBSCRIBER_DEAD = Code(
+    name="KV_SUBSCRIBER_DEAD",
+    sees="one prefill rank never sees the watermark of a decode rank, while others write",
+    means="The watermark says which granted ring regions may be written. A lost message is repaired by the next "
+    "heartbeat, so a writer that has not seen after several heartbeats what was sent before them does not read them "
+    "at all.",
+    remedy="Restart the prefill rank, and report it with `kvctl debug bundle`.",
+    severity=Severity.CRITICAL,
+    find=_subscriber,
+)
+
+
+# ---- clocks ----------------------------------------------------------------------------------------------------
+
+
+def _skew(snapshot: Snapshot) -> Iterator[Finding]:
+    clocks = sorted((agent.answer.clock.correction_ns, agent.name) for agent in snapshot.agents.values())
+    if len(clocks) < 2:
+        return
+    middle, _ = clocks[len(clocks) // 2]
+    far = []
+    for offset, name in clocks:
+        bound = abs(offset - middle) - snapshot.agents[name].answer.clock.error_ns
+        if bound > _SKEW_NS:
+            far.append((offset, name, bound))
+    for direction, group in groupby(far, key=lambda one: one[0] > middle):
+        told = list(group)
+        bound = max(one[2] for one in told)
+        names = [name for _, name, _ in told]
+        yield Finding(
+            code="KV_CLOCK_SKEW",
+            severity=Severity.WARNING if bound > _SKEW_BAD_NS else Severity.INFO,
+            subject=names[0],
+            agents=tuple(names),
+            weight=len(names),
+            evidence={"offset_ns": max((one[0] - middle for one in told), key=abs), "bound_ns": bound, "agents": names},
+            cause=f"the clock of {listed(names)} is {duration(bound)} or more {'ahead of' if direction else 'behind'} "
+            "the others'",
+            remedy="`timedatectl` on those hosts shows whether the clock is kept by NTP; kvctl corrects timelines for "
+            "it, logs and traces are not corrected",
+        )
+
+
+CLOCK_SKEW = Code(
+    name="KV_CLOCK_SKEW",
+    sees="timelines of the two ends of a room disagree",
+    means="The wall clock of an agent's host differs from the others' by more than 5 ms beyond what the round trip "
+    "leaves open. The agents themselves use no wall clock to decide anything; logs, traces and room timelines do. "
+    "kvctl brings the events of a room onto one clock.",
+    remedy="Let chrony or NTP keep the clocks of all hosts.",
+    severity=Severity.WARNING,
+    find=_skew,
+)

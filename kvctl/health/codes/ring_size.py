@@ -1,0 +1,80 @@
+"""A ring that is too small for its load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from kvctl.health.answers import amount
+from kvctl.health.codes.ring import gated_behind, ring_of
+from kvctl.health.codes.silence import absent
+from kvctl.health.codes.wording import counted, listed
+from kvctl.health.finding import Code, Finding, Severity
+from kvctl.health.snapshot import Snapshot
+from kvctl.views.units import duration, percent, size
+
+_PARTS = 20
+_FULL = 0.9
+# Of the time between ready and sent. A ring that is somewhat small costs little: bytes wait here or elsewhere.
+_SHARE = 0.8
+_LONG_S = 1.0
+_STAGES = ("gate", "queue", "gather", "post", "wire")
+_MIB = 1 << 20
+
+
+def _small(snapshot: Snapshot) -> Iterator[Finding]:
+    gates = {}
+    for agent in snapshot.of_role("prefill"):
+        spent = {
+            stage: snapshot.spent_since_before(agent.name, "kvctl_stage_seconds", stage=stage) for stage in _STAGES
+        }
+        gate = spent["gate"]
+        total = sum(one.seconds for one in spent.values() if one is not None)
+        if gate is not None and gate.times >= _PARTS and gate.seconds >= max(_SHARE * total, _LONG_S * gate.times):
+            gates[agent.name] = gate.seconds / total, gate.seconds / gate.times
+    if not gates:
+        return
+    for agent in snapshot.of_role("decode"):
+        ring = ring_of(agent)
+        total, high = amount(ring, "size_bytes"), amount(ring, "high_water_bytes")
+        waiting = [gated for gated in gated_behind(snapshot, agent.name) if gated.writer in gates]
+        if not waiting or not total or high < _FULL * total or snapshot.once(absent):
+            continue
+        waiting_bytes = int(sum(amount(gated.row, "bytes") for gated in waiting))
+        needed = ceil((total + waiting_bytes) / _MIB)
+        writers = sorted({gated.writer for gated in waiting})
+        share, mean_s = max(gates[name] for name in writers)
+        yield Finding(
+            code="KV_RING_SMALL",
+            severity=Severity.WARNING,
+            subject=f"{agent.name} ring",
+            agents=(agent.name, *writers),
+            since_ns=snapshot.since_ns,
+            weight=waiting_bytes,
+            evidence={
+                "gate_ratio": round(share, 3),
+                "gate_a_part_ns": round(mean_s * 1e9),
+                "ring_bytes": int(total),
+                "high_water_bytes": int(high),
+                "waiting_bytes": waiting_bytes,
+                "waiting_parts": len(waiting),
+                "needed_ring_mb": needed,
+            },
+            cause=f"parts of {listed(writers)} waited {duration(mean_s * 1e9)} each for {agent.name}'s ring of "
+            f"{size(total)}, {percent(share)} of the time from ready to sent; "
+            f"{counted(len(waiting), 'part')} ({size(waiting_bytes)}) wait now",
+            remedy=f"start {agent.name} with `staging_ring_mb={needed}` or more: what waits now would have found room",
+        )
+
+
+RING_SMALL = Code(
+    name="KV_RING_SMALL",
+    sees="throughput goes up and down like a saw, writers are gated most of the time",
+    means="The ring has been full, and the writers' parts spend most of their time waiting for the watermark of a full "
+    "ring, a second or more each. The size that would have sufficed is the ring's plus what waits for it now.",
+    remedy="Raise staging_ring_mb on the decode rank.",
+    severity=Severity.WARNING,
+    find=_small,
+    alert='sum by (instance) (rate(kvctl_stage_seconds_sum{stage="gate"}[5m])) > sum by (instance) '
+    '(rate(kvctl_stage_seconds_count{stage="gate"}[5m]))',
+)

@@ -1,0 +1,301 @@
+"""Rooms that do not go on: live ones with evidence against somebody, and those that ran into their deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvctl.health.answers import Row, amount, inner, rows, text, texts
+from kvctl.health.codes.failures import Failed, all_names, failed_lately
+from kvctl.health.codes.room_ends import Culprit, Ends, unfinished
+from kvctl.health.codes.silence import absent
+from kvctl.health.codes.wording import counted, listed, named_in
+from kvctl.health.finding import Code, Finding, Severity
+from kvctl.health.snapshot import Agent, Snapshot
+from kvctl.views.units import duration
+
+BOOTSTRAP = "KV_ROOM_STUCK_BOOTSTRAP"
+WAITING = "KV_ROOM_STUCK_WAITING"
+TRANSFER = "KV_ROOM_STUCK_TRANSFER"
+SCATTER = "KV_ROOM_STUCK_SCATTER"
+
+_CODE_OF_STATE = {"Bootstrapping": BOOTSTRAP, "WaitingForInput": WAITING, "Transferring": TRANSFER}
+_STARTS_WITHIN_NS = 60_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A live room that does not go on.
+
+    Attributes:
+        culprits: whom the evidence speaks against; empty where it only is old.
+        why: what is known besides.
+    """
+
+    code: str
+    ends: Ends
+    culprits: tuple[Culprit, ...]
+    why: str
+
+    @property
+    def cause_key(self) -> tuple[str, ...]:
+        """Rooms with the same key are one finding."""
+        return self.code, self.ends.agent.name, *(culprit.name for culprit in self.culprits)
+
+
+def _stuck(snapshot: Snapshot) -> list[Stuck]:
+    return [found for ends in snapshot.once(unfinished) if (found := _judge(ends)) is not None]
+
+
+def _judge(ends: Ends) -> Stuck | None:
+    state = text(ends.row, "state")
+    deadline = "bootstrap_timeout_s" if state == "Bootstrapping" else "waiting_timeout_s"
+    limit_ns = ends.agent.period_ns(deadline)
+    overdue = ends.age_ns >= max(ends.patience_ns, limit_ns // 2)
+    if ends.excused():
+        return None
+    if state == "Bootstrapping":
+        return _not_accepted(ends, overdue)
+    planned, landed, scattered = ends.cells
+    old = f"half of {deadline} ({limit_ns / 1e9:g} s) is over"
+    if planned and landed >= planned and scattered < planned:
+        late_ns = _oldest_landed_ns(ends)
+        if late_ns >= ends.patience_ns or overdue:
+            why = f"everything has landed and {planned - scattered} of {planned} cells are not in their pages"
+            since = f", the oldest of them for {duration(late_ns)}" if late_ns else f", and {old}"
+            return Stuck(SCATTER, ends, (), why + since)
+        return None
+    culprits = tuple(ends.culprits())
+    if not culprits and not overdue:
+        return None
+    return Stuck(_CODE_OF_STATE[state], ends, culprits, "" if culprits else old)
+
+
+def _not_accepted(ends: Ends, overdue: bool) -> Stuck | None:
+    missing = texts(ends.row, "missing")
+    waits = text(ends.agent.status, "waiting_for")
+    if missing:
+        names = tuple(Culprit(name, "has not accepted it, nor refused it") for name in missing)
+        return Stuck(BOOTSTRAP, ends, names, waits)
+    if waits or overdue:
+        return Stuck(BOOTSTRAP, ends, (), waits or "nobody says why")
+    return None
+
+
+def _oldest_landed_ns(ends: Ends) -> int:
+    regions: Sequence[Row] = rows(inner(ends.agent.staging, "ring").get("allocations"))
+    ages = [
+        amount(region, "age_ns")
+        for region in regions
+        if text(region, "room") == ends.room and text(region, "state") in ("landed", "scattering")
+    ]
+    return int(max(ages, default=0))
+
+
+# ---- findings -------------------------------------------------------------------------------------------------
+
+
+def _find(code: str) -> Callable[[Snapshot], Iterator[Finding]]:
+    def find(snapshot: Snapshot) -> Iterator[Finding]:
+        groups: dict[tuple[str, ...], list[Stuck]] = {}
+        for stuck in snapshot.once(_stuck):
+            if stuck.code == code:
+                groups.setdefault(stuck.cause_key, []).append(stuck)
+        live: set[str] = set()
+        for group in groups.values():
+            group.sort(key=lambda stuck: -stuck.ends.age_ns)
+            live.add(f"room {group[0].ends.room}")
+            yield _live(group)
+        yield from _ended(snapshot, code, live)
+        if code == BOOTSTRAP:
+            yield from _not_there(snapshot)
+            yield from _never_opened(snapshot)
+
+    return find
+
+
+def _live(group: list[Stuck]) -> Finding:
+    first = group[0]
+    ends, culprits = first.ends, first.culprits
+    planned, landed, scattered = ends.cells
+    state = text(ends.row, "state")
+    cause = f"{ends.agent.name} has waited {duration(ends.age_ns)} in {state} for room {ends.room}"
+    if culprits:
+        cause += f", but {culprits[0].name} {culprits[0].why}"
+        if len(culprits) > 1:
+            cause += f" ({listed(one.name for one in culprits[1:])} likewise)"
+    if first.why:
+        cause += f": {first.why}"
+    if not culprits and ends.owing():
+        cause += f", and it waits for {listed(ends.owing())}"
+    if len(group) > 1:
+        cause += f"; {counted(len(group) - 1, 'more room')} with it"
+    incomplete = first.code == BOOTSTRAP and not culprits
+    return Finding(
+        code=first.code,
+        severity=Severity.WARNING if incomplete else Severity.CRITICAL,
+        subject=f"room {ends.room}",
+        agents=tuple(dict.fromkeys((*(one.name for one in culprits), ends.agent.name))),
+        since_ns=ends.age_ns,
+        weight=len(group),
+        evidence={
+            "decode": ends.agent.name,
+            "state": state,
+            "state_age_ns": ends.age_ns,
+            "planned_cells": planned,
+            "landed_cells": landed,
+            "scattered_cells": scattered,
+            "owed_cells": {name: cells for name, cells in ends.owing().items() if cells},
+            "waits_for": list(ends.owing()),
+            "rooms_total": len(group),
+            "rooms": [stuck.ends.room for stuck in group[:8]],
+        },
+        cause=cause,
+        remedy=f"`kvctl rooms show {ends.room}` shows both ends on one timeline; `kvctl rooms abort {ends.room}` fails "
+        "it everywhere and frees what it holds",
+    )
+
+
+def _ended(snapshot: Snapshot, code: str, live: set[str]) -> Iterator[Finding]:
+    """Rooms that ran into their deadline lately, by who told: unless who is absent explains them."""
+    by_rank: dict[str, list[Failed]] = {}
+    for failed in snapshot.once(failed_lately).get(code, ()):
+        named = named_in(failed.text, snapshot.once(all_names))
+        if not any(name in snapshot.once(absent) for name in named):
+            by_rank.setdefault(failed.rank, []).append(failed)
+    for rank, failures in by_rank.items():
+        latest = failures[0]
+        if f"room {latest.room}" in live:
+            continue
+        names = named_in(latest.text, snapshot.once(all_names))
+        yield Finding(
+            code=code,
+            severity=Severity.WARNING,
+            subject=f"room {latest.room}" if len(failures) == 1 else rank,
+            agents=tuple(dict.fromkeys((*names, rank, *latest.known_to))),
+            since_ns=latest.ago_ns,
+            weight=len(failures),
+            evidence={
+                "failed_rooms_total": len(failures),
+                "rooms": [one.room for one in failures[:8]],
+                "latest_ago_ns": latest.ago_ns,
+                "latest": latest.text,
+            },
+            cause=f"{counted(len(failures), 'room')} ran into the deadline on {rank}, last {duration(latest.ago_ns)} "
+            f"ago: {latest.text}",
+            remedy=f"`kvctl rooms show {latest.room}` shows what it waited for at both ends",
+        )
+
+
+def _not_there(snapshot: Snapshot) -> Iterator[Finding]:
+    """Agents that wait for others before any room is there."""
+    by_wait: dict[str, list[Agent]] = {}
+    for agent in snapshot.agents.values():
+        waits = text(agent.status, "waiting_for")
+        names = named_in(waits, snapshot.once(all_names) | snapshot.once(absent))
+        if not waits or any(name in snapshot.once(absent) for name in names):
+            continue
+        if agent.status.get("draining") or amount(agent.status, "uptime_ns") < _STARTS_WITHIN_NS:
+            continue
+        by_wait.setdefault(waits, []).append(agent)
+    for waits, agents in by_wait.items():
+        names = sorted(agent.name for agent in agents)
+        uptime = max(int(amount(agent.status, "uptime_ns")) for agent in agents)
+        yield Finding(
+            code=BOOTSTRAP,
+            severity=Severity.WARNING,
+            subject=names[0],
+            agents=tuple(names),
+            since_ns=uptime,
+            weight=len(names),
+            evidence={"waiting_for": waits, "uptime_ns": uptime, "waiting_agents": names},
+            cause=f"{listed(names)} cannot serve, {duration(uptime)} after the start: {waits}",
+            remedy="`kvctl agents` shows who runs; start those that are missing",
+        )
+
+
+def _never_opened(snapshot: Snapshot) -> Iterator[Finding]:
+    """Rooms that a prefill engine has announced and no decode rank has opened, at half of their time."""
+    decode = list(snapshot.of_role("decode"))
+    if not decode or snapshot.once(absent) or not all(agent.rooms_complete for agent in decode):
+        return
+    opened = {text(row, "room") for agent in decode for row in agent.rooms}
+    for agent in snapshot.of_role("prefill"):
+        limit_ns = agent.period_ns("bootstrap_timeout_s") // 2
+        late = [
+            row
+            for row in agent.rooms
+            if text(row, "state") == "Bootstrapping"
+            and amount(row, "state_age_ns") >= limit_ns
+            and text(row, "room") not in opened
+            and not texts(row, "peers")
+        ]
+        if not late:
+            continue
+        room, age = text(late[0], "room"), int(amount(late[0], "state_age_ns"))
+        yield Finding(
+            code=BOOTSTRAP,
+            severity=Severity.WARNING,
+            subject=agent.name,
+            agents=(agent.name,),
+            since_ns=age,
+            weight=len(late),
+            evidence={"rooms_total": len(late), "oldest_room": room, "state_age_ns": age},
+            cause=f"the engine of {agent.name} began {counted(len(late), 'room')} that no decode rank has opened, the "
+            f"oldest, room {room}, {duration(age)} ago",
+            remedy=f"see whether the router sent room {room} to a decode instance that knows this prefill instance; "
+            f"`kvctl rooms abort {room}` ends it",
+        )
+
+
+def _alert(code: str) -> str:
+    return f'sum by (instance) (increase(kvctl_room_failures_total{{code="{code}"}}[10m])) > 0'
+
+
+STUCK_BOOTSTRAP = Code(
+    name=BOOTSTRAP,
+    sees="rooms time out in Bootstrapping",
+    means="A decode rank opens a room at every rank of the prefill instance, once all of them are registered and have "
+    "said hello; the room leaves this state when all have accepted it. Some rank is not registered, or has not "
+    "answered; or, on the prefill side, no decode rank has opened a room that its engine announced.",
+    remedy="Start the ranks that are missing, or see why the named one does not answer.",
+    severity=Severity.CRITICAL,
+    find=_find(BOOTSTRAP),
+    alert=_alert(BOOTSTRAP),
+)
+
+STUCK_WAITING = Code(
+    name=WAITING,
+    sees="rooms time out in WaitingForInput",
+    means="Both ends have joined and nothing has arrived. Waiting for the forward is what this state is for, so it is "
+    "reported only with evidence: a prefill rank has failed the room or does not know it, or half of waiting_timeout_s "
+    "is over.",
+    remedy="Look at the room's two ends: the first failure on any rank is the cause. Abort it to free its pages.",
+    severity=Severity.CRITICAL,
+    find=_find(WAITING),
+    alert=_alert(WAITING),
+)
+
+STUCK_TRANSFER = Code(
+    name=TRANSFER,
+    sees="some parts of a room arrived, the rest never come",
+    means="The room's coverage, planned cells minus landed ones, names the writers that owe something. There is "
+    "evidence against one of them: it failed the room or does not know it, it computed its share long ago and did not "
+    "send it, or it has not computed it although its fellow ranks have. Parts that wait for the ring, and writers that "
+    "are silent or slow, have codes of their own.",
+    remedy="Look at the named writer: its stacks, its engine's log. Abort the room to free what it holds.",
+    severity=Severity.CRITICAL,
+    find=_find(TRANSFER),
+    alert=_alert(TRANSFER),
+)
+
+STUCK_SCATTER = Code(
+    name=SCATTER,
+    sees="everything of a room has arrived, and it does not become Success",
+    means="All parts have landed in the ring and some were not copied into their pages: the decode rank's arrival "
+    "thread is held up, or the copy was never started.",
+    remedy="Look at the decode rank's stacks; a bundle helps to tell which part and which copy it is.",
+    severity=Severity.CRITICAL,
+    find=_find(SCATTER),
+    alert=_alert(SCATTER),
+)
