@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from kvctl.commands import context_file
+from kvctl.commands.completing import contexts
 from kvctl.commands.files import CONTEXT, CONTEXT_KEYS, File, context_of, user_file
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
@@ -34,7 +35,7 @@ def list_contexts(settings: Settings) -> None:
 
 
 @context.command(short_help="One context.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=contexts)
 @pass_settings
 def show(settings: Settings, name: str | None) -> None:
     """One context; without NAME the one in use."""
@@ -71,7 +72,7 @@ def add(ctx: click.Context, name: str, replace: bool, in_use: bool) -> None:
 
 
 @context.command(short_help="Have a context in use from now on.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=contexts)
 @click.option("--none", is_flag=True, help="Have none in use.")
 @click.pass_context
 def use(ctx: click.Context, name: str | None, none: bool) -> None:
@@ -86,7 +87,7 @@ def use(ctx: click.Context, name: str | None, none: bool) -> None:
 
 
 @context.command(short_help="Forget a context.")
-@click.argument("name")
+@click.argument("name", shell_complete=contexts)
 @click.pass_context
 def rm(ctx: click.Context, name: str) -> None:
     """Forget context NAME; agents are not concerned."""
@@ -96,11 +97,11 @@ def rm(ctx: click.Context, name: str) -> None:
     _say(ctx, f"context {name} is gone" + ("; none is in use" if file.values.get(CONTEXT) == name else ""))
 
 
-def _print(settings: Settings, contexts: Mapping[str, Mapping[str, Any]]) -> None:
+def _print(settings: Settings, named: Mapping[str, Mapping[str, Any]]) -> None:
     used = chosen_context(click.get_current_context().ensure_object(dict))
     rows = [
         {**dict.fromkeys(CONTEXT_KEYS), **_values(values), "context": name, "in_use": name == used}
-        for name, values in contexts.items()
+        for name, values in named.items()
     ]
     Output(settings).emit(Report(CONTEXTS, rows, answered=1))
 

@@ -1,0 +1,251 @@
+"""What the shells put where the cursor is: in the real shells, with live agents, and never a word on stderr."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.commands.completing import VARIABLE
+from kvctl.commands.completion import SCRIPTS
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 60
+
+
+Ask = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def ask(kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """value -> help of what `kvctl` answers a shell that has these words; any other noise fails here."""
+
+    def call(*words: str, **environment: str) -> dict[str, str]:
+        with monkeypatch.context() as patch:
+            for name, value in {VARIABLE: "zsh", **environment}.items():
+                patch.setenv(name, value)
+            outcome = kvctl(*words)
+        assert (outcome.code, outcome.err) == (0, "")
+        fields = [each.split("\t") for each in outcome.out.splitlines()]
+        return {(value if kind == "plain" else kind): text for kind, value, text in fields}
+
+    return call
+
+
+@pytest.mark.parametrize("shell", SCRIPTS)
+def test_the_files_are_what_the_command_prints(shell: str, kvctl: Any) -> None:
+    outcome = kvctl("completion", shell)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out == (ROOT / "completions" / SCRIPTS[shell].file).read_text(), "run make docs"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("ro",), ["rooms"]),
+        (("rooms", "s"), ["show", "slow"]),
+        (("-o", "json", "rooms", "hi"), ["history"]),
+        (("rooms", "--sta"), ["--state"]),
+        (("rooms", "--state", "tr"), ["transferring"]),
+        (("peers", "show", "--color", "a"), ["auto", "always"]),
+        (("rooms", "--columns", "room,state_"), ["room,state_age"]),
+        (("rooms", "ls", "--sort-by", "-roo"), []),
+        (("rooms", "ls", "--sort-by=state,-roo"), ["state,-room"]),
+        (("config", "show", "--columns", "key,val"), ["key,value"]),
+        (("status", "--columns", "state,sta"), []),
+        (("record", "-o", "x"), ["file"]),
+        (("completion", "z"), ["zsh"]),
+        (("nonsense", ""), []),
+        (("rooms", "nonsense", ""), []),
+        (("rooms", "--filter", "age>"), []),
+    ],
+)
+def test_commands_options_and_values(words: tuple[str, ...], expected: list[str], ask: Ask) -> None:
+    assert list(ask(*words)) == expected
+
+
+def test_a_line_is_split_as_the_shell_would(ask: Ask) -> None:
+    """bash's own words are torn at = and :."""
+    assert list(ask(_KVCTL_LINE="kvctl rooms --columns=room,state_")) == ["room,state_age"]
+    assert list(ask(_KVCTL_LINE="kvctl rooms 'hist")) == ["history"]
+    assert "history" in ask(_KVCTL_LINE="kvctl rooms ")
+
+
+def test_every_command_has_a_word_of_help(ask: Ask) -> None:
+    found = ask("")
+    assert found["rooms"].startswith("Active")
+    assert all(found.values())
+
+
+def test_agents_and_rooms_are_the_living_ones(fleet: Any, socket_directory: Path, canned: Any, ask: Ask) -> None:
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(os.fspath(socket_directory / "dead.sock"))
+    assert list(ask("-e", "")) == sorted(fleet)
+    assert list(ask("peers", "diff", "prefill-0", "dec")) == ["decode-0", "decode-1"]
+    found = ask("rooms", "show", "")
+    assert set(found) == {canned.ROOM, "5", "6", "7"}
+    assert "Failed on " in found["6"]
+    assert list(ask("layers", "--room", "18")) == [canned.ROOM]
+    assert list(ask("-e", "nobody", "rooms", "show", "")) == []
+
+
+def test_a_hung_agent_and_a_broken_file_are_met_with_silence(
+    start: Any, socket_directory: Path, tmp_path: Path, ask: Ask
+) -> None:
+    start("decode-0")
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(os.fspath(socket_directory / "hung.sock"))
+        hung.listen()
+        assert "7" in ask("rooms", "show", "")
+    (tmp_path / "kvctl").mkdir()
+    (tmp_path / "kvctl" / "config.toml").write_text("= =")
+    broken = {"XDG_CONFIG_HOME": str(tmp_path)}
+    assert list(ask("rooms", "show", "", **broken)) == []
+    assert list(ask("-c", "", **broken)) == []
+    assert list(ask("ro", **broken)) == ["rooms"]
+    assert list(ask("rooms", "show", "", KVCTL_SOCKET_DIR="/nowhere/at/all")) == []
+
+
+def test_contexts_are_known(kvctl: Any, ask: Ask) -> None:
+    assert kvctl("context", "add", "prod", "-e", "x").code == 0
+    assert list(ask("-c", "")) == ["prod"]
+    assert list(ask("context", "use", "p")) == ["prod"]
+
+
+def test_nothing_heavy_is_imported_for_the_name_of_a_command() -> None:
+    code = (
+        "import sys\nfrom kvctl.cli import run\nrun(['ro'])\n"
+        "print(*sorted({'zmq', 'orjson', 'rich', 'textual', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "_KVCTL_COMPLETE": "zsh"},
+        check=True,
+    )
+    assert done.stdout.splitlines()[1:] == [""]
+
+
+class Typed:
+    """A shell at a terminal; a context manager."""
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        self._leader, follower = pty.openpty()
+        self._process = subprocess.Popen(
+            command,
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            env={**os.environ, "TERM": "dumb", "COLUMNS": "400", "HISTFILE": "/dev/null", **environment},
+            start_new_session=True,
+        )
+        os.close(follower)
+        self.seen = ""
+
+    def __enter__(self) -> Typed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._leader)
+
+    def type(self, keys: str) -> None:
+        os.write(self._leader, keys.encode())
+
+    def completes(self, typed: str, shown: str) -> None:
+        """Types it and TAB until the line ends in `shown`; a busy machine's agents may be too late for one TAB."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            self.type(f"\x15{typed}\t")
+            if self.wait_for(shown, 3, must=False):
+                break
+            assert time.monotonic() < deadline, f"{typed!r} does not become {shown!r}: {self.seen!r}"
+        self.type("\x15")
+
+    def wait_for(self, text: str, seconds: float = PATIENCE_S, must: bool = True) -> bool:
+        """Until the terminal shows `text`, counted from the last time that something was waited for."""
+        deadline = time.monotonic() + seconds
+        while text not in self.seen:
+            if time.monotonic() > deadline:
+                assert not must, f"no {text!r} in {self.seen!r}"
+                return False
+            if select.select([self._leader], [], [], 0.1)[0]:
+                self.seen += os.read(self._leader, 65536).decode(errors="replace")
+        self.seen = self.seen.partition(text)[2]
+        return True
+
+
+@pytest.fixture
+def path_with_kvctl(tmp_path: Path) -> Iterator[str]:
+    """A PATH on which `kvctl` is this one."""
+    program = tmp_path / "bin" / "kvctl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvctl "$@"\n')
+    program.chmod(0o755)
+    return f"{program.parent}:{os.environ['PATH']}"
+
+
+def shell(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def test_bash(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
+    with Typed(shell("bash"), "--norc", "--noprofile", "-i", PATH=path_with_kvctl, PS1="> ") as bash:
+        bash.type("source <(kvctl completion bash); echo rea''dy\n")
+        bash.wait_for("ready\r\n")
+        bash.completes("kvctl vers", "version ")
+        bash.completes("kvctl version --ag", "--agents ")
+        bash.completes("kvctl rooms show 18", f"{canned.ROOM} ")
+        bash.completes("kvctl rooms --columns=room,state_", "room,state_age ")
+        bash.completes("kvctl -e prefill-0 agents --columns agent,ve", "agent,version ")
+        bash.completes("kvctl -e pre", "prefill-")
+
+
+def test_zsh(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
+    """zsh writes only what it adds."""
+    with Typed(shell("zsh"), "-f", "-i", PATH=path_with_kvctl, PS1="> ") as zsh:
+        zsh.type(f"fpath=({ROOT / 'completions'} $fpath); autoload -U compinit; compinit -u -D; echo rea''dy\n")
+        zsh.wait_for("ready\r\n")
+        zsh.completes("kvctl vers", "version ")
+        zsh.completes("kvctl version --ag", "--agents ")
+        zsh.completes("kvctl rooms show 18", canned.ROOM)
+        zsh.completes("kvctl rooms --columns=room,state_", "room,state_age")
+        zsh.completes("kvctl -e pre", "prefill-")
+
+
+def test_fish(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
+    def complete(line: str) -> list[str]:
+        script = f"source {ROOT / 'completions' / 'kvctl.fish'}; complete -C '{line}'"
+        done = subprocess.run(
+            [shell("fish"), "--no-config", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            env={**os.environ, "PATH": path_with_kvctl},
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.splitlines()
+
+    assert complete("kvctl vers") == ["version\tVersions of this tool and of the agents."]
+    assert complete("kvctl -e dec") == ["decode-0", "decode-1"]
+    assert complete("kvctl rooms --columns=room,state_") == ["--columns=room,state_age"]
+    deadline = time.monotonic() + PATIENCE_S
+    while not (rooms := complete("kvctl rooms show 18")):
+        assert time.monotonic() < deadline
+    assert rooms[0].startswith(f"{canned.ROOM}\tTransferring on ")
