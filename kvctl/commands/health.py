@@ -44,7 +44,7 @@ def show(settings: Settings, muted: bool) -> None:
     with the one before. Findings are data: the exit code is 0 with and without them. For monitoring there is
     kvctl check.
     """
-    looking = Looking(earlier(settings))
+    looking = Looking(settings, earlier(settings))
 
     def read(survey: Survey) -> Report:
         look = looking(survey)
@@ -72,7 +72,7 @@ def detail(settings: Settings, code: str | None) -> None:
     What is muted is shown, too, and marked.
     """
     only = None if code is None else _code(code).name
-    looking = Looking(earlier(settings))
+    looking = Looking(settings, earlier(settings))
 
     def read(survey: Survey) -> Report:
         look = looking(survey)

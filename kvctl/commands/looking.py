@@ -34,13 +34,15 @@ class Look:
 class Looking:
     """Turns each survey into a look, compared with the one before it."""
 
-    def __init__(self, before: Snapshot | None = None) -> None:
+    def __init__(self, settings: Settings, before: Snapshot | None = None) -> None:
         self._before = before
+        self._settings = settings
 
     def __call__(self, survey: Survey) -> Look:
         snapshot = Snapshot(survey, survey.tick_ns, self._before)
         self._before = Snapshot(survey, survey.tick_ns)  # without its own past: that chain would never be freed
-        mutes, remarks = _mutes()
+        # What is muted here is muted of the fleet that lives; a file is looked at for what is in it.
+        mutes, remarks = _mutes() if self._settings.from_file is None else ([], [])
         return Look(snapshot, judge(examine(snapshot, CODES), mutes, time.time_ns()), remarks)
 
 

@@ -15,6 +15,7 @@ from kvctl.views.view import Column, Row, View, Width
 
 _LABEL = 10
 _WIDEST = 110
+_SHORT = 2
 _HUMAN = {"_ns": units.duration, "_bytes": units.size, "_ratio": units.percent}
 
 HEALTH = View(
@@ -74,6 +75,21 @@ def headline(rows: Iterable[Row]) -> Span:
         if counts[severity.label]
     ]
     return (f"{palette.VERDICT_GLYPHS[worst]} {', '.join(said)}", palette.VERDICTS[worst])
+
+
+def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
+    """The first few by name, for a line that has other things to say."""
+    bad = [each for each in findings if each.severity > Severity.INFO]
+    spans: list[Span] = [] if bad else [("✓ healthy", palette.VERDICTS["ok"])]
+    for each in bad[:_SHORT]:
+        label = each.severity.label
+        spans.append((f"{palette.VERDICT_GLYPHS[label]} {each.code} {each.subject}", palette.VERDICTS[label]))
+        spans.append(("  ", ""))
+    if len(bad) > _SHORT:
+        spans.append((f"and {len(bad) - _SHORT} more (kvctl health)  ", ""))
+    if muted:
+        spans.append((f"  {muted} muted", "dim"))
+    return spans
 
 
 def paragraphs(rows: Iterable[Row], width: int) -> list[Block]:

@@ -40,7 +40,6 @@ class FleetSummary:
     p50_ns: int | None
     p99_ns: int | None
     latencies: int
-    health: Mapping[str, int]
     waiting: Sequence[tuple[str, str]]
 
     @property
@@ -78,7 +77,6 @@ def summarise(statuses: Iterable[Status]) -> FleetSummary:
         p50_ns=median_low(p50s) if p50s else None,
         p99_ns=max(p99s, default=None),
         latencies=sum(rank["latency"]["count"] for rank in counted),
-        health=Counter(code for rank in ranks for code in rank["health"]),
         waiting=[(rank["name"], rank["waiting_for"]) for rank in ranks if rank["waiting_for"]],
     )
 

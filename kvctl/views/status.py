@@ -30,6 +30,7 @@ def _rank(row: Row) -> str:
 
 
 def _health(row: Row) -> str:
+    """The codes that name this agent, added by whoever looked."""
     return ",".join(row["health"]) or "ok"
 
 
@@ -90,8 +91,8 @@ MOMENTS = View(
 )
 
 
-def moment(summary: FleetSummary, change: Rates, now_ns: int) -> dict[str, Any]:
-    """One line of `status -w`."""
+def moment(summary: FleetSummary, change: Rates, now_ns: int, ill: int) -> dict[str, Any]:
+    """One line of `status -w`; `ill` is how much was found."""
     return {
         "at_ns": now_ns,
         "agents": summary.agents,
@@ -104,21 +105,22 @@ def moment(summary: FleetSummary, change: Rates, now_ns: int) -> dict[str, Any]:
         "ring_ratio": summary.ring_ratio,
         "p50_ns": summary.p50_ns,
         "p99_ns": summary.p99_ns,
-        "health": sum(summary.health.values()),
+        "health": ill,
     }
 
 
-def screen(rows: Sequence[Row], silent: int) -> list[Block]:
+def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Block]:
     """The one screen: what the fleet does, then each agent.
 
     Args:
         silent: agents that are there but did not answer.
+        health: what was found, in a few words.
     """
     if not rows:
         return [Grid(STATUS, rows)]
     summary = summarise(rows)
     lines: list[Line] = [
-        _line("fleet", *_fleet(summary, silent)),
+        _line("fleet", *health, *_agents(summary, silent)),
         *_ranks(rows),
         _line("rooms", *_rooms(summary)),
         _line("ring", *_ring_use(summary)),
@@ -130,19 +132,23 @@ def screen(rows: Sequence[Row], silent: int) -> list[Block]:
     return [Text(lines), Grid(STATUS, rows)]
 
 
+def outline(rows: Sequence[Row]) -> list[Line]:
+    """Ranks, rooms, pipelining and who waits: what `kvctl top` says in words beside its curves."""
+    summary = summarise(rows)
+    return [
+        *_ranks(rows),
+        _line("rooms", *_rooms(summary)),
+        *_pipeline(rows),
+        *(_line("waiting", (name, "bold"), (f": {text}", "yellow")) for name, text in summary.waiting),
+    ]
+
+
 def _line(label: str, *spans: Span) -> Line:
     return [(f"{label:<9}", "dim"), *spans]
 
 
-def _fleet(summary: FleetSummary, silent: int) -> list[Span]:
-    spans: list[Span] = []
-    if summary.health:
-        raised = sorted(summary.health.items())
-        found = ", ".join(code if times == 1 else f"{code} on {times}" for code, times in raised)
-        spans.append((f"✗ {found}", "bold red"))
-    else:
-        spans.append(("✓ healthy", "green"))
-    spans.append((f"   {summary.agents} agent{'s' * (summary.agents != 1)}", ""))
+def _agents(summary: FleetSummary, silent: int) -> list[Span]:
+    spans: list[Span] = [(f"   {summary.agents} agent{'s' * (summary.agents != 1)}", "")]
     if silent:
         spans.append((f", {silent} not answering", "bold red"))
     return spans

@@ -162,7 +162,6 @@ class Observer:
                 "layers": len(agent.local.layers),
                 "heads": agent.local.held[0].heads,
             },
-            "health": [],
             "waiting_for": agent.waiting_for(),
             "accepting": agent.accepting,
             "draining": agent.draining,

@@ -53,7 +53,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("hello", "who answers, which protocol range, what this client may do"),
     Command("commands", "every command with its arguments, level and help"),
     Command("config", "every configuration value with its origin"),
-    Command("status", "rank, transport, rooms by state, rates, ring use, health"),
+    Command("status", "rank, transport, rooms by state, rates, ring use"),
     Command("rooms", "active rooms", args=(_STATE, _LIMIT)),
     Command(
         "room",

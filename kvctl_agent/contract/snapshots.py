@@ -129,7 +129,6 @@ class Status(TypedDict):
     peers: dict[str, int]  # peers by state
     pipeline: PipelineUse | None  # prefill only
     pool: dict[str, int]  # pages, page_size, bytes, layers, heads
-    health: list[str]  # codes raised; empty when fine
     metrics_url: str | None  # where Prometheus may scrape it
     waiting_for: str | None  # e.g. "6 of 8 prefill ranks registered, missing tp=2,3"
     accepting: bool  # its engine may begin rooms: started, not draining, not closed

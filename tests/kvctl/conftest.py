@@ -79,7 +79,6 @@ def status(name: str) -> dict[str, Any]:
             "decisions": {"formula": 600, "few-tokens": 48, "prefill-only": 2},
         },
         "pool": {"pages": 4096, "page_size": 16, "bytes": 1 << 30, "layers": 32, "heads": 8},
-        "health": ["KV_RING_PINNED"] if name == "decode-1" else [],
         "waiting_for": None,
         "accepting": True,
         "draining": False,

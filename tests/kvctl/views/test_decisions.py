@@ -74,7 +74,7 @@ def test_without_prefill_ranks_nothing_is_said() -> None:
 class TestStatus:
     def lines(self, canned: Any, pipeline: Any) -> list[str]:
         rows = [{**canned.status(name), "pipeline": pipeline} for name in ("prefill-0",)]
-        return [text(line) for line in screen(rows, 0)[0].lines]  # type: ignore[union-attr]
+        return [text(line) for line in screen(rows, 0, [])[0].lines]  # type: ignore[union-attr]
 
     def test_one_line(self, canned: Any) -> None:
         found = [line for line in self.lines(canned, rank(formula=5)["pipeline"]) if line.startswith("pipeline")]

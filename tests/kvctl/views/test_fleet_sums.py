@@ -55,7 +55,7 @@ def test_a_line_of_the_watch_fits_every_terminal(canned: Any) -> None:
     busy = canned.status("decode-0")
     busy["rooms"] = {"Transferring": 9}
     summary = summarise([busy] * 128)
-    row = moment(summary, Rates(99.9, 12345.0, 99.9), canned.NOW)
+    row = moment(summary, Rates(99.9, 12345.0, 99.9), canned.NOW, 12)
     line = stream_line(MOMENTS.columns, row, colour=False)
     assert len(stream_header(MOMENTS.columns)) == 77
     assert len(line) <= 80
