@@ -27,13 +27,21 @@ COMMANDS: dict[str, Entry] = {
     "peers": Entry("kvctl.commands.peers", "peers", "Connections between agents: state, clock, errors."),
     "metrics": Entry("kvctl.commands.metrics", "metrics", "Counters, gauges and histograms; also for Prometheus."),
     "events": Entry("kvctl.commands.events", "events", "The flight recorders of all agents, merged by time."),
+    "bootstrap": Entry(
+        "kvctl.commands.bootstrap", "bootstrap", "Who has registered, who is missing, who is connected."
+    ),
+    "stacks": Entry("kvctl.commands.stacks", "stacks", "What every thread of the agents does right now."),
     "health": Entry("kvctl.commands.health", "health", "What is wrong, worst first; codes, their pages, mutes."),
     "config": Entry("kvctl.commands.config", "config", "Configuration of the agents and where it comes from."),
+    "context": Entry("kvctl.commands.context", "context", "Fleets under names: which agents, keys and labels."),
     "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it over the network."),
+    "top": Entry("kvctl.commands.top", "top", "The fleet live on one terminal; a picture of it in a file."),
+    "tune": Entry("kvctl.commands.tune", "tune", "Recommend settings for a machine and a workload; --confirm them."),
     "bench": Entry("kvctl.commands.bench", "bench", "Start a fleet here, move real KV, verify every byte."),
     "demo": Entry("kvctl.commands.demo", "demo", "A small fleet under endless traffic, to look at and to harm."),
     "record": Entry("kvctl.commands.record", "record", "Save what the agents' machines were told, to be run again."),
     "replay": Entry("kvctl.commands.replay", "replay", "Run a recording again; name the first broken invariant."),
+    "completion": Entry("kvctl.commands.completion", "completion", "Make your shell complete commands, agents, rooms."),
     "version": Entry("kvctl.commands.version", "version", "Versions of this tool and of the agents."),
 }
 

@@ -1,0 +1,118 @@
+"""`kvctl top`: the fleet live on one terminal; or one screen of it in a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.reading import source
+from kvctl.commands.settings import Settings
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
+from kvctl.views.units import parse_seconds
+from kvctl_agent.contract.admin import socket_dir
+
+_VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
+_SNAPSHOTS = (".svg", ".txt")
+_LEAST = (60, 16)
+_MOST = (500, 200)
+_SHORTEST_NS = 100_000_000
+
+
+class Size(click.ParamType[tuple[int, int]]):
+    """`120x40`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        columns, _, rows = str(value).partition("x")
+        if not columns.isdecimal() or not rows.isdecimal():
+            self.fail(f"{value!r} is no size: write COLUMNSxROWS, as in 120x40", param, ctx)
+        size = (int(columns), int(rows))
+        if any(not low <= each <= high for each, low, high in zip(size, _LEAST, _MOST, strict=True)):
+            self.fail(f"{value} is not within {_LEAST[0]}x{_LEAST[1]} and {_MOST[0]}x{_MOST[1]}", param, ctx)
+        return size
+
+
+class Interval(click.ParamType[int]):
+    """A time between readings, ns."""
+
+    name = "interval"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            interval_ns = parse_seconds(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if interval_ns < _SHORTEST_NS:
+            self.fail(f"{value} is shorter than 100ms", param, ctx)
+        return interval_ns
+
+
+def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    if value is not None and value.suffix not in _SNAPSHOTS:
+        raise click.BadParameter(f"{value}: the name says the format, {' or '.join(_SNAPSHOTS)}", ctx, param)
+    return value
+
+
+@click.command(cls=KvctlCommand)
+@click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="Which comes first.")
+@click.option("--interval", type=Interval(), default="1s", show_default=True, metavar="TIME", help="Between readings.")
+@click.option("--readonly", is_flag=True, help="Without the keys that change something.")
+@click.option(
+    "--snapshot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.svg|txt",
+    callback=_picture,
+    help="No terminal: write one screen to a file.",
+)
+@click.option("--size", type=Size(), default="120x40", show_default=True, metavar="CxR", help="Of the snapshot.")
+@pass_settings
+def top(
+    settings: Settings, view: str, interval: int, readonly: bool, snapshot: Path | None, size: tuple[int, int]
+) -> None:
+    """The fleet live: overview, rooms, staging, layers, peers, events. ? shows the keys, q quits.
+
+    Agents that stop answering keep their rows, dimmed, with their age, and come back by themselves. Keys that change
+    something ask first. --from FILE replays a recording, [ and ] seek in it. Filters and order of the command line
+    hold for the view that comes first.
+    """
+    if snapshot is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise click.UsageError("kvctl top needs a terminal; without one: --snapshot FILE.svg")
+    if snapshot is None and os.environ.get("TERM") in {None, "", "dumb"}:
+        raise click.UsageError("this terminal (TERM) cannot be drawn on; kvctl status -w writes a line per reading")
+    # A recording is played from its start, and a snapshot is taken of its end.
+    asked = source(replace(settings, watch_ns=interval if snapshot is None else None))
+
+    from kvctl.tui.app import TopApp
+    from kvctl.tui.feed import SourceFeed
+    from kvctl.tui.pictures.frame import Mode
+    from kvctl.tui.sheets import Wish
+
+    name = "" if settings.from_file is None else settings.from_file.name
+    nobody = "" if name else f"no agent found in {socket_dir()}. Start some here: kvctl demo"
+    mode = Mode(interval, source=name, nobody=nobody, readonly=readonly)
+    wish = Wish(" & ".join(settings.filters), settings.sort_by or "")
+    app = TopApp(SourceFeed(asked, interval), mode, view, wish=wish)
+    if snapshot is not None:
+        from kvctl.tui.snapshot import snapshot as take
+
+        take(app, snapshot, size, settings.timeout_ns + 2 * interval)
+        if not app.store.agents:
+            raise CliError(f"{snapshot} shows an empty fleet: {app.store.problem or nobody}", ExitCode.NO_AGENT)
+        return
+    from kvctl.tui.terminal import TerminalWatch
+
+    with TerminalWatch(sys.stdin.fileno()):
+        app.run()
+    raise click.exceptions.Exit(app.return_code or ExitCode.OK)

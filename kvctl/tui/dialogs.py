@@ -1,0 +1,154 @@
+"""What stands over a panel for a moment: a line to type into, a list to choose from, a question, the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.suggester import Suggester
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from kvctl.tui.widgets.picture import Picture
+from kvctl.views.report import Line
+
+_ESCAPE = Binding("escape", "leave", show=False)
+
+
+class Prompt(ModalScreen[str | None]):
+    """A line at the bottom: Enter hands it over, if `check` finds nothing wrong; Esc leaves everything as it was.
+
+    Args:
+        check: says what is wrong with the text; "" for nothing.
+    """
+
+    DEFAULT_CSS = """
+    Prompt { align: left bottom; background: transparent; }
+    Prompt Vertical { height: auto; background: $panel; padding: 0 1; }
+    Prompt Static { height: auto; color: $text-muted; }
+    Prompt Static.wrong { color: $error; }
+    Prompt Input { border: none; height: 1; padding: 0; background: $background; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [_ESCAPE]
+
+    def __init__(
+        self, title: str, value: str, check: Callable[[str], str], hint: str = "", suggest: Suggester | None = None
+    ) -> None:
+        super().__init__()
+        self._title = title
+        self._value = value
+        self._check = check
+        self._hint = hint
+        self._suggest = suggest
+
+    def compose(self) -> ComposeResult:
+        with Vertical():
+            yield Static(f"{self._title}   {self._hint}", markup=False)
+            yield Input(self._value, suggester=self._suggest, select_on_focus=False)
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._say(self._check(event.value))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        wrong = self._check(event.value)
+        if wrong:
+            self._say(wrong)
+        else:
+            self.dismiss(event.value)
+
+    def _say(self, wrong: str) -> None:
+        line = self.query_one(Static)
+        line.set_class(bool(wrong), "wrong")
+        line.update(wrong or f"{self._title}   {self._hint}")
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+class Choice(ModalScreen[str | None]):
+    """A list to choose one of."""
+
+    DEFAULT_CSS = """
+    Choice { align: center middle; background: transparent; }
+    Choice Vertical { width: auto; height: auto; max-height: 90%; }
+    Choice Vertical { background: $panel; border: round $primary; padding: 0 1; }
+    Choice Static { width: auto; }
+    Choice OptionList { width: 36; height: auto; max-height: 16; border: none; background: $panel; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [_ESCAPE]
+
+    def __init__(self, title: str, options: Sequence[tuple[str, str]], chosen: str) -> None:
+        super().__init__()
+        self._title = title
+        self._options = options
+        self._chosen = chosen
+
+    def compose(self) -> ComposeResult:
+        with Vertical():
+            yield Static(self._title, markup=False)
+            yield OptionList(*(Option(label, id=name) for name, label in self._options))
+
+    def on_mount(self) -> None:
+        names = [name for name, _ in self._options]
+        self.query_one(OptionList).highlighted = names.index(self._chosen) if self._chosen in names else 0
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option_id)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+class Confirm(ModalScreen[bool]):
+    """A question whose answer is no, unless `y` is pressed."""
+
+    DEFAULT_CSS = """
+    Confirm { align: center middle; background: transparent; }
+    Confirm Static { width: auto; max-width: 76; height: auto; background: $panel; border: round $error; padding: 1 2; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "yes", show=False),
+        Binding("n,escape,enter,q", "no", show=False),
+    ]
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        yield Static(f"{self._question}\n\ny: do it   n, Esc, Enter: leave it", markup=False)
+
+    def action_yes(self) -> None:
+        self.dismiss(True)
+
+    def action_no(self) -> None:
+        self.dismiss(False)
+
+
+class Help(ModalScreen[None]):
+    """The keys and what the glyphs mean; any of the keys that close things closes it."""
+
+    DEFAULT_CSS = """
+    Help { align: center middle; background: transparent; }
+    Help Picture { width: 76; max-height: 95%; background: $panel; padding: 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,enter,space", "leave", show=False)]
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def compose(self) -> ComposeResult:
+        yield Picture()
+
+    def on_mount(self) -> None:
+        picture = self.query_one(Picture)
+        picture.show(lambda width: self._lines, ([("keys", "")], [("Esc closes", "dim")]))
+        picture.focus()
+
+    def action_leave(self) -> None:
+        self.dismiss(None)

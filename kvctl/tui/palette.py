@@ -1,0 +1,118 @@
+"""Colours of the TUI: what the sixteen terminal colours of the views mean in each theme.
+
+The hues are those of Okabe and Ito, which people with any of the common colour-vision deficiencies tell apart,
+lightened or darkened until each has a contrast of 4.5 or more on its background. Nothing is told by colour alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.style import Style
+
+
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """One theme.
+
+    Attributes:
+        colours: by the names that view styles use, and `dim`.
+        bar: background of the top line; cursor: of the row that keys act on.
+    """
+
+    name: str
+    dark: bool
+    foreground: str
+    background: str
+    bar: str
+    rule: str
+    cursor: str
+    accent: str
+    colours: Mapping[str, str]
+    _styles: dict[str, Style] = field(default_factory=dict, compare=False)
+
+    def style(self, text: str) -> Style:
+        """The style that a view calls `bold red`, `dim`, ... A word that is not known here says nothing."""
+        found = self._styles.get(text)
+        if found is None:
+            found = self._styles[text] = self._made(text.split())
+        return found
+
+    def _made(self, words: list[str]) -> Style:
+        colour, background = self.foreground, None
+        for word in words:
+            if word == "cursor":
+                background = self.cursor
+            elif word == "bar":
+                background = self.bar
+            elif word == "rule":
+                colour = self.rule
+            elif word == "accent":
+                colour = self.accent
+            else:
+                colour = self.colours.get(word, colour)
+        return Style(
+            color=colour, bgcolor=background, bold="bold" in words, italic="italic" in words, reverse="reverse" in words
+        )
+
+
+DARK = Palette(
+    "dark",
+    dark=True,
+    foreground="#d8dde3",
+    background="#0f1318",
+    bar="#1b222b",
+    rule="#7c8794",
+    cursor="#27405c",
+    accent="#6fb7f0",
+    colours={
+        "dim": "#8b96a3",
+        "red": "#f4794a",
+        "yellow": "#eab030",
+        "green": "#3cc49a",
+        "blue": "#6aa5ee",
+        "cyan": "#5fcfe0",
+        "magenta": "#dc96c4",
+    },
+)
+LIGHT = Palette(
+    "light",
+    dark=False,
+    foreground="#1e2329",
+    background="#fbfbf8",
+    bar="#e8ebee",
+    rule="#6a737d",
+    cursor="#cfe3f7",
+    accent="#00569c",
+    colours={
+        "dim": "#616a73",
+        "red": "#b03c00",
+        "yellow": "#855700",
+        "green": "#00704f",
+        "blue": "#0059a8",
+        "cyan": "#006a82",
+        "magenta": "#97396f",
+    },
+)
+CONTRAST = Palette(
+    "high-contrast",
+    dark=True,
+    foreground="#ffffff",
+    background="#000000",
+    bar="#262626",
+    rule="#d0d0d0",
+    cursor="#004f9e",
+    accent="#8cd3ff",
+    colours={
+        "dim": "#c6c6c6",
+        "red": "#ff9067",
+        "yellow": "#ffd400",
+        "green": "#4dffbe",
+        "blue": "#9accff",
+        "cyan": "#86f6ff",
+        "magenta": "#ffb0e2",
+    },
+)
+PALETTES = (DARK, LIGHT, CONTRAST)
+BY_NAME = {palette.name: palette for palette in PALETTES}

@@ -1,0 +1,110 @@
+"""View 1: is anything wrong, who is there, what moves, how fast, how full the rings are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.app import ComposeResult
+
+from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.pictures.compose import beside
+from kvctl.tui.pictures.gauges import gauges
+from kvctl.tui.pictures.sparkline import chart, inline
+from kvctl.tui.readings import Question
+from kvctl.tui.sheets import AGENTS_SHEET, HEALTH_SHEET, Wish
+from kvctl.tui.store import Store
+from kvctl.tui.widgets.picture import Picture
+from kvctl.tui.widgets.table import Table
+from kvctl.views import findings, units
+from kvctl.views.report import Line
+from kvctl.views.status import outline
+from kvctl.views.view import Row
+
+_BESIDE = 110  # from this width on, curves stand beside the words
+_GAP = 3
+_TALL = 34
+
+
+class OverviewPanel(Panel):
+    """Findings above, the fleet in words and curves, its rings, its agents."""
+
+    DEFAULT_CSS = """
+    OverviewPanel #overview-health { height: auto; max-height: 30%; }
+    OverviewPanel #overview-rings { max-height: 25%; }
+    """
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self._height = 24
+
+    def compose(self) -> ComposeResult:
+        yield Table("health", id="overview-health")
+        yield Picture(id="overview-fleet")
+        yield Picture(id="overview-rings")
+        yield Table("agents", id="overview-agents")
+
+    @property
+    def main(self) -> Table:
+        return self.query_one("#overview-agents", Table)
+
+    def question(self, store: Store) -> Question:
+        return Question("overview", (STATUS,))
+
+    def size_changed(self, width: int, height: int) -> None:
+        self._height = height
+
+    def render_store(self, store: Store, wish: Wish) -> None:
+        statuses = store.statuses()
+        self._health(store)
+        fresh = [row for row in statuses if store.stale_ns(row["name"]) is None]
+        fleet, rings = self.query_one("#overview-fleet", Picture), self.query_one("#overview-rings", Picture)
+        fleet.show(lambda width: self._fleet(store, fresh, width), ([("fleet", "")], []))
+        stale = [agent.name for agent in store.silent]
+        most = max(2, self._height // 5)
+        rings.show(
+            lambda width: [
+                [("  ", ""), *line] for line in gauges(statuses, store.trends.rings, stale, width - 2, most)
+            ],
+            ([("staging rings", "")], []),
+        )
+        show(self.main, AGENTS_SHEET, statuses, store, wish)
+
+    def _health(self, store: Store) -> None:
+        table = self.query_one("#overview-health", Table)
+        judged = store.judged
+        rows = [findings.row(finding) for finding in judged.raised] if judged else []
+        empty: Line = [("looking …", "dim")] if judged is None else [findings.headline(rows)]
+        notes = [f"{len(judged.muted)} muted"] if judged and judged.muted else []
+        behind = (store.now_ns - store.judged_at_ns) // 1_000_000_000
+        if judged is not None and behind > 1:
+            notes.append(f"as of {units.duration(behind * 1_000_000_000)} ago")
+        show(table, HEALTH_SHEET, rows, store, Wish(), ", ".join(notes), empty)
+        table.fit()
+
+    def _fleet(self, store: Store, statuses: Sequence[Row], width: int) -> list[Line]:
+        words = [[("  ", ""), *line] for line in outline(statuses)] if statuses else []
+        trends = store.trends
+        if width < _BESIDE:
+            room = width - 2
+            curves = [
+                inline("GB/s", [*trends.throughput], _rate, room, "green"),
+                inline("rooms/s", [*trends.finished], _rate, room, "blue"),
+                inline("p99", [*trends.p99], units.duration, room, "magenta"),
+            ]
+            return [*words, *([("  ", ""), *line] for line in curves)]
+        height = 3 if self._height >= _TALL else 1
+        left = min(width // 2, 74)
+        half = (width - left - 2 * _GAP) // 2
+        first = chart("GB/s", [*trends.throughput], _rate, half, height, "green")
+        second = chart("p99", [*trends.p99], units.duration, half, height, "magenta")
+        right = beside(first, second, half)
+        more = beside(
+            chart("rooms/s", [*trends.finished], _rate, half, height, "blue"),
+            chart("p50", [*trends.p50], units.duration, half, height, "magenta"),
+            half,
+        )
+        return beside(words, [*right, *more] if self._height >= _TALL else right, left, _GAP)
+
+
+def _rate(value: float | None) -> str:
+    return units.UNKNOWN if value is None else units.three_digits(value)

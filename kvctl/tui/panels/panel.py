@@ -1,0 +1,57 @@
+"""What a panel is: what it needs to know, and how it shows what the store knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.containers import Vertical
+
+from kvctl.client.calls import Call
+from kvctl.tui.readings import Question
+from kvctl.tui.sheets import Sheet, Wish, listing
+from kvctl.tui.store import Store
+from kvctl.tui.widgets.table import Table
+from kvctl.views.report import Line
+from kvctl.views.view import Row
+
+STATUS = Call("status")
+
+
+class Panel(Vertical):
+    """One view or drill-down; the app asks its question and shows it the store after every reading."""
+
+    DEFAULT_CSS = "Panel { height: 1fr; }"
+
+    def question(self, store: Store) -> Question:
+        """What has to be asked while this panel is on screen."""
+        raise NotImplementedError
+
+    def render_store(self, store: Store, wish: Wish) -> None:
+        """Shows what is known now, as the operator wishes it."""
+        raise NotImplementedError
+
+    @property
+    def main(self) -> Table | None:
+        """The table that filter and order are for; None where there is none."""
+        return None
+
+    @property
+    def table(self) -> Table | None:
+        """The table that keys act on: the one with the focus, else the main one."""
+        focused = self.screen.focused
+        return focused if isinstance(focused, Table) else self.main
+
+    def begin(self) -> None:
+        """The panel comes on screen."""
+        if self.main is not None:
+            self.main.focus()
+
+    def size_changed(self, width: int, height: int) -> None:
+        """Arranges itself for a panel of that size."""
+
+
+def show(
+    table: Table, sheet: Sheet, rows: Sequence[Row], store: Store, wish: Wish, note: str = "", empty: Line | None = None
+) -> None:
+    """Puts rows of the store into a table."""
+    table.show(listing(sheet, rows, wish), store.stale_ns, note, empty)

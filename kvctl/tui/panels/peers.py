@@ -1,0 +1,85 @@
+"""View 5: who reaches whom, as a matrix and as a table; Enter shows what both ends say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.app import ComposeResult
+from textual.message import Message
+
+from kvctl.client.calls import Call
+from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.pictures.matrix import Matrix, matrix
+from kvctl.tui.readings import Question
+from kvctl.tui.sheets import PEERS_SHEET, Wish
+from kvctl.tui.store import Store
+from kvctl.tui.widgets.grid import PairGrid
+from kvctl.tui.widgets.table import Table
+from kvctl.views.report import Line
+from kvctl.views.view import Row
+
+
+class PeersPanel(Panel):
+    """The matrix chooses a pair; Tab goes on to the table."""
+
+    DEFAULT_CSS = "PeersPanel #peers-matrix { max-height: 60%; }"
+
+    class PairOpened(Message):
+        """Both ends of a pair are to be shown in full."""
+
+        def __init__(self, pair: tuple[str, str], rows: Sequence[Row]) -> None:
+            super().__init__()
+            self.pair = pair
+            self.rows = rows
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self._matrix = Matrix((), (), {})
+
+    def compose(self) -> ComposeResult:
+        yield PairGrid(id="peers-matrix")
+        yield Table("peers", id="peers-table")
+
+    @property
+    def main(self) -> Table:
+        return self.query_one("#peers-table", Table)
+
+    def question(self, store: Store) -> Question:
+        return Question("peers", (STATUS, Call("peers")))
+
+    def render_store(self, store: Store, wish: Wish) -> None:
+        rows = store.rows("peers")
+        show(self.main, PEERS_SHEET, rows, store, wish)
+        self._matrix = matrix(rows, {agent.name: agent.role for agent in store.agents.values()})
+        self._title()
+
+    def _title(self) -> None:
+        grid = self.query_one("#peers-matrix", PairGrid)
+        size = f"  {len(self._matrix.prefill)} prefill by {len(self._matrix.decode)} decode"
+        grid.show(self._matrix, ([("reachability", ""), (size, "dim")], self._said(grid.pair)))
+
+    def _said(self, pair: tuple[str, str] | None) -> Line:
+        """The chosen pair in words."""
+        if pair is None:
+            return []
+        rows = self._matrix.pairs.get(pair, ())
+        states = " / ".join(sorted({row["state"] for row in rows})) or "never met"
+        return [(f"{pair[0]} → {pair[1]}  ", ""), (states, self._matrix.glyph(*pair)[1])]
+
+    def on_pair_grid_chosen(self, message: PairGrid.Chosen) -> None:
+        message.stop()
+        self._title()
+
+    def on_pair_grid_opened(self, message: PairGrid.Opened) -> None:
+        message.stop()
+        self.post_message(self.PairOpened(message.pair, self._matrix.pairs.get(message.pair, ())))
+
+    def on_table_opened(self, message: Table.Opened) -> None:
+        message.stop()
+        row = message.row
+        ends = (row["agent"], row["peer"])
+        pair = ends if row["role"] == "decode" else ends[::-1]
+        self.post_message(self.PairOpened(pair, self._matrix.pairs.get(pair, (row,))))
+
+    def begin(self) -> None:
+        self.query_one("#peers-matrix", PairGrid).focus()

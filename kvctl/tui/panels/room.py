@@ -1,0 +1,68 @@
+"""One room: what became of it, its ranks, the life of each part on one axis, and every event of both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.app import ComposeResult
+
+from kvctl.client.calls import Call
+from kvctl.client.joined import JoinedRoom
+from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.pictures.cells import grid
+from kvctl.tui.readings import Question
+from kvctl.tui.sheets import TIMELINE_SHEET, Wish
+from kvctl.tui.store import Store
+from kvctl.tui.widgets.picture import Picture
+from kvctl.tui.widgets.table import Table
+from kvctl.views.report import Line, Text
+from kvctl.views.room_report import blocks
+from kvctl.views.view import Row
+
+_CLOCK_ROUNDS = 3
+
+
+class RoomPanel(Panel):
+    """The way down from any row that is about a room."""
+
+    DEFAULT_CSS = """
+    RoomPanel #room-picture { max-height: 60%; }
+    """
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self.room = ""
+
+    def compose(self) -> ComposeResult:
+        yield Picture(id="room-picture")
+        yield Table("timeline", id="room-timeline")
+
+    @property
+    def main(self) -> Table:
+        return self.query_one("#room-timeline", Table)
+
+    def question(self, store: Store) -> Question:
+        return Question("room", (STATUS, Call("room", {"room": self.room})), _CLOCK_ROUNDS, subject=self.room)
+
+    def render_store(self, store: Store, wish: Wish) -> None:
+        joined = store.room(self.room)
+        picture = self.query_one("#room-picture", Picture)
+        heading: tuple[Line, Line] = ([(f"room {self.room}", "")], [])
+        timeline: list[Row] = []
+        if joined is not None:
+            timeline = [{"room": joined.room, "nonce": joined.nonce, **event} for event in joined.timeline]
+            picture.show(lambda width: _drawn(joined, width), heading)
+        else:
+            words = "no agent knows it: it was forgotten, or never was" if store.asked == self.room else "asking …"
+            picture.show(lambda width: [[(words, "yellow")]], heading)
+        show(self.main, TIMELINE_SHEET, timeline, store, wish)
+
+
+def _drawn(room: JoinedRoom, width: int) -> Sequence[Line]:
+    """All but the timeline, which is a table of its own."""
+    lines: list[Line] = []
+    for block in blocks(room, [], width)[:-1]:
+        if lines:
+            lines.append([])
+        lines += block.lines if isinstance(block, Text) else grid(block.view, block.rows, width)
+    return lines

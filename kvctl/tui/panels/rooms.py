@@ -1,0 +1,42 @@
+"""View 2: active rooms, one row per room and rank."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+
+from kvctl.client.calls import Call
+from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.readings import Question
+from kvctl.tui.sheets import ROOMS_SHEET, Wish
+from kvctl.tui.store import Store
+from kvctl.tui.widgets.table import Table
+
+# Rows over all agents: as many as can be decoded and sorted each second for a few percent of a core. Agents answer
+# with their oldest rooms first, so what is left out is what has only just begun.
+_ROWS = 2_000
+_LEAST = 20
+
+
+class RoomsPanel(Panel):
+    """All rooms of a small fleet, the oldest of a large one."""
+
+    def compose(self) -> ComposeResult:
+        yield Table("rooms", id="rooms-table")
+
+    @property
+    def main(self) -> Table:
+        return self.query_one("#rooms-table", Table)
+
+    def question(self, store: Store) -> Question:
+        return Question("rooms", (STATUS, Call("rooms", {"limit": self._limit(store)})))
+
+    def render_store(self, store: Store, wish: Wish) -> None:
+        rows = store.rows("rooms")
+        active = sum(sum(status["rooms"].values()) for status in store.rows("status"))
+        limit = self._limit(store)
+        cut = active > len(rows) and len(rows) >= limit
+        note = f"the oldest {limit} of each agent, of {active:,}" if cut else ""
+        show(self.main, ROOMS_SHEET, rows, store, wish, note)
+
+    def _limit(self, store: Store) -> int:
+        return max(_LEAST, _ROWS // max(1, len(store.agents)))

@@ -1,0 +1,1 @@
+"""What panels show besides tables, as styled lines: pure functions of data and a width."""

@@ -1,0 +1,59 @@
+"""Lines side by side, cut and padded: the little typesetting that pictures need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+from kvctl.views.report import Line, Span
+
+
+def length(line: Line) -> int:
+    """Cells of a line."""
+    return sum(cell_len(text) for text, _ in line)
+
+
+def cut(line: Line, width: int) -> list[Span]:
+    """The line in at most `width` cells, with an ellipsis where something was left out."""
+    if length(line) <= width:
+        return list(line)
+    kept: list[Span] = []
+    room = max(0, width - 1)
+    for text, style in line:
+        size = cell_len(text)
+        kept.append((text if size <= room else set_cell_size(text, room), style))
+        room -= min(size, room)
+        if room <= 0:
+            break
+    return [*kept, ("…", "dim")] if width > 0 else []
+
+
+def padded(line: Line, width: int) -> list[Span]:
+    """The line in exactly `width` cells."""
+    kept = cut(line, width)
+    return [*kept, (" " * (width - length(kept)), "")]
+
+
+def beside(left: Sequence[Line], right: Sequence[Line], left_width: int, gap: int = 3) -> list[Line]:
+    """Two pictures next to each other."""
+    rows = max(len(left), len(right))
+    return [
+        [*padded(left[row] if row < len(left) else [], left_width + gap), *(right[row] if row < len(right) else [])]
+        for row in range(rows)
+    ]
+
+
+def spread(left: Line, right: Line, width: int, fill: Span = (" ", "")) -> list[Span]:
+    """One text at each end; the right one is left out where both do not fit."""
+    between = width - length(left) - length(right)
+    if between < 1:
+        return cut(left, width)
+    return [*left, (fill[0] * between, fill[1]), *right]
+
+
+def rule(title: Line, right: Line, width: int, style: str = "rule") -> list[Span]:
+    """`── title ───────────── right ──`."""
+    left: list[Span] = [("── ", style), *title, (" ", "")]
+    end: list[Span] = [(" ", ""), *right, (" ──", style)] if length(right) else []
+    return spread(left, end, width, ("─", style))

@@ -1,0 +1,95 @@
+"""The lines around every panel: whose fleet, how it fares, which view, what is out of the ordinary, which keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvctl.tui.store import Store
+from kvctl.views import findings, palette, units
+from kvctl.views.report import Line, Span
+
+VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
+_SECOND = 1_000_000_000
+_NAMED = 3  # silent agents that the banner names one by one
+Ends = tuple[Line, Line]
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How the screen is run.
+
+    Attributes:
+        paused_ns: for how long nothing has been updated; None while it is.
+        source: the file that is replayed; "" for a live fleet.
+        nobody: what to say where no agent answers.
+    """
+
+    interval_ns: int
+    paused_ns: int | None = None
+    source: str = ""
+    nobody: str = ""
+    readonly: bool = False
+
+
+def top(store: Store, mode: Mode) -> Ends:
+    """The first line: the fleet, its health, the time."""
+    roles = {role: sum(agent.role == role for agent in store.agents.values()) for role in ("prefill", "decode")}
+    spans: list[Span] = [("kvctl top  ", "bold accent")]
+    for role, number in roles.items():
+        if number:
+            spans += [(str(number), "bold"), (f" {role}  ", palette.ROLES[role])]
+    if store.silent:
+        spans.append((f"{len(store.silent)} silent  ", "bold red"))
+    if store.judged is not None and store.answering:
+        spans.append(findings.headline([findings.row(finding) for finding in store.judged.raised]))
+    at = units.clock_seconds(store.now_ns) if store.now_ns else "--:--:--"
+    pace = "read-only  " if mode.readonly and not mode.source else ""
+    return spans, [(pace, "dim"), (at, "bold")]
+
+
+def tabs(view: str, path: Sequence[str]) -> Ends:
+    """The views by number, the one on screen marked; behind it what was opened in it."""
+    spans: list[Span] = []
+    for number, name in enumerate(VIEWS, 1):
+        here = name == view
+        spans.append((f" {number} {name} ", "reverse bold" if here else "dim"))
+    return [*spans, *((f" / {step}", "bold accent") for step in path)], []
+
+
+def banner(store: Store, mode: Mode) -> list[Ends]:
+    """What the operator must know to read the rest; a line each, usually none."""
+    lines: list[Ends] = []
+    place = store.place
+    if place is not None:
+        state = "playing" if place.playing else "held" if place.index < place.count - 1 else "at its end"
+        text = f" {'▶' if place.playing else '■'} {mode.source}: moment {place.index + 1} of {place.count}, {state} "
+        lines.append(([(text, "bold yellow"), ("  [ ] seek, space plays and holds", "dim")], []))
+    elif mode.paused_ns is not None:
+        age = units.duration(mode.paused_ns // _SECOND * _SECOND)
+        lines.append(([(f" ■ paused: this is {age} old ", "bold yellow"), ("  space goes on", "dim")], []))
+    if store.problem:
+        lines.append(([(f"✗ {store.problem}", "bold red")], []))
+    elif store.now_ns and not store.answering and mode.nobody:
+        lines.append(([(f"✗ {mode.nobody}", "bold yellow")], []))
+    silent = store.silent
+    for agent in silent[:_NAMED]:
+        age = units.duration((store.stale_ns(agent.name) or 0) // _SECOND * _SECOND)
+        lines.append(([(f"○ {agent.name} silent for {age}: ", "bold yellow"), (agent.trouble, "yellow")], []))
+    if len(silent) > _NAMED:
+        lines.append(([(f"○ and {len(silent) - _NAMED} more are silent", "bold yellow")], []))
+    return lines
+
+
+def footer(keys: Sequence[tuple[str, str]], width: int) -> Ends:
+    """As many keys as there is room for, the most wanted first; how to quit always."""
+    end: list[Span] = [("?", "bold accent"), (" keys  ", "dim"), ("q", "bold accent"), (" quit", "dim")]
+    room = width - 18
+    spans: list[Span] = []
+    for key, does in keys:
+        size = len(key) + len(does) + 3
+        if size > room:
+            break
+        spans += [(key, "bold accent"), (f" {does}  ", "dim")]
+        room -= size
+    return spans, end

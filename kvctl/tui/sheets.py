@@ -1,0 +1,152 @@
+"""The TUI's tables: which declared view each shows, what makes its rows the same from one reading to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvctl.views.events import EVENTS
+from kvctl.views.expressions import ExpressionError, find_column
+from kvctl.views.findings import HEALTH
+from kvctl.views.layers import LAYERS, hidden_share
+from kvctl.views.peers import PEERS
+from kvctl.views.rooms import ROOMS, TIMELINE
+from kvctl.views.selection import Selection, select
+from kvctl.views.staging import ALLOCATIONS, GATED, STAGING, oldest
+from kvctl.views.status import STATUS
+from kvctl.views.view import Row, View
+
+_AND = "&"
+# Older than this, what should be on its way is not.
+_STUCK_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One table.
+
+    Attributes:
+        key: what stays the same while a row's values change.
+        agent: whose answer a row is; "" where it is of no single agent.
+        faulty: rows that `faults only` keeps.
+        room: the room that a row is about, for the way down; None for none.
+    """
+
+    view: View
+    key: Callable[[Row], Hashable]
+    faulty: Callable[[Row], bool]
+    agent: Callable[[Row], str] = lambda row: str(row["agent"])
+    room: Callable[[Row], str | None] = lambda row: None
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the operator wants to see of a sheet.
+
+    Attributes:
+        filters: as typed, `age>5s & state=Failed`.
+        order: a column's name, `-` in front for descending; "" for the view's own.
+    """
+
+    filters: str = ""
+    order: str = ""
+    faults_only: bool = False
+
+    def selection(self, view: View) -> Selection:
+        """The wish against a view.
+
+        Raises:
+            ExpressionError: a filter or the order does not fit.
+        """
+        texts = [piece.strip() for piece in self.filters.split(_AND) if piece.strip()]
+        order = ",".join([self.order, *view.sort]) if self.order else None
+        return select(view, sort_by=order, filters=texts)
+
+    def fits(self, view: View) -> bool:
+        try:
+            self.selection(view)
+        except ExpressionError:
+            return False
+        return True
+
+    def sorted_by(self, view: View, column: str) -> Wish:
+        """By that column; the other way round where it is so already."""
+        current = self.order or (view.sort[0] if view.sort else "")
+        find_column(view, column)
+        return replace(self, order=f"-{column}" if current == column else column)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Rows as a table shows them; `of` is how many there were before filters."""
+
+    sheet: Sheet
+    rows: Sequence[Row]
+    of: int
+    wish: Wish = field(default_factory=Wish)
+
+
+def listing(sheet: Sheet, rows: Sequence[Row], wish: Wish) -> Listing:
+    """Filters and sorts; a wish that was made for another view counts for what fits this one."""
+    fitting = wish if wish.fits(sheet.view) else replace(wish, filters="", order="")
+    kept = fitting.selection(sheet.view).rows(rows)
+    if fitting.faults_only:
+        kept = [row for row in kept if sheet.faulty(row)]
+    return Listing(sheet, kept, len(rows), fitting)
+
+
+def _pinned(row: Row) -> bool:
+    pin = oldest(row)
+    return bool(row["gated"]) or (pin is not None and pin["age_ns"] > _STUCK_NS)
+
+
+def _exposed(row: Row) -> bool:
+    share = hidden_share(row)
+    return share is not None and share < 0.5
+
+
+AGENTS_SHEET = Sheet(
+    STATUS,
+    key=lambda row: row["name"],
+    agent=lambda row: str(row["name"]),
+    faulty=lambda row: bool(row.get("health")) or bool(row["waiting_for"]),
+)
+HEALTH_SHEET = Sheet(
+    HEALTH, key=lambda row: (row["code"], row["subject"]), agent=lambda row: "", faulty=lambda row: True
+)
+ROOMS_SHEET = Sheet(
+    ROOMS,
+    key=lambda row: (row["agent"], row["room"], row["nonce"]),
+    faulty=lambda row: row["state"] == "Failed" or row["failure"] is not None or row["parked"] > 0,
+    room=lambda row: str(row["room"]),
+)
+TIMELINE_SHEET = Sheet(
+    TIMELINE,
+    key=lambda row: (row["agent"], row["at_ns"], row["stage"], row["writer"], row["chunk"], str(row["layers"])),
+    faulty=lambda row: row["stage"] in {"fail", "abort"},
+)
+STAGING_SHEET = Sheet(STAGING, key=lambda row: row["agent"], faulty=_pinned)
+ALLOCATIONS_SHEET = Sheet(
+    ALLOCATIONS,
+    key=lambda row: (row["agent"], row["serial"]),
+    faulty=lambda row: row["age_ns"] > _STUCK_NS or row["state"] == "quarantined",
+    room=lambda row: str(row["room"]),
+)
+GATED_SHEET = Sheet(
+    GATED,
+    key=lambda row: (row["agent"], row["room"], row["peer"], row["chunk"], str(row["layers"])),
+    faulty=lambda row: row["age_ns"] > _STUCK_NS,
+    room=lambda row: str(row["room"]),
+)
+LAYERS_SHEET = Sheet(LAYERS, key=lambda row: (row["agent"], str(row["layers"]), row["path"]), faulty=_exposed)
+PEERS_SHEET = Sheet(
+    PEERS,
+    key=lambda row: (row["agent"], row["peer"]),
+    faulty=lambda row: row["state"] != "ready" or bool(row["differences"]) or row["errors_total"] > 0,
+)
+EVENTS_SHEET = Sheet(
+    EVENTS,
+    key=lambda row: (row["agent"], row["sequence"], row["at_ns"]),
+    faulty=lambda row: row["severity"] in {"warning", "error"},
+    room=lambda row: row["room"],
+)

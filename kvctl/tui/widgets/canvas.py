@@ -1,0 +1,95 @@
+"""What all widgets here are: lines under a title, drawn anew only when something has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.segment import Segment
+from textual import events
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from kvctl.tui.palette import BY_NAME, DARK, Palette
+from kvctl.tui.pictures.compose import rule
+from kvctl.views.report import Line
+
+_WHEEL = 3
+
+
+class Canvas(Widget, can_focus=True):
+    """A title line, where `heading` says so, and what `draw` makes below it.
+
+    Attributes:
+        heading: spans at the left and the right end of the title line; None for no title.
+        top: first line of the drawing on screen.
+    """
+
+    DEFAULT_CSS = "Canvas { height: 1fr; }"
+
+    class Scrolled(Message):
+        """Lines moved under a wheel."""
+
+    def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self.heading: tuple[Line, Line] | None = None
+        self.top = 0
+        self._strips: list[Strip] = []
+        self._drawn_for: object = None
+
+    @property
+    def palette(self) -> Palette:
+        return BY_NAME.get(self.app.theme, DARK)
+
+    def draw(self, width: int, height: int) -> Sequence[Line]:
+        """Lines below the title; no more than `height` are shown."""
+        raise NotImplementedError
+
+    def changed(self) -> None:
+        """What `draw` shows is another now."""
+        self._drawn_for = None
+        self.refresh()
+
+    def title(self, width: int) -> list[Line]:
+        """The title line, brighter where keys go."""
+        if self.heading is None:
+            return []
+        left, right = self.heading
+        focused = self.has_focus
+        lit = [(text, style or ("bold accent" if focused else "bold")) for text, style in left]
+        return [rule(lit, right, width, "accent" if focused else "rule")]
+
+    def render_line(self, y: int) -> Strip:
+        size = self.size
+        wanted = (size, self.app.theme, self.has_focus)
+        if self._drawn_for != wanted:
+            head = self.title(size.width)
+            lines = [*head, *self.draw(size.width, max(0, size.height - len(head)))]
+            self._strips = [self._strip(line, size.width) for line in lines[: size.height]]
+            self._drawn_for = wanted
+        return self._strips[y] if y < len(self._strips) else self._strip([], size.width)
+
+    def _strip(self, line: Line, width: int) -> Strip:
+        style = self.palette.style
+        strip = Strip([Segment(text, style(name)) for text, name in line])
+        # What a row is marked with goes on to its end.
+        last = " cursor" if line and "cursor" in line[-1][1].split() else ""
+        base = self.rich_style + style(last) if last else self.rich_style
+        return strip.adjust_cell_length(width, base).apply_style(self.rich_style)
+
+    def on_focus(self) -> None:
+        self.changed()
+
+    def on_blur(self) -> None:
+        self.changed()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        event.stop()
+        self.scrolled(_WHEEL)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        event.stop()
+        self.scrolled(-_WHEEL)
+
+    def scrolled(self, lines: int) -> None:
+        """The wheel was turned."""
