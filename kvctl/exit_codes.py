@@ -17,3 +17,21 @@ class ExitCode(IntEnum):
     PROTOCOL = 6
     PARTIAL = 7
     INTERRUPTED = 130
+
+
+class CheckState(IntEnum):
+    """Exit status of `kvctl check`, as monitoring plugins have it."""
+
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
+    UNKNOWN = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @property
+    def gravity(self) -> int:
+        """Larger is worse: not to know is worse than a warning, and better than to know of a disaster."""
+        return (CheckState.OK, CheckState.WARNING, CheckState.UNKNOWN, CheckState.CRITICAL).index(self)

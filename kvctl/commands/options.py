@@ -119,6 +119,8 @@ def global_options() -> list[click.Option]:
 class GlobalOptions(click.Command):
     """A command that takes the global options and lists them in a section of their own.
 
+    An option of the command's own takes the place of a global one of that name.
+
     Args:
         view: of what it prints, so that a shell can complete names of columns.
     """
@@ -126,7 +128,8 @@ class GlobalOptions(click.Command):
     def __init__(self, *args: Any, view: View | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.view = view
-        self._globals = global_options()
+        own = {name for param in self.params for name in param.opts}
+        self._globals = [option for option in global_options() if own.isdisjoint(option.opts)]
         self.params.extend(self._globals)
         self.context_settings.setdefault("help_option_names", ["-h", "--help"])
 
