@@ -38,7 +38,7 @@ from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
-from kvctl_agent.protocol.roster import Lookup, Register
+from kvctl_agent.protocol.roster import Lookup, Register, Roster
 from kvctl_agent.protocol.roster import Rank as RegisteredRank
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime import endpoints
@@ -313,6 +313,11 @@ class Agent:
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{self.name} was not ready after {timeout:g} s: {waiting}")
             time.sleep(0.01)
+
+    def rosters(self) -> list[tuple[str, Roster]]:
+        """Endpoints of the registries that are asked, and what each has said so far."""
+        registries = self._registries
+        return [] if registries is None else [(each, registries.roster(each)) for each in self._instances]
 
     def waiting_for(self) -> str | None:
         """What keeps this agent from serving, in words; None when nothing does."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from kvctl_agent.admin.evidence import add_evidence
 from kvctl_agent.admin.inputs import page
 from kvctl_agent.admin.process import process_use
+from kvctl_agent.admin.rosters import instances
 from kvctl_agent.admin.staging import gated_parts, ring_use, ring_view
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS
@@ -20,6 +21,7 @@ from kvctl_agent.contract.pipeline import REASONS
 from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import (
+    Bootstrap,
     ConfigRow,
     Events,
     Hello,
@@ -46,6 +48,7 @@ from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
+from kvctl_agent.protocol.roster import Roster
 from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.pipelining import Pipelining
@@ -85,6 +88,8 @@ class Observed(Protocol):
 
     def waiting_for(self) -> str | None: ...
 
+    def rosters(self) -> list[tuple[str, Roster]]: ...
+
 
 class Observer:
     """One method per admin command, with its arguments as keywords."""
@@ -123,6 +128,9 @@ class Observer:
 
     def config(self) -> list[ConfigRow]:
         return self._agent.settings.rows()
+
+    def bootstrap(self) -> list[Bootstrap]:
+        return instances(self._agent.name, self._agent.rosters())
 
     def status(self) -> Status:
         agent, telemetry = self._agent, self._agent.telemetry

@@ -81,6 +81,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("metrics", "counters, gauges and histograms with help and unit"),
     Command("stacks", "Python stacks of all threads"),
+    Command("bootstrap", "what the registries of prefill instances say: who has registered, who is missing"),
 )
 
 COMMANDS_BY_NAME: dict[str, Command] = {command.name: command for command in COMMANDS}

@@ -352,6 +352,27 @@ class MetricFamily(TypedDict):
     samples: list[MetricSample]
 
 
+class RegisteredRank(TypedDict):
+    """A prefill rank as it registered itself."""
+
+    name: str
+    endpoint: str
+    incarnation: str
+    rank: dict[str, int]  # dp, pp, cp, tp
+
+
+class Bootstrap(TypedDict):
+    """One row of `bootstrap`: a prefill instance, as its registry has described it to this agent."""
+
+    agent: str
+    registry: str  # endpoint
+    expected: int | None  # ranks; None while nobody has registered, or the registry has not answered
+    sizes: dict[str, int] | None  # dp, pp, cp, tp of the instance
+    registered: list[RegisteredRank]
+    missing: list[dict[str, int]]  # coordinates, 256 at most
+    text: str  # what is missing or refused, in words; empty when complete
+
+
 class ThreadStack(TypedDict):
     """One row of `stacks`."""
 

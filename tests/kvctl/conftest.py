@@ -377,6 +377,30 @@ def metrics(name: str) -> list[dict[str, Any]]:
     ]
 
 
+def bootstrap(name: str) -> list[dict[str, Any]]:
+    """A third prefill rank has not come."""
+    ranks = [
+        {
+            "name": f"prefill-{tp}",
+            "endpoint": f"tcp://127.0.0.1:{5000 + tp}",
+            "incarnation": "c0ffee",
+            "rank": {"dp": 0, "pp": 0, "cp": 0, "tp": tp},
+        }
+        for tp in range(2)
+    ]
+    return [
+        {
+            "agent": name,
+            "registry": "tcp://127.0.0.1:4999",
+            "expected": 3,
+            "sizes": {"dp": 1, "pp": 1, "cp": 1, "tp": 3},
+            "registered": ranks,
+            "missing": [{"dp": 0, "pp": 0, "cp": 0, "tp": 2}],
+            "text": "2 of 3 prefill ranks registered, missing tp=2",
+        }
+    ]
+
+
 def config(name: str) -> list[dict[str, Any]]:
     workers = 4 if name == "prefill-1" else 1
     return [
@@ -434,6 +458,7 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
             "next": 3,
             "dropped": 0,
         },
+        "bootstrap": lambda _: bootstrap(name),
         "inputs": lambda args: inputs(name, args.get("since", 0)),
         "metrics": lambda _: metrics(name),
         "config": lambda _: config(name),
