@@ -291,6 +291,7 @@ class Agent:
                 self.transport.progress,
                 self._mailbox.put,
                 self.telemetry.metrics,
+                self.settings["digest"],
             )
             worker.start()
             self.workers.append(worker)

@@ -121,6 +121,13 @@ KEYS: tuple[Key, ...] = (
         sglang="SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",
     ),
     Key(
+        "digest",
+        bool,
+        False,
+        "Prefill: send with every part a CRC-32 of its bytes, which the decode rank compares with what is in its "
+        "pages; a room that differs fails and names writer and part. Costs a pass over the bytes on both sides.",
+    ),
+    Key(
         "pp_early_send",
         bool,
         True,

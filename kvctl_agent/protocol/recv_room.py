@@ -219,10 +219,9 @@ class RecvRoom:
                 return f"writer {writer} chunk {chunk} layers {first}-{last} did not arrive"
         for (writer, chunk), wanted in self.wanted.items():
             if self.scattered.get((writer, chunk), 0) != wanted:
-                return f"writer {writer} chunk {chunk} landed but is not in its pages"
-        for _, key in sorted(self.checks):
-            return f"writer {key.writer} chunk {key.chunk} landed but its digest was not taken"
+                where = "its digest was not taken" if self.checks else "is not in its pages"
+                return f"writer {writer} chunk {chunk} landed but {where}"
         for kind, key in sorted(self.finals):
             what = "the aux row" if kind is PartKind.AUX else f"state (segment {key.chunk}) layers {key.lo}-{key.hi}"
             return f"{what} of writer {key.writer} did not arrive"
-        return "nothing is missing"
+        return "the digests of final parts were not taken" if self.checks else "nothing is missing"

@@ -1,4 +1,4 @@
-"""The arrival loop of a decode rank: hears tags, scatters landed parts.
+"""The arrival loop of a decode rank: hears tags, scatters landed parts, takes digests of what is in its pages.
 
 Engines have no way to wake us, so it looks: often while bytes are expected, seldom otherwise. Looking costs about
 10 µs, and several ranks share a core, so the pause grows with the time since the last arrival. The pause is part of a
@@ -17,9 +17,10 @@ from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copy import scatter_piece
 from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.digest import aux_digest, part_digest
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
-from kvctl_agent.protocol.events import Arrived, Event, Scatter, Scattered
+from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
@@ -51,7 +52,7 @@ class ArrivalLoop:
         self._crew = crew
         self._report = report
         self._telemetry = telemetry
-        self._orders: SimpleQueue[Scatter | None] = SimpleQueue()
+        self._orders: SimpleQueue[Scatter | Check | None] = SimpleQueue()
         self._rooms = 0
         self._stopping = False
         self._record_ns = 0
@@ -60,7 +61,7 @@ class ArrivalLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def put(self, order: Scatter) -> None:
+    def put(self, order: Scatter | Check) -> None:
         self._orders.put(order)
 
     def expect(self, rooms: int) -> None:
@@ -91,7 +92,7 @@ class ArrivalLoop:
                 order = self._orders.get(timeout=pause)
                 while True:
                     if order is not None:
-                        self._try_scatter(order)
+                        self._try(order)
                         heard = time.monotonic()
                     order = self._orders.get_nowait()
             except Empty:
@@ -119,12 +120,24 @@ class ArrivalLoop:
         self._report(*events)
         return True
 
-    def _try_scatter(self, order: Scatter) -> None:
+    def _try(self, order: Scatter | Check) -> None:
         try:
-            self._scatter(order)
+            if isinstance(order, Check):
+                self._check(order)
+            else:
+                self._scatter(order)
         except Exception as error:
             # Its pages were checked when the room was opened, so this is a bug of ours: the thread must outlive it.
-            self._telemetry.recorder.record("scatter", f"{order.key}: {error}", "error", order.room)
+            kind = type(order).__name__.lower()
+            self._telemetry.recorder.record(kind, f"{order.key}: {error}", "error", order.room)
+
+    def _check(self, order: Check) -> None:
+        share, key = order.share, order.key
+        if share is None:
+            found = aux_digest(self._pool, int(order.pages[0]))
+        else:
+            found = part_digest(self._pool, share, order.pages, share.dst_head, key.lo, key.hi)
+        self._report(Checked(order.room, order.nonce, order.kind, key, found, time.monotonic_ns()))
 
     def _scatter(self, order: Scatter) -> None:
         share, key = order.share, order.key

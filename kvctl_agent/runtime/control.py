@@ -49,7 +49,7 @@ class Hands(Protocol):
     def refused(self, room: int, text: str) -> None:
         """The machine does not take this room of our engine."""
 
-    def move(self, order: ev.Transfer | ev.Scatter) -> None:
+    def move(self, order: ev.Transfer | ev.Scatter | ev.Check) -> None:
         """Hand a part to a worker or to the arrival loop."""
 
     def turned(self) -> None:
@@ -92,6 +92,7 @@ class ControlLoop:
             ev.Send: lambda action: links.queue(action.peer, action.message),
             ev.Transfer: hands.move,
             ev.Scatter: hands.move,
+            ev.Check: hands.move,
             ev.StateChanged: hands.state_changed,
             ev.Released: lambda action: hands.released(action.room),
             ev.Overlapped: hands.overlapped,

@@ -49,8 +49,8 @@ class AgentHands:
     def overlapped(self, action: ev.Overlapped) -> None:
         self._pipelining.learn(action)
 
-    def move(self, order: ev.Transfer | ev.Scatter) -> None:
-        if isinstance(order, ev.Scatter):
+    def move(self, order: ev.Transfer | ev.Scatter | ev.Check) -> None:
+        if isinstance(order, ev.Scatter | ev.Check):
             assert self.arrivals is not None
             self.arrivals.put(order)
         else:

@@ -15,10 +15,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 
+from msgspec.structs import replace
+
 from kvctl_agent.errors import KvctlError
+from kvctl_agent.memory.digest import aux_digest, part_digest
 from kvctl_agent.paths.base import Flight, Lane, Path
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
-from kvctl_agent.protocol.tag import PartKind
+from kvctl_agent.protocol.tag import PartKind, with_digest
 from kvctl_agent.telemetry.metrics import Metrics
 
 _ACTIVE = 4  # parts on the wire at once
@@ -44,6 +47,7 @@ class TransferWorker:
         lanes: by peer; written by the control loop, an entry is replaced and never changed.
         progress: lets the engine work; called now and then while there is nothing else to do.
         report: puts events into the control loop's mailbox.
+        digest: send with every part the digest of its bytes.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class TransferWorker:
         progress: Callable[[], None],
         report: Callable[[Event], None],
         metrics: Metrics,
+        digest: bool = False,
     ) -> None:
+        self._digest = digest
         self._paths = paths
         self._aux = aux
         self._lanes = lanes
@@ -192,6 +198,8 @@ class TransferWorker:
             return
         path = self._aux if order.kind is PartKind.AUX else self._paths[order.path]
         try:
+            if self._digest:
+                order = replace(order, tag=with_digest(order.tag, _digest(lane, order)))
             self._active.append(path.start(lane, order))
         except Exception as error:
             self._failed(order, _said(error), in_flight=False)
@@ -248,6 +256,14 @@ class TransferWorker:
                 in_flight,
             )
         )
+
+
+def _digest(lane: Lane, order: Transfer) -> int:
+    """Of a part's bytes as our pool has them: it is computed, so they change no more."""
+    share, key = order.share, order.key
+    if share is None:
+        return aux_digest(lane.pool, int(order.src_pages[0]))
+    return part_digest(lane.pool, share, order.src_pages, share.src_head, key.lo, key.hi)
 
 
 def _said(error: Exception) -> str:
