@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from kvctl.cli import run
-from kvctl_agent.admin.server import AdminServer
+from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.contract.commands import COMMANDS_BY_NAME
 from kvctl_agent.errors import RequestRefused
 
 MS = 1_000_000
@@ -425,6 +426,53 @@ def config(name: str) -> list[dict[str, Any]]:
     ]
 
 
+def operations(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """Handlers of the commands that act: they answer, and nothing happens."""
+
+    def done(subject: str, result: str, text: str) -> list[dict[str, str]]:
+        return [{"agent": name, "subject": subject, "result": result, "text": text}]
+
+    def abort(args: dict[str, Any]) -> Any:
+        if args["room"] != int(ROOM) or name == "decode-1":
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{name} knows no room {args['room']}, active or lately")
+        return done(f"room {args['room']}", "aborted", "it has failed here, and its other ranks are told")
+
+    def release(args: dict[str, Any]) -> Any:
+        if role_of(name) == "prefill":
+            raise RequestRefused(ErrorCode.REFUSED, f"{name} is a prefill rank: rings are on decode ranks")
+        if "room" in args and name == "decode-1":
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{name} knows no room {args['room']}, active or lately")
+        if not args.get("force"):
+            raise RequestRefused(ErrorCode.REFUSED, "prefill-0 (process 12 on this host) may still write to it")
+        held = f"room {args['room']}" if "room" in args else f"allocation {args['serial']}"
+        return done(held, "released", "it is free by force")
+
+    def change(args: dict[str, Any]) -> Any:
+        if args["key"] != "waiting_timeout_s":
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"unknown configuration key {args['key']!r}")
+        return done(args["key"], "set", f"waiting_timeout_s = {args['value']}, was 300.0; until the agent ends")
+
+    def probe(args: dict[str, Any]) -> Any:
+        if role_of(name) == "decode":
+            raise RequestRefused(ErrorCode.REFUSED, f"{name} is a decode rank: a lane is measured by its writer")
+        who = {"agent": name, "peer": args.get("peer", "decode-0")}
+        sizes = [(64, 1, 21_000), (512, 256, 950), (4096, 256, 1_400), (args.get("bytes", 16 << 20), 1, 2_100_000)]
+        rows = [
+            {**who, "bytes": size, "descriptors": count, "descriptor_ns": ns, "gb_per_s": size / ns}
+            for size, count, ns in sizes
+        ]
+        return {**who, "lane": "nixl", "running": False, "rows": rows}
+
+    return {
+        "abort": abort,
+        "release": release,
+        "drain": lambda _: done("rooms", "draining", "takes no new rooms; 2 in flight: kvctl wait --for drained"),
+        "resume": lambda _: done("rooms", "accepting", "takes new rooms"),
+        "set": change,
+        "probe": probe,
+    }
+
+
 def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, Any]], Any]]:
     """Handlers of one agent, each with fixed data."""
 
@@ -445,6 +493,7 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
         return rows[: args["limit"]]
 
     return {
+        **operations(name),
         "status": lambda _: status(name),
         "rooms": rooms,
         "room": room,
@@ -463,6 +512,15 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
         "metrics": lambda _: metrics(name),
         "config": lambda _: config(name),
     }
+
+
+def refusals() -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """Whatever is declared and has no fixed answer is refused."""
+
+    def refuse(_: dict[str, Any]) -> Any:
+        raise RequestRefused(ErrorCode.NOT_PERMITTED, "not in this fleet of fixed answers")
+
+    return dict.fromkeys(COMMANDS_BY_NAME.keys() - SERVED_HERE, refuse)
 
 
 Start = Callable[..., AdminServer]
@@ -497,7 +555,7 @@ def start(socket_directory: Path) -> Iterator[Start]:
         greeting = {**hello(name), **changes}
         server = AdminServer(
             name,
-            {**answers(name), **(handlers or {})},
+            {**refusals(), **answers(name), **(handlers or {})},
             lambda: {**greeting, "now_ns": time.time_ns() + ahead_ns},  # type: ignore[arg-type, return-value, typeddict-item]
             socket_directory,
         )

@@ -169,7 +169,7 @@ class Typed:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             self.type(f"\x15{typed}\t")
-            if self.wait_for(shown, 3, must=False):
+            if self.wait_for(shown, 10, must=False):
                 break
             assert time.monotonic() < deadline, f"{typed!r} does not become {shown!r}: {self.seen!r}"
         self.type("\x15")
@@ -209,11 +209,9 @@ def test_bash(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
         bash.type("source <(kvctl completion bash); echo rea''dy\n")
         bash.wait_for("ready\r\n")
         bash.completes("kvctl vers", "version ")
-        bash.completes("kvctl version --ag", "--agents ")
         bash.completes("kvctl rooms show 18", f"{canned.ROOM} ")
         bash.completes("kvctl rooms --columns=room,state_", "room,state_age ")
         bash.completes("kvctl -e prefill-0 agents --columns agent,ve", "agent,version ")
-        bash.completes("kvctl -e pre", "prefill-")
 
 
 def test_zsh(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
@@ -222,7 +220,6 @@ def test_zsh(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
         zsh.type(f"fpath=({ROOT / 'completions'} $fpath); autoload -U compinit; compinit -u -D; echo rea''dy\n")
         zsh.wait_for("ready\r\n")
         zsh.completes("kvctl vers", "version ")
-        zsh.completes("kvctl version --ag", "--agents ")
         zsh.completes("kvctl rooms show 18", canned.ROOM)
         zsh.completes("kvctl rooms --columns=room,state_", "room,state_age")
         zsh.completes("kvctl -e pre", "prefill-")
