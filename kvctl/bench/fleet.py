@@ -29,6 +29,8 @@ from kvctl_agent.contract.rig import (
     PlannedRank,
     PlanRequest,
     Prepare,
+    Probe,
+    Probed,
     Ready,
     Room,
     Run,
@@ -109,6 +111,11 @@ class Fleet:
         command = Floors("memcpy" if kind == "memcpy" else "write")
         answer = self._crew.ask({name: command}, _FLOORS_S, f"{kind} floor")[name]
         return cast(FloorMeasured, answer)["gb_per_s"]
+
+    def probe(self) -> Probed:
+        """What writes and copies cost on the first prefill rank; nothing else may run."""
+        name = self.of_role("prefill")[0]
+        return cast(Probed, self._crew.ask({name: Probe()}, _FLOORS_S, "probe")[name])
 
     def prepare(
         self, lot: int, path: str, rooms: Sequence[Room], poison: bool, doing: str, pipeline: str = "off"

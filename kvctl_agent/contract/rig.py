@@ -414,6 +414,13 @@ class Floors:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Prefill: measure what writes and copies cost here, for `kvctl tune`; nothing else may run."""
+
+    do: ClassVar[str] = "probe"
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """Before a run, untimed: prefill ranks fill the lot's pages (once per `lot`), decode ranks poison theirs."""
 
@@ -460,8 +467,8 @@ class Stop:
     do: ClassVar[str] = "stop"
 
 
-Command = Start | Floors | Prepare | Run | Verify | Stop
-COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in (Start, Floors, Prepare, Run, Verify, Stop)}
+Command = Start | Floors | Probe | Prepare | Run | Verify | Stop
+COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in (Start, Floors, Probe, Prepare, Run, Verify, Stop)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -503,6 +510,20 @@ class FloorMeasured(TypedDict):
     """Answer to `Floors`: GB/s (1e9 bytes), None where it cannot be measured."""
 
     gb_per_s: float | None
+
+
+class Probed(TypedDict):
+    """Answer to `Probe`: GB/s (1e9 bytes) and µs.
+
+    `us_by_bytes` are (bytes, µs) of one descriptor; `gather` and `scatter` are (bytes of a row, µs per MiB).
+    """
+
+    write_gb_per_s: float
+    us_per_write: float
+    us_by_bytes: list[tuple[int, float]]
+    gather: list[tuple[int, float]]
+    scatter: list[tuple[int, float]]
+    memcpy_gb_per_s: float
 
 
 class ShownPart(TypedDict):

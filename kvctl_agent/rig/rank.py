@@ -14,6 +14,7 @@ from kvctl_agent.contract.rig import (
     Command,
     Floors,
     Prepare,
+    Probe,
     Run,
     Start,
     Stop,
@@ -85,6 +86,8 @@ class _Rank:
             raise LocalProtocolError(f"{command.do} before start")
         if isinstance(command, Floors):
             return self._worker.floors(command)
+        if isinstance(command, Probe):
+            return self._worker.probe()
         if isinstance(command, Prepare):
             self._worker.prepare(command)
             return {}

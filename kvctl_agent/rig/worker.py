@@ -18,6 +18,7 @@ from kvctl_agent.contract.rig import (
     FloorMeasured,
     Floors,
     Prepare,
+    Probed,
     Ready,
     Room,
     Run,
@@ -29,6 +30,8 @@ from kvctl_agent.contract.rig import (
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.memory.floor import memcpy_gb_per_s
+from kvctl_agent.memory.slab import Slab
+from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.rank import Rank
 from kvctl_agent.rig import measure
 from kvctl_agent.rig.content import Content, allocate_pool, own_coord, own_side
@@ -39,6 +42,7 @@ from kvctl_agent.rig.geometry import model_shape
 from kvctl_agent.runtime.handles import Handle
 
 CLOSE_TIMEOUT_S = 3.0
+_COPIES_BYTES = 64 << 20  # larger than the caches
 # A finished room's pages are free a round trip later; a failed one's when its writers have drained.
 RELEASE_TIMEOUT_S = 10.0
 
@@ -119,6 +123,22 @@ class Worker(ABC):
             measure.forget_peak_rss()
             return FloorMeasured(gb_per_s=floor)
         return FloorMeasured(gb_per_s=self.agent.measure_lane().write_gb_per_s)
+
+    def probe(self) -> Probed:
+        """What a write to the first decode rank costs, and what row copies do."""
+        lane = self.agent.measure_lane()
+        with Slab(_COPIES_BYTES) as memory:
+            copies = measure_copies(memory.array)
+        floor = memcpy_gb_per_s(seconds=0.2)
+        measure.forget_peak_rss()
+        return Probed(
+            write_gb_per_s=lane.write_gb_per_s,
+            us_per_write=lane.us_per_write,
+            us_by_bytes=list(lane.us_by_bytes),
+            gather=list(zip(copies.row_bytes, copies.gather_us_per_mib, strict=True)),
+            scatter=list(zip(copies.row_bytes, copies.scatter_us_per_mib, strict=True)),
+            memcpy_gb_per_s=floor,
+        )
 
     @abstractmethod
     def bootstraps(self) -> tuple[str, ...]:
