@@ -50,9 +50,14 @@ def earlier(settings: Settings, calls: Sequence[Call] = HEALTH_CALLS) -> Snapsho
     """A reading to compare the next one with: taken a moment ago, or the one before in a file.
 
     With `-w` there is none: the next reading comes soon enough.
+
+    Raises:
+        CliError: nobody can be asked at all.
     """
     if settings.watch_ns is not None:
         return None
+    if settings.from_file is not None:
+        return _moment_before(settings, calls)
     started = time.monotonic()
     # Who does not answer this one is waited for by the next.
     brief = replace(settings, timeout_ns=min(settings.timeout_ns, round(PAUSE_S * 1e9)))
@@ -61,6 +66,17 @@ def earlier(settings: Settings, calls: Sequence[Call] = HEALTH_CALLS) -> Snapsho
     if not survey.agents:
         return None
     time.sleep(max(0, PAUSE_S - (time.monotonic() - started)))
+    return Snapshot(survey, survey.tick_ns)
+
+
+def _moment_before(settings: Settings, calls: Sequence[Call]) -> Snapshot | None:
+    from kvctl.client.captured import Captured
+
+    with source(settings) as file:
+        if not isinstance(file, Captured) or file.moment == 0:
+            return None
+        file.seek(file.moment - 1)
+        survey = file.survey(calls)
     return Snapshot(survey, survey.tick_ns)
 
 
