@@ -1,17 +1,16 @@
-"""`kvctl config show`: every configuration value of the agents, and where it comes from."""
+"""`kvctl config`: every configuration value of the agents, and where it comes from."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
+from kvctl.commands.config_explain import explain
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.reading import run
 from kvctl.commands.settings import Settings
-from kvctl.views.config import CONFIG
+from kvctl.views.config import CONFIG, ORIGINS, shared
 from kvctl.views.report import Report
 
 
@@ -21,17 +20,19 @@ def config() -> None:
 
 
 @config.command(view=CONFIG, short_help="Every value with its origin.")
+@click.option("--origin", is_flag=True, help="Only what somebody has set, by where: file, environment, argument.")
 @pass_settings
-def show(settings: Settings) -> None:
+def show(settings: Settings, origin: bool) -> None:
     """Every value with its origin: default, file, environment or argument. Agents that agree share a row."""
-    run(settings, CONFIG, (Call("config"),), _read)
+    view = ORIGINS if origin else CONFIG
+
+    def read(survey: Survey) -> Report:
+        answers = survey.answers("config")
+        rows = shared([(agent.name, data) for agent, data in answers])
+        chosen = [row for row in rows if not origin or row["origin"] != "default"]
+        return Report(view, chosen, len(answers), survey.faults)
+
+    run(settings, view, (Call("config"),), read)
 
 
-def _read(survey: Survey) -> Report:
-    answers = survey.answers("config")
-    shared: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for agent, rows in answers:
-        for row in rows:
-            merged = shared.setdefault((row["key"], repr(row["value"]), row["origin"]), {**row, "agents": []})
-            merged["agents"].append(agent.name)
-    return Report(CONFIG, list(shared.values()), len(answers), survey.faults)
+config.add_command(explain)

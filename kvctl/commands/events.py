@@ -8,6 +8,7 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
+from kvctl.commands.events_follow import Follower
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.reading import follow, run
@@ -17,6 +18,7 @@ from kvctl.views.report import Report
 from kvctl.views.units import parse_seconds
 
 _MOST = 1000
+SEVERITIES = ("debug", "info", "warning", "error")
 
 
 @click.command(cls=KvctlCommand, view=EVENTS)
@@ -24,18 +26,30 @@ _MOST = 1000
 @click.option(
     "-n", "--limit", type=click.IntRange(min=1), default=_MOST, show_default=True, help="Events per agent at most."
 )
+@click.option("--severity", type=click.Choice(SEVERITIES), default="debug", help="Only events this severe or more.")
 @pass_settings
-def events(settings: Settings, since: str | None, limit: int) -> None:
-    """The flight recorders of all agents, merged by time; -w goes on with what happens next."""
+def events(settings: Settings, since: str | None, limit: int, severity: str) -> None:
+    """The flight recorders of all agents, merged by time; -w goes on with what happens next.
+
+    An agent that is started anew is followed into its new life; what a recorder lost before it was read is said.
+    """
     back_ns = None if since is None else _span(since)
+    wanted = SEVERITIES[SEVERITIES.index(severity) :]
+
+    def keep(row: dict[str, Any]) -> bool:
+        # A newer agent may know a severity that we do not.
+        return row["severity"] in wanted or row["severity"] not in SEVERITIES
+
     if settings.watch_ns is not None:
         Output(settings).selection(EVENTS)
-        follower = _Follower(back_ns, limit)
+        follower = Follower(keep, back_ns, limit)
         follow(settings, follower.calls, follower)
 
     def read(survey: Survey) -> Report:
         rows, notes = _rows(survey, back_ns)
-        return Report(EVENTS, rows, len(survey.answers("events")), survey.faults, notes=notes)
+        return Report(
+            EVENTS, [row for row in rows if keep(row)], len(survey.answers("events")), survey.faults, notes=notes
+        )
 
     run(settings, EVENTS, (Call("events", {"limit": limit}),), read)
 
@@ -55,32 +69,3 @@ def _rows(survey: Survey, back_ns: int | None) -> tuple[list[dict[str, Any]], li
         if data["dropped"]:
             notes.append(f"{agent.name}: {data['dropped']} older events are no longer in its recorder")
     return rows, notes
-
-
-class _Follower:
-    """Remembers each agent's place in its recorder.
-
-    All agents get the same request, so it starts at the least advanced place, and what was printed is left out.
-    """
-
-    def __init__(self, back_ns: int | None, limit: int) -> None:
-        self._back_ns = back_ns
-        self._limit = limit
-        self._next: dict[tuple[str, str], int] = {}
-        self._first = True
-
-    def calls(self) -> list[Call]:
-        return [Call("events", {"limit": self._limit, "since": min(self._next.values(), default=None)})]
-
-    def __call__(self, output: Output, survey: Survey) -> None:
-        rows, _ = _rows(survey, self._back_ns if self._first else None)
-        places: dict[tuple[str, str], int] = {}
-        fresh: list[dict[str, Any]] = []
-        for agent, data in survey.answers("events"):
-            key = (agent.name, agent.hello["incarnation"])
-            seen = self._next.get(key, 0)
-            fresh += [row for row in rows if row["agent"] == agent.name and row["sequence"] >= seen]
-            places[key] = data["next"]
-        self._next = places
-        self._first = False
-        output.stream(EVENTS, fresh, survey.at_ns)
