@@ -82,7 +82,7 @@ class Captured:
         for seen in chosen:
             self._admit(seen, calls, survey)
         survey.agents.sort(key=lambda agent: agent.name)
-        survey.remarks = [self._when(), *(f"{self._path.name} lacks {what}" for what in moment.left_out)]
+        survey.remarks.insert(0, self._when())
         return survey
 
     def _admit(self, seen: Seen, calls: Sequence[Call], survey: Survey) -> None:
@@ -104,6 +104,8 @@ class Captured:
                 agent.data[call.command] = answer(seen, lambda: self._past(seen), call)
             except Absent as absent:
                 survey.faults.append(absent.fault)
+        if any(not rank["timeline"] and not rank["timeline_dropped"] for rank in agent.data.get("room", ())):
+            survey.remarks.append(f"{agent.name}: the timeline of this room was left out of {self._path.name}")
         survey.agents.append(agent)
 
     def _past(self, seen: Seen) -> Past:

@@ -96,6 +96,27 @@ def parsed_manifest(data: bytes) -> dict[str, Any]:
     return cast(dict[str, Any], manifest)
 
 
+def checked(file: IO[bytes]) -> dict[str, Any]:
+    """The manifest of a bundle in which everything is as it says.
+
+    Raises:
+        RecordingError: it is not.
+        RecordingVersionError: it is of another version.
+    """
+    found: dict[str, str] = {}
+    manifest: dict[str, Any] | None = None
+    for member in members(file):
+        if member.name == MANIFEST:
+            manifest = parsed_manifest(member.data)
+        found[member.name] = hashlib.sha256(member.data).hexdigest()
+    if manifest is None:
+        raise RecordingError("it is no bundle of kvctl: it has no manifest")
+    for each in manifest["files"]:
+        if found.get(each["name"]) != each["sha256"]:
+            raise RecordingError(f"it is damaged: {each['name']!r:.60} is not what its manifest says")
+    return manifest
+
+
 def check(manifest: dict[str, Any], name: str, data: bytes) -> None:
     """Raises RecordingError where `data` is not what the manifest says."""
     digests = {each["name"]: each["sha256"] for each in manifest["files"]}

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import orjson
 
@@ -67,12 +67,8 @@ def encode(moment: Moment, number: int) -> Iterator[bytes]:
         left_out += dropped
         about = {"moment": number, "agent": seen.endpoint.name}
         agents.append(form.frame(form.SEEN, about, zlib.compress(body)))
-    told: MomentBody = {
-        "directory": str(moment.discovery.directory),
-        "stale": [_endpoint_body(endpoint) for endpoint in moment.discovery.stale],
-        "faults": [_fault_body(fault) for fault in moment.discovery.faults],
-        "left_out": left_out,
-    }
+    told = _moment_body(moment)
+    told["left_out"] = left_out
     about = {
         "moment": number,
         "at_ns": moment.at_ns,
@@ -90,17 +86,32 @@ def decode(at_ns: int, body: bytes, agents: Sequence[bytes]) -> Moment:
         RecordingError: they are not what `encode` writes.
     """
     try:
-        told = cast(MomentBody, _document(body))
-        seen = [_seen(cast(SeenBody, _document(agent))) for agent in agents]
-        faults = [_fault(fault) for fault in told["faults"]]
-        stale = [_endpoint(endpoint) for endpoint in told["stale"]]
-        directory = Path(_text(told["directory"]))
-        left_out = [_text(text) for text in told["left_out"]]
+        return of_bodies(at_ns, _document(body), [_document(agent) for agent in agents])
     except RecordingError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RecordingError(f"it is damaged: a moment lacks {error}") from None
-    return Moment(at_ns, Discovery(directory, [each.endpoint for each in seen], stale, faults), seen, left_out)
+
+
+def bodies(moment: Moment) -> tuple[MomentBody, list[SeenBody]]:
+    """A moment as plain data."""
+    return _moment_body(moment), [_seen_body(seen) for seen in moment.seen]
+
+
+def of_bodies(at_ns: int, told: MomentBody, agents: Sequence[SeenBody]) -> Moment:
+    """The moment of which these are the `bodies`.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: they are of none.
+    """
+    seen = [_seen(agent) for agent in agents]
+    found = Discovery(
+        Path(_text(told["directory"])),
+        [each.endpoint for each in seen],
+        [_endpoint(endpoint) for endpoint in told["stale"]],
+        [_fault(fault) for fault in told["faults"]],
+    )
+    return Moment(at_ns, found, seen, [_text(text) for text in told["left_out"]])
 
 
 def _fitting(seen: Seen) -> tuple[bytes, list[str]]:
@@ -123,6 +134,15 @@ def _fitting(seen: Seen) -> tuple[bytes, list[str]]:
             refused={**seen.refused, largest: Fault(name, FaultCode.NOT_CAPTURED, text)},
         )
     return body, dropped
+
+
+def _moment_body(moment: Moment) -> MomentBody:
+    return {
+        "directory": str(moment.discovery.directory),
+        "stale": [_endpoint_body(endpoint) for endpoint in moment.discovery.stale],
+        "faults": [_fault_body(fault) for fault in moment.discovery.faults],
+        "left_out": list(moment.left_out),
+    }
 
 
 def _seen_body(seen: Seen) -> SeenBody:

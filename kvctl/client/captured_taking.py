@@ -93,12 +93,15 @@ class Taker:
         found: dict[Any, Seen] = {}
         waiting: dict[Any, list[str]] = {}
         each_may = min(_ROOMS_OF_ONE, max(1, _ROOMS_OF_ALL // max(1, len(seen))))
+        known = too_many = 0
         for each in seen:
             wanted = list(self._wanted(each))
             waiting[each.endpoint] = wanted[:each_may]
             found[each.endpoint] = replace(each, rooms={}, layers={})
-            if len(wanted) > each_may:
-                left_out.append(f"{each.endpoint.name}: timelines of {len(wanted) - each_may} of {len(wanted)} rooms")
+            known += len(wanted)
+            too_many += max(0, len(wanted) - each_may)
+        if too_many:
+            left_out.append(f"{too_many} of {known} timelines of rooms; those of failed and active ones come first")
         while any(waiting.values()):
             requests = []
             for endpoint, rooms in waiting.items():

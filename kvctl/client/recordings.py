@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from kvctl.client.calls import Call
-from kvctl.client.captured_moment import encode
+from kvctl.client.captured_moment import Moment, encode
 from kvctl.client.captured_taking import Taker
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
@@ -101,7 +101,7 @@ def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
     return saving
 
 
-def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Series, *, inputs: bool = True) -> None:
+def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Series) -> None:
     """A whole recording of the agents that `saving` names, into an empty file."""
     saving.saved = [
         Saved(agent.name, agent.hello["role"], agent.hello["incarnation"]) for agent in saving.survey.agents
@@ -112,13 +112,20 @@ def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Serie
     except KeyboardInterrupt:
         saving.interrupted = True
     writer.forget_half()
-    if inputs:
-        try:
-            _fetch_inputs(fleet, saving, writer)
-        except KeyboardInterrupt:
-            if not saving.moments:
-                raise
-            saving.interrupted = True
+    try:
+        _fetch_inputs(fleet, saving, writer)
+    except KeyboardInterrupt:
+        if not saving.moments:
+            raise
+        saving.interrupted = True
+    writer.end()
+
+
+def write_moments(file: IO[bytes], moments: Iterable[Moment]) -> None:
+    """A recording of moments only, into an empty file."""
+    writer = _Writer(file)
+    for number, moment in enumerate(moments):
+        writer.add(encode(moment, number))
     writer.end()
 
 
@@ -158,7 +165,7 @@ def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) 
         moment = taker.take()
         writer.add(encode(moment, len(saving.moments)))
         saving.moments.append(moment.at_ns)
-        saving.left_out += [text for text in moment.left_out if text not in saving.left_out]
+        saving.left_out = list(moment.left_out)  # a series makes up for what its first moments lack
         left_ns = started + series.for_ns - time.monotonic_ns()
         series.told(len(saving.moments), writer.nbytes, max(0, left_ns))
         if left_ns <= 0:

@@ -1,0 +1,222 @@
+"""Makes a debug bundle: what was captured, and what the reading commands make of it, in files that people can read.
+
+The texts are the commands' own, run on the recording that is in the bundle: they show what `--from` would show, and
+where names were taken out of the recording there are none in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import click
+import orjson
+
+from kvctl.client.captured_archive import Archive, Entry
+from kvctl.client.captured_bundle import RECORDING
+from kvctl.client.captured_file import load
+from kvctl.client.captured_moment import Moment
+from kvctl.client.captured_redaction import Redaction, redacted
+from kvctl.client.captured_taking import Taker
+from kvctl.client.faults import Fault
+from kvctl.client.fleet import Fleet
+from kvctl.client.recordings import Saving, Series, write_moments, write_recording
+from kvctl.commands.debug_host import facts
+from kvctl.commands.registry import load as command_named
+from kvctl.exit_codes import ExitCode
+
+HOST = "host.json"
+_APART_NS = 1_000_000_000
+_WIDTH = "160"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A file made by a command: its arguments, and what it shows."""
+
+    name: str
+    args: tuple[str, ...]
+    what: str
+
+
+TEXTS = (
+    Text("status.txt", ("status", "-o", "wide"), "the fleet on one screen"),
+    Text("health.txt", ("health",), "what is wrong, the worst first"),
+    Text("findings.txt", ("health", "detail"), "evidence, cause and remedy of each"),
+    Text("health.json", ("health", "detail", "-o", "json"), "the same for programs"),
+    Text("agents.txt", ("agents", "-o", "wide"), "who was there"),
+    Text("rooms.txt", ("rooms", "-o", "wide"), "active rooms"),
+    Text("history.txt", ("rooms", "history", "-n", "1000", "-o", "wide"), "rooms that finished last"),
+    Text("slow.txt", ("rooms", "slow", "-n", "1000", "-o", "wide"), "slowest finished rooms"),
+    Text("staging.txt", ("staging", "-o", "wide"), "rings and buffers"),
+    Text("staging-map.txt", ("staging", "map", "-o", "wide"), "a picture of each ring"),
+    Text("layers.txt", ("layers", "-o", "wide"), "where the time goes"),
+    Text("peers.txt", ("peers", "-o", "wide"), "connections between agents"),
+    Text("events.txt", ("events", "-n", "4096", "-o", "wide"), "the flight recorders, merged"),
+    Text("config.txt", ("config", "show", "-o", "wide"), "configuration and its origin"),
+    Text("metrics.prom", ("metrics", "-o", "prom"), "metrics in Prometheus' text format"),
+    Text("stacks.txt", ("stacks", "-o", "wide"), "what every thread was doing"),
+)
+
+
+@dataclass(slots=True)
+class Bundled:
+    """What came of it.
+
+    Attributes:
+        agents: how many answered.
+        faults: of agents that did not, or not all.
+        failed: files that could not be made, and why.
+        entries: the files in it.
+        partial: Ctrl-C ended it early.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    agents: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What goes into the bundle.
+
+    Attributes:
+        fleet: whom to ask; None where `source` is given.
+        source: a recording or bundle whose moments are taken over.
+        say: told what is done next.
+    """
+
+    fleet: Fleet | None
+    source: Path | None
+    redact: bool
+    say: Callable[[str], None]
+
+
+def write_bundle(file: IO[bytes], directory: Path, wish: Wish) -> Bundled:
+    """A whole bundle, into an empty file; `directory` takes the recording while it is being made."""
+    made = Bundled()
+    archive = Archive(file)
+    redaction = Redaction.of_this_machine() if wish.redact else None
+    about: dict[str, Any] = {"made_at_ns": time.time_ns(), "redacted": wish.redact}
+    try:
+        _fill(archive, directory, wish, redaction, made)
+    except KeyboardInterrupt:
+        made.partial = True
+    failed = [redaction.text(text) for text in made.failed] if redaction else made.failed
+    left_out = [redaction.text(text) for text in made.left_out] if redaction else made.left_out
+    faults = [{"agent": fault.agent, "code": fault.code, "message": fault.message} for fault in made.faults]
+    archive.end(
+        {
+            **about,
+            "partial": made.partial,
+            "agents": made.agents,
+            "failed": failed,
+            "left_out": left_out,
+            "errors": redaction.document(faults) if redaction else faults,
+        }
+    )
+    made.entries = archive.entries
+    return made
+
+
+def _fill(archive: Archive, directory: Path, wish: Wish, redaction: Redaction | None, made: Bundled) -> None:
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvctl-", suffix=".kvrec") as recording:
+        wish.say("asking the agents")
+        what = _record(recording, wish, redaction, made)
+        recording.flush()
+        archive.add(RECORDING, recording, what)
+        for text in TEXTS:
+            wish.say(text.name)
+            shown = _shown(text, Path(recording.name), made)
+            if redaction is not None:
+                shown = redaction.text(shown)
+            if shown:
+                archive.add(text.name, shown.encode(), text.what)
+    if wish.source is None:
+        wish.say(HOST)
+        found = facts()
+        known = redaction.document(found) if redaction else found
+        archive.add(HOST, orjson.dumps(known, option=orjson.OPT_INDENT_2), "the machine on which this was made")
+
+
+def _record(file: IO[bytes], wish: Wish, redaction: Redaction | None, made: Bundled) -> str:
+    """Writes the recording; returns what it holds."""
+    if wish.fleet is not None and redaction is None:
+        saving = Saving(wish.fleet.survey())
+        write_recording(file, wish.fleet, saving, Series(_APART_NS, _APART_NS, lambda *_: None))
+        made.agents, made.faults = len(saving.saved), saving.faults
+        made.left_out += saving.left_out
+        if saving.interrupted:
+            raise KeyboardInterrupt
+        return "moments of the fleet, for --from, and what its machines were told, for kvctl replay"
+    moments: Iterable[Moment] = _taken(wish.fleet) if wish.fleet is not None else _loaded(wish.source)
+    counted = _counted(moments, made)
+    write_moments(file, counted if redaction is None else redacted(counted, redaction))
+    made.left_out.append("what the machines were told: it holds addresses" if redaction else "machine inputs")
+    return "moments of the fleet, for --from"
+
+
+def _taken(fleet: Fleet) -> Iterator[Moment]:
+    taker = Taker(fleet)
+    yield taker.take()
+    time.sleep(_APART_NS / 1e9)
+    yield taker.take()
+
+
+def _loaded(source: Path | None) -> Iterator[Moment]:
+    assert source is not None
+    moments = load(source)
+    return (moments[index] for index in range(len(moments)))
+
+
+def _counted(moments: Iterable[Moment], made: Bundled) -> Iterator[Moment]:
+    for moment in moments:
+        made.agents = max(made.agents, sum(seen.answer is not None for seen in moment.seen))
+        made.faults = [*moment.discovery.faults, *(seen.fault for seen in moment.seen if seen.fault is not None)]
+        made.left_out = list(moment.left_out)  # a series makes up for what its first moments lack
+        yield moment
+
+
+def _shown(text: Text, recording: Path, made: Bundled) -> str:
+    """What the command prints of the recording."""
+    command = command_named(text.args[0])
+    assert command is not None, text.name
+    out, err = io.StringIO(), io.StringIO()
+    human = [] if "-o" in text.args else ["-o", "wide"]
+    args = [*text.args[1:], *human, "--from", str(recording), "--color", "never", "-q"]
+    code: Any = ExitCode.OK
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _columns():
+        try:
+            code = command.main(args, prog_name=f"kvctl {text.args[0]}", standalone_mode=False)
+        except click.Abort:  # is what Ctrl-C becomes inside a command
+            raise KeyboardInterrupt from None
+        except Exception as error:  # one command's mistake must not cost the others' answers
+            err.write(f"{type(error).__name__}: {error}")
+            code = ExitCode.FAILED
+    if code not in {ExitCode.OK, ExitCode.PARTIAL, None}:
+        made.failed.append(f"{text.name}: {err.getvalue().strip() or f'exit code {code}'}")
+    return out.getvalue()
+
+
+@contextlib.contextmanager
+def _columns() -> Iterator[None]:
+    """The width of pictures is the terminal's; a bundle looks the same whoever makes it."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = _WIDTH
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
