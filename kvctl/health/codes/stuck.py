@@ -130,10 +130,9 @@ def _live(group: list[Stuck]) -> Finding:
         cause += f", and it waits for {listed(ends.owing())}"
     if len(group) > 1:
         cause += f"; {counted(len(group) - 1, 'more room')} with it"
-    incomplete = first.code == BOOTSTRAP and not culprits
     return Finding(
         code=first.code,
-        severity=Severity.WARNING if incomplete else Severity.CRITICAL,
+        severity=Severity.CRITICAL if culprits or first.code == SCATTER else Severity.WARNING,
         subject=f"room {ends.room}",
         agents=tuple(dict.fromkeys((*(one.name for one in culprits), ends.agent.name))),
         since_ns=ends.age_ns,

@@ -1,0 +1,416 @@
+"""A fleet that is well and busy, built from plain answers, and the words to harm it.
+
+Two prefill ranks (tp2) and two decode ranks (dp2): rooms queue for the forward, some are under way, parts are gated for
+moments, the ring has turned over. Every test harms it in one way and looks at what the codes make of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from kvctl.client.clock import ClockOffset
+from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.faults import Fault
+from kvctl.client.fleet import AgentAnswer, Survey
+from kvctl.health.codes import CODES, CODES_BY_NAME
+from kvctl.health.engine import examine
+from kvctl.health.finding import Finding
+from kvctl.health.snapshot import Snapshot
+from kvctl_agent.contract.config import KEYS
+from kvctl_agent.contract.metrics import METRICS
+
+MS = 1_000_000
+S = 1_000_000_000
+MIB = 1 << 20
+NOW = 1_760_000_000 * S
+NONCE = "9007199254740993"
+STAGES_S = {"gate": 0.02, "queue": 0.01, "gather": 0.004, "post": 0.001, "wire": 0.006}
+
+
+class Fleet:
+    """What every agent answers, free to be changed.
+
+    Attributes:
+        answers: by agent name and command.
+        faults, stale: agents that did not answer, and sockets of processes that are gone.
+    """
+
+    def __init__(self, prefill: int = 2, decode: int = 2) -> None:
+        self.names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.hellos: dict[str, dict[str, Any]] = {}
+        self.clocks: dict[str, ClockOffset] = {}
+        self.faults: list[Fault] = []
+        self.stale: list[str] = []
+        for name in self.names:
+            self.hellos[name] = self._hello(name)
+            self.clocks[name] = ClockOffset(20_000, 150_000)
+            self.answers[name] = {
+                "status": self._status(name, prefill, decode),
+                "rooms": [],
+                "history": [],
+                "staging": self._staging(name),
+                "peers": [self._peer(name, other) for other in self.names if role(other) != role(name)],
+                "metrics": self._metrics(name),
+                "config": self._config(),
+            }
+        for number in range(24 if self.names else 0):
+            self._busy_room(str(1000 + number), number, prefill, decode)
+
+    # ---- what codes are asked -----------------------------------------------------------------------------------
+
+    def snapshot(self, before: Fleet | None = None, apart_s: float = 5.0) -> Snapshot:
+        """This fleet now; `before` was it `apart_s` ago."""
+        earlier = None if before is None else before.snapshot()
+        taken = 1000 * S + (round(apart_s * S) if earlier else 0)
+        return Snapshot(self.survey(), taken, earlier)
+
+    def survey(self) -> Survey:
+        discovery = Discovery(Path("/run/kvctl"), stale=[Endpoint(name, None) for name in self.stale])
+        agents = [
+            AgentAnswer(
+                Endpoint(name, None),
+                self.hellos[name],  # type: ignore[arg-type]
+                200_000,
+                self.clocks[name],
+                self.answers[name],
+            )
+            for name in sorted(self.answers)
+        ]
+        return Survey(discovery, agents, list(self.faults))
+
+    def find(self, code: str, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
+        """What one code finds."""
+        return examine(self.snapshot(before, apart_s), [CODES_BY_NAME[code]])
+
+    def examine(self, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
+        """What all codes find, the worst first."""
+        return examine(self.snapshot(before, apart_s), CODES)
+
+    def copy(self) -> Fleet:
+        """Quicker than `deepcopy`, and there are many."""
+        copied: Fleet = pickle.loads(pickle.dumps(self))
+        return copied
+
+    # ---- words to harm it with ----------------------------------------------------------------------------------
+
+    def gone(self, name: str) -> None:
+        """Its process answers nobody any more."""
+        del self.answers[name]
+
+    def status(self, name: str, **changes: Any) -> None:
+        self.answers[name]["status"].update(changes)
+
+    def peer(self, name: str, other: str, **changes: Any) -> None:
+        """What `name` says of `other`."""
+        next(row for row in self.answers[name]["peers"] if row["peer"] == other).update(changes)
+
+    def setting(self, key: str, value: Any) -> None:
+        """Of every agent."""
+        for answers in self.answers.values():
+            next(row for row in answers["config"] if row["key"] == key)["value"] = value
+
+    def room(self, name: str, room: str, **changes: Any) -> dict[str, Any]:
+        """A room of this agent, a new one or one that it has."""
+        rows = self.answers[name]["rooms"]
+        row = next((row for row in rows if row["room"] == room), None)
+        if row is None:
+            row = room_row(name, room)
+            rows.insert(0, row)
+        row["coverage"] = {**row["coverage"], **changes.pop("coverage", {})}
+        row.update(changes)
+        return row
+
+    def failed(self, names: Iterable[str], room: str, code: str, rank: str, text: str, ago_s: float = 20) -> None:
+        """A room that all of these agents know as failed, found by `rank`."""
+        at_ns = NOW - round(ago_s * S)
+        failure = {"rank": rank, "code": code, "at_ns": at_ns, "text": text}
+        for name in names:
+            row = room_row(name, room)
+            row.update(state="Failed", finished_at_ns=at_ns, failure=failure, owed={}, missing=[])
+            self.answers[name]["history"].insert(0, row)
+
+    def allocation(self, name: str, serial: int, **changes: Any) -> dict[str, Any]:
+        """A region of this decode rank's ring, the newest or one that it has."""
+        rows = self.answers[name]["staging"]["ring"]["allocations"]
+        row = next((row for row in rows if row["serial"] == serial), None)
+        if row is None:
+            row = region(serial)
+            rows.append(row)
+        row.update(changes)
+        return row
+
+    def oldest(self, name: str, serial: int, **changes: Any) -> None:
+        """A region before all others."""
+        self.allocation(name, serial, **changes)
+        self.answers[name]["staging"]["ring"]["allocations"].sort(key=lambda row: row["serial"] != serial)
+
+    def gated(self, name: str, peer: str, room: str, **changes: Any) -> None:
+        """A part of this prefill rank that may not go yet."""
+        part = {
+            "room": room,
+            "peer": peer,
+            "chunk": 0,
+            "layers": [0, 32],
+            "bytes": 2 * MIB,
+            "waiting_for": "watermark round 3 tail 8388608",
+            "age_ns": 300 * MS,
+            "requests": 1,
+            "asked_age_ns": 500 * MS,
+        }
+        self.answers[name]["staging"]["gated"].append({**part, **changes})
+
+    def metric(self, name: str, metric: str, value: float, **labels: str) -> None:
+        """Sets one sample of a counter or gauge."""
+        samples = self._family(name, metric)["samples"]
+        sample = next((sample for sample in samples if sample["labels"] == labels), None)
+        if sample is None:
+            sample = {"labels": labels}
+            samples.append(sample)
+        sample["value"] = value
+
+    def spend(self, name: str, stage: str, seconds: float, parts: int) -> None:
+        """Adds to the time that parts have spent in a stage."""
+        samples = self._family(name, "kvctl_stage_seconds")["samples"]
+        sample = next(sample for sample in samples if sample["labels"] == {"stage": stage})
+        sample["sum"] += seconds
+        sample["count"] += parts
+
+    def _family(self, name: str, metric: str) -> dict[str, Any]:
+        return next(family for family in self.answers[name]["metrics"] if family["name"] == metric)
+
+    # ---- what is well -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _hello(name: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "role": role(name),
+            "pid": 4242,
+            "version": "0.1.0",
+            "protocol": [1, 1],
+            "incarnation": life(name),
+            "level": "admin",
+            "capabilities": [],
+            "uptime_ns": 600 * S,
+            "now_ns": NOW,
+        }
+
+    @staticmethod
+    def _status(name: str, prefill: int, decode: int) -> dict[str, Any]:
+        number, is_decode = int(name.partition("-")[2]), role(name) == "decode"
+        rank = {"dp": number if is_decode else 0, "pp": 0, "cp": 0, "tp": 0 if is_decode else number}
+        return {
+            "name": name,
+            "role": role(name),
+            "rank": {**rank, "unique": number},
+            "sizes": {"dp": decode, "pp": 1, "cp": 1, "tp": 1}
+            if is_decode
+            else {"dp": 1, "pp": 1, "cp": 1, "tp": prefill},
+            "pid": 4242 + number,
+            "incarnation": life(name),
+            "version": "0.1.0",
+            "uptime_ns": 600 * S,
+            "transport": {"engine": "nixl", "backend": "UCX", "lanes": ["shm"]},
+            "device": "cpu",
+            "rooms": {"WaitingForInput": 8, "Transferring": 4},
+            "rooms_finished_total": {"Success": 1204, "Failed": 0},
+            "bytes_total": 5 << 30,
+            "rate": {"window_ns": 10 * S, "bytes": 1 << 30, "gb_per_s": 0.745, "rooms_per_s": 5.2},
+            "latency": {"p50_ns": 120 * MS, "p90_ns": 400 * MS, "p99_ns": 900 * MS, "count": 602},
+            "ring": {"size_bytes": 64 * MIB, "used_bytes": 24 * MIB, "high_water_bytes": 64 * MIB, "live": 3},
+            "peers": {"ready": prefill if is_decode else decode},
+            "pipeline": None,
+            "pool": {"pages": 4096, "page_size": 16, "bytes": 1 << 30, "layers": 32, "heads": 8},
+            "waiting_for": None,
+            "accepting": True,
+            "draining": False,
+            "memory_gb_per_s": None if is_decode else 8.0,
+            "process": {"fds": 120, "fds_limit": 1024, "threads": 9, "rss_bytes": 1 << 30, "cpu_ns": 90 * S},
+        }
+
+    @staticmethod
+    def _staging(name: str) -> dict[str, Any]:
+        ring = {
+            "size_bytes": 64 * MIB,
+            "head_bytes": 8 * MIB,
+            "round": 4,
+            "used_bytes": 6 * MIB,
+            "high_water_bytes": 64 * MIB,
+            "watermark": {"round": 4, "tail": 0, "age_ns": 900 * MS},
+            "allocations": [
+                region(31, state="landed", age_ns=40 * MS),
+                region(32, age_ns=900 * MS),
+                region(33, writer="prefill-1", state="revoking", age_ns=600 * MS),
+            ],
+            "granted_total": 33,
+            "refused_total": 0,
+            "refused_largest_bytes": None,
+            "revoked_total": 2,
+        }
+        return {
+            "agent": name,
+            "role": role(name),
+            "enabled": True,
+            "fallbacks_total": 0,
+            "ring": ring if role(name) == "decode" else None,
+            "buffers": None,
+            "gated": [],
+        }
+
+    @staticmethod
+    def _peer(name: str, other: str) -> dict[str, Any]:
+        return {
+            "agent": name,
+            "peer": other,
+            "role": role(other),
+            "state": "ready",
+            "incarnation": life(other),
+            "endpoint": "tcp://127.0.0.1:5000",
+            "last_heard_ns": 700 * MS,
+            "rtt_ns": 210_000,
+            "clock_offset_ns": None,
+            "clock_error_ns": None,
+            "control_queue": 3,
+            "watermark_sent": [4, 0, 40] if role(name) == "decode" else None,
+            "watermark_seen": [4, 0, 40] if role(name) == "prefill" else None,
+            "lane": "nixl",
+            "rooms": 6,
+            "errors_total": 0,
+            "last_error": None,
+            "differences": [],
+            "lane_gb_per_s": 6.0 if role(name) == "prefill" else None,
+            "lane_descriptor_ns": 900 if role(name) == "prefill" else None,
+            "lane_measured_age_ns": 590 * S if role(name) == "prefill" else None,
+            "same_host": True,
+        }
+
+    @staticmethod
+    def _metrics(name: str) -> list[dict[str, Any]]:
+        families: list[dict[str, Any]] = []
+        for metric in METRICS:
+            samples: list[dict[str, Any]] = []
+            if metric.name == "kvctl_stage_seconds":
+                samples = [
+                    {"labels": {"stage": stage}, "value": None, "buckets": [], "sum": 400 * mean, "count": 400}
+                    for stage, mean in STAGES_S.items()
+                ]
+            elif metric.kind == "counter" and not metric.labels:
+                samples = [{"labels": {}, "value": 0}]
+            families.append(
+                {"name": metric.name, "kind": metric.kind, "unit": metric.unit, "help": metric.help, "samples": samples}
+            )
+        by_name = {family["name"]: family["samples"] for family in families}
+        by_name["kvctl_rooms_opened_total"][0]["value"] = 1300 if role(name) == "decode" else 0
+        by_name["kvctl_rooms_finished_total"].append({"labels": {"result": "Success"}, "value": 1204})
+        by_name["kvctl_part_bytes_total"].append({"labels": {"path": "staged"}, "value": 400 * 2 * MIB})
+        by_name["kvctl_parts_total"].append({"labels": {"path": "staged"}, "value": 400})
+        return families
+
+    @staticmethod
+    def _config() -> list[dict[str, Any]]:
+        return [
+            {
+                "key": key.name,
+                "value": key.default,
+                "default": key.default,
+                "origin": "default",
+                "unit": key.unit,
+                "runtime": key.runtime,
+                "help": key.help,
+            }
+            for key in KEYS
+        ]
+
+    def _busy_room(self, room: str, number: int, prefill: int, decode: int) -> None:
+        """Most wait for the forward, some are under way; one in four has just ended."""
+        reader = f"decode-{number % decode}"
+        writers = [f"prefill-{i}" for i in range(prefill)]
+        age = (number + 1) * S
+        if number % 4 == 0:
+            for name in (reader, *writers):
+                row = room_row(name, room, state="Success", peers=writers if name == reader else [reader])
+                row.update(finished_at_ns=NOW - age, state_age_ns=0, latency_ns=300 * MS, owed={}, missing=[])
+                self.answers[name]["history"].append(row)
+            return
+        state = "Transferring" if number % 4 == 1 else "WaitingForInput"
+        if state == "Transferring":
+            age = min(age, 3 * S)
+        for name in (reader, *writers):
+            row = self.room(name, room, state=state, state_age_ns=age, age_ns=age, opened_at_ns=NOW - age)
+            row["peers"] = writers if name == reader else [reader]
+            if name == reader and state == "WaitingForInput":
+                row["owed"] = dict.fromkeys(writers, 32)
+                row["coverage"].update(landed=0, scattered=0)
+
+
+def role(name: str) -> str:
+    return name.partition("-")[0]
+
+
+def life(name: str) -> str:
+    """Its incarnation."""
+    return f"{sum(map(ord, name)):016x}"
+
+
+def region(serial: int, **changes: Any) -> dict[str, Any]:
+    """One allocation of a ring."""
+    offset = (serial % 32) * 2 * MIB
+    row = {
+        "serial": serial,
+        "room": "1001",
+        "nonce": NONCE,
+        "writer": "prefill-0",
+        "chunk": 0,
+        "layers": [0, 32],
+        "offset": offset,
+        "end": offset + 2 * MIB,
+        "round": 3,
+        "age_ns": 100 * MS,
+        "state": "granted",
+        "aside": False,
+        "posted": False,
+        "room_state": "Transferring",
+    }
+    return {**row, **changes}
+
+
+def room_row(name: str, room: str, **changes: Any) -> dict[str, Any]:
+    """A room half way: the decode rank has all of one writer's cells."""
+    decode = role(name) == "decode"
+    row = {
+        "room": room,
+        "nonce": NONCE,
+        "agent": name,
+        "role": role(name),
+        "state": "Transferring",
+        "state_age_ns": 2 * S,
+        "age_ns": 3 * S,
+        "opened_at_ns": NOW - 3 * S,
+        "finished_at_ns": None,
+        "peers": ["prefill-0", "prefill-1"] if decode else ["decode-0"],
+        "coverage": {
+            "planned": 64 if decode else 32,
+            "sent": None if decode else 0,
+            "landed": 32 if decode else None,
+            "scattered": 32 if decode else None,
+        },
+        "tokens": 1024,
+        "pages": 64,
+        "bytes": 16 * MIB,
+        "parts": 2,
+        "paths": {"staged": 2},
+        "parked": 0,
+        "latency_ns": None,
+        "forward_done_at_ns": None,
+        "hidden_ns": None,
+        "exposed_ns": None,
+        "failure": None,
+        "missing": ["prefill-1"] if decode else ["decode-0"],
+        "owed": {"prefill-1": 32} if decode else {},
+        "unscattered": 0 if decode else None,
+    }
+    return {**row, **changes}

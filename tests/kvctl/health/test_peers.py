@@ -1,0 +1,144 @@
+"""Agents that are silent, gone, back, of another life, or of another time."""
+
+from __future__ import annotations
+
+from fleets import MS, Fleet, S
+
+from kvctl.client.clock import ClockOffset
+from kvctl.client.faults import Fault
+from kvctl.health.finding import Severity
+
+DEAD = "peer prefill-1 (incarnation 00000000000003a1) lost: process 4243 has ended"
+
+
+def killed(name: str = "prefill-1") -> Fleet:
+    fleet = Fleet()
+    fleet.gone(name)
+    fleet.stale.append(name)
+    error = DEAD.replace("prefill-1", name)
+    for other in fleet.answers:
+        if any(row["peer"] == name for row in fleet.answers[other]["peers"]):
+            fleet.peer(other, name, state="lost", last_heard_ns=41 * S, last_error=error, rooms=3)
+    return fleet
+
+
+def test_a_dead_prefill_rank_is_one_finding_and_comes_first():
+    fleet = killed()
+    fleet.room("decode-0", "7", state="Bootstrapping", state_age_ns=40 * S, missing=["prefill-1"])
+    fleet.room("decode-0", "8", state_age_ns=200 * S)
+    fleet.failed(["decode-0", "prefill-0"], "9", "KV_PEER_LOST", "decode-0", DEAD)
+    (first, *others) = fleet.examine()
+    assert (first.code, first.subject, first.severity) == ("KV_PEER_LOST", "prefill-1", Severity.CRITICAL)
+    assert not others  # its rooms are explained by it
+    assert first.agents == ("prefill-1", "decode-0", "decode-1")
+    assert first.evidence["missed_by"] == ["decode-0", "decode-1"]
+    assert first.evidence["failed_rooms_total"] == 1
+    assert first.since_ns == 41 * S
+    assert "process 4243 has ended" in first.cause
+    assert "can open no room" in first.cause
+    assert "start prefill-1 again" in first.remedy
+
+
+def test_a_dead_decode_rank_is_forgotten_in_time():
+    fleet = killed("decode-1")
+    assert fleet.find("KV_PEER_LOST")[0].severity is Severity.CRITICAL
+    for name in ("prefill-0", "prefill-1"):
+        fleet.peer(name, "decode-1", last_heard_ns=1200 * S)
+    assert fleet.find("KV_PEER_LOST")[0].severity is Severity.WARNING
+
+
+def test_a_decode_rank_that_said_goodbye_is_missed_by_nobody():
+    fleet = killed("decode-1")
+    for name in ("prefill-0", "prefill-1"):
+        fleet.peer(name, "decode-1", last_error="peer decode-1 (incarnation 0f) lost: it was closed")
+    assert fleet.find("KV_PEER_LOST") == []
+
+
+def test_a_prefill_rank_that_said_goodbye_is_missed_by_its_instance():
+    fleet = killed()
+    for name in ("decode-0", "decode-1"):
+        fleet.peer(name, "prefill-1", last_error="peer prefill-1 (incarnation 0f) lost: it was closed")
+    (found,) = fleet.find("KV_PEER_LOST")
+    assert found.severity is Severity.WARNING
+    assert "was closed" in found.cause
+
+
+def test_silence_is_a_warning_from_three_seconds_on():
+    fleet = Fleet()
+    fleet.setting("suspect_s", 0.5)
+    fleet.peer("decode-0", "prefill-1", state="suspect", last_heard_ns=2900 * MS)
+    assert fleet.find("KV_PEER_LOST") == []
+    fleet.peer("decode-0", "prefill-1", last_heard_ns=3100 * MS)
+    (found,) = fleet.find("KV_PEER_LOST")
+    assert (found.severity, found.evidence["state"]) == (Severity.WARNING, "suspect")
+
+
+def test_a_stopped_process_is_told_from_a_cut_network():
+    fleet = Fleet()
+    fleet.peer("decode-0", "prefill-1", state="suspect", last_heard_ns=9 * S)
+    (cut,) = fleet.find("KV_PEER_LOST")
+    assert "yet it answers kvctl" in cut.cause
+    before = fleet.copy()
+    fleet.gone("prefill-1")
+    fleet.faults.append(Fault("prefill-1", "timeout", "no answer within 2 s"))
+    (stopped,) = fleet.find("KV_PEER_LOST", before)
+    assert "nor does it answer kvctl" in stopped.cause
+    assert "kill -CONT 4243" in stopped.remedy
+
+
+def test_rooms_that_failed_while_it_was_away():
+    fleet = Fleet()
+    for room in ("7", "8"):
+        fleet.failed(["decode-0", "prefill-0"], room, "KV_PEER_LOST", "decode-0", DEAD)
+    (found,) = fleet.find("KV_PEER_LOST")
+    assert (found.subject, found.severity, found.weight) == ("prefill-1", Severity.WARNING, 2)
+    assert "nobody misses it now" in found.cause
+    fleet.hellos["decode-0"]["now_ns"] += 601 * S
+    fleet.hellos["prefill-0"]["now_ns"] += 601 * S
+    assert fleet.find("KV_PEER_LOST") == []
+
+
+def test_a_life_that_is_over():
+    fleet = Fleet()
+    fleet.peer("decode-0", "prefill-1", incarnation="00000000deadbeef", state="lost", last_heard_ns=500 * S)
+    (first, *_) = fleet.examine()
+    assert (first.code, first.subject) == ("KV_PEER_STALE", "decode-0 → prefill-1")
+    assert first.evidence["incarnation_known"] == "00000000deadbeef"
+    assert fleet.find("KV_PEER_LOST") == []
+    fleet.status("prefill-1", uptime_ns=8 * S)  # they may not have met yet
+    assert fleet.find("KV_PEER_STALE") == []
+
+
+def test_a_peer_that_does_not_read():
+    before, fleet = Fleet(), Fleet()
+    fleet.peer("decode-0", "prefill-1", control_queue=900)
+    assert fleet.find("KV_PEER_BLOCKING", before) == []  # of this moment only
+    (found,) = fleet.find("KV_PEER_BLOCKING", fleet)
+    assert (found.subject, found.evidence["control_queue"]) == ("decode-0 → prefill-1", 900)
+    fleet.peer("decode-0", "prefill-1", state="lost")
+    assert fleet.find("KV_PEER_BLOCKING", fleet) == []  # which explains it
+
+
+def test_a_watermark_that_is_not_seen():
+    before = Fleet()
+    before.peer("decode-0", "prefill-1", watermark_sent=[5, 0, 41])
+    fleet = before.copy()
+    fleet.gated("prefill-1", "decode-0", "1002")
+    assert fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=2) == []
+    (found,) = fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=4)
+    assert (found.subject, found.severity) == ("prefill-1 → decode-0", Severity.CRITICAL)
+    assert found.evidence["watermark_seen"] == [4, 0, 40]
+    fleet.peer("prefill-1", "decode-0", watermark_seen=[5, 0, 41])
+    assert fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=4) == []
+
+
+def test_a_clock_that_is_off():
+    fleet = Fleet()
+    fleet.clocks["decode-1"] = ClockOffset(80 * MS, 1 * MS)
+    (found,) = fleet.find("KV_CLOCK_SKEW")
+    assert (found.subject, found.severity) == ("decode-1", Severity.INFO)
+    assert found.evidence["bound_ns"] == 79 * MS
+    fleet.clocks["decode-1"] = ClockOffset(-90 * S, 1 * MS)
+    (found,) = fleet.find("KV_CLOCK_SKEW")
+    assert found.severity is Severity.WARNING
+    assert "behind" in found.cause

@@ -1,0 +1,161 @@
+"""Rooms that do not go on, and rooms that ended badly."""
+
+from __future__ import annotations
+
+import pytest
+from fleets import NOW, Fleet, S
+
+from kvctl.health.finding import Severity
+
+
+def left_behind() -> Fleet:
+    """prefill-0 computed and sent its share of room 7, prefill-1's forward never ends."""
+    fleet = Fleet()
+    fleet.room("decode-0", "7", state_age_ns=30 * S, opened_at_ns=NOW - 31 * S)
+    fleet.room("prefill-0", "7", forward_done_at_ns=NOW - 29 * S, coverage={"sent": 32})
+    fleet.room("prefill-1", "7")
+    return fleet
+
+
+def test_a_rank_that_was_left_behind():
+    fleet = left_behind()
+    (first, *others) = fleet.examine()
+    assert (first.code, first.subject, first.severity) == ("KV_ROOM_STUCK_TRANSFER", "room 7", Severity.CRITICAL)
+    assert not others
+    assert first.agents == ("prefill-1", "decode-0")
+    assert first.evidence["owed_cells"] == {"prefill-1": 32}
+    assert first.since_ns == 30 * S
+    assert "prefill-1 has sent 0 of 32 cells and its forward has not ended, though prefill-0 computed" in first.cause
+    assert "kvctl rooms abort 7" in first.remedy
+
+
+def test_rooms_with_one_culprit_are_one_finding():
+    fleet = left_behind()
+    for room in ("8", "9"):
+        fleet.room("decode-0", room, state_age_ns=20 * S)
+        fleet.room("prefill-0", room, forward_done_at_ns=NOW - 19 * S, coverage={"sent": 32})
+        fleet.room("prefill-1", room)
+    (found,) = fleet.find("KV_ROOM_STUCK_TRANSFER")
+    assert (found.subject, found.weight) == ("room 7", 3)
+    assert "2 more rooms with it" in found.cause
+
+
+def test_a_long_prompt_is_not_left_behind():
+    """Both ranks compute; one has just ended its forward."""
+    fleet = left_behind()
+    fleet.room("prefill-0", "7", forward_done_at_ns=NOW - 2 * S)
+    assert fleet.examine() == []
+
+
+def test_a_fleet_that_is_slow_as_a_whole_has_more_patience():
+    fleet = left_behind()
+    fleet.status("decode-0", latency={"p99_ns": 5 * S, "count": 100})
+    assert fleet.examine() == []
+
+
+def test_a_part_that_was_computed_and_never_sent():
+    fleet = left_behind()
+    fleet.room("prefill-1", "7", forward_done_at_ns=NOW - 28 * S, coverage={"sent": 8})
+    (found,) = fleet.find("KV_ROOM_STUCK_TRANSFER")
+    assert "computed it 28 s ago and has sent 8 of 32 cells" in found.cause
+    fleet.room("prefill-1", "7", parked=2)  # it waits for the ring, which has codes of its own
+    assert fleet.find("KV_ROOM_STUCK_TRANSFER") == []
+
+
+def test_a_part_that_was_sent_and_never_landed():
+    fleet = left_behind()
+    fleet.room("prefill-1", "7", forward_done_at_ns=NOW - 28 * S, coverage={"sent": 32})
+    (found,) = fleet.find("KV_ROOM_STUCK_TRANSFER")
+    assert "prefill-1 sent all 32 cells, which never landed" in found.cause
+
+
+def test_a_room_that_the_other_end_has_failed():
+    fleet = Fleet()
+    fleet.room("decode-0", "7", state="WaitingForInput", state_age_ns=30 * S, opened_at_ns=NOW - 31 * S)
+    fleet.room("prefill-0", "7")
+    fleet.failed(["prefill-1"], "7", "KV_TRANSPORT", "prefill-1", "NIXL_ERR_BACKEND", ago_s=29)
+    found, *_ = fleet.find("KV_ROOM_STUCK_WAITING")
+    assert found.severity is Severity.CRITICAL
+    assert "prefill-1 failed it at +2 s: KV_TRANSPORT: NIXL_ERR_BACKEND" in found.cause
+
+
+def test_a_room_that_the_other_end_does_not_know():
+    fleet = Fleet()
+    fleet.room("decode-0", "7", state="WaitingForInput", state_age_ns=30 * S)
+    fleet.room("prefill-0", "7")
+    found, *_ = fleet.find("KV_ROOM_STUCK_WAITING")
+    assert "prefill-1 does not know the room" in found.cause
+
+
+def test_waiting_alone_is_queueing():
+    fleet = Fleet()
+    for name in ("decode-0", "prefill-0", "prefill-1"):
+        fleet.room(name, "7", state="WaitingForInput", state_age_ns=140 * S, opened_at_ns=NOW - 141 * S)
+    assert fleet.examine() == []
+    fleet.room("decode-0", "7", state_age_ns=151 * S)
+    (found,) = fleet.examine()
+    assert (found.code, found.severity) == ("KV_ROOM_STUCK_WAITING", Severity.WARNING)
+    assert "half of waiting_timeout_s (300 s) is over" in found.cause
+
+
+def test_everything_landed_and_is_not_in_its_pages():
+    fleet = Fleet()
+    fleet.room("decode-0", "7", state_age_ns=30 * S, coverage={"landed": 64, "scattered": 60}, owed={}, missing=[])
+    assert fleet.find("KV_ROOM_STUCK_SCATTER") == []  # it may have landed just now
+    fleet.allocation("decode-0", 41, room="7", state="landed", age_ns=25 * S)
+    (found,) = fleet.find("KV_ROOM_STUCK_SCATTER")
+    assert (found.subject, found.severity) == ("room 7", Severity.CRITICAL)
+    assert "4 of 64 cells are not in their pages, the oldest of them for 25 s" in found.cause
+
+
+def test_a_rank_that_does_not_accept():
+    fleet = Fleet()
+    fleet.room("decode-0", "7", state="Bootstrapping", state_age_ns=12 * S, missing=["prefill-1"])
+    (found,) = fleet.find("KV_ROOM_STUCK_BOOTSTRAP")
+    assert found.severity is Severity.CRITICAL
+    assert found.agents == ("prefill-1", "decode-0")
+    assert "prefill-1 has not accepted it" in found.cause
+
+
+def test_an_instance_that_is_not_complete():
+    waits = "6 of 8 prefill ranks registered, missing tp=2,3"
+    fleet = Fleet()
+    fleet.status("decode-0", waiting_for=waits)
+    fleet.room("decode-0", "7", state="Bootstrapping", state_age_ns=12 * S, missing=[])
+    found = fleet.find("KV_ROOM_STUCK_BOOTSTRAP")
+    assert {one.subject for one in found} == {"room 7", "decode-0"}
+    assert all(waits in one.cause and one.severity is Severity.WARNING for one in found)
+    fleet = Fleet()
+    fleet.status("decode-0", waiting_for=waits, uptime_ns=20 * S)
+    assert fleet.find("KV_ROOM_STUCK_BOOTSTRAP") == []  # the others are on their way
+
+
+def test_a_room_that_nobody_opens():
+    fleet = Fleet()
+    fleet.room("prefill-0", "7", state="Bootstrapping", state_age_ns=140 * S, peers=[])
+    assert fleet.examine() == []
+    fleet.room("prefill-0", "7", state_age_ns=151 * S)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == ("KV_ROOM_STUCK_BOOTSTRAP", "prefill-0", Severity.WARNING)
+
+
+@pytest.mark.parametrize("kind", ["BOOTSTRAP", "WAITING", "TRANSFER", "SCATTER"])
+def test_rooms_that_ran_into_their_deadline(kind):
+    fleet, code = Fleet(), f"KV_ROOM_STUCK_{kind}"
+    text = "room 7 was stuck in Transferring for 300.0 s: 32 cells of prefill-1 never landed"
+    fleet.failed(["decode-0", "prefill-0"], "7", code, "decode-0", text)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == (code, "room 7", Severity.WARNING)
+    assert found.evidence["failed_rooms_total"] == 1
+    assert found.agents[0] == "prefill-1"
+    assert text in found.cause
+
+
+def test_a_room_number_that_is_in_use():
+    fleet = Fleet()
+    text = "room 7 is active for decode-0 with nonce 00000000000000ff"
+    fleet.failed(["decode-1", "prefill-0"], "7", "KV_ROOM_DUPLICATE", "prefill-0", text)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject) == ("KV_ROOM_DUPLICATE", "room 7")
+    assert (found.evidence["active_for"], found.evidence["asked_by"]) == (["decode-0"], ["decode-1"])
+    assert "opened by decode-1 while it was active for decode-0" in found.cause

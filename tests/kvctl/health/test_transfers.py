@@ -1,0 +1,202 @@
+"""Bytes that are wrong, slow, or not there; agents that do not fit; limits and numbers."""
+
+from __future__ import annotations
+
+import pytest
+from fleets import MIB, Fleet, S
+
+from kvctl.health.finding import Severity
+
+
+@pytest.mark.parametrize("code", ["KV_DIGEST_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION"])
+def test_what_must_never_be_comes_first(code):
+    fleet = Fleet()
+    text = "part (prefill-1, chunk 2, layers 0-4) by staged: digest 1f ≠ 2e"
+    fleet.failed(["decode-0", "prefill-0", "prefill-1"], "7", code, "decode-0", text)
+    fleet.peer("decode-1", "prefill-0", state="lost", last_error="peer prefill-0 (incarnation 0f) lost: silent")
+    (first, *_) = fleet.examine()
+    assert (first.code, first.subject, first.severity) == (code, "prefill-1 → decode-0", Severity.CRITICAL)
+    assert first.agents[:2] == ("decode-0", "prefill-1")
+    assert first.evidence["failed_rooms_total"] == 1
+    assert text in first.cause
+    assert "kvctl rooms show 7" in first.remedy
+
+
+def test_corruption_is_not_forgotten_with_the_history():
+    fleet = Fleet()
+    fleet.metric("decode-0", "kvctl_room_failures_total", 3, code="KV_DIGEST_MISMATCH")
+    (found,) = fleet.examine()
+    assert (found.subject, found.severity, found.weight) == ("decode-0", Severity.WARNING, 3)
+
+
+def test_agents_that_do_not_fit():
+    fleet = Fleet()
+    for name in ("prefill-0", "prefill-1"):
+        fleet.peer(name, "decode-1", state="refused", differences=["page_size 64 ≠ 32"])
+        fleet.peer("decode-1", name, state="refused", differences=["page_size 64 ≠ 32"])
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == ("KV_COMPAT_MISMATCH", "decode-1", Severity.CRITICAL)
+    assert found.weight == 2
+    assert "page_size 64 (prefill-0) ≠ 32 (decode-1)" in found.cause
+    assert "kvctl peers diff" in found.remedy
+
+
+def test_a_decode_rank_alone_tells_whose_value_is_whose():
+    fleet = Fleet()
+    fleet.peer("decode-1", "prefill-0", state="refused", differences=["page_size 64 ≠ 32"])
+    fleet.peer("decode-1", "prefill-1", state="refused", differences=["protocol version 1 ≠ 2"])
+    (found,) = fleet.find("KV_COMPAT_MISMATCH")
+    assert found.evidence["differences"] == [
+        "page_size 64 (prefill-0) ≠ 32 (decode-1)",
+        "protocol version 1 (decode-1) ≠ 2 (prefill-1)",
+    ]
+
+
+def test_two_ends_that_do_not_agree_on_a_room():
+    fleet = Fleet()
+    text = "room 7: this side computed 12 pages, decode-0 expects 16"
+    fleet.failed(["decode-0", "prefill-0"], "7", "KV_PLAN_MISMATCH", "prefill-0", text)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == ("KV_PLAN_MISMATCH", "prefill-0", Severity.CRITICAL)
+    assert found.agents == ("prefill-0", "decode-0")
+    assert text in found.cause
+
+
+def slow(times: float) -> tuple[Fleet, Fleet]:
+    """prefill-1's parts are so many times longer on the wire than prefill-0's 20 ms."""
+    before, fleet = Fleet(), Fleet()
+    for name, mean in (("prefill-0", 0.02), ("prefill-1", 0.02 * times)):
+        fleet.spend(name, "wire", 40 * mean, 40)
+        fleet.metric(name, "kvctl_part_bytes_total", 440 * 2 * MIB, path="staged")
+    return before, fleet
+
+
+def test_a_slow_writer():
+    before, fleet = slow(times=20)
+    fleet.room("decode-0", "7", state_age_ns=30 * S)
+    fleet.room("prefill-0", "7", forward_done_at_ns=0, coverage={"sent": 32})
+    fleet.room("prefill-1", "7", forward_done_at_ns=0, coverage={"sent": 8})
+    (first, *others) = fleet.examine(before)
+    assert (first.code, first.subject) == ("KV_LANE_SLOW", "prefill-1")
+    assert not others  # the room waits for it
+    assert first.evidence["wire_a_part_ns"] == pytest.approx(0.4e9)
+    assert first.weight == pytest.approx(20, rel=0.01)
+    assert "20 times longer by byte than those of prefill-0" in first.cause
+
+
+def test_a_writer_that_is_somewhat_slow_is_not_reported():
+    before, fleet = slow(times=6)
+    assert fleet.examine(before) == []
+
+
+def test_larger_parts_may_take_longer():
+    before, fleet = slow(times=20)
+    fleet.metric("prefill-1", "kvctl_part_bytes_total", (400 + 40 * 20) * 2 * MIB, path="staged")
+    assert fleet.examine(before) == []
+
+
+def test_a_slow_lane_within_a_host():
+    fleet = Fleet()
+    fleet.peer("prefill-0", "decode-1", lane_gb_per_s=0.3)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject) == ("KV_LANE_SLOW", "prefill-0 → decode-1")
+    assert (found.evidence["lane_gb_per_s"], found.evidence["memory_gb_per_s"]) == (0.3, 8.0)
+    assert "kvctl peers probe --from prefill-0" in found.remedy
+    fleet.peer("prefill-0", "decode-1", same_host=False)  # memory is no measure of a network
+    assert fleet.examine() == []
+
+
+def test_too_many_descriptors():
+    before, fleet = Fleet(), Fleet()
+    for metric, value in (("descriptors", 400_000), ("writes", 40), ("part_bytes", 400_000 * 512)):
+        fleet.metric("prefill-0", f"kvctl_{metric}_total", value, path="slice")
+        before.metric("prefill-0", f"kvctl_{metric}_total", 0, path="slice")
+    fleet.spend("prefill-0", "post", 4.0, 40)
+    fleet.spend("prefill-0", "wire", 0.4, 40)
+    (found,) = fleet.find("KV_DESCRIPTOR_FLOOD", before)
+    assert found.subject == "prefill-0"
+    assert (found.evidence["descriptors_a_part"], found.evidence["bytes_a_descriptor"]) == (10_000, 512)
+    assert "staging=on" in found.remedy
+
+
+@pytest.mark.parametrize(("stage", "says"), [("gate", "for the ring"), ("queue", "for a transfer worker")])
+def test_parts_that_are_ready_for_long(stage, says):
+    before, fleet = Fleet(), Fleet()
+    for name, seconds in {stage: 200.0, "gather": 1.0, "wire": 0.4}.items():
+        fleet.spend("prefill-0", name, seconds, 40)
+    (found,) = fleet.find("KV_READY_GAP", before)
+    assert found.subject == "prefill-0"
+    assert found.evidence[f"{stage}_ratio"] > 0.9
+    assert says in found.cause
+
+
+def test_an_engine_that_fails_rooms():
+    fleet = Fleet()
+    fleet.failed(["prefill-0", "decode-0"], "7", "KV_TRANSPORT", "prefill-0", "NIXL_ERR_BACKEND")
+    fleet.metric("prefill-0", "kvctl_transport_errors_total", 2)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == ("KV_TRANSPORT", "prefill-0", Severity.WARNING)
+    assert found.evidence["transport_errors_total"] == 2
+
+
+def test_a_bug_of_an_agent():
+    fleet = Fleet()
+    fleet.metric("decode-1", "kvctl_internal_errors_total", 2)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.weight) == ("KV_INTERNAL_ERROR", "decode-1", 2)
+
+
+@pytest.mark.parametrize(("used", "severity"), [(800, None), (900, Severity.WARNING), (1000, Severity.CRITICAL)])
+def test_file_descriptors(used, severity):
+    fleet = Fleet()
+    fleet.status("decode-1", process={"fds": used, "fds_limit": 1024})
+    found = fleet.examine()
+    assert [one.severity for one in found] == ([] if severity is None else [severity])
+    if found:
+        assert (found[0].code, found[0].subject) == ("KV_FDS_LOW", "decode-1")
+        assert found[0].remedy.startswith("`prlimit --pid 4243 --nofile=4096`")
+
+
+def test_success_without_bytes():
+    before, fleet = Fleet(), Fleet()
+    fleet.metric("decode-0", "kvctl_rooms_finished_total", 1300, result="Success")
+    (found,) = fleet.find("KV_IDLE", before)
+    assert found.subject == "decode-0"
+    fleet.metric("decode-0", "kvctl_part_bytes_total", 500 * 2 * MIB, path="staged")
+    assert fleet.find("KV_IDLE", before) == []
+
+
+def test_requests_that_reach_the_prefill_side_alone():
+    fleet = Fleet()
+    for name in fleet.names:
+        fleet.answers[name]["rooms"] = []
+    for number in range(9):
+        fleet.room("prefill-0", str(number), state="Bootstrapping", state_age_ns=30 * S, peers=[])
+    assert fleet.find("KV_IDLE") == []
+    for name in ("decode-0", "decode-1"):
+        fleet.metric(name, "kvctl_rooms_opened_total", 0)
+    (found,) = fleet.find("KV_IDLE")
+    assert (found.subject, found.evidence["waiting_rooms"]) == ("decode-0", 9)
+
+
+def test_numbers_that_cannot_be():
+    fleet = Fleet()
+    fleet.status("prefill-0", rate={"gb_per_s": 1e6})
+    fleet.metric("prefill-1", "kvctl_ring_used_bytes", -4)
+    fleet.room("decode-0", "7", coverage={"landed": 65})
+    found = {one.subject: one.evidence for one in fleet.find("KV_METRIC_IMPLAUSIBLE")}
+    assert found == {
+        "prefill-0": {"rate.gb_per_s": 1e6},
+        "prefill-1": {"kvctl_ring_used_bytes": -4},
+        "decode-0": {"coverage.landed": 65},
+    }
+
+
+def test_a_counter_that_went_down():
+    before, fleet = Fleet(), Fleet()
+    fleet.metric("decode-0", "kvctl_rooms_opened_total", 5)
+    (found,) = fleet.find("KV_METRIC_IMPLAUSIBLE", before)
+    assert "less than the 1300 of a moment ago" in found.cause
+    fleet.status("decode-0", incarnation="another")  # it was started again
+    fleet.hellos["decode-0"]["incarnation"] = "another"
+    assert fleet.find("KV_METRIC_IMPLAUSIBLE", before) == []
