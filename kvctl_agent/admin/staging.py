@@ -70,7 +70,7 @@ def _allocation(machine: DecodeMachine, holding: Holding, now_ns: int) -> RingAl
         "offset": region.offset,
         "end": region.end,
         "round": region.round,
-        "age_ns": now_ns - holding.at_ns,
+        "age_ns": now_ns - holding.granted_ns,
         "state": holding.state.value,
         "posted": holding.posted,
         "room_state": room.state.label if room is not None and known else GONE,

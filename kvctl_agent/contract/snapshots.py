@@ -206,7 +206,7 @@ class RingAllocation(TypedDict):
     offset: int
     end: int
     round: int
-    age_ns: int
+    age_ns: int  # since it was granted
     state: str  # granted, landed, revoking, quarantined
     posted: bool  # its writer has said that it was too late to give it back: it is being written
     room_state: str  # of its room here; "gone" for a room that is not known any more, which would be a bug

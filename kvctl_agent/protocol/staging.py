@@ -25,7 +25,7 @@ class RegionState(StrEnum):
 class Holding:
     """One region and its owner."""
 
-    __slots__ = ("at_ns", "key", "nbytes", "posted", "region", "room", "state")
+    __slots__ = ("at_ns", "granted_ns", "key", "nbytes", "posted", "region", "room", "state")
 
     def __init__(self, region: Region, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> None:
         self.region = region
@@ -33,7 +33,8 @@ class Holding:
         self.key = key
         self.nbytes = nbytes  # payload; the region is aligned up
         self.state = RegionState.GRANTED
-        self.at_ns = now_ns
+        self.granted_ns = now_ns
+        self.at_ns = now_ns  # of its state, and of the latest revoke
         self.posted = False  # its writer has said that it was too late to give it back
 
     def grant(self) -> Grant:
