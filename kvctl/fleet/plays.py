@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvctl.fleet.ledger import Room
 from kvctl.fleet.stage import Stage
 
 _FOR_GOOD_S = 1e9
 _SOON_S = 0.05
 _LATE = "slow-lane=200ms"
-_WRONG = "corrupt-write=20%"
+_WRONG = "corrupt-write=5%"
 _TRIES = 20
+_BEHIND = 4
+_BREATH_S = 0.5
 
 
 def stuck_room(stage: Stage) -> Iterator[float]:
@@ -47,6 +50,13 @@ def pinned_ring(stage: Stage) -> Iterator[float]:
         stage.traffic.resume(writer)  # it had written before it was stopped
     pid = fleet.ranks[writer].pid
     stage.say(f"room {room.number}: {writer} (pid {pid}) is stopped and holds the oldest region of {reader}'s ring")
+    behind: list[Room] = []
+    while True:
+        # Others' rooms that need what is left of the ring, and then what is not.
+        behind = [room for room in behind if not room.over]
+        if len(behind) < _BEHIND:
+            behind.append(stage.traffic.open(fleet.plan.tokens[1]))
+        yield _BREATH_S
 
 
 def dead_peer(stage: Stage) -> Iterator[float]:
@@ -70,5 +80,5 @@ def corrupt(stage: Stage) -> Iterator[float]:
     """Flipped after the digest was taken, as a bad cable or a bad page of memory would."""
     writer = stage.prefill[-1]
     stage.traffic.fault(writer, _WRONG, _FOR_GOOD_S)
-    stage.say(f"one write in five of {writer} has a wrong byte")
+    stage.say(f"one write in twenty of {writer} has a wrong byte")
     yield _FOR_GOOD_S

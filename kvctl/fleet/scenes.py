@@ -76,7 +76,7 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         "corrupt",
-        "A byte of every fifth write of a prefill rank is wrong.",
+        "One write in twenty of a prefill rank has a wrong byte.",
         "KV_DIGEST_MISMATCH",
         ("kvctl doctor", "kvctl rooms history", "kvctl events"),
         plays.corrupt,
