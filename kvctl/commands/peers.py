@@ -82,7 +82,7 @@ def _compare(survey: Survey, a: str, b: str, everything: bool) -> Report:
     faults = [fault for fault in survey.faults if fault.agent in {a, b}]
     missing = [name for name in (a, b) if name not in agents]
     if missing:
-        report = Report(DIFF, [], len(agents), faults)
+        report = Report(DIFF, [], 0, faults)
         if agents and not faults:
             report.failure = f"no agent named {' or '.join(missing)} answers; there are: {', '.join(agents)}"
         return report

@@ -12,7 +12,7 @@ INCOMPATIBLE = "incompatible"
 DIFFERS = "differs"
 SAME = "same"
 # "page_size 64 ≠ 32": the prefill agent's value first.
-_FACTOR = re.compile(r"(?P<factor>.+?) (?P<prefill>\S.*?) ≠ (?P<decode>.+)", re.DOTALL)
+_FACTOR = re.compile(r"(?P<factor>protocol version|\S+) (?P<prefill>\S.*?) ≠ (?P<decode>.+)", re.DOTALL)
 
 DIFF = View(
     "peers.diff",
