@@ -14,6 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 STAMP := $(VENV)/.setup-done
+TOOLS_STAMP := $(VENV)/.test-tools-done
 TORCH := torch==2.13.0
 # Mooncake has a wheel for machines without CUDA; the others cannot be imported there. All share one folder.
 MOONCAKE := $(if $(wildcard /proc/driver/nvidia),mooncake,mooncake-cpu)
@@ -21,6 +22,10 @@ MOONCAKE := $(if $(wildcard /proc/driver/nvidia),mooncake,mooncake-cpu)
 ATHERIS := atheris==3.0.0
 # Mooncake loads these; NIXL runs without them.
 LIBRARIES := libibverbs1 libnuma1 libcurl4
+LIBRARIES_WITHOUT := NIXL does not need them, Mooncake does
+# Of `make test` alone: shells whose completion is tried, and a Prometheus that reads what agents export.
+TEST_TOOLS := zsh fish prometheus
+TEST_TOOLS_WITHOUT := Their tests are skipped
 PYTEST_ARGS ?=
 # Of `make soak`: on which transports, and what decides what happens to whom. MINUTES is 5 on each unless given.
 TRANSPORT ?= nixl mooncake
@@ -47,9 +52,9 @@ soak: $(STAMP)  ## random faults against live fleets, every byte verified: make 
 	done; \
 	exit $$bad
 
-test: check  ## check, then all tests (PYTEST_ARGS="-k ring" picks some)
+test: check $(TOOLS_STAMP)  ## check, then all tests, the few that fail once more (PYTEST_ARGS="-k ring" picks some)
 	@echo "test: pytest"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python tests/again.py $(PYTEST_ARGS)
 
 check: $(STAMP)  ## format, lint, types, and who may import whom
 	@echo "check: ruff format"
@@ -84,6 +89,35 @@ docs: $(STAMP)  ## write the reference pages in docs/ anew from the code
 clean:  ## remove .venv and every cache
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
+# Installs those of Debian's packages in the list $(1) that are missing, where there is apt and somebody who may; else says
+# what is missing then. Services among them are not started.
+define install
+	@missing=(); \
+	for package in $($(1)); do \
+		dpkg-query -W -f '$${Status}' "$$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$$package"); \
+	done; \
+	if (( $${#missing[@]} )) && command -v apt-get >/dev/null; then \
+		sudo=(); (( EUID == 0 )) || sudo=(sudo -n); \
+		if "$${sudo[@]}" true 2>/dev/null; then \
+			echo "setup: installing $${missing[*]}"; \
+			policy=/usr/sbin/policy-rc.d; \
+			if [[ ! -e $$policy ]]; then \
+				trap '"$${sudo[@]}" rm -f $$policy' EXIT; \
+				printf '#!/bin/sh\nexit 101\n' | "$${sudo[@]}" install -m 755 /dev/stdin $$policy || true; \
+			fi; \
+			log=$(VENV)/apt.log; install=("$${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq); \
+			if { "$${install[@]}" update && "$${install[@]}" install -y --no-install-recommends "$${missing[@]}"; } >$$log 2>&1 </dev/null; then \
+				missing=(); \
+			else \
+				tail -n 3 $$log >&2; \
+			fi; \
+		fi; \
+	fi; \
+	if (( $${#missing[@]} )); then \
+		echo "setup: not installed: $${missing[*]}. $($(1)_WITHOUT): apt-get install $${missing[*]}"; \
+	fi
+endef
+
 # The stamp is written last, so a setup that was cut short starts over. A .venv whose Python does not run, or that was
 # made elsewhere and moved here, is made anew whatever its stamp says; any other is brought up to date.
 WHOLE := $(shell grep -sqF '$(CURDIR)/$(VENV)' $(BIN)/activate && $(BIN)/python -m pip --version >/dev/null 2>&1 && echo yes)
@@ -103,23 +137,9 @@ endif
 	@$(PIP) install $(TORCH)
 	@echo "setup: installing kvctl with its agent, NIXL, Mooncake and the development tools"
 	@$(PIP) install -c constraints.txt -e '.[agent,nixl,$(MOONCAKE),dev]'
-	@missing=(); \
-	for package in $(LIBRARIES); do \
-		dpkg-query -W -f '$${Status}' "$$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$$package"); \
-	done; \
-	if (( $${#missing[@]} )) && command -v apt-get >/dev/null; then \
-		sudo=(); (( EUID == 0 )) || sudo=(sudo -n); \
-		if "$${sudo[@]}" true 2>/dev/null; then \
-			echo "setup: installing $${missing[*]}"; \
-			log=$(VENV)/apt.log; install=("$${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq); \
-			if { "$${install[@]}" update && "$${install[@]}" install -y --no-install-recommends "$${missing[@]}"; } >$$log 2>&1 </dev/null; then \
-				missing=(); \
-			else \
-				tail -n 3 $$log >&2; \
-			fi; \
-		fi; \
-	fi; \
-	if (( $${#missing[@]} )); then \
-		echo "setup: not installed: $${missing[*]}. NIXL does not need them, Mooncake does: apt-get install $${missing[*]}"; \
-	fi
+	$(call install,LIBRARIES)
+	@touch $@
+
+$(TOOLS_STAMP): $(STAMP)
+	$(call install,TEST_TOOLS)
 	@touch $@
