@@ -45,7 +45,6 @@ def served_again(traffic: Traffic, name: str) -> None:
     traffic.until(lambda: name in traffic.first_success_ns, PATIENCE_S, f"a room succeeds at {name} again")
 
 
-@pytest.mark.timeout(240)
 def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left(nothing_left: None) -> None:
     plan = SteadyPlan(seed=5, concurrency=8, tokens=(16, 512))
     with SteadyFleet(plan) as fleet:
@@ -151,14 +150,13 @@ def test_a_rank_that_does_not_come_up_is_named_with_what_it_said(nothing_left: N
         fleet.start()
 
 
-@pytest.mark.timeout(180)
 def test_demo_ends_with_a_verdict_and_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     demo = [sys.executable, "-m", "kvctl", "demo", "--transport", "loopback", "--prefill-tp", "1", "--decode-dp", "1"]
     done = subprocess.run(
         [*demo, "--minutes", "0.05", "--seed", "3", "--fault", "abort=20%", "--fault", "control-dup=10%", "-o", "json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -178,9 +176,12 @@ def test_demo_ends_with_a_verdict_and_an_interrupt_leaves_nothing(tmp_path: Path
         assert header.startswith("elapsed_ns\trooms_per_s")
         assert len(first.split("\t")) == len(header.split("\t"))
         running.send_signal(signal.SIGINT)
-        running.stdout.read()
-    assert running.wait(30) == 130
-    deadline = time.monotonic() + 5
-    while list(socket_dir().iterdir()) and time.monotonic() < deadline:
+        try:
+            running.communicate(timeout=PATIENCE_S)
+        finally:
+            running.kill()
+    assert running.wait(PATIENCE_S) == 130
+    deadline = time.monotonic() + PATIENCE_S
+    while left := list(socket_dir().iterdir()):
+        assert time.monotonic() < deadline, left
         time.sleep(0.05)
-    assert list(socket_dir().iterdir()) == []

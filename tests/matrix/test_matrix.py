@@ -46,13 +46,11 @@ INSTANCES = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("one", combinations(), ids=lambda one: one.name)
 def test_every_byte_arrives(standing: Pair, one: Combination) -> None:
     check(standing, one.case)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("grouped", [False, True], ids=["", "grouped"])
 @pytest.mark.parametrize("model", ["gqa8", "latent", "state"])
 @pytest.mark.parametrize("instances", INSTANCES)
