@@ -6,12 +6,15 @@ A value that is absent or of another kind is not known; nothing here raises.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 Row = Mapping[str, Any]
 
 NO_ROW: Row = {}
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def number(row: Row, key: str) -> float | None:
@@ -63,3 +66,8 @@ def counts(row: Row, key: str) -> dict[str, float]:
     """The numbers of an object of numbers."""
     found = inner(row, key)
     return {name: value for name in found if isinstance(name, str) and (value := number(found, name)) is not None}
+
+
+def is_agent_name(name: str) -> bool:
+    """Whether this can be an agent: whoever finds a control socket may send noise under any name."""
+    return _NAME.fullmatch(name) is not None

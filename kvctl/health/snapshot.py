@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
-from kvctl.health.answers import Row, amount, inner, number, rows, text
+from kvctl.health.answers import Row, amount, inner, is_agent_name, number, rows, text
 from kvctl_agent.contract.config import KEYS_BY_NAME
 
 _ROOMS = 200
@@ -186,7 +186,7 @@ def _agent(answer: AgentAnswer) -> Agent:
         rooms=rows(data.get("rooms")),
         history=rows(data.get("history")),
         staging=inner(data, "staging"),
-        peers=rows(data.get("peers")),
+        peers=[row for row in rows(data.get("peers")) if is_agent_name(text(row, "peer"))],
         families={text(family, "name"): family for family in rows(data.get("metrics"))},
         config={text(row, "key"): row for row in rows(data.get("config"))},
     )

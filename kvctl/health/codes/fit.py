@@ -56,9 +56,10 @@ def _compat(snapshot: Snapshot) -> Iterator[Finding]:
     for odd, refusals in _odd_ones(pairs):
         factors = list(dict.fromkeys(factor for pair in refusals for factor in pairs[pair]))
         others = [next(name for name in pair if name != odd) for pair in refusals]
+        known = odd in snapshot.agents and any(other in snapshot.agents for other in others)
         yield Finding(
             code="KV_COMPAT_MISMATCH",
-            severity=Severity.CRITICAL,
+            severity=Severity.CRITICAL if known else Severity.WARNING,
             subject=odd,
             agents=(odd, *others),
             weight=len(refusals),

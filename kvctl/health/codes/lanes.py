@@ -91,14 +91,14 @@ LANE_SLOW = Code(
     sees="0.5 GB/s where 50 are expected, and everything else is green",
     means="The engine chooses the lane: RDMA, CUDA IPC, shared memory, TCP. When what it needs is missing it takes a "
     "slower one without a word: different PID or IPC namespaces disable cuda_ipc and shared memory, UCX_TLS or "
-    "UCX_NET_DEVICES exclude the fast device. A lane is called slow when one writer's parts are eight times longer on "
+    "UCX_NET_DEVICES exclude the fast device. A lane is called slow when one writer's parts are five times longer on "
     "the wire than its fellows', by part and by byte, or when a lane within one host was measured far below the speed "
     "of memory.",
     remedy="Measure the lane with kvctl peers probe; compare UCX_TLS, UCX_NET_DEVICES, namespaces and devices of the "
     "two hosts with a pair that is fast (kvctl doctor).",
     severity=Severity.WARNING,
     find=_slow,
-    alert=f"max({_WIRE}) > 8 * min({_WIRE}) and max({_WIRE}) > 0.1",
+    alert=f"max({_WIRE}) > 5 * min({_WIRE}) and max({_WIRE}) > 0.1",
 )
 
 

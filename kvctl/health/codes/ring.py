@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvctl.health.answers import Row, amount, inner, number, rows, text
+from kvctl.health.answers import NO_ROW, Row, amount, inner, number, rows, text
 from kvctl.health.codes.ring_waits import cycles
-from kvctl.health.codes.silence import silences
 from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
@@ -16,6 +15,7 @@ from kvctl.views.units import duration, size
 # A silent writer's region is named from here on; one that is only slow, when the agent's own ways (it takes an
 # unwritten grant back after 5 s) have had their time.
 _SILENT_NS = 3_000_000_000
+_HEARTBEATS = 5
 _SLOW_NS = 15_000_000_000
 
 
@@ -66,45 +66,45 @@ def _pinned(snapshot: Snapshot) -> Iterator[Finding]:
             writer = text(allocation, "writer")
             if (agent.name, allocation.get("serial")) in in_cycles or writer in named:
                 continue
-            if not _holds_up(snapshot, agent, allocation, is_oldest=allocation is oldest, waiting=len(waiting)):
+            if not _holds_up(agent, allocation, is_oldest=allocation is oldest, waiting=len(waiting)):
                 continue
             named.add(writer)
-            yield _pin(snapshot, agent, allocation, allocation is oldest, waiting)
+            yield _pin(agent, allocation, allocation is oldest, waiting)
 
 
-def _silence_ns(snapshot: Snapshot, agent: Agent, writer: str) -> int | None:
-    """For how long this decode rank has not heard the writer; None where it hears it."""
-    told = [one for one in snapshot.once(silences).get(writer, ()) if one.agent == agent.name]
-    return max((one.for_ns or 0 for one in told), default=None)
+def _silence_ns(agent: Agent, writer: str) -> int | None:
+    """For how long this decode rank has not heard the writer, whatever it calls that; None where it hears it."""
+    shortest_ns = max(_SILENT_NS, _HEARTBEATS * agent.period_ns("heartbeat_s"))
+    row = next((row for row in agent.peers if text(row, "peer") == writer), NO_ROW)
+    heard = number(row, "last_heard_ns")
+    if text(row, "state") == "lost":
+        return int(heard or 0)
+    return int(heard) if heard is not None and heard >= shortest_ns else None
 
 
-def _holds_up(snapshot: Snapshot, agent: Agent, allocation: Row, *, is_oldest: bool, waiting: int) -> bool:
+def _holds_up(agent: Agent, allocation: Row, *, is_oldest: bool, waiting: int) -> bool:
     age, state = amount(allocation, "age_ns"), text(allocation, "state")
-    if _silence_ns(snapshot, agent, text(allocation, "writer")) is not None:
-        if state == "quarantined":  # given up for good: what it costs is said once, unless others wait for it
-            return is_oldest and waiting > 0 and age >= _SLOW_NS
-        return age >= _SILENT_NS and state != "landed"
-    return is_oldest and waiting > 0 and age >= _SLOW_NS and state != "landed"
+    if state == "landed":
+        return False  # it is being scattered: if that does not end, its room is stuck
+    blocks = is_oldest and waiting > 0
+    if _silence_ns(agent, text(allocation, "writer")) is None:
+        return blocks and age >= _SLOW_NS
+    if state == "quarantined":  # given up for good: what it costs is said once, unless others wait for it
+        return blocks and age >= _SLOW_NS
+    return age >= _SILENT_NS or (state == "revoking" and blocks)  # each demand to give it back begins its age anew
 
 
-def _pin(snapshot: Snapshot, agent: Agent, allocation: Row, is_oldest: bool, waiting: list[Gated]) -> Finding:
+def _pin(agent: Agent, allocation: Row, is_oldest: bool, waiting: list[Gated]) -> Finding:
     serial, writer, room = allocation.get("serial"), text(allocation, "writer"), text(allocation, "room")
-    nbytes, age = held_bytes(allocation), int(amount(allocation, "age_ns"))
-    state, room_state = text(allocation, "state"), text(allocation, "room_state")
-    silent_ns = _silence_ns(snapshot, agent, writer)
+    nbytes, age, state = held_bytes(allocation), int(amount(allocation, "age_ns")), text(allocation, "state")
+    silent_ns = _silence_ns(agent, writer)
     mine = [one for one in rows(ring_of(agent).get("allocations")) if text(one, "writer") == writer]
     held = sum(held_bytes(one) for one in mine) if silent_ns is not None else nbytes
-    done = "is writing it still" if allocation.get("posted") else "has neither written nor given it back"
-    if state == "quarantined":
-        done = "may still write it"
-    what = f"{writer} was granted {size(nbytes)} of {agent.name}'s ring {duration(age)} ago for room {room}"
-    cause = f"{what} and {done}"
-    if room_state not in ("", "Transferring", "WaitingForInput", "Bootstrapping"):
-        cause += f", though the room is {room_state.lower()}"
-    if silent_ns is not None:
-        cause += f"; it has been silent for {duration(silent_ns)}"
     writers = sorted({one.writer for one in waiting})
     blocks = is_oldest and bool(waiting)
+    cause = _held_how(agent, allocation)
+    if silent_ns is not None:
+        cause += f"; it has been silent for {duration(silent_ns)}"
     if blocks:
         cause += f"; {counted(len(waiting), 'part')} of {listed(writers)} wait behind it"
     elif allocation.get("aside"):
@@ -121,11 +121,11 @@ def _pin(snapshot: Snapshot, agent: Agent, allocation: Row, is_oldest: bool, wai
         severity=Severity.CRITICAL if blocks else Severity.WARNING,
         subject=f"{agent.name} allocation {serial}",
         agents=(agent.name, writer),
-        since_ns=age,
+        since_ns=max(age, silent_ns or 0),
         weight=held,
         evidence={
             "room": room,
-            "room_state": room_state,
+            "room_state": text(allocation, "room_state"),
             "writer": writer,
             "state": state,
             "age_ns": age,
@@ -138,6 +138,28 @@ def _pin(snapshot: Snapshot, agent: Agent, allocation: Row, is_oldest: bool, wai
         cause=cause,
         remedy=remedy,
     )
+
+
+def _held_how(agent: Agent, allocation: Row) -> str:
+    """Who has the region, and what it did with it."""
+    writer, room, state = (text(allocation, key) for key in ("writer", "room", "state"))
+    nbytes, room_state = size(held_bytes(allocation)), text(allocation, "room_state")
+    if state == "revoking":
+        how = (
+            f"{writer} has {nbytes} of {agent.name}'s ring for room {room}, has not written it, and does not answer "
+            "the demand to give it back"
+        )
+    else:
+        done = "has neither written nor given it back"
+        if state == "quarantined":
+            done = "may still write it"
+        elif allocation.get("posted"):
+            done = "is writing it still"
+        age = duration(amount(allocation, "age_ns"))
+        how = f"{writer} was granted {nbytes} of {agent.name}'s ring {age} ago for room {room} and {done}"
+    if room_state in ("Failed", "Success", "gone"):
+        how += f", though the room is {room_state.lower()}"
+    return how
 
 
 RING_PINNED = Code(

@@ -48,6 +48,23 @@ def test_what_the_others_are_led_round_still_comes_first():
     assert second.code == "KV_PEER_LOST"
 
 
+def test_a_stopped_writer_pins_the_ring_where_nobody_minds_silence():
+    """With a long suspect_s the agent demands the region again and again, and each demand begins its age anew."""
+    fleet = paused_writer()
+    fleet.setting("suspect_s", 500.0)
+    for name in ("decode-0", "decode-1"):
+        fleet.peer(name, "prefill-1", state="ready")
+    fleet.allocation("decode-0", 17, state="revoking", age_ns=S // 2)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == (
+        "KV_RING_PINNED",
+        "decode-0 allocation 17",
+        Severity.CRITICAL,
+    )
+    assert "does not answer the demand to give it back; it has been silent for 40 s" in found.cause
+    assert found.since_ns == 40 * S
+
+
 def test_a_write_that_never_ends_pins_the_ring():
     fleet = Fleet()
     fleet.oldest("decode-0", 17, room="7", age_ns=60 * S, posted=True, room_state="Failed")
