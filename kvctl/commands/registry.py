@@ -33,6 +33,8 @@ COMMANDS: dict[str, Entry] = {
     "stacks": Entry("kvctl.commands.stacks", "stacks", "What every thread of the agents does right now."),
     "health": Entry("kvctl.commands.health", "health", "What is wrong, worst first; codes, their pages, mutes."),
     "check": Entry("kvctl.commands.check", "check", "For monitoring: one line, exit status 0, 1, 2 or 3."),
+    "doctor": Entry("kvctl.commands.doctor", "doctor", "What is wrong, ranked, and what to type next; host checks."),
+    "wait": Entry("kvctl.commands.wait", "wait", "Wait until the fleet is ready or drained, or a room is done."),
     "config": Entry("kvctl.commands.config", "config", "Configuration of the agents and where it comes from."),
     "context": Entry("kvctl.commands.context", "context", "Fleets under names: which agents, keys and labels."),
     "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it over the network."),

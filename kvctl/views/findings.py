@@ -16,7 +16,13 @@ from kvctl.views.view import Column, Row, View, Width
 _LABEL = 10
 _WIDEST = 110
 _SHORT = 2
-_HUMAN = {"_ns": units.duration, "_bytes": units.size, "_ratio": units.percent}
+
+
+def _gigabytes(value: float) -> str:
+    return f"{units.three_digits(value)} GB/s"
+
+
+_HUMAN = {"_ns": units.duration, "_bytes": units.size, "_ratio": units.percent, "_gb_per_s": _gigabytes}
 
 HEALTH = View(
     "health",
@@ -118,16 +124,16 @@ def paragraph(row: Row, width: int, number: int | None = None) -> list[Line]:
     ]
 
 
-def labelled(label: str, text: str, width: int) -> list[Line]:
-    """A text under its label, wrapped with a hanging indent; nothing for no text."""
+def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> list[Line]:
+    """A text beside its label, wrapped with a hanging indent; nothing for no text."""
     wrapped = textwrap.wrap(
         " ".join(text.split()),
-        max(20, min(width, _WIDEST) - _LABEL - 2),
+        max(20, min(width, _WIDEST) - indent - 2),
         break_long_words=False,
         break_on_hyphens=False,
     )
     return [
-        [(f"  {label if not number else '':<{_LABEL}}", "dim"), (piece, "")] for number, piece in enumerate(wrapped)
+        [(f"  {label if not number else '':<{indent}}", "dim"), (piece, "")] for number, piece in enumerate(wrapped)
     ]
 
 
@@ -137,22 +143,17 @@ def figures(evidence: Mapping[str, Any]) -> list[str]:
 
 
 def _figure(name: str, value: Any) -> str:
-    for suffix, human in _HUMAN.items():
-        if name.endswith(suffix) and isinstance(value, int | float):
-            return f"{_words(name.removesuffix(suffix))} {human(value)}"
-    if name.endswith("_gb_per_s") and isinstance(value, int | float):
-        return f"{_words(name.removesuffix('_gb_per_s'))} {units.three_digits(value)} GB/s"
-    if isinstance(value, bool):
-        return f"{_words(name)} {'yes' if value else 'no'}"
-    if isinstance(value, int | float):
-        return (
-            f"{_words(name.removesuffix('_total'))} {value:,}"
-            if isinstance(value, int)
-            else f"{_words(name)} {units.three_digits(value)}"
-        )
     if isinstance(value, list | tuple):
         return f"{_words(name)} {' '.join(str(each) for each in value)}"
-    return f"{_words(name)} {value}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"{_words(name)} {value}"
+    for suffix, human in _HUMAN.items():
+        if name.endswith(suffix):
+            return f"{_words(name.removesuffix(suffix))} {human(value)}"
+    number = f"{value:,}" if isinstance(value, int) else units.three_digits(value)
+    if name.endswith("_total"):
+        return f"{number} {_words(name.removesuffix('_total'))}"
+    return f"{_words(name)} {number}"
 
 
 def _words(name: str) -> str:

@@ -1,0 +1,77 @@
+"""`kvctl doctor`: what is wrong with the fleet and with this host, what it comes from, and what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from kvctl.commands.looking import Look, Looking, earlier
+from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.output import Output
+from kvctl.commands.reading import conclude, source
+from kvctl.commands.settings import Settings
+from kvctl.exit_codes import ExitCode
+from kvctl.health.host.fact import Fact
+from kvctl.health.host.inspection import inspect, local_agents
+from kvctl.health.host.view import HostView
+from kvctl.health.snapshot import HEALTH_CALLS
+from kvctl.views.doctor import DOCTOR, blocks, is_problem, rows
+from kvctl.views.report import Report
+from kvctl_agent.contract.admin import socket_dir
+
+
+@click.command(cls=KvctlCommand, view=DOCTOR)
+@click.option("--host-only", is_flag=True, help="Only this host; asks no agent.")
+@pass_settings
+def doctor(settings: Settings, host_only: bool) -> None:
+    """What is wrong, ranked: evidence, likely cause, the exact next command; and what this host means for transfers.
+
+    Looks at the fleet twice, a second apart, and at this host: locked memory, RDMA and GPU, engines and their
+    environment, namespaces, limits, ports, versions. Exit code 0 when nothing is wrong, 1 when something is, 3 when
+    there is no agent (the host is looked at all the same). With --from only the fleet: the host would be another.
+    """
+    if settings.watch_ns is not None:
+        raise click.UsageError("doctor looks once; kvctl health -w watches")
+    if host_only and settings.from_file is not None:
+        raise click.UsageError("--host-only looks at this host, and --from at a fleet that was elsewhere")
+    output = Output(settings)
+    output.selection(DOCTOR)
+    if host_only:
+        report = _report(inspect(HostView(), socket_dir()), None)
+        output.emit(report)
+        raise click.exceptions.Exit(_verdict(report, ExitCode.OK))
+    looking = Looking(settings, earlier(settings))
+    with source(settings) as fleet:
+        survey = fleet.survey(HEALTH_CALLS)
+    look = looking(survey)
+    report = _report([] if settings.from_file is not None else _facts(look), look)
+    output.emit(report)
+    raise click.exceptions.Exit(_verdict(report, conclude(output, settings, survey, report)))
+
+
+def _facts(look: Look) -> list[Fact]:
+    return inspect(HostView(agents=local_agents(look.snapshot)), socket_dir(), look.snapshot)
+
+
+def _report(facts: Sequence[Fact], look: Look | None) -> Report:
+    """What is to be said; `look` is None where no agent was asked."""
+    survey = None if look is None else look.snapshot.survey
+    faults = [] if survey is None else survey.faults
+    agents = None if look is None else len(look.snapshot.agents)
+    quiet = 0 if look is None else len(look.judged.muted)
+    return Report(
+        DOCTOR,
+        rows(() if look is None else look.judged.raised, faults, facts),
+        agents or 0,
+        faults,
+        blocks=lambda kept, width: blocks(kept, width, agents, quiet),
+        notes=[] if look is None else list(look.remarks),
+    )
+
+
+def _verdict(report: Report, otherwise: ExitCode) -> ExitCode:
+    """Something wrong is 1, if there was anybody to be wrong."""
+    if otherwise in {ExitCode.OK, ExitCode.PARTIAL} and any(is_problem(each) for each in report.rows):
+        return ExitCode.FAILED
+    return otherwise

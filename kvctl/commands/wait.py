@@ -1,0 +1,111 @@
+"""`kvctl wait`: for scripts that go on when a fleet is ready, drained, or done with a room."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+
+import click
+
+from kvctl.client.goals import GoalError, Progress, parse
+from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.output import Output
+from kvctl.commands.reading import live_only, source
+from kvctl.commands.settings import Settings
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
+from kvctl.views import units
+
+_PAUSE_S = 0.25
+_MOST_NAMED = 5
+
+
+@click.command(cls=KvctlCommand)
+@click.option("--for", "goal", required=True, metavar="ready|drained|room=R:STATE", help="What to wait for.")
+@click.option(
+    "--timeout",
+    "patience",
+    default="60s",
+    show_default=True,
+    metavar="TIME",
+    help="How long to wait in all. How long one agent may take to answer: kvctl --timeout TIME wait …",
+)
+@click.option(
+    "--agents",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many have to be there to be ready: who has not started yet cannot say that it is missing.",
+)
+@pass_settings
+def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
+    """Wait until the fleet is ready or drained, or a room is in a state; asks four times a second.
+
+    \b
+    ready            every agent has found all the ranks that it waits for
+    drained          every agent was told to drain and has no active room (-e, -l: of these agents)
+    room=7:Success   room 7 is in that state, or past it, on every rank that knows it
+
+    Exit code 0 when it is so, 4 when time is up (and what was still missing on stderr), 1 when it can no longer come
+    about, as when the room fails.
+    """
+    live_only(settings)
+    try:
+        wanted = parse(goal, agents)
+    except GoalError as error:
+        raise click.UsageError(f"--for {error}") from error
+    deadline = time.monotonic() + _seconds(patience)
+    output = Output(settings)
+    line = _Line(settings.quiet)
+    with source(settings) as fleet:
+        while True:
+            progress = wanted.look(fleet.survey(wanted.calls))
+            left = deadline - time.monotonic()
+            if progress.reached or progress.impossible or left <= 0:
+                break
+            line.show(f"{_few(progress.missing)} ({left:.0f} s left)")
+            time.sleep(min(_PAUSE_S, left))
+    line.clear()
+    _conclude(output, progress, goal, patience)
+
+
+def _conclude(output: Output, progress: Progress, goal: str, patience: str) -> None:
+    if progress.impossible:
+        raise CliError(progress.impossible, ExitCode.FAILED)
+    if not progress.reached:
+        raise CliError(f"not {goal} within {patience}; missing: {_few(progress.missing)}", ExitCode.TIMEOUT)
+    output.note(progress.reached)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return units.parse_seconds(text) / 1e9
+    except ValueError as error:
+        raise click.UsageError(f"--timeout: {error}") from error
+
+
+def _few(missing: Sequence[str]) -> str:
+    more = len(missing) - _MOST_NAMED
+    return "; ".join(missing[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
+class _Line:
+    """One line of progress on stderr that is written over; nothing where stderr is no terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._shown = not quiet and sys.stderr.isatty()
+        self._dirty = False
+
+    def show(self, text: str) -> None:
+        if self._shown:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\x1b[K{text[:width]}")
+            sys.stderr.flush()
+            self._dirty = True
+
+    def clear(self) -> None:
+        if self._dirty:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,33 @@
+"""Whether kvctl and the agents it talks to are of one version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvctl.health.finding import Severity
+from kvctl.health.host.fact import Fact
+from kvctl_agent.contract.version import VERSION
+
+
+def facts(agents: Mapping[str, str]) -> Iterator[Fact]:
+    """
+    Args:
+        agents: version by name.
+    """
+    others = {name: version for name, version in agents.items() if version != VERSION}
+    if not others:
+        all_of = f", as all {len(agents)} agents" if agents else ""
+        yield Fact("versions", f"kvctl {VERSION}{all_of}", "they understand each other")
+        return
+    found = ", ".join(f"{name} {version}" for name, version in sorted(others.items()))
+    mixed = len(set(agents.values())) > 1
+    yield Fact(
+        "versions",
+        f"kvctl {VERSION}; {found}",
+        "agents of different versions may not fit each other"
+        if mixed
+        else "what the newer one knows, the older one cannot tell or show",
+        Severity.WARNING if mixed else Severity.INFO,
+        "bring all agents to one version, prefill and decode" if mixed else "",
+        "KV_COMPAT_MISMATCH" if mixed else "",
+    )
