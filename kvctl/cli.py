@@ -10,7 +10,7 @@ import click
 
 from kvctl.commands.options import KvctlGroup
 from kvctl.commands.registry import COMMANDS, load
-from kvctl.commands.stdio import complain, silence_stdout
+from kvctl.commands.stdio import complain, silence_stdout, stand_in_for_closed_streams, stdout_fails, tell, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.version import VERSION
@@ -65,6 +65,7 @@ def main(args: list[str] | None = None) -> NoReturn:
 
 def run(args: list[str]) -> int:
     """Runs `kvctl` and returns the exit code."""
+    stand_in_for_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A terminal without UTF-8 shows a question mark, rather than a traceback, where a bar would be.
         reconfigure = getattr(stream, "reconfigure", None)
@@ -91,10 +92,16 @@ def run(args: list[str]) -> int:
         # A command that only prints ends quietly in Output.write; here something more was cut short.
         silence_stdout()
         return ExitCode.FAILED
+    except OSError as error:
+        if not stdout_fails():
+            raise
+        complain(unwritable(error))
+        silence_stdout()
+        return ExitCode.FAILED
     return code if isinstance(code, int) else ExitCode.OK
 
 
 def _explain(error: click.ClickException) -> None:
     complain(error.format_message())
     if isinstance(error, click.UsageError) and error.ctx is not None:
-        click.echo(f"Try '{error.ctx.command_path} --help'.", err=True)
+        tell(f"Try '{error.ctx.command_path} --help'.")

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import click
 
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import complain, silence_stdout
+from kvctl.commands.stdio import complain, silence_stdout, unwritable
+from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.data import comma_separated, json_document, json_lines, projected, tsv
 from kvctl.views.expressions import ExpressionError
@@ -155,6 +156,9 @@ class Output:
         except BrokenPipeError:
             silence_stdout()
             raise click.exceptions.Exit(ExitCode.OK) from None
+        except OSError as error:
+            silence_stdout()
+            raise CliError(unwritable(error)) from error
 
     def note(self, text: str) -> None:
         """A remark on stderr, which `-q` silences."""

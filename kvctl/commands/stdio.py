@@ -6,12 +6,45 @@ import os
 import sys
 
 
-def complain(text: str) -> None:
-    """One line on stderr, as long as somebody reads it."""
+def stand_in_for_closed_streams() -> None:
+    """Opens the null device for each of the three that our caller has closed (`>&-`): nobody wants to hear of it.
+
+    Otherwise the next file or socket that is opened would get its number, and somebody's output.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def unwritable(error: OSError) -> str:
+    """Why data could not be written."""
+    return f"cannot write to stdout: {error.strerror}; what was printed is incomplete"
+
+
+def stdout_fails() -> bool:
+    """Whether what was printed cannot be written, as on a full disk."""
     try:
-        sys.stderr.write(f"kvctl: {text}\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def complain(text: str) -> None:
+    """A line on stderr in our name."""
+    tell(f"kvctl: {text}")
+
+
+def tell(text: str) -> None:
+    """A line on stderr, as long as it can be written there."""
+    try:
+        sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
-    except BrokenPipeError:
+    except OSError:
         return
 
 
