@@ -11,7 +11,7 @@ from types import TracebackType
 
 from kvctl.client.calls import Call
 from kvctl.client.captured_answers import Absent, Past, answer
-from kvctl.client.captured_file import load
+from kvctl.client.captured_file import load, understood
 from kvctl.client.captured_moment import Moment, Seen
 from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import Fault, FaultCode
@@ -79,8 +79,9 @@ class Captured:
         stale = [each for each in moment.discovery.stale if not self._endpoints or _wanted(each, self._endpoints)]
         found = Discovery(moment.discovery.directory, [each.endpoint for each in chosen], stale, faults)
         survey = Survey(found, faults=list(faults), at_ns=moment.at_ns, tick_ns=moment.at_ns)
-        for seen in chosen:
-            self._admit(seen, calls, survey)
+        with understood(self._path):
+            for seen in chosen:
+                self._admit(seen, calls, survey)
         survey.agents.sort(key=lambda agent: agent.name)
         survey.remarks.insert(0, self._when())
         return survey

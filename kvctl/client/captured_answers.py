@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from kvctl.client.calls import Call
 from kvctl.client.captured_moment import Seen
@@ -91,13 +91,15 @@ def _events(seen: Seen, past: Remember, call: Call) -> Any:
     oldest = rows[0]["sequence"] if rows else following
     chosen = [row for row in rows if row["sequence"] >= since][:limit]
     dropped = max(0, oldest - since) if since < following else 0
-    return {"events": chosen, "next": chosen[-1]["sequence"] + 1 if chosen else following, "dropped": dropped}
+    if since < following:
+        following = chosen[-1]["sequence"] + 1 if chosen else max(since, oldest)
+    return {"events": chosen, "next": following, "dropped": dropped}
 
 
 def _room(seen: Seen, past: Remember, call: Call) -> Any:
     number = call.args["room"]
     if number in seen.rooms:
-        return seen.rooms[number]
+        return seen.rooms[number] or _unknown(seen, number)
     found = []
     for row in _known(seen, number):
         told = past().rooms.get((number, row["nonce"])) if row["finished_at_ns"] is not None else None
@@ -111,7 +113,7 @@ def _room_layers(seen: Seen, past: Remember, call: Call) -> Any:
     if "layers" in seen.refused:
         raise Absent(seen.refused["layers"])
     if room in seen.layers:
-        return seen.layers[room]
+        return seen.layers[room] or _unknown(seen, room)
     if all(row["finished_at_ns"] is not None for row in _known(seen, room)) and room in past().layers:
         return past().layers[room]
     text = f"the layers of room {room} were left out when this was recorded"
@@ -126,10 +128,12 @@ def _known(seen: Seen, room: str) -> list[Any]:
     """
     assert seen.answer is not None
     rows = [row for command in _KNOWN for row in seen.answer.data.get(command, ()) if row["room"] == room]
-    if not rows:
-        text = f"{seen.answer.name} knows no room {room}, active or lately"
-        raise Absent(Fault(seen.endpoint.name, ErrorCode.UNKNOWN_ROOM, text))
-    return list({row["nonce"]: row for row in rows}.values())
+    return list({row["nonce"]: row for row in rows}.values()) or _unknown(seen, room)
+
+
+def _unknown(seen: Seen, room: str) -> NoReturn:
+    text = f"{seen.endpoint.name} knows no room {room}, active or lately"
+    raise Absent(Fault(seen.endpoint.name, ErrorCode.UNKNOWN_ROOM, text))
 
 
 _SPECIAL: dict[tuple[str, bool], Callable[[Seen, Remember, Call], Any]] = {

@@ -91,6 +91,16 @@ def readable(path: Path) -> Iterator[None]:
         raise CliError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
+@contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """Turns what is wrong with answers into one line: they are another version's, or a stranger's."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        text = f"{path}: it does not hold what this kvctl reads: {type(error).__name__} {error}"
+        raise CliError(text, ExitCode.PROTOCOL) from error
+
+
 def _moments(file: IO[bytes]) -> list[_Packed]:
     found: list[_Packed] = []
     kept = 0

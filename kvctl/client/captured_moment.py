@@ -26,7 +26,8 @@ class Seen:
         fault: it did not greet; `answer` is None.
         answer: its `data` holds the answers to every command that reads, each as wide as was asked.
         refused: by command.
-        rooms: answers to `room`, by room; of one that finished earlier in the file the answer stands there.
+        rooms: answers to `room`, by room, empty where it did not know it after all; of one that finished earlier in
+            the file the answer stands there.
         layers: answers to `layers` of a room, likewise.
     """
 

@@ -116,7 +116,9 @@ class Taker:
                 into = one.rooms if reply.call.command == "room" else one.layers
                 if reply.fault is None:
                     into[reply.call.args["room"]] = reply.data  # type: ignore[index]
-                elif reply.fault.code != ErrorCode.UNKNOWN_ROOM and waiting.pop(reply.endpoint, None) is not None:
+                elif reply.fault.code == ErrorCode.UNKNOWN_ROOM:
+                    into[reply.call.args["room"]] = []  # type: ignore[index]
+                elif waiting.pop(reply.endpoint, None) is not None:
                     left_out.append(f"{one.endpoint.name}: timelines: {reply.fault.message}")
         return [found[each.endpoint] for each in seen], left_out
 

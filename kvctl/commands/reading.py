@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 import click
@@ -16,7 +16,6 @@ from kvctl.client.source import Source
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
-from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.report import Report
 from kvctl.views.view import View
@@ -129,16 +128,13 @@ def nobody(settings: Settings, survey: Survey) -> Fault:
     return Fault("", FaultCode.UNREACHABLE, text)
 
 
-@contextmanager
-def _understood(settings: Settings) -> Iterator[None]:
-    """A file's answers may lack what this kvctl reads: they are another version's, or a stranger's."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if settings.from_file is None:
-            raise
-        text = f"{settings.from_file}: it does not hold what this kvctl reads: {type(error).__name__} {error}"
-        raise CliError(text, ExitCode.PROTOCOL) from error
+def _understood(settings: Settings) -> AbstractContextManager[None]:
+    """A file's answers may lack what this kvctl reads; a living agent's do so for a reason that we want to see."""
+    if settings.from_file is None:
+        return nullcontext()
+    from kvctl.client.captured_file import understood
+
+    return understood(settings.from_file)
 
 
 def _title(settings: Settings, survey: Survey) -> str:

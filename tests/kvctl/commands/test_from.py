@@ -1,0 +1,224 @@
+"""--from: a file shows what the fleet showed, in every format; what cannot be read is told in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.client import captured_taking
+from kvctl.client.captured import Captured
+from kvctl_agent.contract import recording as form
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.errors import RequestRefused
+
+ROOM = "18446744073709551615"
+READING = (
+    ("status",),
+    ("agents", "--columns", "agent,state,role,uptime,version,incarnation,endpoint"),
+    ("rooms",),
+    ("rooms", "--state", "waitingforinput", "-n", "1"),
+    ("rooms", "history"),
+    ("rooms", "history", "-n", "1"),
+    ("rooms", "slow"),
+    ("rooms", "show", ROOM),
+    ("staging",),
+    ("staging", "map"),
+    ("layers",),
+    ("peers",),
+    ("metrics",),
+    ("events",),
+    ("config", "show"),
+    ("bootstrap",),
+)
+FORMATS = ("table", "wide", "plain", "json", "jsonl", "csv")
+# Measured anew by each reading: the moment, and the bounds of clocks.
+_MEASURED = (
+    (re.compile(r'"generated_at_ns": ?\d+'), ""),
+    (re.compile(r'"clock_error_ns": ?\d+'), ""),
+    (re.compile(r'"clocks": ?\[[^\]]*\]'), ""),
+    (re.compile(r"\S+ (?:ns|µs|ms)$", re.MULTILINE), ""),
+    (re.compile(r" +CLOCK ±$| +$", re.MULTILINE), ""),
+)
+
+
+def fixed(text: str) -> str:
+    for pattern, by in _MEASURED:
+        text = pattern.sub(by, text)
+    return text
+
+
+@pytest.fixture
+def recording(fleet: Any, kvctl: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.kvrec"
+    assert kvctl("record", "-o", str(path)).code == 0
+    return path
+
+
+@pytest.mark.parametrize("args", READING, ids=" ".join)
+def test_a_recording_shows_what_the_fleet_showed(
+    args: tuple[str, ...], recording: Path, kvctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for output in FORMATS:
+        for more in ((), ("-l", "role=decode"), ("-e", "prefill-*", "-e", "decode-1")):
+            live = kvctl(*args, "-o", output, *more)
+            file = kvctl(*args, "-o", output, *more, "--from", str(recording))
+            assert live.out
+            assert (file.code, fixed(file.out)) == (live.code, fixed(live.out))
+            assert f"{recording.name} as of 20" in file.err
+
+
+def test_metrics_for_prometheus_and_stacks_come_from_a_file(recording: Path, kvctl: Any) -> None:
+    assert kvctl("metrics", "-o", "prom", "--from", str(recording)).out == kvctl("metrics", "-o", "prom").out
+    rows = json.loads(kvctl("stacks", "-o", "json", "--from", str(recording)).out)["data"]
+    assert {"kvctl-admin-decode-0", "MainThread"} <= {row["name"] for row in rows}
+
+
+def test_answers_are_dated_as_they_were(recording: Path, kvctl: Any) -> None:
+    (at_ns,) = Captured(recording).moments
+    assert json.loads(kvctl("rooms", "-o", "json", "--from", str(recording)).out)["generated_at_ns"] == at_ns
+
+
+def test_faults_and_refusals_are_the_same(start: Any, kvctl: Any, tmp_path: Path) -> None:
+    def refuse(_: dict[str, Any]) -> Any:
+        raise RequestRefused(ErrorCode.INTERNAL, "boom")
+
+    start("decode-0")
+    start("decode-1", {"peers": refuse})
+    start("newer", protocol=[7, 9])
+    path = tmp_path / "some.kvrec"
+    assert kvctl("record", "-o", str(path)).code == 7
+    for args in (("peers",), ("rooms",), ("agents", "--columns", "agent,state"), ("peers", "-l", "role=decode")):
+        live, file = kvctl(*args, "-o", "json"), kvctl(*args, "-o", "json", "--from", str(path), "-q")
+        assert (file.code, fixed(file.out), file.err) == (live.code, fixed(live.out), live.err)
+        assert live.code == 7
+
+
+def test_who_is_not_in_the_file_is_told(recording: Path, kvctl: Any) -> None:
+    outcome = kvctl("rooms", "--from", str(recording), "-e", "decode-7")
+    assert outcome.code == 3
+    assert f"{recording} has no agent decode-7; did you mean decode-" in outcome.err
+    outcome = kvctl("rooms", "--from", str(recording), "-l", "tp=9")
+    assert (outcome.code, outcome.out) == (3, "")
+    assert "no agent is tp=9; 4 answered" in outcome.err
+
+
+def test_configured_endpoints_name_living_agents(recording: Path, kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCTL_ENDPOINT", "tcp://elsewhere:1")
+    assert kvctl("status", "--from", str(recording)).code == 0
+
+
+def test_a_room_that_nobody_knew_is_unknown(recording: Path, kvctl: Any) -> None:
+    for number in ("7", "12"):
+        outcome = kvctl("rooms", "show", number, "--from", str(recording))
+        assert (outcome.code, outcome.out) == (1, kvctl("rooms", "show", number).out)
+        assert f"no agent knows room {number}" in outcome.err
+
+
+def test_a_room_whose_timeline_was_left_out_says_so(
+    fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_taking, "_ROOMS_OF_ONE", 1)
+    path = tmp_path / "short.kvrec"
+    told = kvctl("record", "-o", str(path)).err
+    assert "not in the file: 12 of 16 timelines of rooms" in told
+    outcome = kvctl("rooms", "show", "7", "-o", "json", "--from", str(path))
+    assert outcome.code == 0
+    assert json.loads(outcome.out)["data"][0]["state"] == "WaitingForInput"
+    assert "decode-0: the timeline of this room was left out of short.kvrec" in outcome.err
+
+
+def test_watching_a_file_plays_its_moments_once(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "series.kvrec"
+    outcome = kvctl("record", "-o", str(path), "--for", "40ms", "--every", "5ms")
+    assert outcome.code == 0
+    count = len(Captured(path).moments)
+    assert count > 1
+    assert f"{count} moments in" in outcome.err
+    lines = kvctl("status", "--from", str(path), "-w", "0.001", "-o", "jsonl").out.splitlines()
+    assert [json.loads(line)["at_ns"] for line in lines] == list(Captured(path).moments)
+    played = kvctl("rooms", "--from", str(path), "-w", "0.001", "-o", "json")
+    assert (played.code, len(played.out.splitlines())) == (0, count)
+    # Each event once, although every moment was asked for its events.
+    assert kvctl("events", "--from", str(path), "-w", "0.001").out.count("decode-0\t") == 2
+
+
+@pytest.mark.parametrize("args", [("record", "-o", "x.kvrec")])
+def test_what_acts_refuses_a_file(args: tuple[str, ...], recording: Path, kvctl: Any) -> None:
+    outcome = kvctl(*args, "--from", str(recording))
+    assert outcome.code == 2
+    assert "acts on living agents" in outcome.err
+    assert not Path("x.kvrec").exists()
+
+
+def _cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def _newer_file(data: bytes) -> bytes:
+    return form.MAGIC + b"\x09\0\0\0" + data[12:]
+
+
+def _newer_moment(data: bytes) -> bytes:
+    return b"".join(
+        [
+            form.opening(),
+            form.frame(form.MOMENT, {"moment": 0, "at_ns": 1, "agents": 0, "form": 2}),
+            form.frame(form.DONE, {"frames": 1}),
+        ]
+    )
+
+
+def _inputs_only(data: bytes) -> bytes:
+    return form.opening() + form.frame(form.DONE, {"frames": 0})
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "told"),
+    [
+        (_cut, 1, "it was cut short"),
+        (lambda data: b"", 1, "it is no recording of kvctl"),
+        (lambda data: b"hello", 1, "it is no recording of kvctl"),
+        (lambda data: data[:300] + b"\0" + data[301:], 1, "it is damaged"),
+        (_newer_file, 6, "version 9, this kvctl reads version 1"),
+        (_newer_moment, 6, "moments are of version 2, this kvctl reads version 1"),
+        (_inputs_only, 1, "it holds machine inputs only"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_in_one_line(
+    change: Callable[[bytes], bytes], code: int, told: str, recording: Path, kvctl: Any
+) -> None:
+    recording.write_bytes(change(recording.read_bytes()))
+    outcome = kvctl("status", "--from", str(recording))
+    assert (outcome.code, outcome.out) == (code, "")
+    assert outcome.err.startswith(f"kvctl: {recording}: ")
+    assert told in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_file_that_is_missing_or_not_ours(kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kvctl("status", "--from", str(tmp_path / "missing")).code == 2
+    assert kvctl("status", "--from", str(tmp_path)).code == 2
+    path = tmp_path / "theirs.kvrec"
+    path.touch()
+
+    def deny(*_: Any, **__: Any) -> Any:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "open", deny)
+    outcome = kvctl("status", "--from", str(path))
+    assert (outcome.code, outcome.err) == (5, f"kvctl: {path}: you may not read it\n")
+
+
+def test_answers_of_another_shape_are_told_in_one_line(start: Any, kvctl: Any, tmp_path: Path) -> None:
+    start("decode-0", {"staging": lambda _: {"agent": "decode-0"}})
+    path = tmp_path / "odd.kvrec"
+    assert kvctl("record", "-o", str(path)).code == 0
+    outcome = kvctl("staging", "map", "--from", str(path))
+    assert outcome.code == 6
+    assert "it does not hold what this kvctl reads: KeyError 'ring'" in outcome.err
