@@ -80,6 +80,7 @@ class TopApp(App[None]):
     ENABLE_COMMAND_PALETTE = False
     CSS = """
     Screen { background: $background; color: $foreground; layout: vertical; }
+    ModalScreen { background: transparent; }
     ContentSwitcher { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -177,7 +178,9 @@ class TopApp(App[None]):
         if room is not None:
             self.open_room(room)
         else:
-            self._open_record(message.table, [message.row], str(sheet.key(message.row)))
+            key = sheet.key(message.row)
+            title = " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
+            self._open_record(message.table, [message.row], title)
 
     def on_peers_panel_pair_opened(self, message: PeersPanel.PairOpened) -> None:
         table = self.query_one("#peers-table", Table)
@@ -192,8 +195,7 @@ class TopApp(App[None]):
         self._go_down("room", f"room {room}")
 
     def _open_record(self, table: Table, rows: Sequence[Row], title: str) -> None:
-        record = self.query_one("#record", RecordPanel)
-        record.title, record.sheet, record.rows = title, table.sheet, rows
+        self.query_one("#record", RecordPanel).open(title, self.panel, table, rows)
         self._go_down("record", title)
 
     def _go_down(self, panel: str, title: str) -> None:
@@ -308,12 +310,12 @@ class TopApp(App[None]):
         self._show()
 
     def action_copy(self) -> None:
-        table = self.panel.table
-        if table is None or table.listing is None or table.row is None:
+        text, what = self.panel.copied()
+        if not text:
             self.notify("no row to copy here")
             return
-        self.copy_to_clipboard(export.line(table.listing, table.row))
-        self.notify(f"copied one row of {table.name_of} with its header", markup=False)
+        self.copy_to_clipboard(text)
+        self.notify(f"copied {what}", markup=False)
 
     def action_export(self) -> None:
         table = self.panel.table
@@ -342,7 +344,8 @@ class TopApp(App[None]):
         self.notify(f"theme {self.theme}", timeout=2)
 
     def action_help(self) -> None:
-        self.push_screen(Help(keys.help_page(recorded=self.feed.recorded, writes=self._writes)))
+        recorded, writes = self.feed.recorded, self._writes
+        self.push_screen(Help(lambda width: keys.help_page(width, recorded=recorded, writes=writes)))
 
     def action_abort(self) -> None:
         room = self.query_one("#room", RoomPanel).room if self.name_on_screen == "room" else None

@@ -13,8 +13,7 @@ from textual.suggester import Suggester
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from kvctl.tui.widgets.picture import Picture
-from kvctl.views.report import Line
+from kvctl.tui.widgets.picture import Draw, Picture
 
 _ESCAPE = Binding("escape", "leave", show=False)
 
@@ -74,10 +73,11 @@ class Choice(ModalScreen[str | None]):
 
     DEFAULT_CSS = """
     Choice { align: center middle; background: transparent; }
-    Choice Vertical { width: auto; height: auto; max-height: 90%; }
+    Choice Vertical { width: 42; height: auto; max-height: 90%; }
     Choice Vertical { background: $panel; border: round $primary; padding: 0 1; }
     Choice Static { width: auto; }
-    Choice OptionList { width: 36; height: auto; max-height: 16; border: none; background: $panel; }
+    Choice OptionList { width: 36; height: auto; max-height: 16; background: $panel; scrollbar-size: 0 0; }
+    Choice OptionList, Choice OptionList:focus { border: none; padding: 0; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [_ESCAPE]
 
@@ -134,20 +134,20 @@ class Help(ModalScreen[None]):
 
     DEFAULT_CSS = """
     Help { align: center middle; background: transparent; }
-    Help Picture { width: 76; max-height: 95%; background: $panel; padding: 0 1; }
+    Help Picture { width: 96; max-width: 100%; max-height: 95%; background: $panel; padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,enter,space", "leave", show=False)]
 
-    def __init__(self, lines: Sequence[Line]) -> None:
+    def __init__(self, draw: Draw) -> None:
         super().__init__()
-        self._lines = lines
+        self._draw = draw
 
     def compose(self) -> ComposeResult:
         yield Picture()
 
     def on_mount(self) -> None:
         picture = self.query_one(Picture)
-        picture.show(lambda width: self._lines, ([("keys", "")], [("Esc closes", "dim")]))
+        picture.show(self._draw, ([("keys", "")], [("Esc closes", "dim")]))
         picture.focus()
 
     def action_leave(self) -> None:

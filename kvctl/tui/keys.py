@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvctl.tui.pictures import matrix
+from kvctl.tui.pictures.compose import wrapped
 from kvctl.tui.pictures.frame import VIEWS
 from kvctl.views import ring_map
 from kvctl.views.bars import legend as stages
@@ -44,7 +45,7 @@ KEYS: tuple[Key, ...] = (
         "filter",
         "/",
         "filter",
-        "only rows like this: age>5s & state=Failed, as --filter; a number opens that room",
+        "age>5s & state=Failed, as with --filter; a number opens that room",
     ),
     Key("enter", "open", "Enter", "open", "into the room, the pair or the row under the cursor"),
     Key("escape", "out", "Esc", "back", "out again; then all rows again", footer=False),
@@ -77,6 +78,7 @@ KEYS: tuple[Key, ...] = (
     Key("question_mark", "help", "?", "keys", "this page", footer=False),
     Key("q", "quit", "q", "quit", "leave", footer=False),
 )
+_LABEL = 10
 _MOVING: tuple[tuple[str, str], ...] = (
     ("↑ ↓ j k", "move; PgUp PgDn g G by pages and to the ends"),
     ("Tab", "the next table or picture of the view"),
@@ -92,22 +94,21 @@ def available(view: str, *, recorded: bool, writes: bool) -> list[Key]:
     ]
 
 
-def help_page(*, recorded: bool, writes: bool) -> Sequence[Line]:
+def help_page(width: int, *, recorded: bool, writes: bool) -> Sequence[Line]:
     """All keys with what they do, and the glyphs."""
     shown = [key for key in KEYS if (writes or not key.writes) and key.recorded in {None, recorded}]
     numbers = [key for key in shown if key.label.isdigit()]
     lines: list[Line] = [_line("1 - 6", ", ".join(key.does for key in numbers))]
     lines += [_line(*each) for each in _MOVING]
     lines += [_line(key.label, key.help) for key in shown if key not in numbers]
-    return [
-        *lines,
-        [],
-        [("  stages    ", "bold"), *stages()],
-        [("  ring      ", "bold"), *ring_map.legend()],
-        [("  peers     ", "bold"), *matrix.legend()],
-        [("  rows      ", "bold"), ("○", ""), (" its agent is silent: last known values, dim", "dim")],
+    glyphs: list[Line] = [
+        [("stages    ", "bold"), *stages()],
+        [("ring      ", "bold"), *ring_map.legend()],
+        [("peers     ", "bold"), *matrix.legend()],
+        [("rows      ", "bold"), ("○", ""), (" its agent is silent: dim, what was last known", "dim")],
     ]
+    return [*lines, [], *(line for each in glyphs for line in wrapped(each, width, _LABEL))]
 
 
 def _line(label: str, text: str) -> Line:
-    return [(f"  {label:<10}", "bold accent"), (text, "")]
+    return [(f"{label:<{_LABEL}}", "bold accent"), (text, "")]

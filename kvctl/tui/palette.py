@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rich.color import blend_rgb, parse_rgb_hex
 from rich.style import Style
+
+# How far a faint colour is on its way to the background.
+_FAINT = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,9 @@ class Palette:
     _styles: dict[str, Style] = field(default_factory=dict, compare=False)
 
     def style(self, text: str) -> Style:
-        """The style that a view calls `bold red`, `dim`, ... A word that is not known here says nothing."""
+        """The style that a view calls `bold red`, `dim`, ...; this tool adds `faint` behind a colour, `cursor`, `bar`,
+        `rule` and `accent`. A word that is not known here says nothing.
+        """
         found = self._styles.get(text)
         if found is None:
             found = self._styles[text] = self._made(text.split())
@@ -50,6 +56,8 @@ class Palette:
                 colour = self.rule
             elif word == "accent":
                 colour = self.accent
+            elif word == "faint":
+                colour = blend_rgb(parse_rgb_hex(colour[1:]), parse_rgb_hex(self.background[1:]), _FAINT).hex
             else:
                 colour = self.colours.get(word, colour)
         return Style(

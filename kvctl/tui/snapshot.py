@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.style import Style
 from textual.app import App
 
 from kvctl.errors import CliError
 from kvctl.tui.app import TopApp
+from kvctl.tui.palette import BY_NAME, DARK
+from kvctl.tui.svg import Run, picture
 
-SUFFIXES = (".svg", ".txt")
-# The picture must not reach for the network when it is looked at: every system has some monospaced font.
-_FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _POLL_S = 0.02
 
 
@@ -26,9 +24,9 @@ def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -
     Raises:
         CliError: the file cannot be written.
     """
-    text = asyncio.run(_screen(app, path.suffix, size, patience_ns))
+    drawn = asyncio.run(_screen(app, path.suffix, size, patience_ns))
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(drawn, encoding="utf-8")
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}") from error
 
@@ -44,12 +42,18 @@ async def _screen(app: TopApp, suffix: str, size: tuple[int, int], patience_ns: 
 
 def svg(app: App[None]) -> str:
     """The screen as a picture that needs nothing from elsewhere."""
-    return _FONT_FACE.sub("", app.export_screenshot())
+    palette = BY_NAME.get(app.theme, DARK)
+    return picture(_runs(app), palette.foreground, palette.background)
 
 
 def text(app: App[None]) -> str:
     """The screen as lines of text."""
-    width, height = app.size
-    console = Console(width=width, height=height, file=io.StringIO(), record=True, legacy_windows=False)
-    console.print(app.screen._compositor.render_update(full=True))
-    return "".join(f"{line.rstrip()}\n" for line in console.export_text().splitlines()[:height])
+    return "".join("".join(run for run, _ in line).rstrip() + "\n" for line in _runs(app))
+
+
+def _runs(app: App[None]) -> Sequence[Sequence[Run]]:
+    """What is on screen, dialogs over panels; textual has no public way to read it but its own SVG."""
+    compositor = app.screen._compositor
+    compositor.render_update(full=True, screen_stack=app._background_screens)
+    strips = [strip.simplify() for strip in compositor.render_strips()]
+    return [[(segment.text, segment.style or Style.null()) for segment in strip] for strip in strips]

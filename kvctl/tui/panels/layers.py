@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from textual.app import ComposeResult
-from textual.containers import Container
 
 from kvctl.client.calls import Call
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.pictures.heat import heat_map
+from kvctl.tui.pictures.heat import heat_map, over_agents
 from kvctl.tui.readings import Question
 from kvctl.tui.sheets import LAYERS_SHEET, Wish, listing
 from kvctl.tui.store import Store
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
+from kvctl.views.report import Line
 from kvctl.views.waterfall import draw
 
-_WIDE = 170
+_MEDIANS: Line = [("medians over the agents", "dim")]
 
 
 class LayersPanel(Panel):
     """Waterfall, heat map and the numbers of both; a filter holds for all three."""
 
     DEFAULT_CSS = """
-    LayersPanel #layers-pictures { height: auto; max-height: 66%; layout: vertical; }
-    LayersPanel #layers-waterfall { max-height: 50%; }
-    LayersPanel #layers-heat { max-height: 50%; }
-    LayersPanel .wide { layout: horizontal; }
-    LayersPanel .wide Picture { width: 1fr; max-height: 100%; }
+    LayersPanel #layers-waterfall { max-height: 36vh; }
+    LayersPanel #layers-heat { max-height: 32vh; }
     """
 
     def compose(self) -> ComposeResult:
-        with Container(id="layers-pictures"):
-            yield Picture(id="layers-waterfall")
-            yield Picture(id="layers-heat")
+        yield Picture(id="layers-waterfall")
+        yield Picture(id="layers-heat")
         yield Table("layer groups", id="layers-table")
 
     @property
@@ -42,15 +38,10 @@ class LayersPanel(Panel):
     def question(self, store: Store) -> Question:
         return Question("layers", (STATUS, Call("layers")))
 
-    def size_changed(self, width: int, height: int) -> None:
-        self.query_one("#layers-pictures").set_class(width >= _WIDE, "wide")
-
     def render_store(self, store: Store, wish: Wish) -> None:
         rows = store.rows("layers")
         show(self.main, LAYERS_SHEET, rows, store, wish)
-        shown = listing(LAYERS_SHEET, rows, wish).rows
+        shown = over_agents(listing(LAYERS_SHEET, rows, wish).rows)
         waterfall, heat = self.query_one("#layers-waterfall", Picture), self.query_one("#layers-heat", Picture)
-        waterfall.show(lambda width: draw(shown, width) if shown else [], ([("waterfall of medians", "")], []))
-        heat.show(
-            lambda width: heat_map(shown, width), ([("layer groups by stage", "")], [("median of agents", "dim")])
-        )
+        waterfall.show(lambda width: draw(shown, width) if shown else [], ([("waterfall", "")], _MEDIANS))
+        heat.show(lambda width: heat_map(shown, width), ([("layer groups by stage", "")], _MEDIANS))

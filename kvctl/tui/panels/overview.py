@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from textual.app import ComposeResult
 
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.pictures.compose import beside
+from kvctl.tui.pictures.compose import beside, wrapped
 from kvctl.tui.pictures.gauges import gauges
 from kvctl.tui.pictures.sparkline import chart, inline
 from kvctl.tui.readings import Question
@@ -22,7 +22,9 @@ from kvctl.views.view import Row
 
 _BESIDE = 110  # from this width on, curves stand beside the words
 _GAP = 3
+_LABEL = 9  # of the lines in words
 _TALL = 34
+_RINGS = 8  # rows of the panel for each line of gauges
 
 
 class OverviewPanel(Panel):
@@ -60,12 +62,12 @@ class OverviewPanel(Panel):
         fleet, rings = self.query_one("#overview-fleet", Picture), self.query_one("#overview-rings", Picture)
         fleet.show(lambda width: self._fleet(store, fresh, width), ([("fleet", "")], []))
         stale = [agent.name for agent in store.silent]
-        most = max(2, self._height // 5)
+        most = max(2, self._height // _RINGS)
+        _, left_out = gauges(statuses, store.trends.rings, stale, self.size.width, most)
+        note = f"the fullest; {left_out} more have a ring" if left_out else ""
         rings.show(
-            lambda width: [
-                [("  ", ""), *line] for line in gauges(statuses, store.trends.rings, stale, width - 2, most)
-            ],
-            ([("staging rings", "")], []),
+            lambda width: gauges(statuses, store.trends.rings, stale, width, most)[0],
+            ([("staging rings", "")], [(note, "dim")] if note else []),
         )
         show(self.main, AGENTS_SHEET, statuses, store, wish)
 
@@ -82,22 +84,22 @@ class OverviewPanel(Panel):
         table.fit()
 
     def _fleet(self, store: Store, statuses: Sequence[Row], width: int) -> list[Line]:
-        words = [[("  ", ""), *line] for line in outline(statuses)] if statuses else []
+        outlined = outline(statuses) if statuses else []
         trends = store.trends
         if width < _BESIDE:
-            room = width - 2
             curves = [
-                inline("GB/s", [*trends.throughput], _rate, room, "green"),
-                inline("rooms/s", [*trends.finished], _rate, room, "blue"),
-                inline("p99", [*trends.p99], units.duration, room, "magenta"),
+                inline("GB/s", [*trends.throughput], _rate, width, "green"),
+                inline("rooms/s", [*trends.finished], _rate, width, "blue"),
+                inline("p99", [*trends.p99], units.duration, width, "magenta"),
             ]
-            return [*words, *([("  ", ""), *line] for line in curves)]
+            return [*_words(outlined, width), *curves]
         height = 3 if self._height >= _TALL else 1
         left = min(width // 2, 74)
         half = (width - left - 2 * _GAP) // 2
         first = chart("GB/s", [*trends.throughput], _rate, half, height, "green")
         second = chart("p99", [*trends.p99], units.duration, half, height, "magenta")
         right = beside(first, second, half)
+        words = _words(outlined, left)
         more = beside(
             chart("rooms/s", [*trends.finished], _rate, half, height, "blue"),
             chart("p50", [*trends.p50], units.duration, half, height, "magenta"),
@@ -108,3 +110,7 @@ class OverviewPanel(Panel):
 
 def _rate(value: float | None) -> str:
     return units.UNKNOWN if value is None else units.three_digits(value)
+
+
+def _words(lines: Sequence[Line], width: int) -> list[Line]:
+    return [piece for line in lines for piece in wrapped(line, width, _LABEL)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from textual.containers import Vertical
 
 from kvctl.client.calls import Call
+from kvctl.tui import export
 from kvctl.tui.readings import Question
 from kvctl.tui.sheets import Sheet, Wish, listing
 from kvctl.tui.store import Store
@@ -40,6 +41,13 @@ class Panel(Vertical):
         """The table that keys act on: the one with the focus, else the main one."""
         focused = self.screen.focused
         return focused if isinstance(focused, Table) else self.main
+
+    def copied(self) -> tuple[str, str]:
+        """What goes to the clipboard, and what it is; "" where there is nothing."""
+        table = self.table
+        if table is None or table.listing is None or table.row is None:
+            return "", ""
+        return export.line(table.listing, table.row), f"one row of {table.name_of} with its header"
 
     def begin(self) -> None:
         """The panel comes on screen."""

@@ -59,7 +59,7 @@ class StagingPanel(Panel):
         picture = self.query_one("#staging-map", Picture)
         if not rings:
             words = "no decode rank has a staging ring" if answers else "not read yet"
-            picture.show(lambda width: [[(f"  {words}", "dim")]], ([("ring", "")], []))
+            picture.show(lambda width: [[(words, "dim")]], ([("ring", "")], []))
         else:
             few = len(rings) * _ALL_MAPS <= self.size.height // 2
             drawn = rings if few else [chosen]

@@ -57,3 +57,21 @@ def rule(title: Line, right: Line, width: int, style: str = "rule") -> list[Span
     left: list[Span] = [("── ", style), *title, (" ", "")]
     end: list[Span] = [(" ", ""), *right, (" ──", style)] if length(right) else []
     return spread(left, end, width, ("─", style))
+
+
+def wrapped(line: Line, width: int, indent: int) -> list[Line]:
+    """The line in as many as it needs, broken where spans end in a wide gap, the rest under its indented begin."""
+    lines: list[list[Span]] = [[]]
+    piece: list[Span] = []
+    for number, span in enumerate(line):
+        piece.append(span)
+        if span[0].endswith("  ") or number == len(line) - 1:
+            if length(lines[-1]) + length(piece) - _trailing(span[0]) > width and length(lines[-1]) > indent:
+                lines.append([(" " * indent, "")])
+            lines[-1] += piece
+            piece = []
+    return [cut(each, width) for each in lines]
+
+
+def _trailing(text: str) -> int:
+    return len(text) - len(text.rstrip())

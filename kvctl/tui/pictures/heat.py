@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from kvctl.views import units
-from kvctl.views.bars import split
+from kvctl.views.bars import STAGE_GLYPHS, split
 from kvctl.views.kinds import Kind
 from kvctl.views.layers import hidden_share
 from kvctl.views.report import Line, Span
@@ -16,64 +16,84 @@ from kvctl_agent.contract.states import STAGES
 
 _SHADES = ("  ", "░░", "▒▒", "▓▓", "██")
 _STYLES = ("dim", "cyan", "cyan", "yellow", "bold red")
-_VALUE = 8
+_VALUE = 7
 _SHARE = 6
+_HIDDEN = 8  # of the hidden share's number
+_NARROWEST = 6
+
+
+def over_agents(rows: Sequence[Row]) -> list[Row]:
+    """One row for each layer group and path of the writers, then of the readers: medians over the agents."""
+    found: dict[tuple[bool, str, int, int], list[Row]] = {}
+    for row in rows:
+        reads = hidden_share(row) is None and "arrive" in row["stages"]
+        found.setdefault((reads, row["path"], row["layers"][0], row["layers"][1]), []).append(row)
+    return [_median_row(key[0], group) for key, group in sorted(found.items())]
+
+
+def _median_row(reads: bool, rows: Sequence[Row]) -> Row:
+    stages = {
+        stage: {"p50_ns": _median([(row["stages"].get(stage) or {}).get("p50_ns") for row in rows])} for stage in STAGES
+    }
+    return {
+        "agent": "readers" if reads else "writers",
+        "layers": rows[0]["layers"],
+        "path": rows[0]["path"],
+        "parts": sum(row["parts"] for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+        "stages": stages,
+        "exposed_ns": _median([row["exposed_ns"] for row in rows]),
+        "overlapped_ns": _median([row["overlapped_ns"] for row in rows]),
+    }
+
+
+def _median(values: Sequence[Any]) -> int | None:
+    known = [value for value in values if value is not None]
+    return round(median(known)) if known else None
 
 
 def heat_map(rows: Sequence[Row], width: int) -> list[Line]:
-    """Medians over the agents of each layer group and path; shades are relative to the longest stage of all."""
-    groups = _grouped(rows)
-    if not groups:
+    """Shades are relative to the longest stage of all; `rows` as `over_agents` makes them."""
+    if not rows:
         return []
-    label = max(len(name) for name in groups) + 2
+    names = [f"{row['agent']} {Kind.LAYERS.value.human(row['layers'])} {row['path']}" for row in rows]
+    label = max(map(len, names)) + 2
+    stages = list(STAGE_GLYPHS)
     cell = len(_SHADES[0]) + 1 + _VALUE + 1
-    values = label + cell * len(STAGES) + _SHARE + 8 <= width
+    values = label + cell * len(stages) + _SHARE + _HIDDEN <= width
     if not values:
-        cell = max(6, (width - label - 7) // len(STAGES))
-    highest = max((took for group in groups.values() for took in group["took"].values()), default=0)
+        cell = max(_NARROWEST, (width - label - _HIDDEN) // len(stages))
+    highest = max((_took(row, stage) or 0 for row in rows for stage in stages), default=0)
     lines: list[Line] = [
-        [(f"{'':<{label}}", ""), *((f"{stage[: cell - 1]:<{cell}}", "bold") for stage in STAGES), ("hidden", "bold")]
+        [(" " * label, ""), *((f"{stage[: cell - 1]:<{cell}}", "bold") for stage in stages), ("hidden", "bold")]
     ]
-    for name, group in groups.items():
+    for row, name in zip(rows, names, strict=True):
         spans: list[Span] = [(f"{name:<{label}}", "")]
-        for stage in STAGES:
-            spans += _cell(group["took"].get(stage), highest, cell, values)
-        share = group["hidden"]
-        if share is None:
-            spans.append((units.UNKNOWN, "dim"))
-        else:
-            spans += [*(split(share, _SHARE) if values else []), (f" {units.percent(round(share, 2))}", "")]
-        lines.append(spans)
-    legend: list[Span] = [("longest ", "dim"), (units.duration(highest), ""), ("   ", "")]
-    for shade, style, text in zip(_SHADES[1:], _STYLES[1:], ("< ¼", "< ½", "< ¾", "≥ ¾"), strict=True):
-        legend += [(shade, style), (f" {text}  ", "dim")]
+        for stage in stages:
+            spans += _cell(_took(row, stage), highest, cell, values)
+        lines.append([*spans, *_hidden(row, values)])
+    legend: list[Span] = [("shares of the longest, ", "dim"), (units.duration(highest), ""), (":  ", "dim")]
+    for shade, style, words in zip(_SHADES[1:], _STYLES[1:], ("< ¼", "< ½", "< ¾", "≥ ¾"), strict=True):
+        legend += [(shade, style), (f" {words}  ", "dim")]
     return [*lines, legend]
 
 
-def _grouped(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Layer groups of one path and one end of it, over all agents."""
-    found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (hidden_share(row) is None, row["path"], row["layers"])):
-        end = "in " if hidden_share(row) is None else "out"
-        found.setdefault(f"{end} {Kind.LAYERS.value.human(row['layers'])} {row['path']}", []).append(row)
-    return {name: _medians(group) for name, group in found.items()}
+def _took(row: Row, stage: str) -> int | None:
+    took: int | None = row["stages"][stage]["p50_ns"]
+    return took
 
 
-def _medians(rows: Sequence[Row]) -> dict[str, Any]:
-    took = {}
-    for stage in STAGES:
-        known = [at for row in rows if (at := (row["stages"].get(stage) or {}).get("p50_ns")) is not None]
-        if known:
-            took[stage] = median(known)
-    shares = [share for row in rows if (share := hidden_share(row)) is not None]
-    return {"took": took, "hidden": median(shares) if shares else None}
+def _hidden(row: Row, bar: bool) -> list[Span]:
+    share = hidden_share(row)
+    if share is None:
+        return [(units.UNKNOWN, "dim")]
+    return [*(split(share, _SHARE) if bar else []), (f" {units.percent(round(share, 2))}", "")]
 
 
-def _cell(took: float | None, highest: float, cell: int, values: bool) -> list[Span]:
+def _cell(took: int | None, highest: int, cell: int, values: bool) -> list[Span]:
     if took is None:
         return [(f"{'·':<{cell}}", "dim")]
-    level = min(4, 1 + int(took / highest * 4)) if highest and took > 0 else 0
+    level = min(4, 1 + took * 4 // highest) if highest and took > 0 else 0
     if values:
-        return [(f"{_SHADES[level]} ", _STYLES[level]), (f"{units.duration(round(took)):>{_VALUE}} ", "")]
-    glyph = _SHADES[level][0] * (cell - 1)
-    return [(f"{glyph} ", _STYLES[level])]
+        return [(f"{_SHADES[level]} ", _STYLES[level]), (f"{units.duration(took):<{_VALUE}} ", "")]
+    return [(f"{_SHADES[level][0] * (cell - 1)} ", _STYLES[level])]

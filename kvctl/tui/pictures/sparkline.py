@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from kvctl.views.bars import merged
 from kvctl.views.report import Line, Span
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -40,13 +41,18 @@ def chart(
     height: int,
     style: str,
 ) -> list[Line]:
-    """A titled sparkline: what is measured, its last value and its peak above the curve."""
+    """A titled curve: what is measured, its last value and its peak above; below the curve its area, fainter."""
     known = [value for value in values if value is not None]
-    last = values[-1] if values else None
-    head: list[Span] = [(f"{label} ", "dim"), (human(last), "bold")]
+    head: list[Span] = [(f"{label} ", "dim"), (human(values[-1] if values else None), "bold")]
     if known:
         head.append((f"   peak {human(max(known))}", "dim"))
-    return [head, *([(row, style)] for row in sparkline(values, width, height))]
+    rows = sparkline(values, width, height)
+    lines: list[Line] = [head]
+    for number, row in enumerate(rows):
+        above = rows[number - 1] if number else " " * width
+        cells = [(glyph, f"{style} faint" if over != " " else style) for glyph, over in zip(row, above, strict=True)]
+        lines.append(merged(cells))
+    return lines
 
 
 def inline(

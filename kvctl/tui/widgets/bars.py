@@ -18,6 +18,7 @@ class Bar(Canvas, can_focus=False):
         super().__init__(id=id)
         self._style = style
         self._lines: Sequence[tuple[Line, Line]] = ()
+        self.display = False
 
     def show(self, *lines: tuple[Line, Line]) -> None:
         """Left and right end of each line; a bar without lines takes no room."""

@@ -60,7 +60,8 @@ class PairGrid(Canvas):
         if self.pair is not None:
             at = list(self._matrix.prefill).index(self.pair[0])
             self.top = min(max(self.top, at - rows + 1), at)
-        return [*lines[:heads], *lines[heads + self.top : heads + self.top + rows], legend()]
+        shown = [*lines[:heads], *lines[heads + self.top : heads + self.top + rows], legend()]
+        return [[("  ", ""), *line] for line in shown]
 
     def _there(self, pair: tuple[str, str]) -> bool:
         return pair[0] in self._matrix.prefill and pair[1] in self._matrix.decode

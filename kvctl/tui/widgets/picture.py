@@ -11,6 +11,7 @@ from textual.geometry import Size
 from kvctl.tui.widgets.canvas import Canvas
 from kvctl.views.report import Line
 
+_INDENT = "  "
 Draw = Callable[[int], Sequence[Line]]
 
 
@@ -41,20 +42,24 @@ class Picture(Canvas):
     def show(self, draw: Draw, heading: tuple[Line, Line] | None = None) -> None:
         """Another drawing; the layout is made anew only where it has another number of lines."""
         self._draw, self.heading = draw, heading
-        lines = len(draw(self.size.width)) if self.size.width else 0
+        lines = len(self._drawn(self.size.width)) if self.size.width else 0
         self.changed()
         if lines != self._lines:
             self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(self._draw(width)) + (self.heading is not None)
+        return len(self._drawn(width)) + (self.heading is not None)
 
     def draw(self, width: int, height: int) -> Sequence[Line]:
-        lines = self._draw(width)
+        lines = self._drawn(width)
         self._lines, self._height = len(lines), height
         self.can_focus = len(lines) > height
         self.top = max(0, min(self.top, len(lines) - height))
         return lines[self.top : self.top + height]
+
+    def _drawn(self, width: int) -> list[Line]:
+        """Under the title's words, as the cells of tables are."""
+        return [[(_INDENT, ""), *line] for line in self._draw(width - len(_INDENT))]
 
     def title(self, width: int) -> list[Line]:
         below = self._lines - self.top - self._height

@@ -19,8 +19,8 @@ from kvctl.tui.sheets import Listing, Sheet
 from kvctl.tui.widgets.canvas import Canvas
 from kvctl.views import units
 from kvctl.views.report import Line, Span
-from kvctl.views.terminal import fitted, natural, one_line
-from kvctl.views.view import Column, Row
+from kvctl.views.terminal import GAP, fitted, natural, one_line
+from kvctl.views.view import Column, Row, Width
 
 _GUTTER = 2
 _AGENT = "agent"
@@ -129,7 +129,7 @@ class Table(Canvas):
         self.top = min(max(self.top, self.cursor - self._rows_high + 1), self.cursor)
         shown = self.listing.rows[self.top : self.top + self._rows_high]
         marks = self._marks(self.listing)
-        widths, _ = fitted(self._grown(shown, marks), shown, width - _GUTTER)
+        widths, _ = fitted(self._worth(self._grown(shown, marks), width - _GUTTER), shown, width - _GUTTER)
         lines: list[Line] = [[(" " * _GUTTER, ""), *header(widths, marks)]]
         lines += [self._line(self.top + number, row, widths) for number, row in enumerate(shown)]
         return lines
@@ -155,6 +155,16 @@ class Table(Canvas):
                 size = max([size, *(cell_len(self._agent_text(column, row, self._stale_ns(row))) for row in shown)])
             self._natural[column] = max(size, self._natural.get(column, 0))
         return self._natural
+
+    def _worth(self, grown: dict[Column, int], width: int) -> dict[Column, int]:
+        """The view's usual columns, and of the wide ones those for which nothing else has to be shortened."""
+        taken = sum(size + GAP for column, size in grown.items() if column.width is not Width.WIDE)
+        chosen = {column for column in grown if column.width is not Width.WIDE}
+        for column, size in grown.items():
+            if column not in chosen and taken + size <= width:
+                chosen.add(column)
+                taken += size + GAP
+        return {column: size for column, size in grown.items() if column in chosen}
 
     def _agent_text(self, column: Column, row: Row, stale: int | None) -> str:
         text = one_line(column.human(row))
