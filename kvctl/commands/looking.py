@@ -22,6 +22,9 @@ PAUSE_S = 1.0
 wait for."""
 
 
+_PATIENCE_NS = 1_000_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """What one look at the fleet brought; `remarks` are for stderr."""
@@ -60,7 +63,7 @@ def earlier(settings: Settings, calls: Sequence[Call] = HEALTH_CALLS) -> Snapsho
         return _moment_before(settings, calls)
     started = time.monotonic()
     # Who does not answer this one is waited for by the next.
-    brief = replace(settings, timeout_ns=min(settings.timeout_ns, round(PAUSE_S * 1e9)))
+    brief = replace(settings, timeout_ns=min(settings.timeout_ns, _PATIENCE_NS))
     with source(brief) as fleet:
         survey = fleet.survey(calls)
     if not survey.agents:

@@ -535,6 +535,7 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     base = tmp_path_factory.mktemp("k")
     monkeypatch.setenv("KVCTL_SOCKET_DIR", str(base / "s"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(base / "c"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(base / "state"))
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
 
