@@ -31,6 +31,7 @@ class Case:
         layer_ms: simulated compute of one layer for one chunk.
         turn: cases that ran in turns with each other have the same one, so that a machine's drift is not taken for a
             difference between cases.
+        observed: people watch the fleet meanwhile.
     """
 
     load: int
@@ -38,6 +39,7 @@ class Case:
     pipeline: str = "off"
     layer_ms: float = 0.0
     turn: int = 0
+    observed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,14 @@ class Lap:
     shown: int = -1
 
 
-def cases_of(plan: Plan, layer_ms: float) -> list[Case]:
-    """Every load on every path, pipelined in every way."""
+def cases_of(plan: Plan, layer_ms: float, observe: bool = False) -> list[Case]:
+    """Every load on every path, pipelined in every way; with `observe` each of them alone and watched, in turns."""
     return [
-        Case(load, path, pipeline, layer_ms)
+        Case(load, path, pipeline, layer_ms, observed=observed)
         for load in range(len(plan["loads"]))
         for path in plan["paths"]
         for pipeline in plan["pipelines"]
+        for observed in ((False, True) if observe else (False,))
     ]
 
 
@@ -71,8 +74,17 @@ def length(plan: Plan, cases: Sequence[Case]) -> int:
 class Course:
     """Runs laps of a plan on one fleet."""
 
-    def __init__(self, fleet: Fleet, plan: Plan, verify: str, decode_ms: float, on_step: Callable[[str], None]) -> None:
-        """`on_step` is told what is done next, in a few words."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        plan: Plan,
+        verify: str,
+        decode_ms: float,
+        on_step: Callable[[str], None],
+        watch: Callable[[bool], None] = lambda wanted: None,
+    ) -> None:
+        """`on_step` is told what is done next, in a few words; `watch`, whether people are to watch from now on."""
+        self._watch = watch
         self._fleet = fleet
         self._plan = plan
         self._verify = verify
@@ -119,6 +131,7 @@ class Course:
         self._on_step(doing)
         # Neither the first room, which warms things up, nor the last, which has no company; agents forget early ones.
         shown = rooms[max(len(rooms) // 2, len(rooms) - _REMEMBERED)].index
+        self._watch(case.observed)
         reports = self._fleet.run(planned["windows"], rooms, doing, case.layer_ms, self._decode_ms, shown)
         held = sorted({index for report in reports.values() for index in report["held"]})
         if held:
@@ -136,7 +149,8 @@ class Course:
     def _words(self, case: Case, lot: int) -> str:
         """What a lap is called while it runs and where it fails."""
         planned = self._plan["loads"][case.load]
-        words = [f"lot {lot + 1} of {len(planned['lots'])}"]
+        watched = ["watched"] if case.observed else []
+        words = [*watched, f"lot {lot + 1} of {len(planned['lots'])}"]
         if len(self._plan["pipelines"]) > 1:
             words.insert(0, f"pipeline {case.pipeline}")
         words.insert(0, case.path)

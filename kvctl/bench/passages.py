@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvctl.bench.laps import Lap
-from kvctl.bench.statistics import union
+from kvctl.bench.statistics import median, union
 from kvctl_agent.contract.rig import PlannedRank, Room
 
 
@@ -124,6 +124,18 @@ def by_repeat(laps: Sequence[Finished]) -> list[list[Finished]]:
     for finished in laps:
         repeats.setdefault(finished.lap.repeat, []).append(finished)
     return list(repeats.values())
+
+
+def observer_cost(alone: Sequence[Finished], watched: Sequence[Finished]) -> float | None:
+    """Throughput that watching took, of 1: the median over pairs of laps of the same rooms. None without pairs."""
+
+    def pace(finished: Finished) -> float:
+        return rate([finished]).gb_per_s
+
+    others = {(each.lap.repeat, each.lap.lot): pace(each) for each in alone}
+    pairs = [(others.get((each.lap.repeat, each.lap.lot)), pace(each)) for each in watched]
+    costs = [1 - seen / before for before, seen in pairs if before]
+    return median(costs) if costs else None
 
 
 def _merged(rows: Iterable[Sequence[int]]) -> dict[int, list[int]]:

@@ -187,11 +187,17 @@ def side_by_side(rows: Sequence[Row], by: str) -> list[dict[str, Any]]:
 def contestants(rows: Sequence[Row]) -> list[str]:
     """What to call each row among those it is compared with: only by what sets them apart."""
     chosen: list[str] = []
-    for field in ("fleet", "transport", "cp_mode", "path", "pipeline"):
+    for field in ("fleet", "transport", "cp_mode", "path", "pipeline", "observed"):
         known = {tuple(row.get(each) for each in chosen) for row in rows}
         if len({tuple(row.get(each) for each in (*chosen, field)) for row in rows}) > len(known):
             chosen.append(field)
-    return [" ".join(str(row[field]) for field in chosen or ["path"]) for row in rows]
+    return [" ".join(_word(row, field) for field in chosen or ["path"]) for row in rows]
+
+
+def _word(row: Row, field: str) -> str:
+    if field == "observed":
+        return "watched" if row[field] else "alone"
+    return str(row[field])
 
 
 def _of(contestant: str, measure: Measure) -> Value:

@@ -70,7 +70,9 @@ class Part:
     loads: Callable[[Options], tuple[Load, ...]] = lambda options: sweep_loads(
         options["concurrency"], options["tokens"], options["sweep"]
     )
-    program: Callable[[Options], Program] = lambda options: SideBySide(options["layer_ms"], options["repeat"])
+    program: Callable[[Options], Program] = lambda options: SideBySide(
+        options["layer_ms"], options["repeat"], options["observe"]
+    )
     laps: int = 1
     weight: float = 1.0
 

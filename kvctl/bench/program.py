@@ -44,9 +44,10 @@ class SideBySide:
 
     layer_ms: float
     repeat: int
+    observe: bool = False
 
     def outlook(self, plan: Plan) -> list[Stage]:
-        return [Stage(tuple(cases_of(plan, self.layer_ms)), self.repeat)]
+        return [Stage(tuple(cases_of(plan, self.layer_ms, self.observe)), self.repeat)]
 
     def stages(self, plan: Plan, latency: Latency) -> Iterator[Stage]:
         yield from self.outlook(plan)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvctl.bench.laps import LOAD_STRIDE, Case, Lap
-from kvctl.bench.passages import Finished, join
+from kvctl.bench.passages import Finished, join, observer_cost
 from kvctl.bench.rows import mismatches, row_of
 from kvctl.bench.statistics import percentile
 from kvctl_agent.contract.rig import Mismatch, Plan, PlannedRank, Ready
@@ -76,9 +77,9 @@ class Results:
         """Everything measured, by case, in the plan's order."""
         paths, pipelines = self.plan["paths"], self.plan["pipelines"]
 
-        def order(case: Case) -> tuple[int, int, float, int, int]:
+        def order(case: Case) -> tuple[int, int, float, int, int, bool]:
             how = pipelines.index(case.pipeline) if case.pipeline in pipelines else -1
-            return case.load, case.turn, case.layer_ms, paths.index(case.path), how
+            return case.load, case.turn, case.layer_ms, paths.index(case.path), how, case.observed
 
         return {case: self._laps[case] for case in sorted(self._laps, key=order)}
 
@@ -86,7 +87,16 @@ class Results:
         """One row per case that ran, in the plan's order."""
         floors = {kind: self.floor(kind) for kind in self.floors}
         looked = self._verify != "off"
-        return [row_of(laps, self.plan, self.names, self.ready, floors, looked) for laps in self.laps().values()]
+        every = self.laps()
+        return [
+            {
+                **row_of(laps, self.plan, self.names, self.ready, floors, looked),
+                "observer_cost_ratio": observer_cost(every.get(replace(case, observed=False), ()), laps)
+                if case.observed
+                else None,
+            }
+            for case, laps in every.items()
+        ]
 
 
 def _explained(wrong: Mismatch) -> str:

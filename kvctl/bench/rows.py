@@ -50,6 +50,7 @@ def row_of(
         "device": "cpu",
         "pipeline": case.pipeline,
         "cp_mode": plan["cp_mode"],
+        "observed": case.observed,
         "concurrency": planned["concurrency"],
         "in_flight": planned["in_flight"],
         "tokens": _short(planned["tokens_mean"]),

@@ -13,6 +13,7 @@ from kvctl.bench.laps import Course, Lap, length
 from kvctl.bench.program import Program
 from kvctl.bench.progress import Steps
 from kvctl.bench.results import Results
+from kvctl.bench.watchers import Watchers
 from kvctl_agent.contract.rig import Plan
 
 FLOORS = ("memcpy", "write")
@@ -31,7 +32,8 @@ class Session:
         self.fleet = fleet
         self._plan = plan
         self._steps = steps
-        self._course = Course(fleet, plan, verify, decode_ms, self._step)
+        self._watchers = Watchers(list(fleet.names))
+        self._course = Course(fleet, plan, verify, decode_ms, self._step, self._watchers.watch)
 
     def start(self) -> None:
         """Start the fleet.
@@ -48,10 +50,13 @@ class Session:
         Raises:
             FleetError: a rank died, failed or hung.
         """
-        for stage in self.program.stages(self._plan, self.results.latency_ms):
-            for lap in self._course.laps(stage.cases, stage.repeat):
-                self.results.add(lap)
-                yield lap
+        try:
+            for stage in self.program.stages(self._plan, self.results.latency_ms):
+                for lap in self._course.laps(stage.cases, stage.repeat):
+                    self.results.add(lap)
+                    yield lap
+        finally:
+            self._watchers.close()
 
     def floors(self) -> None:
         """Measure what this machine can do at best; nothing else may run."""

@@ -16,7 +16,7 @@ from kvctl.views.view import Column, Row, View, Width
 from kvctl_agent.contract.rig import Plan
 
 # What can set rows of one load apart, besides the path; a terminal shows those that do.
-_APART = ("fleet", "transport", "cp_mode", "pipeline")
+_APART = ("fleet", "transport", "cp_mode", "pipeline", "observed")
 _MOST_COLUMNS = 4
 _VERDICT = {"PASS": "green", "FAIL": "bold red", "False": "bold red", "True": "green"}
 
@@ -45,6 +45,7 @@ BENCH = View(
         Column("transport", width=Width.WIDE),
         Column("cp_mode", width=Width.WIDE),
         Column("pipeline", width=Width.WIDE),
+        Column("observed", kind=Kind.FLAG, width=Width.WIDE),
         Column("concurrency", kind=Kind.COUNT, header="CONC"),
         Column("tokens", "tokens_drawn"),
         Column("rooms", kind=Kind.COUNT, width=Width.NORMAL),
@@ -82,6 +83,7 @@ BENCH = View(
         Column("peak_rss", kind=Kind.BYTES, width=Width.WIDE),
         Column("rss_overhead", kind=Kind.BYTES, width=Width.WIDE),
         Column("verified_parts", kind=Kind.COUNT, width=Width.WIDE),
+        Column("observer_cost", kind=Kind.RATIO, width=Width.WIDE),
         Column("baseline", "baseline.verdict", width=Width.WIDE, styles=_VERDICT),
     ),
     empty="no path ran to the end of a lot",
@@ -194,6 +196,7 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
     if view is None:
         head += captions.load(outcome, rows)
     head += captions.faults(outcome, outcome.rows())
+    foot += captions.observers(outcome.rows())
     table = Grid(view, rows) if view is not None else _table(rows)
     verdict = _verdict(outcome.rows())
     return [Text([[(line, "")] for line in head]), table, Text([[(foot, "")], verdict])]

@@ -374,6 +374,13 @@ def _result() -> list[click.Option]:
             help="Faults to go through, such as abort=10%,control-loss=5%,pause=decode-1@2s+3s; rooms that fail by "
             "them are counted apart.",
         ),
+        _option(
+            group,
+            "--observe",
+            is_flag=True,
+            help="Run everything twice, in turns: alone, and watched by kvctl top and kvctl status -w 0.1; say what "
+            "that costs. Take --repeat 5.",
+        ),
         _option(group, "--hold", is_flag=True, help="Keep the fleet up under light traffic afterwards, until Ctrl-C."),
     ]
 

@@ -242,3 +242,25 @@ def test_plans_of_several_instances_name_them():
     assert (plan_rows(one, "")[0]["writer"], plan_rows(one, "")[0]["reader"]) == ("prefill-0", "decode-2")
     assert PLAN.columns[0].name == "fleet"
     assert BENCH.columns[0].name == "path"
+
+
+class TestObserved:
+    """What it costs to be watched: pairs of laps of the same rooms."""
+
+    ALONE, WATCHED = Case(0, "staged"), Case(0, "staged", observed=True)
+
+    def test_is_the_median_over_pairs(self) -> None:
+        laps = [replace(lap(self.ALONE, 30), repeat=number) for number in range(3)]
+        laps += [replace(lap(self.WATCHED, each), repeat=number) for number, each in enumerate((50, 30, 20))]
+        alone, watched = outcome(measured(*laps)).rows()
+        assert (alone["observed"], alone["observer_cost_ratio"]) == (False, None)
+        assert watched["observed"] is True
+        assert watched["observer_cost_ratio"] == pytest.approx(0.0)  # the slowest pair and the fastest do not count
+
+    def test_is_said_under_the_table(self) -> None:
+        text = shown(outcome(measured(lap(self.ALONE, 30), lap(self.WATCHED, 50))))
+        assert "kvctl top and kvctl status -w 0.1, median of the pairs: staged +28.6%" in text
+        assert "WATCHED" in text.upper()
+
+    def test_is_nothing_where_nobody_watched(self) -> None:
+        assert "status -w" not in shown(outcome(measured(lap(self.ALONE))))
