@@ -16,6 +16,7 @@ import zmq
 
 from kvctl_agent import assembly
 from kvctl_agent.admin.observe import Observer
+from kvctl_agent.admin.operate import Operator
 from kvctl_agent.admin.remote import remote_of
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
@@ -52,6 +53,8 @@ from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.mailbox import Mailbox
 from kvctl_agent.runtime.pipelining import Pipelining
+from kvctl_agent.runtime.readiness import waiting_for
+from kvctl_agent.runtime.tickets import Tickets
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.security.curve import load_fleet_key
 from kvctl_agent.security.gatekeeper import Gatekeeper
@@ -130,6 +133,7 @@ class Agent:
         self.chooser = Chooser(self.shape, pool.page_size, settings["path"], settings["staging"])
         self._desk = Desk(name, on_state)
         self._state: Literal["new", "running", "draining", "closed"] = "new"
+        self._leaving = False  # the engine wants no more rooms, ever
         self.transport = self._open_transport()
         self._mailbox = Mailbox()
         self.workers: list[TransferWorker] = []
@@ -140,16 +144,19 @@ class Agent:
             self.lanes = Lanes(name, self.transport, pool, self.buffers, self.chooser, self.telemetry.recorder)
             self.machine = self._build_machine()
             self.pipelining = Pipelining(self.local.layers, pool.page_size, settings, self.telemetry.metrics)
-            self._hands = AgentHands(self.machine, self._desk, self.lanes, self.pipelining, self.workers)
+            tickets = Tickets()
+            parts = (self.machine, self._desk, self.lanes, self.pipelining, self.workers, tickets)
+            self._hands = AgentHands(*parts)
         except BaseException:
             self.transport.close()
             self._mailbox.close()
             raise
         self.observe = Observer(self)
+        operator = Operator(self, self._mailbox.put, tickets, lambda: self._admin.asker)
         telemetry = self.telemetry
         self._admin = AdminServer(
             name,
-            self.observe.handlers(),
+            {**self.observe.handlers(), **operator.handlers()},
             self.observe.hello,
             metrics=telemetry.metrics,
             recorder=telemetry.recorder,
@@ -322,20 +329,9 @@ class Agent:
 
     def waiting_for(self) -> str | None:
         """What keeps this agent from serving, in words; None when nothing does."""
-        registries = self._registries
-        if registries is None:
+        if self._registries is None:
             return "it has not been started"
-        for instance in self._instances:
-            silent = f"no answer from the registry at {instance}"
-            roster = registries.roster(instance)
-            if self.role == "prefill":
-                return None if any(rank.name == self.name for rank in roster.ranks) else silent
-            if not registries.complete(instance):
-                return roster.missing or silent
-            if not self.machine.roster(instance):
-                return f"the ranks of {instance} are not taken up"
-        missing = self.machine.missing_peers if isinstance(self.machine, DecodeMachine) else []
-        return f"no hello from {', '.join(missing)}" if missing else None
+        return waiting_for(self.name, self.role, self._instances, self._registries, self.machine)
 
     @property
     def accepting(self) -> bool:
@@ -347,14 +343,38 @@ class Agent:
         """Whether it was told to take no new rooms."""
         return self._state == "draining"
 
+    def begin_drain(self) -> None:
+        """Take no new rooms from now on; rooms that a decode rank has opened here already are not new.
+
+        Raises:
+            LocalProtocolError: it is not running.
+        """
+        if self._state not in ("running", "draining"):
+            raise LocalProtocolError(f"agent {self.name} is {self._state}")
+        self._state = "draining"
+        self._mailbox.put(ev.Drain(True))
+
+    def resume(self) -> None:
+        """Take new rooms again after `begin_drain`.
+
+        Raises:
+            LocalProtocolError: its engine has called `drain`, and is about to close it; or it is not running.
+        """
+        if self._leaving or self._state not in ("running", "draining"):
+            state = "being closed by its engine" if self._leaving else self._state
+            raise LocalProtocolError(f"agent {self.name} is {state}")
+        self._state = "running"
+        self._mailbox.put(ev.Drain(False))
+
     def drain(self, timeout: float) -> None:
         """Take no new rooms and wait until those in flight have ended.
 
         Raises:
             DeadlineExceeded: names the rooms still in flight.
         """
+        self._leaving = True
         if self._state == "running":
-            self._state = "draining"
+            self.begin_drain()
         deadline = time.monotonic() + timeout
         while self._desk.rooms:
             if time.monotonic() >= deadline:
@@ -431,7 +451,7 @@ class Agent:
         Raises:
             LocalProtocolError: the room is in use here, or this is no running prefill agent.
         """
-        self._check_running("prefill")
+        self._check_running("prefill", begun=self.machine.knows(room))
         handle = Send(room, _discard if fake else self._mailbox.put, self._bounds())
         self._take(handle, fake)
         if not fake:
@@ -492,8 +512,8 @@ class Agent:
             self._mailbox.put(opening)
         return handle
 
-    def _check_running(self, role: str) -> None:
-        if self.role != role or self._state != "running":
+    def _check_running(self, role: str, *, begun: bool = False) -> None:
+        if self.role != role or not (self.accepting or (self.draining and begun)):
             raise LocalProtocolError(f"agent {self.name} ({self.role}, {self._state}) takes no {role} rooms")
 
     def _take(self, handle: Send | Receive, fake: bool) -> None:

@@ -25,11 +25,12 @@ _PONG_MS = 30_000
 
 
 class Asked(NamedTuple):
-    """One request; `level` is None where the client is not let in any more."""
+    """One request; `level` is None where the client is not let in any more, `who` says how it came in."""
 
     identity: bytes
     frames: list[bytes]
     level: Level | None
+    who: str
 
 
 class Door:
@@ -72,8 +73,8 @@ class Door:
             if len(frames) < _MOST_FRAMES:
                 frames.append(frame)
         if self._level is None:
-            return Asked(identity, frames, Level.ADMIN)
-        return Asked(identity, frames, self._level(bytes.fromhex(user)))
+            return Asked(identity, frames, Level.ADMIN, "socket")
+        return Asked(identity, frames, self._level(bytes.fromhex(user)), f"key {user[:8]}")
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
         """Sends a reply, or drops it; False when with it the client is found not to read any more."""

@@ -100,9 +100,9 @@ class Observer:
         self._lanes: dict[str, str | list[str]] | None = None
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
-        """What the admin server serves: every declared command that is not the server's own."""
-        own = {"hello", "commands", "stacks"}
-        return {command.name: self._handler(command.name) for command in COMMANDS if command.name not in own}
+        """What the admin server serves of it: every declared command that is not the server's own and does not act."""
+        reads = [command.name for command in COMMANDS if hasattr(self, command.name) and command.name != "hello"]
+        return {name: self._handler(name) for name in reads}
 
     def _handler(self, name: str) -> Callable[[dict[str, Any]], Any]:
         method = getattr(self, name)

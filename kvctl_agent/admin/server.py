@@ -98,6 +98,7 @@ class AdminServer:
         self._sequence = 0
         self._handling: str | None = None
         self._asking = Level.READ  # level of the client that is being answered
+        self.asker = ""  # how that one came in: by our Unix socket, or with which key
         self._remote_address = ""
 
     def add(self, command: Command, handler: Handler) -> None:
@@ -216,6 +217,7 @@ class AdminServer:
         asked = door.receive()
         if asked is None:
             return
+        self.asker = asked.who
         try:
             reply = self._answer(asked.frames, asked.level)
         except RequestRefused as refusal:

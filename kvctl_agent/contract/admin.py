@@ -36,6 +36,8 @@ class ErrorCode(StrEnum):
     UNKNOWN_COMMAND = "unknown-command"
     UNKNOWN_ROOM = "unknown-room"
     NOT_PERMITTED = "not-permitted"
+    REFUSED = "refused"  # it would not be safe, or makes no sense here and now: the message says why
+    TIMEOUT = "timeout"
     TOO_LARGE = "too-large"
     PROTOCOL = "protocol"
     INTERNAL = "internal"

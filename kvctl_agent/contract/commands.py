@@ -82,6 +82,46 @@ COMMANDS: tuple[Command, ...] = (
     Command("metrics", "counters, gauges and histograms with help and unit"),
     Command("stacks", "Python stacks of all threads"),
     Command("bootstrap", "what the registries of prefill instances say: who has registered, who is missing"),
+    Command(
+        "abort",
+        "fail a room, here and on its other ranks",
+        Level.OPERATE,
+        args=(
+            Arg("room", "room", "room number", required=True),
+            Arg("reason", "str", "goes into the room's failure on every rank"),
+        ),
+    ),
+    Command(
+        "release",
+        "decode: free one allocation of the ring, or what a failed room holds for writers that are gone",
+        Level.OPERATE,
+        args=(
+            Arg("serial", "int", "the allocation's number, see staging"),
+            Arg("room", "room", "instead: a failed room, with its pages"),
+            Arg("force", "bool", "also where nothing proves that its writer has ended: you have made sure"),
+        ),
+    ),
+    Command("drain", "take no new rooms; those in flight go on to their end", Level.OPERATE),
+    Command("resume", "take new rooms again", Level.OPERATE),
+    Command(
+        "probe",
+        "prefill: measure the lane to a peer between parts; answers while it runs, ask again for the result",
+        Level.OPERATE,
+        args=(
+            Arg("peer", "str", "name of the decode rank; none: the first one connected"),
+            Arg("bytes", "int", "size of the largest write, 1 to 64 MiB (default 16 MiB)"),
+            Arg("busy", "bool", "also while rooms are open: their parts wait for a fraction of a second"),
+        ),
+    ),
+    Command(
+        "set",
+        "change a configuration value that can change while running, until the agent ends",
+        Level.ADMIN,
+        args=(
+            Arg("key", "str", "its name, see config", required=True),
+            Arg("value", "str", "as an environment variable would say it", required=True),
+        ),
+    ),
 )
 
 COMMANDS_BY_NAME: dict[str, Command] = {command.name: command for command in COMMANDS}

@@ -55,6 +55,22 @@ class Settings(Mapping[str, Any]):
         """Where the value of key `name` came from."""
         return self._entry(name).origin
 
+    def changed(self, name: str, text: str, origin: str) -> Settings:
+        """These settings with one changed while the agent runs, to what the text of an environment variable would say.
+
+        Raises:
+            ConfigError: no such key, one that cannot change while running, or a value that is not allowed.
+        """
+        key = _key(name, origin)
+        if not key.runtime:
+            raise ConfigError(
+                f"{name} cannot change while the agent runs: set it in its configuration and restart it. "
+                f"These can: {', '.join(each.name for each in KEYS if each.runtime)}"
+            )
+        entries = {**self._entries, name: _setting(key, _parsed(key, text, origin), origin)}
+        _check_together(entries)
+        return Settings(entries)
+
     def rows(self) -> list[ConfigRow]:
         """Answer to the admin command `config`, in the order of declaration."""
         return [

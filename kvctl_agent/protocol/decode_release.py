@@ -97,7 +97,8 @@ class DecodeReleases(DecodeRooms):
         rest = [leg.peer for leg in room.legs.values() if not leg.drained]
         if rest:
             left += f" for {', '.join(rest)}"
-        text = f"room {number}: {len(freed)} allocations are free by force, and {left}"
+        regions = f"{len(freed)} allocation{'s' * (len(freed) != 1)}"
+        text = f"room {number}: {regions} freed by force, and {left}"
         self.answer(ticket, "released", text, freed=freed, drained=tuple(leg.peer for leg in stuck))
 
     def _give_up(self, room: RecvRoom, legs: list[WriterLeg]) -> tuple[int, ...]:

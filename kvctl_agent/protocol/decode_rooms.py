@@ -65,6 +65,9 @@ class DecodeRooms(Machine):
                     total += room.owed_bytes(name)
         return total
 
+    def knows(self, room: int) -> bool:
+        return room in self.rooms
+
     def on_retime(self, event: ev.Retime) -> None:
         super().on_retime(event)
         self._graves.keep_for(event.bootstrap_ns)

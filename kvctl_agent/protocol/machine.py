@@ -58,6 +58,10 @@ class Machine:
         """Rooms that are open between us and a peer, once for each peer on a prefill rank."""
         raise NotImplementedError
 
+    def knows(self, room: int) -> bool:
+        """Whether it is open here, be it by a peer alone. Safe to ask from any thread."""
+        raise NotImplementedError
+
     def roster(self, instance: str) -> tuple[str, ...]:
         """Names of the ranks of a prefill instance; empty until it is complete, and on a prefill rank."""
         return ()

@@ -84,6 +84,9 @@ class PrefillRooms(Machine):
         """Parts that are ready and may not go yet. Safe to read from another thread."""
         return [entry for parked in list(self._parked.values()) for entry in list(parked.values())]
 
+    def knows(self, room: int) -> bool:
+        return room in self.rooms
+
     def on_retime(self, event: ev.Retime) -> None:
         super().on_retime(event)
         self._graves.keep_for(event.bootstrap_ns)

@@ -46,6 +46,9 @@ class Hands(Protocol):
     def overlapped(self, action: ev.Overlapped) -> None:
         """A pipelined room is sent."""
 
+    def answered(self, action: ev.Answered) -> None:
+        """What an operator's request led to."""
+
     def refused(self, room: int, text: str) -> None:
         """The machine does not take this room of our engine."""
 
@@ -96,6 +99,7 @@ class ControlLoop:
             ev.StateChanged: hands.state_changed,
             ev.Released: lambda action: hands.released(action.room),
             ev.Overlapped: hands.overlapped,
+            ev.Answered: hands.answered,
             ev.ConnectPeer: self._connect_peer,
             ev.DropPeer: self._drop_peer,
             ev.ForgetPeer: self._forget_peer,

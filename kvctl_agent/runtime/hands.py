@@ -10,6 +10,7 @@ from kvctl_agent.runtime.arrivals import ArrivalLoop
 from kvctl_agent.runtime.desk import Desk
 from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.pipelining import Pipelining
+from kvctl_agent.runtime.tickets import Tickets
 from kvctl_agent.runtime.worker import TransferWorker
 
 
@@ -21,7 +22,13 @@ class AgentHands:
     """
 
     def __init__(
-        self, machine: Machine, desk: Desk, lanes: Lanes, pipelining: Pipelining, workers: Sequence[TransferWorker]
+        self,
+        machine: Machine,
+        desk: Desk,
+        lanes: Lanes,
+        pipelining: Pipelining,
+        workers: Sequence[TransferWorker],
+        tickets: Tickets,
     ) -> None:
         """`workers`: prefill: those that exist by the time there is something to move."""
         self.arrivals: ArrivalLoop | None = None
@@ -30,6 +37,7 @@ class AgentHands:
         self._lanes = lanes
         self._pipelining = pipelining
         self._workers = workers
+        self._tickets = tickets
 
     def connect_peer(self, action: ev.ConnectPeer) -> None:
         self._lanes.connect(action.peer, action.who, action.held, self._workers[0] if self._workers else None)
@@ -48,6 +56,9 @@ class AgentHands:
 
     def overlapped(self, action: ev.Overlapped) -> None:
         self._pipelining.learn(action)
+
+    def answered(self, action: ev.Answered) -> None:
+        self._tickets.answered(action)
 
     def move(self, order: ev.Transfer | ev.Scatter | ev.Check) -> None:
         if isinstance(order, ev.Scatter | ev.Check):

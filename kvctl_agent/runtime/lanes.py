@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
-from kvctl_agent.errors import DeadlineExceeded, KvctlError, LocalProtocolError
+from kvctl_agent.errors import DeadlineExceeded, KvctlError, LocalProtocolError, TransportError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.buffers import StagingBuffers
@@ -24,7 +25,7 @@ from kvctl_agent.protocol.messages import Introduction
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.recorder import FlightRecorder
 from kvctl_agent.transport.base import Region, Transport
-from kvctl_agent.transport.probe import LaneCost, measure_lane
+from kvctl_agent.transport.probe import BIG_BYTES, LEAST_ROUNDS, LaneCost, measure_lane
 
 _MEASURE_S = 10.0
 _COPIES_BYTES = 64 << 20  # larger than the caches
@@ -35,6 +36,38 @@ class Measured(NamedTuple):
 
     cost: LaneCost
     at_ns: int
+
+
+class Measuring:
+    """One measurement, on its way or done; `run` is the worker's, the rest any thread's."""
+
+    def __init__(self, lane: Lane, measure: Callable[[Lane], LaneCost]) -> None:
+        self.peer = lane.peer
+        self.lane = lane.transport.name
+        self._target = lane
+        self._measure = measure
+        self._result: LaneCost | KvctlError | None = None
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._result = self._measure(self._target)
+        except KvctlError as error:
+            self._result = error
+        except Exception as error:  # a bug: whoever waits must hear of it, and the worker must go on
+            self._result = TransportError(f"{type(error).__name__}: {error}")
+        self._done.set()
+
+    def wait(self, timeout: float) -> LaneCost | None:
+        """What the lane costs; None when that is not known after `timeout` seconds.
+
+        Raises:
+            KvctlError: it could not be measured.
+        """
+        self._done.wait(timeout)
+        if isinstance(self._result, KvctlError):
+            raise self._result
+        return self._result
 
 
 class Lanes:
@@ -89,23 +122,32 @@ class Lanes:
             LocalProtocolError: no peer is connected, or it offers no memory to measure with.
             DeadlineExceeded: the transfer worker was too busy.
         """
-        result: list[LaneCost | KvctlError] = []
-        done = threading.Event()
-
-        def job() -> None:
-            try:
-                result.append(self._measure(self._first()))
-            except KvctlError as error:
-                result.append(error)
-            done.set()
-
-        self._first()
-        worker.put(job)
-        if not done.wait(_MEASURE_S):
+        cost = self._begin(worker, self._first(), self._measure).wait(_MEASURE_S)
+        if cost is None:
             raise DeadlineExceeded(f"{self._name}: the transfer worker measured no lane within {_MEASURE_S:g} s")
-        if isinstance(result[0], KvctlError):
-            raise result[0]
-        return result[0]
+        return cost
+
+    def begin(self, worker: TransferWorker, peer: str | None, big_bytes: int | None) -> Measuring:
+        """Have the worker measure the lane to `peer` (None: the first one) once, between parts.
+
+        On a slow lane each kind of write goes once only, so that parts wait for seconds at most.
+
+        Args:
+            big_bytes: size of the large write; None for the usual one.
+
+        Raises:
+            LocalProtocolError: it is not connected.
+        """
+        lane = self._first() if peer is None else self.by_peer.get(peer)
+        if lane is None:
+            known = ", ".join(sorted(self.by_peer)) or "none"
+            raise LocalProtocolError(f"{self._name} is not connected to {peer!r:.80}; connected: {known}")
+        return self._begin(worker, lane, lambda lane: self._measure(lane, big_bytes or BIG_BYTES, least_rounds=1))
+
+    def _begin(self, worker: TransferWorker, lane: Lane, measure: Callable[..., LaneCost]) -> Measuring:
+        measuring = Measuring(lane, measure)
+        worker.put(measuring.run)
+        return measuring
 
     def calibrate_once(self, worker: TransferWorker | None) -> None:
         """Have the worker measure, when the first peer is there and costs decide; the first rooms wait for it."""
@@ -136,13 +178,13 @@ class Lanes:
             return lane
         raise LocalProtocolError(f"{self._name} has no lane to measure: no peer is connected")
 
-    def _measure(self, lane: Lane) -> LaneCost:
+    def _measure(self, lane: Lane, big_bytes: int = BIG_BYTES, least_rounds: int = LEAST_ROUNDS) -> LaneCost:
         scratch = self._scratch.get(lane.peer)
         if scratch is None or not scratch.nbytes or self._buffers is None:
             raise LocalProtocolError(f"{lane.peer} offers no scratch memory to measure the lane with")
         # Read from the pool where it is large: its pages are as cold as those that will be sent.
         sources = [*self._pool.regions(), self._buffers.region()]
         source = max(sources, key=lambda region: region.nbytes)
-        cost = measure_lane(self._transport, lane.peer, Region(*source), scratch)
+        cost = measure_lane(self._transport, lane.peer, Region(*source), scratch, big_bytes, least_rounds)
         self.measured[lane.peer] = Measured(cost, time.monotonic_ns())
         return cost

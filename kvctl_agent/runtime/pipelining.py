@@ -57,6 +57,11 @@ class Pipelining:
                 return
         raise ConfigError(f"pipeline {mode!r:.40}: must be {', '.join(PIPELINE_MODES)}, or layers per group")
 
+    def change(self, key: str, value: Any) -> None:
+        """Take another value of a configuration key, one of those that begin with `pipeline`."""
+        field = "mode" if key == "pipeline" else key.removeprefix("pipeline_")
+        self.options = replace(self.options, **{field: value})
+
     def learn(self, seen: Overlapped) -> None:
         """A pipelined room is sent."""
         tokens = seen.pages * self._page_size

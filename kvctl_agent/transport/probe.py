@@ -18,9 +18,9 @@ from kvctl_agent.errors import DeadlineExceeded, TransportError
 from kvctl_agent.transport.base import Addresses, Region, Sizes, Transport
 
 _BUDGET_S = 0.15
-_LEAST_ROUNDS = 5
+LEAST_ROUNDS = 5
 _WAIT_S = 2.0
-_BIG_BYTES = 16 << 20
+BIG_BYTES = 16 << 20
 _SIZES = (512, 4096, 32768, 262144)
 _COUNTS = (256, 256, 64, 8)
 _LEAST_BYTES = 2 * 262144
@@ -33,11 +33,15 @@ class LaneCost(NamedTuple):
         write_gb_per_s: rate of one large contiguous write, 10⁹ bytes a second.
         us_per_write: post and completion of a write, whatever it holds.
         us_by_bytes: (bytes, µs) of one descriptor, by ascending size.
+        counts: how many descriptors were in one write of each of these sizes.
+        big_bytes: size of the large write.
     """
 
     write_gb_per_s: float
     us_per_write: float
     us_by_bytes: tuple[tuple[int, float], ...]
+    counts: tuple[int, ...] = ()
+    big_bytes: int = 0
 
     def descriptor_us(self, nbytes: float) -> float:
         """Predicted µs of one descriptor: flat below the smallest size, the large rate above the largest."""
@@ -55,8 +59,15 @@ class LaneCost(NamedTuple):
         return self.us_per_write + descriptors * self.descriptor_us(nbytes / max(descriptors, 1))
 
 
-def measure_lane(transport: Transport, peer: str, local: Region, remote: Region) -> LaneCost:
-    """Writes `local` over `remote` for about 0.15 s (one write of each kind at least, on a slow lane).
+def measure_lane(
+    transport: Transport,
+    peer: str,
+    local: Region,
+    remote: Region,
+    big_bytes: int = BIG_BYTES,
+    least_rounds: int = LEAST_ROUNDS,
+) -> LaneCost:
+    """Writes `local` over `remote` for about 0.15 s, or as long as `least_rounds` writes of each kind take.
 
     All kinds are measured in turn, round after round, and each one's best counts: whatever else the machine is doing
     hits them alike. Descriptors lie anywhere in the two regions, new in each round, because pages do too: a
@@ -68,6 +79,7 @@ def measure_lane(transport: Transport, peer: str, local: Region, remote: Region)
         peer: its name.
         local: registered here, at least 512 KiB; touched before, or page faults are measured. Only read.
         remote: registered there, at least 512 KiB; both larger than the caches give figures that hold for pools.
+        big_bytes: size of the large write; less where the regions are smaller.
 
     Raises:
         DeadlineExceeded: a write was not complete after 2 s.
@@ -76,7 +88,7 @@ def measure_lane(transport: Transport, peer: str, local: Region, remote: Region)
     usable = min(local.nbytes, remote.nbytes)
     if usable < _LEAST_BYTES:
         raise TransportError(f"measuring a lane needs {_LEAST_BYTES} bytes on both sides, not {usable}")
-    big_bytes = min(_BIG_BYTES, usable)
+    big_bytes = min(big_bytes, usable)
     kinds = [(1, 64), (1, big_bytes)]
     kinds += [(min(count, usable // (2 * size)), size) for count, size in zip(_COUNTS, _SIZES, strict=True)]
     best = [float("inf")] * len(kinds)
@@ -87,7 +99,7 @@ def measure_lane(transport: Transport, peer: str, local: Region, remote: Region)
     )
     until = time.perf_counter() + _BUDGET_S
     rounds = 0
-    while time.perf_counter() < until or rounds < _LEAST_ROUNDS:
+    while time.perf_counter() < until or rounds < least_rounds:
         rounds += 1
         for kind, (count, size) in enumerate(kinds):
             here, there = _scattered(random, local, count, size), _scattered(random, remote, count, size)
@@ -97,7 +109,8 @@ def measure_lane(transport: Transport, peer: str, local: Region, remote: Region)
     for (count, size), us in zip(kinds[2:], many_us, strict=True):
         each = max(us - one_us, us / 2) / count  # the half: where a write of one was never measured in peace
         points.append((size, max(each, points[-1][1] if points else 0.0)))  # more bytes never cost less
-    return LaneCost(big_bytes / max(big_us - one_us, 0.001) / 1e3, one_us, tuple(points))
+    rate = big_bytes / max(big_us - one_us, 0.001) / 1e3
+    return LaneCost(rate, one_us, tuple(points), tuple(count for count, _ in kinds[2:]), big_bytes)
 
 
 def _scattered(random: np.random.Generator, region: Region, count: int, size: int) -> Addresses:

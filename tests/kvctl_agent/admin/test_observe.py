@@ -23,6 +23,7 @@ ANSWERS: dict[str, Any] = {
     "hello": snapshots.Hello,
     "commands": list[snapshots.CommandInfo],
     "config": list[snapshots.ConfigRow],
+    "bootstrap": list[snapshots.Bootstrap],
     "status": snapshots.Status,
     "rooms": list[snapshots.RoomRow],
     "room": list[snapshots.RoomDetail],
@@ -36,6 +37,8 @@ ANSWERS: dict[str, Any] = {
     "metrics": list[snapshots.MetricFamily],
     "stacks": list[snapshots.ThreadStack],
 }
+# What acts is asked in test_operate.py.
+ACTS = {"abort", "release", "drain", "resume", "set", "probe"}
 FIRST = 1 << 63  # rooms are 64-bit numbers
 
 
@@ -96,7 +99,7 @@ def test_the_check_can_fail() -> None:
 
 
 def test_every_command_is_checked() -> None:
-    assert set(ANSWERS) == {command.name for command in COMMANDS}
+    assert set(ANSWERS) | ACTS == {command.name for command in COMMANDS}
 
 
 @pytest.fixture
@@ -346,7 +349,7 @@ class TestNumbersAddUp:
                 assert value(name) == 0
 
     def test_peers(self, done: Any, connect: Any) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while ask(connect, done.prefill[0], "peers")[0]["rtt_ns"] is None:
             assert time.monotonic() < deadline, "heartbeats carry no round trip"
             time.sleep(0.1)
@@ -387,7 +390,7 @@ class TestGated:
         return fleet, rooms
 
     def until_granted(self, fleet: Any, rooms: int) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while fleet.decode[0].observe.staging()["ring"]["granted_total"] < rooms * 2 * 2:
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -415,7 +418,7 @@ class TestGated:
 
     def test_a_gated_part_is_listed_with_what_it_waits_for_until_it_goes(self, full: Any, connect: Any) -> None:
         fleet, rooms = full
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while len(gated := ask(connect, fleet.prefill[0], "staging")["gated"]) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -450,7 +453,7 @@ class TestRefusals:
     def test_rooms_by_state(self, fleet: Any, connect: Any) -> None:
         room = fleet.claim(fleet.receive(fleet.room(5, 16)))
         (receive,) = room.receives.values()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while receive.state is not RoomState.WAITING_FOR_INPUT:
             assert time.monotonic() < deadline
         for state in STATE_LABELS:

@@ -58,10 +58,11 @@ class TestFrames:
 class TestCommands:
     @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
     def test_each_declared_command_is_understood(self, command: Command) -> None:
-        args = {arg.name: "7" if arg.type == "room" else 7 for arg in command.args if arg.type in ("room", "int")}
-        request = parse_body(orjson.dumps({"cmd": command.name, "args": args}))
+        numbers = {arg.name: "7" if arg.type == "room" else 7 for arg in command.args if arg.type in ("room", "int")}
+        words = {arg.name: "word" for arg in command.args if arg.type == "str" and not arg.choices}
+        request = parse_body(orjson.dumps({"cmd": command.name, "args": {**numbers, **words}}))
         assert request.command is command
-        assert request.args == dict.fromkeys(args, 7)
+        assert request.args == {**dict.fromkeys(numbers, 7), **words}
 
     def test_an_unknown_one_names_the_nearest(self) -> None:
         error = refusal({"cmd": "romms"})

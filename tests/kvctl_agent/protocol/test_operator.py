@@ -175,7 +175,7 @@ class TestReleaseOfARoom:
         held = serial(world)
         answer = release(world, room=7, force=True)
         assert (answer.result, answer.freed, answer.drained) == ("released", (held,), ("prefill-0",))
-        assert "1 allocations are free by force, and its pages are the engine's again" in answer.text
+        assert "1 allocation freed by force, and its pages are the engine's again" in answer.text
         assert room.released
         assert release(world, room=7, force=True).result == "unknown"
         world.check_empty()

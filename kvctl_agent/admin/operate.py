@@ -1,0 +1,230 @@
+"""Answers of the admin commands that act: they ask the control loop's machine, and say what was done, and to what.
+
+Runs on the admin thread and holds nobody up for long: what takes its time goes on, and the same request asks how far it
+is. Everything here may be asked again; whatever is so already is said to be so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.contract.operations import Done, Probe, ProbeRow, Result
+from kvctl_agent.contract.settings import Settings
+from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.errors import ConfigError, KvctlError, LocalProtocolError, RequestRefused
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.runtime.lanes import Lanes, Measuring
+from kvctl_agent.runtime.pipelining import Pipelining
+from kvctl_agent.runtime.tickets import Tickets
+from kvctl_agent.runtime.worker import TransferWorker
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.transport.probe import LaneCost
+
+_ANSWER_S = 1.5
+_MOST_PROBED_BYTES = 64 << 20
+_WAITS = ("bootstrap_timeout_s", "waiting_timeout_s")
+
+
+class Operated(Protocol):
+    """What the operator reaches of an agent."""
+
+    name: str
+    role: Role
+    settings: Settings
+    telemetry: Telemetry
+    machine: Machine
+    lanes: Lanes
+    pipelining: Pipelining
+    workers: list[TransferWorker]
+
+    @property
+    def draining(self) -> bool: ...
+
+    def begin_drain(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Operator:
+    """One method per admin command that acts, with its arguments as keywords."""
+
+    def __init__(
+        self, agent: Operated, tell: Callable[[ev.Event], None], tickets: Tickets, asker: Callable[[], str]
+    ) -> None:
+        """Nothing happens yet.
+
+        Args:
+            tell: puts an event into the control loop's mailbox.
+            tickets: where the machine's answers come.
+            asker: who asks right now, for the record.
+        """
+        self._agent = agent
+        self._tell = tell
+        self._tickets = tickets
+        self._asker = asker
+        self._probes: dict[str, Measuring] = {}
+
+    def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
+        """What the admin server serves of it."""
+        acts: tuple[Callable[..., Any], ...] = (
+            self.abort,
+            self.release,
+            self.drain,
+            self.resume,
+            self.set,
+            self.probe,
+        )
+        return {act.__name__: lambda args, act=act: act(**args) for act in acts}  # type: ignore[misc]
+
+    def abort(self, room: int, reason: str = "") -> list[Done]:
+        text = f"aborted by an operator{f': {reason}' if reason else ''}"
+        answer = self._ask(lambda ticket: ev.AbortRoom(room, text, ticket))
+        if answer.result == "unknown":
+            return [self._done(f"room {room}", "unchanged", self._ended(room))]
+        return [self._told(f"room {room}", answer, room)]
+
+    def release(self, serial: int | None = None, room: int | None = None, force: bool = False) -> list[Done]:
+        if self._agent.role != "decode":
+            raise self._refusal(f"{self._agent.name} is a prefill rank: rings are on decode ranks")
+        if (serial is None) == (room is None):
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, "release takes serial or room, one of them")
+        answer = self._ask(lambda ticket: ev.ReleaseHeld(ticket, serial or 0, room, force))
+        if answer.result == "unknown" and room is not None:
+            return [self._done(f"room {room}", "unchanged", self._ended(room))]
+        return [self._told(f"allocation {serial}" if room is None else f"room {room}", answer, room)]
+
+    def drain(self) -> list[Done]:
+        before = self._agent.draining
+        try:
+            self._agent.begin_drain()
+        except LocalProtocolError as error:
+            raise self._refusal(str(error)) from None
+        left = len(self._agent.telemetry.rooms.active())
+        text = f"takes no new rooms; {f'{left} in flight: kvctl wait --for drained' if left else 'none in flight'}"
+        return [self._done("rooms", "unchanged" if before else "draining", text)]
+
+    def resume(self) -> list[Done]:
+        before = self._agent.draining
+        try:
+            self._agent.resume()
+        except LocalProtocolError as error:
+            raise self._refusal(str(error)) from None
+        return [self._done("rooms", "accepting" if before else "unchanged", "takes new rooms")]
+
+    def set(self, key: str, value: str) -> list[Done]:
+        agent = self._agent
+        try:
+            settings = agent.settings.changed(key, value, f"admin {self._asker()}")
+        except ConfigError as error:
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, str(error)) from None
+        before, now = agent.settings[key], settings[key]
+        if before == now:
+            return [self._done(key, "unchanged", f"{key} is {_shown(now)} already")]
+        agent.settings = settings
+        if key in _WAITS:
+            self._tell(ev.Retime(*(int(settings[wait] * 1e9) for wait in _WAITS)))
+        else:
+            agent.pipelining.change(key, now)
+        return [self._done(key, "set", f"{key} = {_shown(now)}, was {_shown(before)}; until the agent ends")]
+
+    def probe(self, peer: str | None = None, bytes: int | None = None, busy: bool = False) -> Probe:
+        """Measure a lane between parts; what is not done in time is asked for again with the same arguments."""
+        agent = self._agent
+        if agent.role != "prefill" or not agent.workers:
+            raise self._refusal(f"{agent.name} is a decode rank: a lane is measured by its writer, a prefill rank")
+        if bytes is not None and not 1 << 20 <= bytes <= _MOST_PROBED_BYTES:
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"bytes is from {1 << 20} to {_MOST_PROBED_BYTES}")
+        running = self._probes.get(peer or "")
+        if running is None:
+            rooms = agent.machine.open_rooms
+            if rooms and not busy:
+                open_now = f"{rooms} room{'s' * (rooms != 1)} open"
+                text = f"{agent.name} has {open_now}, whose parts would wait for the probe: ask with busy"
+                raise self._refusal(text)
+            try:
+                running = agent.lanes.begin(agent.workers[0], peer, bytes)
+            except KvctlError as error:
+                raise self._refusal(str(error)) from None
+            self._probes[peer or ""] = running
+            self._record(f"probe of the lane to {running.peer}")
+        try:
+            cost = running.wait(_ANSWER_S)
+        except KvctlError as error:
+            del self._probes[peer or ""]
+            raise self._refusal(str(error)) from None
+        answer: Probe = {
+            "agent": agent.name,
+            "peer": running.peer,
+            "lane": running.lane,
+            "running": cost is None,
+            "rows": [],
+        }
+        if cost is not None:
+            del self._probes[peer or ""]
+            answer["rows"] = self._rows(running.peer, cost)
+        return answer
+
+    # ---- parts ------------------------------------------------------------------------------------------------
+
+    def _rows(self, peer: str, cost: LaneCost) -> list[ProbeRow]:
+        points = [(1, 64, cost.us_per_write)]
+        points += [(many, *point) for many, point in zip(cost.counts, cost.us_by_bytes, strict=True)]
+        points.append((1, cost.big_bytes, cost.big_bytes / cost.write_gb_per_s / 1e3))
+        return [
+            {
+                "agent": self._agent.name,
+                "peer": peer,
+                "bytes": nbytes,
+                "descriptors": descriptors,
+                "descriptor_ns": round(microseconds * 1e3),
+                "gb_per_s": nbytes / max(microseconds, 1e-3) / 1e3,
+            }
+            for descriptors, nbytes, microseconds in points
+        ]
+
+    def _ask(self, make: Callable[[int], ev.Event]) -> ev.Answered:
+        """Have the machine do something; its answer.
+
+        Raises:
+            RequestRefused: the machine refuses, or has not answered in time.
+        """
+        ticket = self._tickets.issue()
+        self._tell(make(ticket))
+        answer = self._tickets.wait(ticket, _ANSWER_S)
+        if answer is None:
+            text = f"the control loop of {self._agent.name} has not answered within {_ANSWER_S:g} s and may do it yet"
+            raise RequestRefused(ErrorCode.TIMEOUT, text)
+        if answer.result == "refused":
+            raise self._refusal(answer.text)
+        return answer
+
+    def _ended(self, room: int) -> str:
+        """How a room that the machine has forgotten ended."""
+        telemetry = self._agent.telemetry
+        for record in telemetry.rooms.find(room):
+            if record.finished_at is not None:
+                ago_s = (time.monotonic_ns() - record.finished_at) / 1e9
+                return f"room {room} ended {ago_s:.1f} s ago as {record.state_now.label}"
+        raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
+
+    def _told(self, subject: str, answer: ev.Answered, room: int | None) -> Done:
+        return self._done(subject, answer.result, answer.text, room)  # type: ignore[arg-type]
+
+    def _done(self, subject: str, result: Result, text: str, room: int | None = None) -> Done:
+        if result != "unchanged":
+            self._record(f"{subject} {result}: {text}", room)
+        return {"agent": self._agent.name, "subject": subject, "result": result, "text": text}
+
+    def _refusal(self, text: str) -> RequestRefused:
+        return RequestRefused(ErrorCode.REFUSED, text)
+
+    def _record(self, text: str, room: int | None = None) -> None:
+        self._agent.telemetry.recorder.record("operator", f"{text} (asked by {self._asker()})", "warning", room)
+
+
+def _shown(value: object) -> str:
+    return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,24 @@
+"""What keeps an agent from serving, in words that name who is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.runtime.bootstrap import Registries
+
+
+def waiting_for(name: str, role: str, instances: Iterable[str], registries: Registries, machine: Machine) -> str | None:
+    """None when nothing does: a prefill rank is registered, a decode rank has met every rank of its instances."""
+    for instance in instances:
+        silent = f"no answer from the registry at {instance}"
+        roster = registries.roster(instance)
+        if role == "prefill":
+            return None if any(rank.name == name for rank in roster.ranks) else silent
+        if not registries.complete(instance):
+            return roster.missing or silent
+        if not machine.roster(instance):
+            return f"the ranks of {instance} are not taken up"
+    missing = machine.missing_peers if isinstance(machine, DecodeMachine) else []
+    return f"no hello from {', '.join(missing)}" if missing else None
