@@ -62,8 +62,9 @@ def banner(store: Store, mode: Mode) -> list[Ends]:
     lines: list[Ends] = []
     place = store.place
     if place is not None:
-        state = "playing" if place.playing else "held" if place.index < place.count - 1 else "at its end"
-        text = f" {'▶' if place.playing else '■'} {mode.source}: moment {place.index + 1} of {place.count}, {state} "
+        playing = place.playing and mode.paused_ns is None
+        state = "playing" if playing else "held" if place.index < place.count - 1 else "at its end"
+        text = f" {'▶' if playing else '■'} {mode.source}: moment {place.index + 1} of {place.count}, {state} "
         lines.append(([(text, "bold yellow"), ("  [ ] seek, space plays and holds", "dim")], []))
     elif mode.paused_ns is not None:
         age = units.duration(mode.paused_ns // _SECOND * _SECOND)

@@ -366,7 +366,7 @@ def ill() -> Judged:
 
 @pytest.fixture
 def drive() -> Drive:
-    """Runs a script against an app without a terminal: `drive(app, script, size)`, `script(pilot)` being a coroutine."""
+    """Runs a script against an app without a terminal: `drive(app, script, size)`; `script(pilot)` is a coroutine."""
 
     def run(app: TopApp, script: Callable[[Any], Awaitable[None]], size: tuple[int, int] = (120, 40)) -> None:
         async def inner() -> None:

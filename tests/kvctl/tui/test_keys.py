@@ -1,0 +1,374 @@
+"""Each key on the screen it is for: what it changes, what it says, what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.widgets import Input
+
+from kvctl.tui.dialogs import Choice, Confirm, Help, Prompt
+from kvctl.tui.palette import PALETTES
+from kvctl.tui.widgets.bars import Bar
+from kvctl.tui.widgets.table import Table
+
+
+def said(pilot: Any) -> list[str]:
+    """Notes on screen."""
+    return [note.message for note in pilot.app._notifications]
+
+
+def bar(pilot: Any, name: str) -> str:
+    return "\n".join("".join(text for text, _ in left + right) for left, right in pilot.app.query_one(f"#{name}", Bar)._lines)
+
+
+async def press(pilot: Any, *keys: str) -> None:
+    for key in keys:
+        await pilot.press(key)
+        await pilot.pause()
+
+
+def row(pilot: Any) -> Any:
+    return pilot.app.panel.table.row
+
+
+@pytest.mark.parametrize(
+    ("key", "view"), [(1, "overview"), (2, "rooms"), (3, "staging"), (4, "layers"), (5, "peers"), (6, "events")]
+)
+def test_numbers_choose_a_view_and_only_its_data_is_asked(key: int, view: str, specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, str(key))
+        assert pilot.app.name_on_screen == view
+        asked = [call.command for call in pilot.app.feed.wanted[-1].calls]
+        assert asked == ["status"] if view == "overview" else asked == ["status", view]
+        assert pilot.app.panel.main.listing.rows
+
+    drive(build(specimen, "rooms" if view != "rooms" else "peers"), script)
+
+
+def test_a_filter_holds_until_escape(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "slash")
+        await press(pilot, *"agent=decode-2 ", "&", *" state=Bootstrapping", "enter")
+        rows = pilot.app.panel.main.listing.rows
+        assert {(each["agent"], each["state"]) for each in rows} == {("decode-2", "Bootstrapping")}
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert len(pilot.app.panel.main.listing.rows) == len(rows)
+        await press(pilot, "escape")
+        assert len(pilot.app.panel.main.listing.rows) == 96
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_a_filter_that_is_none_says_why_and_does_not_close(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "slash", *"aeg>5s", "enter")
+        assert isinstance(pilot.app.screen, Prompt)
+        assert "did you mean age?" in str(pilot.app.screen.query("Static").first().render())
+        await press(pilot, "escape")
+        assert len(pilot.app.panel.main.listing.rows) == 96
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_a_number_in_the_filter_opens_that_room(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "slash", *"4711", "enter")
+        assert pilot.app.name_on_screen == "room"
+        assert len(pilot.app.panel.main.listing.rows) == 69
+
+    drive(build(specimen, "events"), script)
+
+
+def test_enter_goes_into_the_room_and_escape_comes_back_to_the_row(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "down", "down")
+        before = row(pilot)
+        await press(pilot, "enter")
+        assert (pilot.app.name_on_screen, pilot.app.panel.room) == ("room", before["room"])
+        assert f"room {before['room']}" in bar(pilot, "tabs")
+        assert pilot.app.feed.wanted[-1].calls[1].args == {"room": before["room"]}
+        await press(pilot, "escape")
+        assert pilot.app.name_on_screen == "rooms"
+        assert row(pilot)["agent"] == before["agent"]
+
+    drive(build(specimen, "rooms"), script)
+
+
+@pytest.mark.parametrize(("view", "first"), [("staging", "tab"), ("events", "up")])
+def test_what_is_about_a_room_leads_to_it(view: str, first: str, specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, first)
+        while row(pilot)["room"] is None:
+            await press(pilot, "up")
+        room = row(pilot)["room"]
+        await press(pilot, "enter")
+        assert (pilot.app.name_on_screen, pilot.app.panel.room) == ("room", room)
+
+    drive(build(specimen, view), script)
+
+
+def test_a_room_that_nobody_knows_says_so(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "slash", *"99", "enter")
+        picture = pilot.app.query_one("#room-picture")
+        assert "no agent knows it" in str(picture._draw(80))
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_a_pair_shows_what_both_ends_say(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "down", "right", "right", "enter")
+        assert pilot.app.name_on_screen == "record"
+        lines = ["".join(text for text, _ in line) for line in pilot.app.panel.lines(100)]
+        assert sum("suspect" in line for line in lines) == 2
+        assert "prefill-1 → decode-2" in bar(pilot, "tabs")
+
+    drive(build(specimen, "peers"), script)
+
+
+def test_a_finding_opens_with_its_remedy_and_is_copied_whole(specimen, ill, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        pilot.app.query_one("#overview-health", Table).focus()
+        await press(pilot, "enter", "y")
+        assert "kvctl staging release decode-1:7" in pilot.app.clipboard
+
+    drive(build(specimen, judged=ill), script)
+
+
+def test_a_record_follows_its_row(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "enter")
+        before = pilot.app.panel.copied()[0]
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert pilot.app.panel.copied()[0] != before
+        assert "1,008" in pilot.app.panel.copied()[0] or "done" in before
+
+    drive(build(specimen), script)
+
+
+def test_space_holds_the_screen_and_says_how_old_it_is(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "space")
+        shown = pilot.app.store.now_ns
+        assert "paused: this is 0 s old" in bar(pilot, "banner")
+        pilot.app.feed.paused = False  # a reading that was under way when the pause began
+        wanted = pilot.app.feed.wanted
+        wanted.append(wanted[-1].__class__("health", wanted[-1].calls))
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert pilot.app.store.now_ns == shown
+        wanted.pop()
+        await press(pilot, "space")
+        assert pilot.app.store.now_ns > shown
+        assert bar(pilot, "banner") == ""
+
+    drive(build(specimen), script)
+
+
+def test_a_view_opened_while_paused_is_read_once(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "space", "5")
+        assert pilot.app.panel.main.listing.rows
+        assert "paused" in bar(pilot, "banner")
+
+    drive(build(specimen), script)
+
+
+def test_sort_chooses_a_column_and_turns_it(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "s")
+        assert isinstance(pilot.app.screen, Choice)
+        await press(pilot, "home", "enter")
+        assert [each["room"] for each in pilot.app.panel.main.listing.rows][0] == "4711"
+        await press(pilot, "s", "enter")
+        assert pilot.app.panel.main.listing.rows[0]["room"] == "4722"
+        await press(pilot, "s", "escape")
+        assert pilot.app.panel.main.listing.rows[0]["room"] == "4722"
+
+    drive(build(specimen, "rooms"), script)
+
+
+@pytest.mark.parametrize(("view", "left"), [("rooms", 4), ("peers", 4), ("overview", 0), ("staging", 2)])
+def test_faults_only(view: str, left: int, specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        everything = len(pilot.app.panel.main.listing.rows)
+        await press(pilot, "e")
+        assert len(pilot.app.panel.main.listing.rows) == left
+        await press(pilot, "e")
+        assert len(pilot.app.panel.main.listing.rows) == everything
+
+    drive(build(specimen, view), script)
+
+
+def test_faults_only_filters_events_by_severity(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "e")
+        assert {each["severity"] for each in pilot.app.panel.main.listing.rows} == {"warning", "error"}
+
+    drive(build(specimen, "events"), script)
+
+
+def test_copy_takes_the_row_with_its_header(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "y")
+        header, values = pilot.app.clipboard.splitlines()
+        assert header.split("\t")[:3] == ["room", "agent", "role"]
+        assert values.split("\t")[:3] == ["4711", "decode-0", "decode"]
+        assert said(pilot) == ["copied one row of rooms with its header"]
+
+    drive(build(specimen, "rooms"), script)
+
+
+@pytest.mark.parametrize("suffix", [".tsv", ".csv", ".json"])
+def test_export_writes_the_rows_on_screen(suffix: str, specimen, build, drive, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def script(pilot: Any) -> None:
+        await press(pilot, "slash", *"role=decode", "enter", "E")
+        assert pilot.app.screen.query_one(Input).value == "kvctl-rooms-20251009-085323.tsv"
+        pilot.app.screen.query_one(Input).value = f"rooms{suffix}"
+        await press(pilot, "enter")
+        text = (tmp_path / f"rooms{suffix}").read_text()
+        if suffix == ".json":
+            document = json.loads(text)
+            assert (document["schema"], len(document["data"])) == ("kvctl.rooms/1", 48)
+        else:
+            assert len(text.splitlines()) == 49
+        assert said(pilot) == [f"48 rows in rooms{suffix}"]
+
+    drive(build(specimen, "rooms"), script)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("rooms.txt", "the name says the format"), ("there.tsv", "is there already"), ("no/where.tsv", "no directory")],
+)
+def test_export_refuses_what_it_cannot_write(
+    name: str, why: str, specimen, build, drive, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.tsv").write_text("mine")
+
+    async def script(pilot: Any) -> None:
+        await press(pilot, "E")
+        pilot.app.screen.query_one(Input).value = name
+        await press(pilot, "enter")
+        assert why in str(pilot.app.screen.query("Static").first().render())
+        await press(pilot, "escape")
+
+    drive(build(specimen, "rooms"), script)
+    assert [path.name for path in tmp_path.iterdir()] == ["there.tsv"]
+
+
+def test_brackets_seek_in_a_recording_and_space_plays_on(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        assert "fleet.kvrec: moment 4 of 40, playing" in bar(pilot, "banner")
+        await press(pilot, "right_square_bracket")
+        assert "moment 5 of 40, held" in bar(pilot, "banner")
+        later = len(pilot.app.store.trends.p50)
+        await press(pilot, "left_square_bracket", "left_square_bracket")
+        assert "moment 3 of 40, held" in bar(pilot, "banner")
+        assert len(pilot.app.store.trends.p50) < later
+        await press(pilot, "space")
+        assert not pilot.app.feed.paused
+        assert "playing" in bar(pilot, "banner")
+        await press(pilot, "space")
+        assert pilot.app.feed.paused
+
+    drive(build(specimen, recorded=True), script)
+
+
+def test_a_living_fleet_cannot_be_sought_in(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "left_square_bracket")
+        assert "nothing to seek in" in said(pilot)[0]
+        assert not pilot.app.feed.paused
+
+    drive(build(specimen), script)
+
+
+def test_themes_go_round(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        seen = [pilot.app.theme]
+        for _ in PALETTES:
+            await press(pilot, "t")
+            seen.append(pilot.app.theme)
+        assert seen == ["dark", "light", "high-contrast", "dark"]
+
+    drive(build(specimen), script)
+
+
+def test_help_lists_every_key_that_works(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "question_mark")
+        assert isinstance(pilot.app.screen, Help)
+        text = "\n".join("".join(part for part, _ in line) for line in pilot.app.screen._draw(90))
+        for label in ("1 - 6", "/", "Enter", "Esc", "Space", "s ", "e ", "y ", "E ", "t ", "?", "q ", "a ", "r "):
+            assert f"\n{label}" in f"\n{text}"
+        assert "one moment back" not in text
+        await press(pilot, "escape")
+        assert not isinstance(pilot.app.screen, Help)
+
+    drive(build(specimen), script)
+
+
+def test_quit_stops_the_feed(specimen, build, drive) -> None:
+    app = build(specimen)
+
+    async def script(pilot: Any) -> None:
+        await press(pilot, "q")
+
+    drive(app, script)
+    assert app.feed.stopped
+    assert app.return_code == 0
+
+
+def test_a_room_is_aborted_after_a_yes(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "a")
+        assert isinstance(pilot.app.screen, Confirm)
+        await press(pilot, "enter")
+        assert pilot.app.feed.acts == []
+        await press(pilot, "a", "y")
+        assert {agent for agent, _ in pilot.app.feed.acts[0]} == set(specimen.names)
+        assert {call.args["room"] for _, call in pilot.app.feed.acts[0]} == {"4711"}
+        assert said(pilot) == ["abort: done on 8 agents"]
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_an_allocation_is_released_after_a_yes(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "down", "r", "y")
+        ((agent, call),) = pilot.app.feed.acts[0]
+        assert (agent, call.command, call.args) == ("decode-1", "release", {"serial": 7})
+
+    drive(build(specimen, "staging"), script)
+
+
+def test_who_may_only_read_is_told_so(specimen, build, drive) -> None:
+    specimen.level = "read"
+
+    async def script(pilot: Any) -> None:
+        await press(pilot, "a")
+        assert said(pilot) == ["decode-0 lets us read only, abort needs operate"]
+
+    drive(build(specimen, "rooms"), script)
+
+
+@pytest.mark.parametrize("how", ["readonly", "recorded"])
+@pytest.mark.parametrize(("view", "key"), [("rooms", "a"), ("staging", "r")])
+def test_writes_are_absent(how: str, view: str, key: str, specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, key)
+        assert not isinstance(pilot.app.screen, Confirm)
+        assert "abort" not in bar(pilot, "footer")
+        assert "release" not in bar(pilot, "footer")
+
+    drive(build(specimen, view, **{how: True}), script)
