@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from explorer.search import Bounds
@@ -29,8 +30,8 @@ def test_a_fault_is_caught(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=by_name)
-def test_the_same_configuration_passes_without_the_fault(mutation: Mutation) -> None:
-    assert mutation.configuration.explore(Bounds(BOUND)).complete
+def test_the_same_configuration_passes_without_the_fault(mutation: Mutation, explored: Any) -> None:
+    assert explored(mutation.configuration).complete
 
 
 def test_a_history_says_in_words_what_happened(monkeypatch: pytest.MonkeyPatch) -> None:
