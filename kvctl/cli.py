@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,7 +11,7 @@ import click
 
 from kvctl.commands.options import KvctlGroup
 from kvctl.commands.registry import COMMANDS, load
-from kvctl.commands.stdio import complain, silence_stdout, stand_in_for_closed_streams, stdout_fails, tell, unwritable
+from kvctl.commands.stdio import complain, silence_stdout, stand_in_for_closed_streams, tell, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.version import VERSION
@@ -18,6 +19,8 @@ from kvctl_agent.contract.version import VERSION
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+# What writing data can meet besides a reader that has gone; files that commands write are named in their errors.
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT})
 _COMPLETE = "_KVCTL_COMPLETE"  # set by the scripts of `kvctl completion`
 
 
@@ -93,7 +96,7 @@ def run(args: list[str]) -> int:
         silence_stdout()
         return ExitCode.FAILED
     except OSError as error:
-        if not stdout_fails():
+        if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
         complain(unwritable(error))
         silence_stdout()

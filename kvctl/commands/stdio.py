@@ -25,15 +25,6 @@ def unwritable(error: OSError) -> str:
     return f"cannot write to stdout: {error.strerror}; what was printed is incomplete"
 
 
-def stdout_fails() -> bool:
-    """Whether what was printed cannot be written, as on a full disk."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
-
-
 def complain(text: str) -> None:
     """A line on stderr in our name."""
     tell(f"kvctl: {text}")
