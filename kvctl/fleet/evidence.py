@@ -13,7 +13,7 @@ import orjson
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Fleet
 from kvctl.client.joined import join
-from kvctl.client.recordings import save_recording
+from kvctl.client.recordings import Series, save_recording
 from kvctl.errors import CliError
 from kvctl.fleet.ledger import Ledger, Room
 
@@ -57,7 +57,7 @@ class Evidence:
                 for number in numbers:
                     self._save_room(fleet, number, books.rooms.get(number))
                 path = self._directory / f"finding-{count}.kvrec"
-                save_recording(fleet, path)
+                save_recording(fleet, path, Series(0, 0, lambda moments, nbytes, left_ns: None))
                 self.saved.append(str(path))
         except (OSError, CliError) as error:  # a full disk must not end the run that found something
             self.saved.append(f"not saved: {error}")
