@@ -109,9 +109,9 @@ BOMBS = {
 def test_a_bomb_costs_its_sender_more_than_us(bomb: str) -> None:
     """At most 32 times the memory that came in (JSON is the worst), and a few seconds."""
     name, data = BOMBS[bomb]
-    began = time.monotonic()
+    began = time.process_time()
     TARGETS[name](data)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     tracemalloc.start()
     try:
         TARGETS[name](data)

@@ -14,17 +14,19 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 KVCTL = (sys.executable, "-m", "kvctl")
+AtBest = Callable[[Callable[[], float], float], None]
 HEAVY = ("torch", "numpy", "textual", "nixl", "transformers")
 
 
 def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*KVCTL, *args], capture_output=True, text=True, timeout=30, env={**os.environ, **environment}, check=False
+        [*KVCTL, *args], capture_output=True, text=True, timeout=100, env={**os.environ, **environment}, check=False
     )
 
 
@@ -36,14 +38,14 @@ def imported(*args: str) -> set[str]:
         f"code = run({list(args)!r})\n"
         "print(json.dumps([int(code), sorted(sys.modules)]), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     status, modules = json.loads(done.stderr.splitlines()[-1])
     assert status == 0
     return set(modules)
 
 
 def on_terminal(
-    *args: str, seconds: float = 20, until: str = "", times: int = 1, width: int = 100, **environment: str
+    *args: str, seconds: float = 100, until: str = "", times: int = 1, width: int = 100, **environment: str
 ) -> str:
     """What `kvctl` writes to a terminal of that width; interrupted once `until` was seen so many `times`."""
     leader, follower = pty.openpty()
@@ -70,7 +72,7 @@ def on_terminal(
             if until and seen.count(until.encode()) >= times:
                 process.send_signal(signal.SIGINT)
                 until = ""
-        process.wait(5)
+        process.wait(60)
     finally:
         process.kill()
         process.wait()
@@ -88,27 +90,21 @@ def test_version_and_help_open_no_socket_library_and_draw_nothing() -> None:
         assert not imported(*args) & {"zmq", "rich", "orjson", *HEAVY}, args
 
 
-def median_seconds(*args: str, times: int = 5) -> float:
-    taken = []
-    for _ in range(times):
-        started = time.perf_counter()
-        run(*args)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+def seconds(*command: str) -> float:
+    """How long a process takes from its start to its end."""
+    started = time.perf_counter()
+    subprocess.run(command, capture_output=True, check=False)
+    return time.perf_counter() - started
 
 
-def test_startup_is_quick_beside_the_interpreter_alone() -> None:
+def test_startup_is_quick_beside_the_interpreter_alone(at_best: AtBest) -> None:
     """150 ms on an idle machine; a busy one slows the bare interpreter just as much."""
-    bare = []
-    for _ in range(5):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-c", "pass"], check=True)
-        bare.append(time.perf_counter() - started)
-    assert median_seconds("--version") < max(0.15, 8 * statistics.median(bare))
+    bare = statistics.median(seconds(sys.executable, "-c", "pass") for _ in range(5))
+    at_best(lambda: seconds(*KVCTL, "--version"), max(0.15, 8 * bare))
 
 
-def test_without_agents_status_ends_within_a_second() -> None:
-    assert median_seconds("status", times=3) < 1
+def test_without_agents_status_ends_within_a_second(at_best: AtBest) -> None:
+    at_best(lambda: seconds(*KVCTL, "status"), 1)
     done = run("status")
     assert (done.returncode, done.stdout) == (3, "")
     assert "kvctl demo" in done.stderr
@@ -134,7 +130,7 @@ def test_a_reader_that_leaves_is_met_quietly(fleet: Any) -> None:
     shell = f"{sys.executable} -m kvctl COMMAND | head -n 1; echo ${{PIPESTATUS[0]}}"
     for command in ("rooms", "metrics -o prom", "status -w 0.01", "events -o jsonl"):
         done = subprocess.run(
-            ["bash", "-c", shell.replace("COMMAND", command)], capture_output=True, text=True, timeout=30, check=False
+            ["bash", "-c", shell.replace("COMMAND", command)], capture_output=True, text=True, timeout=100, check=False
         )
         assert done.stderr == "", command
         assert done.stdout.splitlines()[-1] == "0", command
@@ -147,7 +143,7 @@ def test_interrupting_exits_130_and_keeps_what_was_printed(fleet: Any) -> None:
     assert process.stdout is not None
     header, first = process.stdout.readline(), process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.strip() == ""
     assert header.startswith("at_ns\tagents")
@@ -206,5 +202,5 @@ def test_following_events_prints_each_once(start: Any) -> None:
     assert process.stdout is not None
     texts = [json.loads(process.stdout.readline())["text"] for _ in range(6)]
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert texts == [f"event {number}" for number in range(1, 7)]

@@ -78,7 +78,7 @@ class Room:
     def handles(self) -> list[Send | Receive]:
         return [*self.receives.values(), *self.sends]
 
-    def wait(self, timeout: float = 10.0) -> set[RoomState]:
+    def wait(self, timeout: float = 60.0) -> set[RoomState]:
         deadline = time.monotonic() + timeout
         return {handle.wait(max(0.0, deadline - time.monotonic())) for handle in self.handles}
 
@@ -125,7 +125,7 @@ class Fleet:
         for number in range(dp * tp):
             self.decode.append(self.decode_agent(number).start())
         for agent in self.prefill + self.decode:
-            agent.wait_ready(10)
+            agent.wait_ready(60)
         return self
 
     def prefill_agent(self, number: int, **config: Any) -> Agent:
@@ -275,7 +275,7 @@ class Fleet:
         """Bugs: what control, arrival or transfer threads caught."""
         return self.events("control") + self.events("scatter") + self.events("transport") + self.events("engine")
 
-    def settle(self, timeout: float = 5.0) -> None:
+    def settle(self, timeout: float = 60.0) -> None:
         """Until no rank holds anything of any room."""
         deadline = time.monotonic() + timeout
         while held := self.held():
@@ -297,7 +297,7 @@ class Fleet:
                 words.append(f"{agent.name} has {ring['used_bytes']} ring bytes granted")
         return words
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = 20.0) -> None:
         with ExitStack() as stack:
             for pool in self._pools:
                 stack.callback(pool.close)

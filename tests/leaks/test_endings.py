@@ -12,7 +12,7 @@ from benchmarks.leaks.endings import ENDINGS, Ending, Sides, run
 
 # What is remembered of ended rooms for a while; waited for once, in the last test.
 MEMORY = re.compile(r".*: machine\.(_graves|_ended|_aborted).*")
-SETTLED_S = 10.0
+SETTLED_S = 60.0
 EMPTY = ("machine.rooms", "machine._legs", "machine._parked[]", "_desk._handles", "telemetry.rooms._active")
 
 

@@ -18,7 +18,7 @@ from benchmarks.leaks.side import Side
 SIZES = {"prefill": 2, "decode": 1}
 LIVES, FIRST_LIVES = 50, 5
 TOMBSTONES_S = 3.0
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 Make = Callable[..., Side]
 

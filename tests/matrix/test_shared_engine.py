@@ -51,7 +51,7 @@ def u64(*numbers: int) -> np.ndarray:
 def collect(engines: list[SharedEngine], *facades: Facade, wanted: int) -> list[list[Arrival]]:
     """What lands at each facade until `wanted` tags have, all engines being polled meanwhile."""
     landed: list[list[Arrival]] = [[] for _ in facades]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sum(map(len, landed)) < wanted and time.monotonic() < deadline:
         for engine in engines:
             engine.sort_arrivals()
@@ -61,7 +61,7 @@ def collect(engines: list[SharedEngine], *facades: Facade, wanted: int) -> list[
 
 
 def finish(write: object, *engines: SharedEngine) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not write.poll():
         assert time.monotonic() < deadline
         for engine in engines:
@@ -147,7 +147,7 @@ def test_an_unfinished_write_ends_when_its_peer_is_disconnected(start: Start) ->
     writer.disconnect("r")
     with pytest.raises(PeerDisconnected):
         write.poll()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not write.release() and time.monotonic() < deadline:
         there.sort_arrivals()
 

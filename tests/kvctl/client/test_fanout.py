@@ -17,7 +17,7 @@ from kvctl.client.fanout import Fanout, Reply
 
 HELLO = Call("hello")
 FAST_NS = 150_000_000
-LONG_NS = 5_000_000_000
+LONG_NS = 60_000_000_000
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def test_silence_is_a_timeout_and_costs_the_deadline_only(socket_directory: Path
     with router(socket_directory / "mute.sock", lambda frames: None) as endpoint:
         started = time.monotonic()
         (reply,) = ask(endpoint, HELLO, timeout_ns=FAST_NS)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 30
     assert reply.fault is not None
     assert reply.fault.code == "timeout"
     assert "0.15 s" in reply.fault.message
@@ -123,10 +123,10 @@ def test_no_descriptor_and_no_thread_is_left(start: Any, socket_directory: Path)
     before = descriptors(), threading.active_count()
     for _ in range(5):
         ask(endpoint, HELLO)
-    deadline = time.monotonic() + 5  # the server closes its ends when it notices
-    while descriptors() > before[0] and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60  # the server closes its ends when it notices
+    while (left := descriptors()) > before[0] or threading.active_count() > before[1]:
+        assert time.monotonic() < deadline, (left, threading.active_count(), before)
         time.sleep(0.02)
-    assert (descriptors(), threading.active_count()) == before
 
 
 def test_256_agents_answer_in_one_go(socket_directory: Path) -> None:

@@ -180,7 +180,7 @@ class Tap:
                     other[ready].sendall(more)
 
     def close(self) -> None:
-        self._thread.join(10)
+        self._thread.join(60)
         self._listener.close()
 
 
@@ -199,7 +199,7 @@ def test_a_recorded_conversation_replayed_achieves_nothing(
     assert ADMIN.public not in said
     assert b"status" not in said
     for step in (len(said), 64, 7):
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as replay, contextlib.suppress(OSError):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as replay, contextlib.suppress(OSError):
             for at in range(0, len(said), step):
                 replay.sendall(said[at : at + step])
                 time.sleep(0.0005)

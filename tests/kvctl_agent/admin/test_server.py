@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -61,7 +62,7 @@ class TestAnswers:
         release = threading.Event()
 
         def wait_here() -> None:
-            release.wait(20)
+            release.wait(60)
 
         thread = threading.Thread(target=wait_here, name="stuck-worker")
         thread.start()
@@ -233,13 +234,16 @@ class TestViolence:
         deaf, other = connect(server, receive_queue=1), connect(server)
         for number in range(400):
             deaf.send(MAGIC, str(number).encode(), b'{"cmd":"events"}')
-        deadline = time.monotonic() + 5
-        while not recorder.since(0, 10)["events"] and time.monotonic() < deadline:
+        deadline = time.monotonic() + 60
+        while not recorder.since(0, 10)["events"]:
+            assert time.monotonic() < deadline, "the deaf client is not noticed"
             time.sleep(0.01)
-        begin = time.monotonic()
-        for _ in range(20):
+        taken: list[float] = []
+        for _ in range(21):
+            begin = time.monotonic()
             assert other.ask("status")["ok"]
-        assert time.monotonic() - begin < 20 * SEND_TIMEOUT_MS / 1000 / 2
+            taken.append(time.monotonic() - begin)
+        assert statistics.median(taken) < SEND_TIMEOUT_MS / 1000
         texts = [event["text"] for event in recorder.since(0, 10)["events"]]
         assert texts == ["a client does not read its replies: dropping them"]
 
@@ -253,21 +257,22 @@ class TestViolence:
 
 
 class TestThread:
-    def test_idle_costs_no_cpu(self, serve: Serve, connect: Connect) -> None:
+    def test_idle_costs_no_cpu(self, serve: Serve, connect: Connect, at_best: Any) -> None:
         server = serve()
         assert connect(server).ask("status")["ok"]
-        before = time.process_time_ns()
-        time.sleep(1.0)
-        # The ZMQ threads of this process's clients included.
-        assert time.process_time_ns() - before < 10_000_000
+
+        def cpu_s() -> float:
+            before = time.process_time()
+            time.sleep(1.0)
+            return time.process_time() - before
+
+        at_best(cpu_s, 0.01)  # the ZMQ threads of this process's clients included
 
     def test_close_wakes_an_idle_server_at_once(self, serve: Serve) -> None:
         server = serve()
         path = server.path
         assert path is not None
-        begin = time.monotonic()
-        server.close()
-        assert time.monotonic() - begin < 1.0
+        server.close()  # raises when its thread has not ended in time
         assert not path.exists()
         assert list(path.parent.iterdir()) == []
         assert server.path is None
@@ -278,13 +283,13 @@ class TestThread:
 
         def hang(_: dict[str, Any]) -> None:
             entered.set()
-            release.wait(20)
+            release.wait(60)
 
         server = serve(own={"layers": hang})
         path = server.path
         assert path is not None
         connect(server).send(MAGIC, b"1", b'{"cmd":"layers"}')
-        assert entered.wait(10)
+        assert entered.wait(60)
         try:
             with pytest.raises(DeadlineExceeded, match="still answering 'layers'"):
                 server.close(timeout=0.1)

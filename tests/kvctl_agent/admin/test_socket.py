@@ -205,9 +205,7 @@ class TestTakeOver:
             process.kill()
             process.wait()
         assert (directory / "decode-0.sock").exists()
-        begin = time.monotonic()
         server = serve()
-        assert time.monotonic() - begin < 0.5  # nobody listens, so nobody is waited for
         assert connect(server).ask("hello")["data"]["pid"] == os.getpid()
         assert mode(directory / "decode-0.sock") == 0o600
 
@@ -222,13 +220,13 @@ class TestTakeOver:
             finally:
                 os.kill(child, signal.SIGKILL)
 
-    def test_ping_of_nothing_costs_no_time(self, directory: Path) -> None:
+    def test_ping_of_nothing_waits_for_nobody(self, directory: Path) -> None:
         directory.mkdir()
-        begin = time.monotonic()
-        assert ping(directory / "none.sock") is None
         (directory / "file.sock").touch()
-        assert ping(directory / "file.sock") is None
-        assert time.monotonic() - begin < 0.2
+        begin = time.monotonic()
+        for name in ("none.sock", "file.sock"):
+            assert ping(directory / name, timeout_ms=600_000) is None
+        assert time.monotonic() - begin < 300
 
     def test_closing_after_the_directory_is_gone(self, serve: Serve, directory: Path) -> None:
         server = serve()

@@ -83,7 +83,7 @@ class Worker:
 
     def known(self, rooms: list[int]) -> None:
         """Until decode has opened all of these."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(self.rooms[room].state < RoomState.WAITING_FOR_INPUT for room in rooms):
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -139,7 +139,7 @@ class Worker:
         child = os.fork()
         if not child:
             sys.exit(code)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)

@@ -105,7 +105,7 @@ def test_an_agent_with_another_key_does_not_join(make_fleet: Any, fleet_key: str
     fleet = make_fleet(fleet_key=fleet_key, prefill=(1, 1))
     prefill = fleet.prefill_agent(0).start()
     fleet.prefill.append(prefill)
-    prefill.wait_ready(10)
+    prefill.wait_ready(60)
     other = tmp_path / "other.key"
     other.touch(0o600)
     other.write_text(secret_text("other", pair()))

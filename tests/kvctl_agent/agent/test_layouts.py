@@ -64,7 +64,7 @@ class Fleet:
         endpoints = [place.endpoint for place in self.prefill]
         self.decode.agents = [self._agent(self.decode, rank, f"d{rank}", endpoints, {}) for rank in _all(decode)]
         for agent in self.decode.agents:
-            agent.wait_ready(20)
+            agent.wait_ready(60)
         return self
 
     def _agent(self, place: Instance, number: int, name: str, bootstrap: Any, config: dict[str, Any]) -> Agent:
@@ -183,7 +183,7 @@ def feed(sends: list[Send], agents: list[Agent], mode: str, **finish: Any) -> No
         send.finish(**finish)
 
 
-def ended(handles: Sequence[Send | Receive], timeout: float = 10.0) -> set[RoomState]:
+def ended(handles: Sequence[Send | Receive], timeout: float = 60.0) -> set[RoomState]:
     return {handle.wait(timeout) for handle in handles}
 
 
@@ -392,7 +392,7 @@ class TestLayerGroups:
         receives = fleet.receive(5, DST)
         feed([agent.send(5)], [agent], "declared")
         assert ended(receives) == {RoomState.SUCCESS}
-        deadline = time.monotonic() + 10  # the decode side may see the end first
+        deadline = time.monotonic() + 60  # the decode side may see the end first
         while not seen and time.monotonic() < deadline:
             time.sleep(0.005)
         (room,) = seen

@@ -74,12 +74,12 @@ def test_all_rooms_complete(make_fleet: Any, model: Any, seed: int) -> None:
         fleet.feed(fleet.claim(fleet.receive(fleet.room(number, 8, aux=number % 8))), (3,)) for number in range(40)
     ]
     for room in rooms:
-        assert room.wait(30) == {RoomState.SUCCESS}, (room.number, room.errors(), fleet.events("room-failed"))
+        assert room.wait(60) == {RoomState.SUCCESS}, (room.number, room.errors(), fleet.events("room-failed"))
         fleet.expect(room)
     for rank in fleet.aux_image:
         fleet.aux_image[rank][:] = next(agent for agent in fleet.decode if agent.name == rank).pool.aux
     fleet.check()
-    fleet.settle(20)
+    fleet.settle()
     assert fleet.errors() == []
     assert sum(line.lost for line in lines) > 20
     assert sum(line.doubled for line in lines) > 20
@@ -96,7 +96,7 @@ def test_a_greeting_is_repeated_until_it_is_answered(make_fleet: Any) -> None:
     agent = fleet.decode_agent(0)
     fleet.decode.append(agent.start())
     agent.links.receive = BadLine(agent.links, 8, 0.6).receive
-    agent.wait_ready(20)
+    agent.wait_ready(60)
     fleet.run(1, 4)
     fleet.check()
 
@@ -114,10 +114,10 @@ def test_aborts_under_loss_end_everywhere_and_release_everything(make_fleet: Any
         if dice.random() < 0.5:
             dice.choice(room.handles).abort("enough")
     for room in rooms:
-        assert len(room.wait(30)) == 1, room.number
+        assert len(room.wait(60)) == 1, room.number
         assert all(handle.released for handle in room.handles)
         if room.wait(0) == {RoomState.SUCCESS}:
             fleet.expect(room)
-    fleet.settle(20)
+    fleet.settle()
     fleet.check(but=tuple(room for room in rooms if room.wait(0) == {RoomState.FAILED}))
     assert fleet.errors() == []

@@ -181,7 +181,7 @@ class TestOrder:
             agent._desk._on_state = lambda handle, state, name=agent.name: told.append((name, state))
             agent.start()
         fleet.prefill, fleet.decode = [prefill], [decode]
-        decode.wait_ready(5)
+        decode.wait_ready(60)
         fleet.run(1, 9)
         wait(lambda: len([1 for name, _ in told if name == "prefill-0"]) >= 4)
         life = [RoomState.BOOTSTRAPPING, RoomState.WAITING_FOR_INPUT, RoomState.TRANSFERRING, RoomState.SUCCESS]
@@ -212,7 +212,7 @@ class TestManyRooms:
         for number in order:
             fleet.feed(fleet.claim(rooms[number]), (3,))
         for room in rooms:
-            assert room.wait(30) == {RoomState.SUCCESS}, room.errors()
+            assert room.wait(60) == {RoomState.SUCCESS}, room.errors()
             fleet.expect(room)
         fleet.check()
         fleet.settle()
@@ -261,5 +261,5 @@ def eventually(condition: Any, timeout_s: float) -> bool:
     return True
 
 
-def wait(condition: Any, timeout_s: float = 5.0) -> None:
+def wait(condition: Any, timeout_s: float = 60.0) -> None:
     assert eventually(condition, timeout_s)

@@ -42,7 +42,7 @@ def endpoint(metrics: Metrics) -> Iterator[PrometheusEndpoint]:
 
 
 def scrape(endpoint: PrometheusEndpoint) -> dict[str, Any]:
-    with urllib.request.urlopen(endpoint.url, timeout=30) as answer:
+    with urllib.request.urlopen(endpoint.url, timeout=60) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         return {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
 
@@ -140,7 +140,7 @@ def test_opened_and_closed(metrics: Metrics) -> None:
     exports.start(metrics.snapshot, telemetry)
     try:
         assert exports.metrics_url.startswith("http://[::1]:")
-        with urllib.request.urlopen(exports.metrics_url, timeout=30) as answer:
+        with urllib.request.urlopen(exports.metrics_url, timeout=60) as answer:
             assert b"kvctl_rooms_opened_total" in answer.read()
     finally:
         exports.close()

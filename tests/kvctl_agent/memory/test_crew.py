@@ -46,11 +46,11 @@ def test_an_error_is_raised_after_the_running_jobs_ended_and_stops_the_rest() ->
     started: list[int] = []
 
     def fails() -> None:
-        both.wait(20)
+        both.wait(60)
         raise ValueError("page 3")
 
     def slow() -> None:
-        both.wait(20)
+        both.wait(60)
         threading.Event().wait(0.05)
         slow_done.set()
 

@@ -193,7 +193,7 @@ class Ends:
             got = self.readers[reader].segments[segment].block(layer, plane)
             assert np.array_equal(got, image), (reader, segment, layer, plane)
 
-    def tags(self, count: int, timeout_s: float = 3.0) -> list[bytes]:
+    def tags(self, count: int, timeout_s: float = 60.0) -> list[bytes]:
         """The tags that arrived at the reader within a moment."""
         got: list[bytes] = []
         deadline = time.monotonic() + timeout_s
@@ -210,7 +210,7 @@ class Ends:
         return flight
 
 
-def land(flight: Flight, there: Transport, timeout_s: float = 5.0) -> None:
+def land(flight: Flight, there: Transport, timeout_s: float = 60.0) -> None:
     """Drive a part to its end; the reader does its duty to let its engine work."""
     deadline = time.monotonic() + timeout_s
     while not flight.advance():

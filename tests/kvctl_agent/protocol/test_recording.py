@@ -227,5 +227,5 @@ def test_a_reader_on_another_thread_sees_whole_pieces_in_order() -> None:
             log.told(machine.handle(event, SECOND + number))
     finally:
         done.set()
-        reader.join(30)
+        reader.join(60)
     assert not seen

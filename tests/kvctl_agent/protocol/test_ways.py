@@ -313,7 +313,7 @@ def served(
     decode.connect("prefill-0", endpoint)
     decode.queue("prefill-0", msg.Bye(drained=True))
     decode.flush()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not list(prefill.receive(prefill.sockets())):
         assert time.monotonic() < deadline, "decode-0 was not heard"
         time.sleep(0.001)

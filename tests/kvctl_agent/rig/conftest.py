@@ -31,7 +31,7 @@ from kvctl_agent.rig.worker_decode import DecodeWorker
 from kvctl_agent.rig.worker_prefill import PrefillWorker
 
 MIB = 1 << 20
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def small_request(**changes: Any) -> PlanRequest:

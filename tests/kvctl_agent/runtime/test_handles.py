@@ -120,7 +120,7 @@ class TestWait:
         send.tell(RoomState.TRANSFERRING, None)
         started = time.monotonic()
         assert send.wait(0.05) is RoomState.TRANSFERRING
-        assert 0.04 < time.monotonic() - started < 1
+        assert time.monotonic() - started > 0.04
 
     def test_an_ended_room_is_waited_for_until_its_pages_are_free(self, send: Send) -> None:
         send.tell(RoomState.FAILED, CAUSE)
@@ -128,9 +128,9 @@ class TestWait:
         assert not send.released
         threading.Timer(0.05, send.release).start()
         started = time.monotonic()
-        assert send.wait(5) is RoomState.FAILED
+        assert send.wait(60) is RoomState.FAILED
         assert send.released
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 30
         assert send.error == CAUSE
 
     def test_a_zero_timeout_looks_once(self) -> None:
@@ -140,7 +140,7 @@ class TestWait:
     def test_several_waiters_all_wake(self) -> None:
         receive = Receive(1, lambda event: None)
         states: list[RoomState] = []
-        threads = [threading.Thread(target=lambda: states.append(receive.wait(5))) for _ in range(4)]
+        threads = [threading.Thread(target=lambda: states.append(receive.wait(60))) for _ in range(4)]
         for thread in threads:
             thread.start()
         receive.tell(RoomState.SUCCESS, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import Empty, Queue
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +22,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.hub import Telemetry
 
+AtBest = Callable[[Callable[[], float], float], None]
 NONE = np.empty(0, np.int32)
 
 
@@ -83,7 +84,7 @@ class Bench:
         self.worker.put(order)
         return fence
 
-    def report(self, timeout_s: float = 2.0) -> Any:
+    def report(self, timeout_s: float = 60.0) -> Any:
         return self.reported.get(timeout=timeout_s)
 
     def nothing_reported(self) -> bool:
@@ -99,7 +100,7 @@ def bench(telemetry: Telemetry) -> Iterator[Bench]:
     bench = Bench(telemetry)
     bench.worker.start()
     yield bench
-    assert bench.worker.close(2)
+    assert bench.worker.close(60)
 
 
 def test_a_part_is_reported_with_its_moments_and_counted(bench: Bench, telemetry: Telemetry) -> None:
@@ -160,13 +161,17 @@ def test_a_stopped_peer_gets_no_more_parts_until_it_goes_on(bench: Bench) -> Non
     assert wire.started == [room for room in range(40) if room != 23]
 
 
-def test_a_waiting_worker_costs_little(bench: Bench) -> None:
+def test_a_waiting_worker_costs_little(bench: Bench, at_best: AtBest) -> None:
     bench.wires["bad"].done = False
     fence = bench.order("bad", 1)
     time.sleep(0.1)
-    cpu, since = time.process_time(), time.monotonic()
-    time.sleep(0.5)
-    assert (time.process_time() - cpu) / (time.monotonic() - since) < 0.25
+
+    def share() -> float:
+        cpu, since = time.process_time(), time.monotonic()
+        time.sleep(0.5)
+        return (time.process_time() - cpu) / (time.monotonic() - since)
+
+    at_best(share, 0.25)
     fence.raised = True
     assert bench.report().dropped
 
@@ -196,7 +201,7 @@ class TestFence:
     def test_a_part_that_was_complete_when_the_fence_rose_is_over_at_once(self, bench: Bench) -> None:
         fence = Fence()
         gate = threading.Event()
-        bench.worker.put(lambda: gate.wait(2))  # type: ignore[arg-type, return-value]
+        bench.worker.put(lambda: gate.wait(60))  # type: ignore[arg-type, return-value]
         bench.order("good", 1, fence)
         fence.raised = True
         gate.set()
@@ -272,11 +277,11 @@ class TestClose:
         for room in range(20):
             bench.order("good", room)
         bench.worker.start()
-        assert bench.worker.close(2)
+        assert bench.worker.close(60)
         assert [bench.report().room for _ in range(20)] == list(range(20))
         bench.order("good", 99)
         assert bench.nothing_reported()
-        assert bench.worker.close(2)
+        assert bench.worker.close(60)
 
     def test_a_worker_that_was_never_started_is_closed(self, telemetry: Telemetry) -> None:
         assert Bench(telemetry).worker.close(0.1)
@@ -291,19 +296,23 @@ class TestClose:
             time.sleep(0.001)
         assert not bench.worker.close(0.1)
         fence.raised = True
-        assert bench.worker.close(2)
+        assert bench.worker.close(60)
 
 
 def test_without_work_it_lets_the_engine_work_often_at_first_and_seldom_later(bench: Bench) -> None:
     """A tag may still be inside an engine that has no thread of its own."""
-    bench.order("good", 1)
-    bench.report()
-    before = bench.progressed
-    time.sleep(0.08)
-    soon = bench.progressed - before
-    time.sleep(0.3)
-    before = bench.progressed
-    time.sleep(0.3)
-    later = bench.progressed - before
-    assert soon >= 5
-    assert 1 <= later <= 5
+
+    def looks(seconds: float) -> int:
+        before = bench.progressed
+        time.sleep(seconds)
+        return bench.progressed - before
+
+    for _ in range(20):  # a busy machine may let it look less often than it would, and lets us sleep longer
+        bench.order("good", 1)
+        bench.report()
+        soon = looks(0.08)
+        time.sleep(0.3)
+        later = looks(0.3)
+        if soon >= 5 and 1 <= later <= 5:
+            return
+    pytest.fail(f"{soon} looks in the first 80 ms, later {later} in 300 ms")

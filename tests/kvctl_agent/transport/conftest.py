@@ -44,7 +44,7 @@ class Agent:
         """Addresses in the pool."""
         return np.array(offsets, np.uint64) + np.uint64(self.addr)
 
-    def collect(self, count: int, timeout_s: float = 5.0) -> list[Arrival]:
+    def collect(self, count: int, timeout_s: float = 60.0) -> list[Arrival]:
         """Waits for `count` arrivals."""
         until = time.monotonic() + timeout_s
         landed: list[Arrival] = []
@@ -53,7 +53,7 @@ class Agent:
             self.wait()
         return landed
 
-    def finish(self, write: Write, timeout_s: float = 5.0) -> None:
+    def finish(self, write: Write, timeout_s: float = 60.0) -> None:
         """Polls a write until it is complete."""
         until = time.monotonic() + timeout_s
         while not write.poll():
@@ -114,7 +114,7 @@ class PeerProcess:
         self.process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
         self.process.stdin.flush()
 
-    def collect(self, count: int, timeout_s: float = 5.0) -> list[dict[str, Any]]:
+    def collect(self, count: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
         """Waits there for `count` arrivals: their peer, tag and the pool's first byte when they were seen."""
         landed: list[dict[str, Any]] = self.ask("collect", count=count, timeout_s=timeout_s)["arrivals"]
         return landed
@@ -132,7 +132,7 @@ class PeerProcess:
             self.process.stdin.close()
         killed = self.process.returncode == -signal.SIGKILL
         try:
-            code = self.process.wait(20)
+            code = self.process.wait(60)
         finally:
             self._answers.close()
             if self.process.poll() is None:

@@ -84,7 +84,8 @@ def main() -> None:
                 case "tell":
                     answer(done=transport.tell(ask["peer"], bytes.fromhex(ask["tag"])))
                 case "rest":
-                    answer(done=time.sleep(ask["seconds"]))
+                    answer(done=None)
+                    select.select([sys.stdin], [], [])  # no duty is done until there is another command
                 case "idle":
                     answer(share=idle(transport, **ask))
     transport.close()

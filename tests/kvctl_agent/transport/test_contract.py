@@ -77,7 +77,7 @@ def test_the_bytes_are_there_when_the_tag_is_seen(pair: Pair) -> None:
     agent, peer = pair
     for value in range(1, 51):
         agent.pool[:] = value
-        peer.send("collect", count=1, timeout_s=5.0)
+        peer.send("collect", count=1, timeout_s=60)
         agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(1 << 20), bytes([value])))
         (landed,) = peer.answer()["arrivals"]
         assert (landed["tag"], landed["first"]) == (bytes([value]).hex(), value)
@@ -153,7 +153,7 @@ def test_a_released_write_still_tells_its_tag(pair: Pair) -> None:
     ]
     for write in writes:
         write.release()
-    peer.send("collect", count=8, timeout_s=5.0)
+    peer.send("collect", count=8, timeout_s=60)
     agent.collect(1, timeout_s=0.3)
     assert sorted(a["tag"] for a in peer.answer()["arrivals"]) == sorted(f"r{n}".encode().hex() for n in range(8))
     assert all(write.release() for write in writes)
@@ -225,7 +225,7 @@ def test_damaged_metadata_never_reaches_the_engine(pair: Pair) -> None:
 def test_what_was_told_just_before_closing_arrives(crew: Any, engine: str) -> None:
     agent, peer = crew.agent(engine), crew.peer(engine)
     agent.transport.connect("peer", peer.metadata)
-    peer.send("collect", count=20, timeout_s=5.0)
+    peer.send("collect", count=20, timeout_s=60)
     for number in range(20):
         agent.transport.tell("peer", bytes([number]))
     agent.transport.close()

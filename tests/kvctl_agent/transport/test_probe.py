@@ -13,28 +13,41 @@ from kvctl_agent.transport import Region
 from kvctl_agent.transport.probe import LaneCost, measure_lane
 
 
-def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str) -> None:
+def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best: Any) -> None:
     one, two = crew.agent(engine), crew.peer(engine)  # which looks every 5 ms
     one.transport.connect("two", two.metadata)
     here, there = Region(one.addr, one.pool.nbytes), Region(two.addr, one.pool.nbytes)
     measure_lane(one.transport, "two", here, there)  # wires up, touches pages
-    started = time.monotonic()
-    cost = measure_lane(one.transport, "two", here, there)
-    took = time.monotonic() - started
-    assert took < 0.6  # 0.3 s on a machine of its own
-    assert two.collect(1, timeout_s=0.05) == []
-    assert cost.write_gb_per_s > 0.5
-    assert 0 < cost.descriptor_us(512) <= cost.descriptor_us(4096) < 100
-
     offsets = np.arange(256, dtype=np.uint64) * np.uint64(4096)
-    best = 1e9
-    for _ in range(10):
-        posted = time.perf_counter()
-        one.finish(
-            one.transport.write("two", one.at(0) + offsets, two.at(0) + offsets, np.full(256, 2048, np.uint64), None)
-        )
-        best = min(best, (time.perf_counter() - posted) * 1e6)
-    assert best / 4 < cost.write_us(256, 256 * 2048) < best * 4
+    costs: list[LaneCost] = []
+
+    def wrong_by() -> float:
+        """How many times too much or too little is predicted; what is measured on a busy machine is noise."""
+        costs.append(measure_lane(one.transport, "two", here, there))
+        best = 1e9
+        for _ in range(10):
+            posted = time.perf_counter()
+            one.finish(
+                one.transport.write(
+                    "two", one.at(0) + offsets, two.at(0) + offsets, np.full(256, 2048, np.uint64), None
+                )
+            )
+            best = min(best, (time.perf_counter() - posted) * 1e6)
+        predicted = costs[-1].write_us(256, 256 * 2048)
+        return max(predicted / best, best / predicted)
+
+    at_best(wrong_by, 4)
+    assert max(cost.write_gb_per_s for cost in costs) > 0.5
+    assert all(0 < cost.descriptor_us(512) <= cost.descriptor_us(4096) for cost in costs)
+    assert min(cost.descriptor_us(4096) for cost in costs) < 100
+
+    def took_s() -> float:
+        started = time.monotonic()
+        measure_lane(one.transport, "two", here, there)
+        return time.monotonic() - started
+
+    at_best(took_s, 0.6)  # 0.3 s on a machine of its own
+    assert two.collect(1, timeout_s=0.05) == []
 
 
 def test_too_little_memory_is_refused(crew: Any) -> None:

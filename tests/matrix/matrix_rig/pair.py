@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from matrix_rig.case import Case
 
-STEP_S = 60.0
+STEP_S = 150.0
 _MOST_FAILURES = 6  # after so many something is broken that the next case will not show better
 _STACKS_S = 1.0
 _LOG_BYTES = 6000
@@ -159,7 +159,7 @@ class _Process:
                 raise Failed(f"{self._role}: {self._step} took longer than {STEP_S:g} s\n{self._said()}")
             good, answer = self._connection.recv()
         except (EOFError, ConnectionError):
-            code = self._child.wait(5)
+            code = self._child.wait(60)
             raise Failed(f"{self._role}: ended with {code} in {self._step}\n{self._said()}") from None
         if not good:
             raise Failed(f"{self._role}, {self._step}: {answer}")
@@ -170,7 +170,7 @@ class _Process:
         if self._step != "stop":
             self._child.kill()
         try:
-            self._child.wait(10)
+            self._child.wait(60)
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
@@ -180,7 +180,7 @@ class _Process:
         try:
             self._connection.send(message)
         except (BrokenPipeError, ConnectionError):
-            raise Failed(f"{self._role}: ended with {self._child.wait(5)}\n{self._said()}") from None
+            raise Failed(f"{self._role}: ended with {self._child.wait(60)}\n{self._said()}") from None
 
     def _said(self) -> str:
         return self._log.read_bytes()[-_LOG_BYTES:].decode(errors="replace")

@@ -22,8 +22,8 @@ from kvctl_agent.runtime.handles import Handle, Receive, Send
 from matrix_rig.case import Case
 from matrix_rig.loads import PREFILL_ONLY, cuts_of, groups_of, rooms_of, starts_of
 
-READY_S = 40.0
-ROOMS_S = 40.0
+READY_S = 60.0
+ROOMS_S = 60.0
 _CLOSE_S = 5.0
 
 Counts = Counter[tuple[str, str]]
