@@ -121,12 +121,17 @@ def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Serie
     writer.end()
 
 
-def write_moments(file: IO[bytes], moments: Iterable[Moment]) -> None:
-    """A recording of moments only, into an empty file."""
+def write_moments(file: IO[bytes], moments: Iterable[Moment]) -> bool:
+    """A recording of moments only, into an empty file; False where Ctrl-C has cut it short, which leaves it whole."""
     writer = _Writer(file)
-    for number, moment in enumerate(moments):
-        writer.add(encode(moment, number))
-    writer.end()
+    try:
+        for number, moment in enumerate(moments):
+            writer.add(encode(moment, number))
+    except KeyboardInterrupt:
+        return False
+    finally:
+        writer.end()
+    return True
 
 
 class _Writer:

@@ -135,6 +135,8 @@ def _fill(archive: Archive, directory: Path, wish: Wish, redaction: Redaction | 
         what = _record(recording, wish, redaction, made)
         recording.flush()
         archive.add(RECORDING, recording, what)
+        if made.partial:
+            return
         for text in TEXTS:
             wish.say(text.name)
             shown = _shown(text, Path(recording.name), made)
@@ -156,12 +158,11 @@ def _record(file: IO[bytes], wish: Wish, redaction: Redaction | None, made: Bund
         write_recording(file, wish.fleet, saving, Series(_APART_NS, _APART_NS, lambda *_: None))
         made.agents, made.faults = len(saving.saved), saving.faults
         made.left_out += saving.left_out
-        if saving.interrupted:
-            raise KeyboardInterrupt
+        made.partial = saving.interrupted
         return "moments of the fleet, for --from, and what its machines were told, for kvctl replay"
     moments: Iterable[Moment] = _taken(wish.fleet) if wish.fleet is not None else _loaded(wish.source)
     counted = _counted(moments, made)
-    write_moments(file, counted if redaction is None else redacted(counted, redaction))
+    made.partial = not write_moments(file, counted if redaction is None else redacted(counted, redaction))
     made.left_out.append("what the machines were told: it holds addresses" if redaction else "machine inputs")
     return "moments of the fleet, for --from"
 

@@ -1,0 +1,117 @@
+"""Redaction: what names a machine, a person, a place or a key is gone, wherever it stood."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl.client.captured_moment import Moment, Seen, bodies
+from kvctl.client.captured_redaction import Redaction, redacted
+from kvctl.client.clock import ClockOffset
+from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.faults import Fault
+from kvctl.client.fleet import AgentAnswer
+
+KEY = "0123456789abcdef" * 4
+
+
+def ours() -> Redaction:
+    return Redaction(["node7", "node7.rack.example.com"], ["ada", "lovelace"], ["/home/ada", "/run/user/1000/kvctl"])
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("/run/user/1000/kvctl/decode-0.sock belongs to ada: run", "path-3 belongs to user-1: run"),
+        ("cannot reach tcp://10.1.2.3:5000.", "cannot reach tcp://address-1:5000."),
+        ("tcp://[2001:db8::1]:5000 and tcp://*:9", "tcp://address-1:5000 and tcp://*:9"),
+        ("node7-prefill-0 at Node7.rack.example.com", "host-1-prefill-0 at host-2"),
+        ("lost gpu-b12 (tcp://gpu-b12:7000)", "lost host-3 (tcp://host-3:7000)"),
+        ("host=gpu-c1,device=mlx5_0; gpu-c1 is slow", "host=host-3,device=mlx5_0; host-3 is slow"),
+        ("see https://wiki.corp.example/kv?x=1", "see https://host-3"),
+        (f"refuses our key {KEY}", "refuses our key key-1"),
+        ("aa:bb:cc:dd:ee:ff, fe80::1%eth0, ::1", "address-1, address-2, address-3"),
+        ("--include=/usr/include -I/opt/x ~/.ssh/id", "--include=path-3 path-5 path-4"),
+        ("file /etc/kvctl/agent.toml", "file path-3"),
+        (
+            "at 12:34:56 3/8 of prefill/decode, GB/s, 1.5.1, std::string",
+            "at 12:34:56 3/8 of prefill/decode, GB/s, 1.5.1, std::string",
+        ),
+        ("Adams said adapt", "Adams said adapt"),
+        ("/srv/kvctl_agent/runtime/control.py:12 run: self.x()", "kvctl_agent.runtime.control:12 run: self.x()"),
+        ("/usr/lib/python3.11/threading.py:9 f: open('/etc/x')", "threading:9 f: open('path-3')"),
+        ("/x/site-packages/zmq/poll.py:3 poll", "zmq.poll:3 poll"),
+        ("/home/ada/my app/run.py:4 <module>", "path-3:4 <module>"),
+        ("<frozen runpy>:198 _run", "<frozen runpy>:198 _run"),
+    ],
+)
+def test_what_is_taken_out_of_a_text(text: str, left: str) -> None:
+    redaction = ours()
+    redaction.learn(text)
+    assert redaction.text(text) == left
+    assert redaction.text(left) == left
+
+
+def test_the_same_has_the_same_name_everywhere_and_another_has_another() -> None:
+    redaction = ours()
+    first = redaction.text("/a/b and /a/c")
+    assert redaction.document({"endpoint": "ipc:///a/c", "text": ["/a/b"]}) == {
+        "endpoint": f"ipc://{first.split()[2]}",
+        "text": [first.split()[0]],
+    }
+
+
+def test_words_by_which_tables_are_made_stay() -> None:
+    redaction = Redaction(["decode"], ["rooms"])
+    row = {"role": "decode", "state": "ready", "rooms": 2, "peer": "decode-0"}
+    assert redaction.document(row) == {"role": "decode", "state": "ready", "rooms": 2, "peer": "host-1-0"}
+
+
+def test_names_of_fields_that_are_names_of_agents_go_too() -> None:
+    assert ours().document({"owed": {"node7-prefill-0": 3}}) == {"owed": {"host-1-prefill-0": 3}}
+
+
+NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=12)
+SECRETS = st.one_of(
+    NAMES.map(lambda name: (f"/{name}/etc/x", f"/{name}/etc")),
+    NAMES.map(lambda name: (f"tcp://q{name}.corp:80 and q{name}.corp", f"q{name}.corp")),
+    st.ip_addresses(v=4).map(lambda address: (str(address), str(address))),
+    st.ip_addresses(v=6).filter(lambda address: str(address).count(":") > 1).map(lambda one: (str(one), str(one))),
+    st.binary(min_size=32, max_size=32).map(lambda key: (key.hex(), key.hex())),
+    st.sampled_from([("on node7 by ada", "node7"), ("/home/ada/x y", "/home/ada"), ("lovelace", "lovelace")]),
+)
+
+
+@given(st.lists(SECRETS, max_size=4), st.lists(st.sampled_from([" ", ", ", " (", "='", "\n", "\t", "; "]), min_size=4))
+def test_no_secret_survives_in_any_surroundings(secrets: list[tuple[str, str]], between: list[str]) -> None:
+    text = "said" + "".join(gap + said for gap, (said, _) in zip(between, secrets, strict=False))
+    redaction = ours()
+    redaction.learn(text)
+    left = redaction.text(text)
+    for _, secret in secrets[: len(between)]:
+        assert secret.lower() not in left.lower()
+
+
+def test_a_moment_keeps_its_shape(canned: Any) -> None:
+    endpoint = Endpoint("node7-decode-0", Path("/run/user/1000/kvctl/node7-decode-0.sock"))
+    hello = canned.hello("decode-0")
+    hello["name"] = endpoint.name
+    told = AgentAnswer(endpoint, hello, 9, ClockOffset(0, 1))
+    told.data.update(status=canned.status("decode-0"), peers=canned.peers("decode-0"), config=canned.config("decode-0"))
+    gone = Seen(Endpoint("x", None, remote="tcp://10.0.0.9:1"), Fault("x", "unreachable", "10.0.0.9 is down"))
+    where = Discovery(Path("/run/user/1000/kvctl"), [endpoint, gone.endpoint])
+    one = Moment(1, where, [replace(gone), Seen(endpoint, None, told)])
+    (found,) = redacted([one], ours())
+    text = str(bodies(found))
+    assert "node7" not in text
+    assert "/run" not in text
+    assert "10.0.0.9" not in text
+    assert found.seen[1].answer is not None
+    assert found.seen[1].answer.name == found.seen[1].endpoint.name == "host-1-decode-0"
+    assert found.seen[1].answer.data["status"]["role"] == "decode"
+    assert found.seen[0].endpoint.remote == "tcp://address-1:1"
