@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import click
 
 from kvctl.commands.looking import Look, Looking, earlier
@@ -12,8 +10,8 @@ from kvctl.commands.output import Output
 from kvctl.commands.reading import conclude, source
 from kvctl.commands.settings import Settings
 from kvctl.exit_codes import ExitCode
-from kvctl.health.host.fact import Fact
 from kvctl.health.host.inspection import inspect, local_agents
+from kvctl.health.host.silence import silences
 from kvctl.health.host.view import HostView
 from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.views.doctor import DOCTOR, blocks, is_problem, rows
@@ -38,35 +36,38 @@ def doctor(settings: Settings, host_only: bool) -> None:
     output = Output(settings)
     output.selection(DOCTOR)
     if host_only:
-        report = _report(inspect(HostView(), socket_dir()), None)
+        report = _report(None, HostView())
         output.emit(report)
         raise click.exceptions.Exit(_verdict(report, ExitCode.OK))
     looking = Looking(settings, earlier(settings))
     with source(settings) as fleet:
         survey = fleet.survey(HEALTH_CALLS)
     look = looking(survey)
-    report = _report([] if settings.from_file is not None else _facts(look), look)
+    host = HostView(agents=local_agents(look.snapshot)) if settings.from_file is None else None
+    report = _report(look, host)
     output.emit(report)
     raise click.exceptions.Exit(_verdict(report, conclude(output, settings, survey, report)))
 
 
-def _facts(look: Look) -> list[Fact]:
-    return inspect(HostView(agents=local_agents(look.snapshot)), socket_dir(), look.snapshot)
+def _report(look: Look | None, host: HostView | None) -> Report:
+    """What is to be said.
 
-
-def _report(facts: Sequence[Fact], look: Look | None) -> Report:
-    """What is to be said; `look` is None where no agent was asked."""
-    survey = None if look is None else look.snapshot.survey
-    faults = [] if survey is None else survey.faults
-    agents = None if look is None else len(look.snapshot.agents)
-    quiet = 0 if look is None else len(look.judged.muted)
+    Args:
+        look: None where no agent was asked.
+        host: None where the fleet is remembered by a file, and was elsewhere.
+    """
+    snapshot = None if look is None else look.snapshot
+    facts = [] if host is None else inspect(host, socket_dir(), snapshot)
+    if look is None or snapshot is None:
+        return Report(DOCTOR, rows((), (), facts), 0, blocks=lambda kept, width: blocks(kept, width, None, 0))
+    agents, quiet = len(snapshot.agents), len(look.judged.muted)
     return Report(
         DOCTOR,
-        rows(() if look is None else look.judged.raised, faults, facts),
-        agents or 0,
-        faults,
+        rows(look.judged.raised, silences(snapshot.survey, host), facts),
+        agents,
+        snapshot.faults,
         blocks=lambda kept, width: blocks(kept, width, agents, quiet),
-        notes=[] if look is None else list(look.remarks),
+        notes=list(look.remarks),
     )
 
 

@@ -84,8 +84,12 @@ def _moment_before(settings: Settings, calls: Sequence[Call]) -> Snapshot | None
 
 
 def _mutes() -> tuple[list[Mute], list[str]]:
-    """What is muted; what cannot be read keeps nothing quiet, and is told."""
+    """What is muted; what cannot be read keeps nothing quiet, and is told. Who has no home has muted nothing."""
     try:
-        return mute_file.load(mute_file.path()), []
+        file = mute_file.path()
+    except CliError:
+        return [], []
+    try:
+        return mute_file.load(file), []
     except CliError as error:
         return [], [f"nothing is muted: {error}"]

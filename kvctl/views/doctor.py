@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvctl.client.faults import Fault
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.host.fact import Fact
+from kvctl.health.host.silence import Silence
 from kvctl.views import palette
 from kvctl.views.findings import headline, labelled, paragraph, row
 from kvctl.views.kinds import Kind
@@ -36,12 +36,12 @@ DOCTOR = View(
 )
 
 
-def rows(findings: Iterable[Finding], faults: Iterable[Fault], facts: Sequence[Fact]) -> list[dict[str, Any]]:
-    """Ranked: who did not answer and what is critical, then the rest; facts of the host that are well have no rank."""
-    silent = [_silent(fault) for fault in faults]
+def rows(findings: Iterable[Finding], silent: Iterable[Silence], facts: Sequence[Fact]) -> list[dict[str, Any]]:
+    """Ranked, the worst first; facts of the host that are well come last and have no rank."""
+    unheard = [_silent(each) for each in silent]
     found = [_found(finding) for finding in findings]
     bad = [_of_host(fact) for fact in facts if fact.severity > Severity.INFO]
-    problems = sorted([*found, *silent, *bad], key=lambda each: -Severity[each["severity"].upper()])
+    problems = sorted([*found, *unheard, *bad], key=lambda each: -Severity[each["severity"].upper()])
     ranked = [{**each, "rank": number} for number, each in enumerate(problems, 1)]
     return [*ranked, *(_of_host(fact) for fact in facts if fact.severity is Severity.INFO)]
 
@@ -61,10 +61,9 @@ def _found(finding: Finding) -> dict[str, Any]:
     return {**row(finding), "rank": None, "next": next_step(finding.remedy)}
 
 
-def _silent(fault: Fault) -> dict[str, Any]:
-    remedy = "`kvctl agents` shows who answers; raise --timeout if it is only slow"
-    finding = Finding(fault.code, Severity.CRITICAL, fault.agent or "agents", (), fault.message, remedy)
-    return {**_found(finding), "agents": [fault.agent] if fault.agent else []}
+def _silent(each: Silence) -> dict[str, Any]:
+    finding = Finding(each.code, Severity.CRITICAL, each.agent or "agents", (), each.text, each.remedy)
+    return {**_found(finding), "agents": [each.agent] if each.agent else []}
 
 
 def _of_host(fact: Fact) -> dict[str, Any]:

@@ -145,7 +145,9 @@ def figures(evidence: Mapping[str, Any]) -> list[str]:
 def _figure(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"{_words(name)} {' '.join(str(each) for each in value)}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool):
+        return f"{_words(name)}: {'yes' if value else 'no'}"
+    if not isinstance(value, int | float):
         return f"{_words(name)} {value}"
     for suffix, human in _HUMAN.items():
         if name.endswith(suffix):

@@ -1,0 +1,317 @@
+"""What is said of a host, given what can be read of it: every sentence on a host made for it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.fleet import Survey
+from kvctl.health.finding import Severity
+from kvctl.health.host import devices, engines, limits, surroundings, versions
+from kvctl.health.host.fact import Fact
+from kvctl.health.host.inspection import inspect
+from kvctl.health.host.silence import silences
+from kvctl.health.host.view import HostView, LocalAgent, listener_pid
+from kvctl_agent.contract.version import VERSION
+
+INFINITE = resource.RLIM_INFINITY
+AGENTS = (LocalAgent("prefill-0", 10, 10), LocalAgent("decode-0", 11, 11))
+
+Host = Callable[..., HostView]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """Makes a host of files: `host({"/proc/…": "text"}, packages={…})`; no device, no engine, no limit."""
+
+    def make(
+        files: Mapping[str, str] | None = None, packages: Mapping[str, str] | None = None, **more: Any
+    ) -> HostView:
+        for path, text in {"/dev/shm/.keep": "", **(files or {})}.items():
+            file = tmp_path / path.lstrip("/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        defaults: dict[str, Any] = {"environ": {}, "limit": lambda _: (INFINITE, INFINITE), "cores": lambda: 8}
+        return HostView(tmp_path, packages=lambda: packages or {}, **{**defaults, **more})
+
+    return make
+
+
+def only(facts: Any, topic: str) -> Fact:
+    (found,) = [fact for fact in facts if fact.topic == topic]
+    return found
+
+
+IB = {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE", "/dev/infiniband/uverbs0": ""}
+
+
+class TestDevices:
+    def test_without_rdma_and_gpu_all_is_well(self, host: Host) -> None:
+        found = list(devices.facts(host()))
+        assert {fact.severity for fact in found} == {Severity.INFO}
+        assert "shared memory on this host and TCP between hosts" in only(found, "RDMA").means
+
+    @pytest.mark.parametrize(
+        ("files", "found", "remedy"),
+        [
+            (IB, "active: mlx5_0:1", ""),
+            ({**IB, "/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"}, "mlx5_0:1 DOWN", "`ibstat`"),
+            (dict(list(IB.items())[:1]), "no /dev/infiniband/uverbs*", "--device=/dev/infiniband"),
+        ],
+    )
+    def test_rdma(self, files: dict[str, str], found: str, remedy: str, host: Host) -> None:
+        fact = only(devices.facts(host(files)), "RDMA")
+        assert found in fact.found
+        assert (remedy in fact.remedy) is (fact.severity is Severity.WARNING or not remedy)
+
+    def test_a_gpu_beside_rdma_wants_peermem(self, host: Host) -> None:
+        driver = {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Thu"}
+        assert only(devices.facts(host(driver)), "GPU").found == "NVIDIA driver 570.86.10"
+        fact = only(devices.facts(host({**driver, **IB})), "GPU")
+        assert (fact.severity, fact.code) == (Severity.WARNING, "KV_REGISTER_FAILED")
+        assert "modprobe nvidia_peermem" in fact.remedy
+        loaded = host({**driver, **IB, "/sys/module/nvidia_peermem/refcnt": "0"})
+        assert only(devices.facts(loaded), "GPU").severity is Severity.INFO
+
+
+class TestLimits:
+    def test_locked_memory_matters_to_rdma_only(self, host: Host) -> None:
+        few = {"limit": lambda _: (8 << 20, 8 << 20)}
+        assert only(limits.facts(host(**few)), "locked memory").severity is Severity.INFO
+        fact = only(limits.facts(host(IB, **few)), "locked memory")
+        assert (fact.severity, fact.found) == (Severity.WARNING, "8 MiB (this shell)")
+        assert "ulimit -l unlimited" in fact.remedy
+        assert only(limits.facts(host(IB)), "locked memory").severity is Severity.INFO
+
+    def test_limits_are_those_of_the_agents_where_they_can_be_seen(self, host: Host) -> None:
+        def told(locked: str) -> str:
+            return f"Limit    Soft Limit   Hard Limit   Units\nMax locked memory     {locked}     {locked}    bytes\n"
+
+        files = {"/proc/10/limits": told("unlimited"), "/proc/11/limits": told("65536")}
+        fact = only(limits.facts(host({**IB, **files}, agents=AGENTS)), "locked memory")
+        assert fact.found == "64 KiB (decode-0)"
+        same = {"/proc/10/limits": told("65536"), "/proc/11/limits": told("65536")}
+        assert only(limits.facts(host({**IB, **same}, agents=AGENTS)), "locked memory").found == "64 KiB (every agent)"
+        free = {"/proc/10/limits": told("unlimited"), "/proc/11/limits": told("unlimited")}
+        assert only(limits.facts(host({**IB, **free}, agents=AGENTS)), "locked memory").found == (
+            "unlimited (every agent)"
+        )
+
+    def test_few_descriptors(self, host: Host) -> None:
+        fact = only(limits.facts(host(limit=lambda _: (256, 256))), "file descriptors")
+        assert (fact.severity, fact.code) == (Severity.WARNING, "KV_FDS_LOW")
+
+    @pytest.mark.parametrize(("used", "severity"), [(7, Severity.INFO), (8, Severity.WARNING)])
+    def test_ephemeral_ports_are_counted_once_each(self, used: int, severity: Severity, host: Host) -> None:
+        lines = [f"   {n}: 0100007F:{1000 + n:04X} 0100007F:1F90 01 " for n in range(used)]
+        files = {
+            "/proc/sys/net/ipv4/ip_local_port_range": "1000\t1009",
+            "/proc/net/tcp": "\n".join(["header", *lines, *lines, "   9: 0100007F:0016 0:0 0A"]),
+        }
+        fact = only(limits.facts(host(files)), "ephemeral ports")
+        assert fact.severity is severity
+        assert fact.found.startswith(f"{used} of 10 in use")
+
+    def test_shared_memory_that_is_missing(self, tmp_path: Path) -> None:
+        bare = HostView(tmp_path, environ={}, limit=lambda _: (INFINITE, INFINITE), packages=dict, cores=lambda: 1)
+        assert only(limits.facts(bare), "/dev/shm").severity is Severity.WARNING
+
+    def test_agents_that_share_processors(self, host: Host) -> None:
+        assert "take turns" in only(limits.facts(host(cores=lambda: 1, agents=AGENTS)), "processors").means
+        assert "take turns" not in only(limits.facts(host(agents=AGENTS)), "processors").means
+
+
+MOONCAKE = {"mooncake-transfer-engine-non-cuda": "0.3.13"}
+LIBRARIES = {
+    "/usr/lib/x86_64-linux-gnu/libibverbs.so.1": "",
+    "/usr/lib64/libnuma.so.1": "",
+    "/opt/own/libcurl.so.4": "",
+    "/etc/ld.so.conf.d/arch.conf": "# here\n/usr/lib/x86_64-linux-gnu\n",
+}
+OWN = {"LD_LIBRARY_PATH": "/opt/own"}
+
+
+class TestEngines:
+    def said(self, host: HostView, **environments: Mapping[str, str]) -> list[Fact]:
+        return list(engines.facts(host, environments))
+
+    def test_without_an_engine(self, host: Host) -> None:
+        assert "loopback" in only(self.said(host()), "engines").means
+
+    def test_mooncake_with_its_libraries(self, host: Host) -> None:
+        found = self.said(host(LIBRARIES, MOONCAKE, environ=OWN))
+        assert [fact for fact in found if fact.severity > Severity.INFO] == []
+
+    def test_mooncake_without_them_names_the_packages(self, host: Host) -> None:
+        fact = only(self.said(host(LIBRARIES, MOONCAKE)), "Mooncake")
+        assert fact.remedy == "`apt-get install libcurl4`"
+
+    def test_two_wheels_in_one_folder(self, host: Host) -> None:
+        both = {**MOONCAKE, "mooncake-transfer-engine": "0.3.13"}
+        assert "the last one installed wins" in only(self.said(host(LIBRARIES, both, environ=OWN)), "Mooncake").means
+
+    def test_a_cuda_wheel_without_cuda(self, host: Host) -> None:
+        fact = only(self.said(host(LIBRARIES, {"mooncake-transfer-engine": "0.3.13"}, environ=OWN)), "Mooncake")
+        assert "no NVIDIA driver" in fact.found
+
+    @pytest.mark.parametrize(
+        ("environment", "severity", "words"),
+        [
+            ({}, Severity.INFO, "fastest lane that it finds"),
+            ({"UCX_TLS": "all"}, Severity.INFO, "fastest lane that it finds"),
+            ({"UCX_TLS": "^ib"}, Severity.INFO, "not excluded"),
+            ({"UCX_TLS": "tcp,self"}, Severity.INFO, "also between processes of one host"),
+            ({"UCX_TLS": "tcp,sm,self"}, Severity.INFO, "the fastest of these"),
+            ({"UCX_TLS": "rc,sm,self"}, Severity.WARNING, "need an RDMA device"),
+            ({"UCX_NET_DEVICES": "mlx5_0:1"}, Severity.WARNING, "no network device mlx5_0"),
+            ({"UCX_NET_DEVICES": "eth0"}, Severity.INFO, "these devices only"),
+            ({"UCX_NET_DEVICES": "all"}, Severity.INFO, "these devices only"),
+        ],
+    )
+    def test_what_ucx_was_told(self, environment: dict[str, str], severity: Severity, words: str, host: Host) -> None:
+        fact = only(self.said(host({"/sys/class/net/eth0/mtu": "1500"}), decode=environment), "UCX")
+        assert fact.severity is severity
+        assert words in fact.means
+
+    def test_a_gpu_needs_a_cuda_lane(self, host: Host) -> None:
+        files = {"/proc/driver/nvidia/version": "570.1"}
+        assert "CUDA lane" in only(self.said(host(files), decode={"UCX_TLS": "tcp,sm,self"}), "UCX").means
+        assert "the fastest" in only(self.said(host(files), decode={"UCX_TLS": "sm,cuda_copy"}), "UCX").means
+
+    def test_agents_that_were_told_the_same_share_a_line(self, host: Host) -> None:
+        told = {name: {"UCX_TLS": "tcp,self"} for name in ("a", "b", "c")}
+        assert only(self.said(host(), **told), "UCX").found == "UCX_TLS=tcp,self (a and 2 others)"
+
+    def test_what_ends_mooncake(self, host: Host) -> None:
+        found = self.said(host(environ={"MC_LOG_DIR": "/tmp", "MC_TCP_PROTO": "1"}))
+        assert [fact.remedy for fact in found if fact.topic == "Mooncake"] == [
+            "`unset MC_LOG_DIR`",
+            "`unset MC_TCP_PROTO`",
+        ]
+
+
+class TestSurroundings:
+    def said(self, host: HostView, directory: Path, **ports: int) -> list[Fact]:
+        return list(surroundings.facts(host, directory, ports))
+
+    @pytest.mark.parametrize(
+        ("agents", "severity", "words"),
+        [
+            ((), Severity.INFO, "workers of one host need one"),
+            (AGENTS, Severity.INFO, "they can share memory"),
+            ((AGENTS[0], LocalAgent("decode-0", None, 7)), Severity.WARNING, "neither copy"),
+            ((LocalAgent("decode-0", 400, 7),), Severity.INFO, "which is all"),
+        ],
+    )
+    def test_pid_namespaces(
+        self, agents: tuple[LocalAgent, ...], severity: Severity, words: str, host: Host, tmp_path: Path
+    ) -> None:
+        fact = only(self.said(host(agents=agents), tmp_path), "PID namespace")
+        assert fact.severity is severity
+        assert words in fact.means
+
+    @pytest.mark.parametrize(("scope", "told"), [("0", False), ("1", False), ("2", True), ("3", True)])
+    def test_ptrace(self, scope: str, told: bool, host: Host, tmp_path: Path) -> None:
+        found = self.said(host({"/proc/sys/kernel/yama/ptrace_scope": scope}), tmp_path)
+        assert any(fact.topic == "ptrace" for fact in found) is told
+
+    def test_huge_pages(self, host: Host, tmp_path: Path) -> None:
+        found = self.said(host({"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}), tmp_path)
+        assert only(found, "huge pages").remedy
+
+    def test_the_socket_directory(self, host: Host, tmp_path: Path) -> None:
+        directory = tmp_path / "run"
+        assert "is not there" in only(self.said(host(), directory), "socket directory").found
+        directory.mkdir(mode=0o700)
+        assert only(self.said(host(), directory), "socket directory").severity is Severity.INFO
+        directory.chmod(0o777)
+        assert only(self.said(host(), directory), "socket directory").remedy == f"`chmod 700 {directory}`"
+        deep = tmp_path / ("d" * 90)
+        deep.mkdir(mode=0o700)
+        assert only(self.said(host(), deep), "socket directory").remedy == "set KVCTL_SOCKET_DIR to a shorter path"
+
+    def test_a_port_that_somebody_else_holds(self, host: Host, tmp_path: Path) -> None:
+        line = "   0: 00000000:24B8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1"
+        files = {"/proc/net/tcp": f"header\n{line}\n", "/proc/99/cmdline": "nginx\0-g\0daemon off;\0"}
+        made = host(files, agents=AGENTS)
+        for pid in (99, 11):
+            (tmp_path / f"proc/{pid}/fd").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "proc/99/fd/5").symlink_to("socket:[4711]")
+        fact = only(self.said(made, tmp_path, KVCTL_METRICS_ENDPOINT=9400), "ports")
+        assert fact.found == "KVCTL_METRICS_ENDPOINT: port 9400 is held by process 99 (nginx -g daemon off;)"
+        (tmp_path / "proc/99/fd/5").unlink()
+        (tmp_path / "proc/11/fd/5").symlink_to("socket:[4711]")
+        assert [each for each in self.said(made, tmp_path, KVCTL_METRICS_ENDPOINT=9400) if each.topic == "ports"] == []
+
+
+@pytest.mark.parametrize(
+    ("agents", "severity", "words"),
+    [
+        ({}, Severity.INFO, f"kvctl {VERSION}"),
+        ({"a": VERSION, "b": VERSION}, Severity.INFO, "as all 2 agents"),
+        ({"a": "9.0", "b": "9.0"}, Severity.INFO, "a 9.0, b 9.0"),
+        ({"a": VERSION, "b": "9.0"}, Severity.WARNING, "b 9.0"),
+    ],
+)
+def test_versions(agents: dict[str, str], severity: Severity, words: str) -> None:
+    (fact,) = versions.facts(agents)
+    assert fact.severity is severity
+    assert words in fact.found
+
+
+def test_what_has_to_be_done_comes_first(host: Host, tmp_path: Path) -> None:
+    made = host(environ={"MC_LOG_DIR": "/tmp", "KVCTL_METRICS_ENDPOINT": "127.0.0.1:x"}, limit=lambda _: (256, 256))
+    found = inspect(made, tmp_path)
+    marks = [fact.severity > Severity.INFO for fact in found]
+    assert marks == sorted(marks, reverse=True)
+    assert {fact.topic for fact in found if fact.severity > Severity.INFO} == {"file descriptors", "Mooncake"}
+
+
+def test_this_very_host_can_be_looked_at(tmp_path: Path) -> None:
+    found = inspect(HostView(), tmp_path)
+    assert {"RDMA", "GPU", "locked memory", "engines", "versions"} <= {fact.topic for fact in found}
+    assert all(fact.means and fact.found for fact in found)
+
+
+class TestSilence:
+    @pytest.fixture
+    def hung(self, tmp_path: Path) -> Any:
+        path = tmp_path / "hung.sock"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.fspath(path))
+            listener.listen()
+            endpoint = Endpoint("hung", path)
+            yield Survey(
+                Discovery(tmp_path, live=[endpoint]), faults=[Fault("hung", FaultCode.TIMEOUT, "no answer within 2 s")]
+            )
+
+    def test_the_process_behind_a_socket(self, hung: Survey, tmp_path: Path) -> None:
+        assert listener_pid(tmp_path / "hung.sock") == os.getpid()
+        assert listener_pid(tmp_path / "none.sock") is None
+
+    @pytest.mark.parametrize(
+        ("state", "words", "remedy"),
+        [
+            ("T", "is stopped", "kill -CONT"),
+            ("D", "cannot be interrupted", "/stack"),
+            ("S", "no answer within 2 s; its process", "py-spy dump --pid"),
+            ("", "no answer within 2 s", "kvctl agents"),
+        ],
+    )
+    def test_why_it_does_not_answer(self, state: str, words: str, remedy: str, hung: Survey, host: Host) -> None:
+        files = {f"/proc/{os.getpid()}/stat": f"{os.getpid()} (a) b) {state} 1 1"} if state else {}
+        (silence,) = silences(hung, host(files))
+        assert words in silence.text
+        assert remedy in silence.remedy
+
+    def test_a_file_knows_no_processes(self, hung: Survey) -> None:
+        (silence,) = silences(hung, None)
+        assert silence.text == "no answer within 2 s"

@@ -1,0 +1,117 @@
+"""What a monitoring system is told: the worst of silence, findings and thresholds, each in its area."""
+
+from __future__ import annotations
+
+import pytest
+from fleets import Fleet
+
+from kvctl.client.faults import Fault, FaultCode
+from kvctl.exit_codes import CheckState
+from kvctl.health.areas import AREAS
+from kvctl.health.finding import Finding, Severity
+from kvctl.health.measures import MEASURES
+from kvctl.health.mutes import Judged, Mute
+from kvctl.health.snapshot import Snapshot
+from kvctl.health.thresholds import Threshold
+from kvctl.health.verdict import Verdict, verdicts, worst
+from kvctl.views.check import exposition, plugin, rows
+
+ALL = tuple(AREAS)
+PINNED = Finding("KV_RING_PINNED", Severity.WARNING, "decode-0", ("decode-0",), "a | b\nc", "remedy")
+WELL = Judged([], [])
+
+
+@pytest.fixture
+def snapshot() -> Snapshot:
+    """A fleet that is well and busy."""
+    return Fleet().snapshot()
+
+
+def by_area(found: list[Verdict]) -> dict[str, CheckState]:
+    return {each.area: each.state for each in found}
+
+
+def look(snapshot: Snapshot, judged: Judged = WELL, **thresholds: Threshold) -> list[Verdict]:
+    return verdicts(ALL, snapshot, judged, thresholds, "no agent found")
+
+
+def test_a_fleet_that_is_well_is_ok_everywhere(snapshot: Snapshot) -> None:
+    assert set(by_area(look(snapshot)).values()) == {CheckState.OK}
+
+
+def test_a_finding_counts_in_its_area_only(snapshot: Snapshot) -> None:
+    states = by_area(look(snapshot, Judged([PINNED], [])))
+    assert states.pop("staging") is CheckState.WARNING
+    assert set(states.values()) == {CheckState.OK}
+
+
+def test_what_is_only_to_know_is_ok(snapshot: Snapshot) -> None:
+    note = Finding("KV_IDLE", Severity.INFO, "fleet", (), "cause", "remedy")
+    assert worst(look(snapshot, Judged([note], []))[0].state for _ in ALL) is CheckState.OK
+
+
+def test_what_is_muted_does_not_count_and_is_mentioned(snapshot: Snapshot) -> None:
+    found = look(snapshot, Judged([], [(PINNED, Mute("KV_RING_PINNED", "", 0, 1, "", None))]))
+    assert set(by_area(found).values()) == {CheckState.OK}
+    assert plugin("all", found, {}).endswith("\nmuted: KV_RING_PINNED (1)\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [
+        (FaultCode.UNREACHABLE, CheckState.CRITICAL),
+        (FaultCode.TIMEOUT, CheckState.CRITICAL),
+        (FaultCode.NOT_PERMITTED, CheckState.UNKNOWN),
+        (FaultCode.PROTOCOL, CheckState.UNKNOWN),
+    ],
+)
+def test_who_does_not_answer_counts_everywhere_and_is_told_once(
+    code: FaultCode, state: CheckState, snapshot: Snapshot
+) -> None:
+    snapshot.survey.faults.append(Fault("decode-9", code, "no answer"))
+    found = look(snapshot)
+    assert set(by_area(found).values()) == {state}
+    assert plugin("all", found, {}).count("decode-9: no answer") == 1
+
+
+def test_nobody_there_is_critical(snapshot: Snapshot) -> None:
+    snapshot.survey.agents.clear()
+    found = verdicts(["rooms"], Snapshot(snapshot.survey, 0), WELL, {}, "no agent found in /run")
+    text = plugin("rooms", found, {})
+    assert text.startswith("KVCTL ROOMS CRITICAL - no agent found in /run | ")
+    assert "'room-age'=U;;;0;" in text
+
+
+def test_a_threshold_counts_beside_findings_and_the_worst_comes_first(snapshot: Snapshot) -> None:
+    found = look(snapshot, Judged([PINNED], []), ring=Threshold(None, 0.0))
+    line, *more = plugin("all", found, {"ring": Threshold(None, 0.0)}).splitlines()
+    text, _, performance = line.partition(" | ")
+    assert text.startswith("KVCTL CRITICAL - ring ")
+    assert text.endswith("(and 1 more)")
+    assert more == ["WARNING: KV_RING_PINNED decode-0: a / b c"]
+    ring = next(piece for piece in performance.split() if piece.startswith("'ring'="))
+    assert ring.endswith(";;0;0;100")
+
+
+def test_a_least_is_a_range_in_performance_data(snapshot: Snapshot) -> None:
+    text = plugin("ready", look(snapshot)[:1], {"agents": Threshold(8, 4)})
+    assert "'agents'=4;8:;4:;0; " in text
+
+
+def test_every_value_of_a_busy_fleet_is_known_in_the_unit_of_its_name(snapshot: Snapshot) -> None:
+    values = {name: value for each in look(snapshot) for name, value in each.values.items()}
+    assert values.keys() == {measure.name for measure in MEASURES}
+    assert [name for name, value in values.items() if value is None] == []
+    assert 0 <= (values["ring"] or 0) <= 1
+    assert 0 < (values["room-age"] or 0) < 3600
+
+
+def test_gauges_and_rows_say_the_same(snapshot: Snapshot) -> None:
+    found = look(snapshot, Judged([PINNED], []))
+    text = exposition(found)
+    assert 'kvctl_check_state{check="staging"} 1\n' in text
+    assert 'kvctl_check_findings{code="KV_RING_PINNED",severity="warning"} 1\n' in text
+    assert "kvctl_check_agents 4\n" in text
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    assert {row["check"]: row["state"] for row in rows(found)}["staging"] == "warning"
