@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from kvctl.commands.completion import SCRIPTS
 from kvctl.commands.registry import COMMANDS as CLI_COMMANDS
 from kvctl.commands.registry import load
 from kvctl.exit_codes import ExitCode
@@ -202,6 +203,7 @@ def pages() -> dict[str, str]:
         "prometheus/kvctl-alerts.yml": alert_rules(),
         **command_pages(),
         **health_pages(),
+        **{f"../completions/{script.file}": script.text for script in SCRIPTS.values()},
     }
 
 

@@ -48,7 +48,7 @@ class _Root(KvctlGroup):
             formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
 
 
-@click.command(cls=_Root, invoke_without_command=True)
+@click.command(cls=_Root, invoke_without_command=True, short_help="see, measure and check KV-cache transfer")
 @click.version_option(VERSION, prog_name="kvctl", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
