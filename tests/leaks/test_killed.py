@@ -11,7 +11,7 @@ from benchmarks.leaks.endings import WAIT_S, Sides, finish, success
 from benchmarks.leaks.process import SideProcess
 from benchmarks.nothing_left import START_S, launch, workplace
 
-TOMBSTONES_S = 1.5
+TOMBSTONES_S = 3.0  # also the time that a room has to be opened in
 KILLS = 2
 
 

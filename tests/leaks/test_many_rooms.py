@@ -12,7 +12,7 @@ from benchmarks.leaks.endings import Sides
 from benchmarks.nothing_left import more, run
 
 ROOMS, WARM_UP = 2000, 1000
-REST_S = 30.0
+REST_S = 60.0
 MOST_MORE_BYTES = 8 << 20  # 4 KiB a room; the benchmark measures it better
 
 
