@@ -18,7 +18,7 @@ def test_the_embedding_example_runs(tmp_path: Path) -> None:
     code = block.replace("/tmp/kvctl-readme", str(tmp_path / "bootstrap"))
     assert code != block
     command = [sys.executable, "-W", "error", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert run.returncode == 0, run.stderr
     assert run.stdout == ""
 
@@ -26,7 +26,7 @@ def test_the_embedding_example_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^\.venv/bin/kvctl (\w+)", README, re.MULTILINE))))
 def test_every_command_it_shows_exists(command: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "kvctl", command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [sys.executable, "-m", "kvctl", command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=250
     )
     assert run.returncode == 0, run.stderr
 

@@ -26,7 +26,7 @@ HEAVY = ("torch", "numpy", "textual", "nixl", "transformers")
 
 def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*KVCTL, *args], capture_output=True, text=True, timeout=100, env={**os.environ, **environment}, check=False
+        [*KVCTL, *args], capture_output=True, text=True, timeout=250, env={**os.environ, **environment}, check=False
     )
 
 
@@ -38,7 +38,7 @@ def imported(*args: str) -> set[str]:
         f"code = run({list(args)!r})\n"
         "print(json.dumps([int(code), sorted(sys.modules)]), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     status, modules = json.loads(done.stderr.splitlines()[-1])
     assert status == 0
     return set(modules)
@@ -130,7 +130,7 @@ def test_a_reader_that_leaves_is_met_quietly(fleet: Any) -> None:
     shell = f"{sys.executable} -m kvctl COMMAND | head -n 1; echo ${{PIPESTATUS[0]}}"
     for command in ("rooms", "metrics -o prom", "status -w 0.01", "events -o jsonl"):
         done = subprocess.run(
-            ["bash", "-c", shell.replace("COMMAND", command)], capture_output=True, text=True, timeout=100, check=False
+            ["bash", "-c", shell.replace("COMMAND", command)], capture_output=True, text=True, timeout=250, check=False
         )
         assert done.stderr == "", command
         assert done.stdout.splitlines()[-1] == "0", command

@@ -94,7 +94,7 @@ def test_a_foreign_directory_is_not_permitted(socket_directory: Path) -> None:
     )
     socket_directory.chmod(0)
     try:
-        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     finally:
         socket_directory.chmod(0o700)
     assert said.stdout.startswith("NOT_PERMITTED ")

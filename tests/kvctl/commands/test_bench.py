@@ -63,7 +63,7 @@ def spawn(socket_dir: Path, socket_directory: Path) -> Iterator[Run]:
     assert [*temporary.iterdir(), *socket_directory.iterdir()] == []
 
 
-def finish(bench: subprocess.Popen[str], timeout_s: float = 100) -> tuple[int, str, str]:
+def finish(bench: subprocess.Popen[str], timeout_s: float = 250) -> tuple[int, str, str]:
     out, err = bench.communicate(timeout=timeout_s)
     return bench.returncode, out, err
 
@@ -291,7 +291,11 @@ def test_held_fleets_can_be_watched_and_two_of_them_share_the_machine(spawn: Run
     assert held.stdout.readline().startswith("path\t")
     wait_for(lambda: (socket_directory / "decode-0.sock").exists())
     status: Any = subprocess.run(
-        [sys.executable, "-m", "kvctl", "status", "-o", "json"], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "kvctl", "status", "-o", "json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
     )
     assert status.returncode == 0, status.stderr
     assert {"prefill-0", "decode-0"} <= set(status.stdout.replace('"', " ").split())
@@ -397,7 +401,7 @@ def test_pipelines_stand_side_by_side_and_a_report_is_drawn(spawn: Run, tmp_path
 
 def test_a_preset_prints_the_published_columns(spawn: Run):
     sizes = ["--layers", "8", "--kv-heads", "2", "--head-dim", "16", "--sweep", "tokens=64", "--concurrency", "2"]
-    code, out, err = finish(spawn(*LOOPBACK, "--preset", "pipeline-sweep", *sizes, "--rooms", "2"), 110)
+    code, out, err = finish(spawn(*LOOPBACK, "--preset", "pipeline-sweep", *sizes, "--rooms", "2"))
     assert code == 0, err
     header, *lines = (line.split("\t") for line in out.splitlines())
     assert header[:4] == ["tokens", "concurrency", "ratio", "pipeline"]

@@ -25,7 +25,7 @@ def bench(socket_dir: Path, socket_directory: Path):
             [sys.executable, "-m", "kvctl", "bench", *LAYOUT, *LOAD, *options],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
             env={**os.environ, "TMPDIR": str(temporary), "NO_COLOR": "1"},
         )
         assert [*temporary.iterdir(), *socket_directory.iterdir()] == []

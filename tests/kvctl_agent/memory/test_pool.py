@@ -309,4 +309,4 @@ def test_the_package_never_imports_torch() -> None:
         "KVPool.allocate(held(ModelShape(1, 1, 8, 8, 2), 4, Side(), Coord(0, 0, 0, 0)), 4, 1).close()\n"
         "assert len(names) >= 8 and 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=250)

@@ -394,7 +394,7 @@ def test_the_type_check_finds_a_method_that_is_asked_without_a_call(tmp_path: Pa
     sample.write_text("class Leg:\n    def is_dummy(self) -> bool: ...\n\n\nsilent = not Leg().is_dummy\n")
     config = Path(kvctl_agent.__file__).parents[1] / "pyproject.toml"
     check = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(config), "--cache-dir", os.devnull]
-    found = subprocess.run([*check, str(sample)], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run([*check, str(sample)], capture_output=True, text=True, timeout=250, check=False)
     assert 'Function "is_dummy" could always be true in boolean context' in found.stdout, found.stderr
     assert "truthy-function" not in config.read_text(), "nobody has turned it off"
 

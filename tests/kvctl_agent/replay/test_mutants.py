@@ -172,7 +172,7 @@ def test_a_written_test_runs_by_itself(tmp_path: Path, monkeypatch: pytest.Monke
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=environment, cwd=tmp_path
+        command, capture_output=True, text=True, timeout=250, check=False, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout

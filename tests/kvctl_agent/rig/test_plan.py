@@ -337,7 +337,7 @@ def test_the_planner_process_needs_neither_torch_nor_an_engine():
         "print('plan' in reply, [name for name in ('torch', 'nixl', 'zmq') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], input=orjson.dumps(request()), capture_output=True, check=True, timeout=60
+        [sys.executable, "-c", code], input=orjson.dumps(request()), capture_output=True, check=True, timeout=250
     )
     assert done.stdout.decode().strip() == "True []"
 
@@ -354,7 +354,7 @@ def test_without_the_agents_packages_the_extra_is_named():
         "from kvctl_agent.rig.__main__ import main; sys.exit(main(['plan']))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], input=orjson.dumps(request()), capture_output=True, check=True, timeout=60
+        [sys.executable, "-c", code], input=orjson.dumps(request()), capture_output=True, check=True, timeout=250
     )
     error = orjson.loads(done.stdout)["error"]
     assert error["code"] == "unavailable"

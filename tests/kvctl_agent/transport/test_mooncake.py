@@ -350,7 +350,7 @@ def run_agent(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", prelude + code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         env={**clean, "PYTHONPATH": str(Path(kvctl_agent.__file__).parents[1]), **env},
         check=False,
     )
