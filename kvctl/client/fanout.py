@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import zmq
@@ -21,11 +21,13 @@ import zmq
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault, FaultCode
-from kvctl.client.handshake import Handshake
 from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
+
+if TYPE_CHECKING:
+    from kvctl.client.handshake import Handshake
 
 # libzmq keeps a mailbox, a connection and, while it connects, a timer's worth of descriptors per socket.
 _DESCRIPTORS_PER_SOCKET = 4
@@ -137,6 +139,8 @@ class Fanout:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
             if endpoint.remote and self._keys is not None:
                 self._keys.apply(socket)
+                from kvctl.client.handshake import Handshake  # brings asyncio along, which local agents do not need
+
                 self._handshakes[endpoint] = Handshake(socket, self._keys)
                 socket.ipv6 = "[" in endpoint.remote
             try:
