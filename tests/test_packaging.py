@@ -35,7 +35,8 @@ def tracked_files() -> list[Path]:
 def loaded_after(statement: str) -> set[str]:
     """Top-level names of the modules a fresh interpreter has loaded after `statement`."""
     code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=250)
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=250)
     return set(json.loads(run.stdout))
 
 

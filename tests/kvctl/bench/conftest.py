@@ -26,7 +26,7 @@ Start = Callable[..., None]
 
 @pytest.fixture
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
-    monkeypatch.setattr("kvctl.bench.crew.CLOSE_S", 1.0)  # most scripted ranks do not care that we hang up
+    monkeypatch.setattr("kvctl.bench.crew.CLOSE_S", 0.2)  # most scripted ranks do not care that we hang up
     with Crew() as crew:
         yield crew
 
