@@ -101,7 +101,7 @@ class Taker:
             known += len(wanted)
             too_many += max(0, len(wanted) - each_may)
         if too_many:
-            left_out.append(f"{too_many} of {known} timelines of rooms; those of failed and active ones come first")
+            left_out.append(f"timelines of {too_many} of {known} rooms; failed and active ones come first")
         while any(waiting.values()):
             requests = []
             for endpoint, rooms in waiting.items():

@@ -13,7 +13,7 @@ from kvctl.client.captured_file import readable
 from kvctl.client.faults import exit_code
 from kvctl.client.fleet import Fleet
 from kvctl.client.recordings import whole_file
-from kvctl.commands.debug_bundle import HOST, TEXTS, Bundled, Wish, write_bundle
+from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, Bundled, Wish, write_bundle
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.record import FileCommand
@@ -60,7 +60,8 @@ def bundle(settings: Settings, path: Path | None, redact: bool, listed: bool) ->
         rows = [
             {"file": "recording.kvrec", "what": "moments of the fleet, for --from"},
             *({"file": text.name, "what": f"{text.what}: kvctl {' '.join(text.args)}"} for text in TEXTS),
-            {"file": HOST, "what": "the machine on which this was made"},
+            {"file": HOST_TEXT.name, "what": f"{HOST_TEXT.what}: kvctl {' '.join(HOST_TEXT.args)}"},
+            {"file": HOST, "what": "the same machine in numbers"},
             {"file": "manifest.json", "what": "versions, checksums, what failed"},
         ]
         output.emit(Report(BUNDLE, rows, answered=1))

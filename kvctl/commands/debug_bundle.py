@@ -50,6 +50,7 @@ TEXTS = (
     Text("status.txt", ("status", "-o", "wide"), "the fleet on one screen"),
     Text("health.txt", ("health",), "what is wrong, the worst first"),
     Text("findings.txt", ("health", "detail"), "evidence, cause and remedy of each"),
+    Text("doctor.txt", ("doctor",), "what to do about it, step by step"),
     Text("health.json", ("health", "detail", "-o", "json"), "the same for programs"),
     Text("agents.txt", ("agents", "-o", "wide"), "who was there"),
     Text("rooms.txt", ("rooms", "-o", "wide"), "active rooms"),
@@ -64,6 +65,8 @@ TEXTS = (
     Text("metrics.prom", ("metrics", "-o", "prom"), "metrics in Prometheus' text format"),
     Text("stacks.txt", ("stacks", "-o", "wide"), "what every thread was doing"),
 )
+
+HOST_TEXT = Text("host.txt", ("doctor", "--host-only"), "what this machine means for transfers")
 
 
 @dataclass(slots=True)
@@ -137,18 +140,24 @@ def _fill(archive: Archive, directory: Path, wish: Wish, redaction: Redaction | 
         archive.add(RECORDING, recording, what)
         if made.partial:
             return
-        for text in TEXTS:
-            wish.say(text.name)
-            shown = _shown(text, Path(recording.name), made)
-            if redaction is not None:
-                shown = redaction.text(shown)
-            if shown:
-                archive.add(text.name, shown.encode(), text.what)
+        # Of a fleet that did not answer no command has anything to show.
+        for text in TEXTS if made.agents else ():
+            _add_text(archive, text, ("--from", recording.name), wish, redaction, made)
     if wish.source is None:
+        _add_text(archive, HOST_TEXT, (), wish, redaction, made)
         wish.say(HOST)
         found = facts()
         known = redaction.document(found) if redaction else found
-        archive.add(HOST, orjson.dumps(known, option=orjson.OPT_INDENT_2), "the machine on which this was made")
+        archive.add(HOST, orjson.dumps(known, option=orjson.OPT_INDENT_2), "the same machine in numbers")
+
+
+def _add_text(
+    archive: Archive, text: Text, where: tuple[str, ...], wish: Wish, redaction: Redaction | None, made: Bundled
+) -> None:
+    wish.say(text.name)
+    shown = _shown(text, where, made)
+    if shown:
+        archive.add(text.name, (redaction.text(shown) if redaction else shown).encode(), text.what)
 
 
 def _record(file: IO[bytes], wish: Wish, redaction: Redaction | None, made: Bundled) -> str:
@@ -188,13 +197,13 @@ def _counted(moments: Iterable[Moment], made: Bundled) -> Iterator[Moment]:
         yield moment
 
 
-def _shown(text: Text, recording: Path, made: Bundled) -> str:
-    """What the command prints of the recording."""
+def _shown(text: Text, where: tuple[str, ...], made: Bundled) -> str:
+    """What the command prints of the recording that `where` names."""
     command = command_named(text.args[0])
     assert command is not None, text.name
     out, err = io.StringIO(), io.StringIO()
     human = [] if "-o" in text.args else ["-o", "wide"]
-    args = [*text.args[1:], *human, "--from", str(recording), "--color", "never", "-q"]
+    args = [*text.args[1:], *human, *where, "--color", "never", "-q"]
     code: Any = ExitCode.OK
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _columns():
         try:
@@ -204,7 +213,7 @@ def _shown(text: Text, recording: Path, made: Bundled) -> str:
         except Exception as error:  # one command's mistake must not cost the others' answers
             err.write(f"{type(error).__name__}: {error}")
             code = ExitCode.FAILED
-    if code not in {ExitCode.OK, ExitCode.PARTIAL, None}:
+    if not out.getvalue() and code not in {ExitCode.OK, None}:
         made.failed.append(f"{text.name}: {err.getvalue().strip() or f'exit code {code}'}")
     return out.getvalue()
 

@@ -178,7 +178,7 @@ def test_many_agents_share_what_may_be_asked(fleet: Any, monkeypatch: pytest.Mon
     with Fleet((), {}, 5 * S) as asked:
         found = Taker(asked).take()
     assert all(len(each.rooms) == 1 for each in found.seen)
-    assert found.left_out == ["12 of 16 timelines of rooms; those of failed and active ones come first"]
+    assert found.left_out == ["timelines of 12 of 16 rooms; failed and active ones come first"]
     # The failed one is the first that a person would look for.
     assert {room for each in found.seen for room in each.rooms} == {"6"}
 

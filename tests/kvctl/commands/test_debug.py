@@ -49,7 +49,7 @@ def test_a_bundle_holds_what_its_manifest_says(fleet: Any, kvctl: Any, tmp_path:
     outcome = kvctl("debug", "bundle", "-o", str(path))
     assert outcome.code == 0
     files, manifest = unpacked(path), told(path)
-    expected = {RECORDING, debug_bundle.HOST, *(text.name for text in debug_bundle.TEXTS)}
+    expected = {RECORDING, "host.txt", debug_bundle.HOST, *(text.name for text in debug_bundle.TEXTS)}
     # Nothing was found, so nothing explains it.
     assert {"manifest.json", *expected} - files.keys() <= {"findings.txt"}
     assert [each["name"] for each in manifest["files"]] == [name for name in files if name != "manifest.json"]
@@ -222,6 +222,7 @@ def test_without_agents_there_is_still_this_machine(kvctl: Any, tmp_path: Path) 
     outcome = kvctl("debug", "bundle", "-o", str(path))
     assert outcome.code == 3
     assert "no agent answered" in outcome.err
+    assert unpacked(path).keys() == {RECORDING, "host.txt", debug_bundle.HOST, "manifest.json"}
     assert json.loads(unpacked(path)["host.json"])["cores"]
     assert kvctl("status", "--from", str(path)).code == 3
 

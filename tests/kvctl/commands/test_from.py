@@ -126,7 +126,7 @@ def test_a_room_whose_timeline_was_left_out_says_so(
     monkeypatch.setattr(captured_taking, "_ROOMS_OF_ONE", 1)
     path = tmp_path / "short.kvrec"
     told = kvctl("record", "-o", str(path)).err
-    assert "not in the file: 12 of 16 timelines of rooms" in told
+    assert "not in the file: timelines of 12 of 16 rooms" in told
     outcome = kvctl("rooms", "show", "7", "-o", "json", "--from", str(path))
     assert outcome.code == 0
     assert json.loads(outcome.out)["data"][0]["state"] == "WaitingForInput"
