@@ -1,0 +1,98 @@
+"""How long one call of `kvctl` takes, from the shell and back: by itself, and with 8, 256, or 256 ailing agents to ask.
+
+The agents are real admin servers with made-up answers, as threads of one other process, which is one core at most,
+so with many agents it is a part of what is measured. Dead agents have left a socket behind, hung ones take connections
+and never answer, for which --timeout is waited.
+
+    python benchmarks/cli.py
+    python benchmarks/cli.py --times 21 --agents 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.top import Agents
+
+KVCTL = (sys.executable, "-m", "kvctl")
+ROOMS = 50
+AILING = 16
+TIMEOUT = "500ms"
+
+
+def median_ms(times: int, code: int, *args: str, **environment: str) -> float:
+    """Median wall time of one call.
+
+    Raises:
+        SystemExit: it ended with another code than `code`.
+    """
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        done = subprocess.run(
+            [*KVCTL, *args], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+        )
+        taken.append((time.perf_counter() - started) * 1e3)
+        if done.returncode != code:
+            sys.exit(f"kvctl {' '.join(args)} exited {done.returncode}, not {code}: {done.stderr[-500:]}")
+    return statistics.median(taken)
+
+
+@contextlib.contextmanager
+def fleet(agents: int, dead: int = 0, hung: int = 0) -> Iterator[dict[str, str]]:
+    """A directory with so many agents in all; gives the environment in which they are found."""
+    with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as directory, contextlib.ExitStack() as stack:
+        Path(directory).chmod(0o700)
+        living = Agents(agents - dead - hung, ROOMS, directory)
+        stack.callback(living.close)
+        for number in range(dead + hung):
+            ailing = stack.enter_context(socket.socket(socket.AF_UNIX))
+            ailing.bind(f"{directory}/ailing-{number}.sock")
+            if number >= dead:
+                ailing.listen(64)
+        yield {"KVCTL_SOCKET_DIR": directory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=9, help="calls that a median is of")
+    parser.add_argument("--agents", type=int, default=256, help="of the large fleet")
+    options = parser.parse_args()
+
+    def say(what: str, limit_ms: int, code: int, *args: str, **environment: str) -> None:
+        taken = median_ms(options.times, code, *args, **environment)
+        print(f"{what:<46}{taken:8.0f} ms   aim {limit_ms} ms", flush=True)
+
+    print(f"medians of {options.times}, load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+    say("kvctl --version", 150, 0, "--version")
+    say("kvctl --help", 150, 0, "--help")
+    say("TAB after kvctl ro", 200, 0, "ro", _KVCTL_COMPLETE="zsh")
+    with fleet(8) as found:
+        say("kvctl status, 8 agents", 300, 0, "status", **found)
+        say("kvctl rooms -o json, 8 agents", 300, 0, "rooms", "-o", "json", **found)
+        say("TAB after kvctl rooms show, 8 agents", 200, 0, "rooms", "show", "", _KVCTL_COMPLETE="zsh", **found)
+    with fleet(options.agents) as found:
+        say(f"kvctl status, {options.agents} agents", 1500, 0, "status", **found)
+        say(f"kvctl agents, {options.agents} agents", 1500, 0, "agents", **found)
+    with fleet(options.agents, dead=AILING) as found:
+        # Sockets that were left behind are no agents: they are named by `kvctl agents`, and asked nothing.
+        say(f"kvctl status, {AILING} of them dead", 1500, 0, "status", **found)
+    with fleet(options.agents, hung=AILING) as found:
+        args = ("status", "--timeout", TIMEOUT)
+        say(f"kvctl status, {AILING} of them hung ({TIMEOUT} to answer)", 1500, 7, *args, **found)
+
+
+if __name__ == "__main__":
+    main()
