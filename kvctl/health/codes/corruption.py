@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvctl.health.codes.failures import all_names, failed_lately
-from kvctl.health.codes.wording import counted, named_in, pair
+from kvctl.health.codes.failures import Failed, all_names, failed_lately
+from kvctl.health.codes.wording import counted, listed, named_in
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.views.units import duration
@@ -17,41 +17,43 @@ def _find(code: str, what: str, remedy: str) -> Callable[[Snapshot], Iterator[Fi
     """Rooms that failed with this code: lately, with their cause; or ever, as the counter says."""
 
     def find(snapshot: Snapshot) -> Iterator[Finding]:
-        told: set[str] = set()
-        by_subject: dict[str, list[int]] = {}
-        lately = list(snapshot.once(failed_lately).get(code, ()))
-        for place, failed in enumerate(lately):
+        lately = snapshot.once(failed_lately).get(code, ())
+        by_culprit: dict[str, list[Failed]] = {}
+        for failed in lately:
             names = named_in(failed.text, snapshot.once(all_names))
-            writer = next((name for name in names if name != failed.rank), "")
-            by_subject.setdefault(pair(writer, failed.rank) if writer else failed.rank, []).append(place)
-            told.update(failed.known_to)
-        for subject, places in by_subject.items():
-            rooms = [lately[place] for place in places]
-            latest = rooms[0]
-            agents = dict.fromkeys((*reversed(subject.split(" → ")), *latest.known_to))
-            yield Finding(
-                code=code,
-                severity=Severity.CRITICAL,
-                subject=subject,
-                agents=tuple(agents),
-                since_ns=latest.ago_ns,
-                weight=len(rooms),
-                evidence={
-                    "failed_rooms_total": len(rooms),
-                    "latest_room": latest.room,
-                    "latest_ago_ns": latest.ago_ns,
-                    "latest": latest.text,
-                },
-                cause=f"{what} in {counted(len(rooms), 'room')}, last {duration(latest.ago_ns)} ago in room "
-                f"{latest.room}: {latest.text}",
-                remedy=f"`kvctl rooms show {latest.room}` shows the part and its path; {remedy}",
-            )
+            by_culprit.setdefault(next((name for name in names if name != failed.rank), failed.rank), []).append(failed)
+        for culprit, rooms in by_culprit.items():
+            yield _lately(code, what, remedy, culprit, rooms)
+        told = {name for failed in lately for name in failed.known_to}
         for agent in snapshot.agents.values():
             ever = agent.total(_FAILURES, code=code) or 0
             if ever > 0 and agent.name not in told:
                 yield _ever(code, what, remedy, agent, ever)
 
     return find
+
+
+def _lately(code: str, what: str, remedy: str, culprit: str, rooms: list[Failed]) -> Finding:
+    latest = rooms[0]
+    found_by = sorted({failed.rank for failed in rooms})
+    return Finding(
+        code=code,
+        severity=Severity.CRITICAL,
+        subject=culprit,
+        agents=tuple(dict.fromkeys((culprit, *found_by, *latest.known_to))),
+        since_ns=latest.ago_ns,
+        weight=len(rooms),
+        evidence={
+            "failed_rooms_total": len(rooms),
+            "found_by": found_by,
+            "latest_room": latest.room,
+            "latest_ago_ns": latest.ago_ns,
+            "latest": latest.text,
+        },
+        cause=f"{what} in {counted(len(rooms), 'room')} found by {listed(found_by)}, last {duration(latest.ago_ns)} "
+        f"ago in room {latest.room}: {latest.text}",
+        remedy=f"`kvctl rooms show {latest.room}` shows the part and its path; {remedy}",
+    )
 
 
 def _ever(code: str, what: str, remedy: str, agent: Agent, count: float) -> Finding:

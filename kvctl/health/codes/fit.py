@@ -65,7 +65,8 @@ def _compat(snapshot: Snapshot) -> Iterator[Finding]:
             weight=len(refusals),
             evidence={"differences": factors[:8], "differences_total": len(factors), "refused_with": others},
             cause=f"{odd} does not fit {listed(others)}: {'; '.join(factors[:2])}",
-            remedy=f"`kvctl peers diff` lists every factor; start {odd} with what the others have",
+            remedy=f"`kvctl peers diff {' '.join(refusals[0])}` lists every factor; start {odd} with what the others "
+            "have",
         )
     if not pairs:
         yield from _lately(snapshot, "KV_COMPAT_MISMATCH", Severity.WARNING, "because two agents do not fit together")
@@ -84,6 +85,9 @@ def _lately(snapshot: Snapshot, code: str, severity: Severity, why: str) -> Iter
     for rank, failures in by_rank.items():
         latest = failures[0]
         agents = dict.fromkeys((rank, *latest.known_to, *named_in(latest.text, snapshot.once(all_names))))
+        roles = {one: snapshot.agents[one].role for one in agents if one in snapshot.agents}
+        other = next((one for one, role in roles.items() if role != roles.get(rank)), "")
+        layouts = f"`kvctl peers diff {rank} {other}`" if other else "kvctl peers diff"
         yield Finding(
             code=code,
             severity=severity,
@@ -98,8 +102,8 @@ def _lately(snapshot: Snapshot, code: str, severity: Severity, why: str) -> Iter
                 "latest": latest.text,
             },
             cause=f"{counted(len(failures), 'room')} failed {why}, last {duration(latest.ago_ns)} ago: {latest.text}",
-            remedy=f"`kvctl rooms show {latest.room}` shows both ends; then `kvctl peers diff` shows whether their "
-            "layouts differ, else their engines disagree on the prompt or its cached prefix",
+            remedy=f"`kvctl rooms show {latest.room}` shows both ends, {layouts} whether their layouts "
+            "differ; if not, their engines disagree on the prompt or its cached prefix",
         )
 
 

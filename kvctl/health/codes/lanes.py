@@ -49,7 +49,7 @@ def _slow(snapshot: Snapshot) -> Iterator[Finding]:
             cause=f"a part of {name} is {duration(wire.seconds_a_part * 1e9)} on the wire, {times:.0f} times longer by "
             f"byte than those of {listed(slow.other_names)} ({duration(others.seconds_a_part * 1e9)}); rooms wait "
             "for it",
-            remedy=f"`kvctl peers probe --from {name}` measures its lane; compare its transport with the others' "
+            remedy=f"`kvctl peers probe {name}` measures its lane; compare its transport with the others' "
             "(kvctl status -o wide), UCX_TLS, UCX_NET_DEVICES and its host's load",
         )
     for agent in snapshot.of_role("prefill"):
@@ -77,7 +77,7 @@ def _below_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
             },
             cause=f"one large write from {agent.name} to {peer} on the same host ran at {three_digits(lane)} GB/s, "
             f"where one thread copies memory at {three_digits(memory)} GB/s: it does not go through shared memory",
-            remedy=f"`kvctl peers probe --from {agent.name}` measures it again; if it stays, see that both run in one "
+            remedy=f"`kvctl peers probe {agent.name}` measures it again; if it stays, see that both run in one "
             "IPC and PID namespace and that UCX_TLS allows sm (cma, posix, cuda_ipc)",
         )
 

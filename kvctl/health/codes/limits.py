@@ -114,8 +114,7 @@ def _transport(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"the engine of {rank} failed {counted(len(failures), 'room')}, last {duration(latest.ago_ns)} ago: "
             f"{latest.text}",
-            remedy=f"`kvctl peers probe --from {rank}` tells whether its lanes work; then the engine's own log of "
-            f"{rank}",
+            remedy=f"`kvctl peers probe {rank}` tells whether its lanes work; then the engine's own log of {rank}",
         )
 
 

@@ -31,11 +31,12 @@ def _quarantine(snapshot: Snapshot) -> Iterator[Finding]:
         ring_bytes = amount(ring_of(agent), "size_bytes")
         held_for = sorted({text(one, "writer") for one in regions} | _undrained(agent))
         room = next((text(row, "room") for row in agent.rooms if text(row, "state") == "Failed"), "")
-        command = (
-            f"kvctl staging release {agent.name}:{regions[0].get('serial')}"
-            if regions
-            else f"kvctl staging release -e {agent.name} --room {room or 'ROOM'}"
-        )
+        if regions:
+            command = f"kvctl staging release {agent.name}:{regions[0].get('serial')}"
+        elif room:
+            command = f"kvctl staging release -e {agent.name} --room {room}"
+        else:
+            command = f"kvctl rooms -e {agent.name} --filter state=Failed"
         yield Finding(
             code="KV_QUARANTINE",
             severity=Severity.WARNING,

@@ -72,6 +72,11 @@ def _pinned(snapshot: Snapshot) -> Iterator[Finding]:
             yield _pin(agent, allocation, allocation is oldest, waiting)
 
 
+def held_up(snapshot: Snapshot) -> frozenset[str]:
+    """Decode ranks whose ring is pinned while others wait for it; use `snapshot.once(held_up)`."""
+    return frozenset(one.agents[0] for one in _pinned(snapshot) if one.severity is Severity.CRITICAL)
+
+
 def _silence_ns(agent: Agent, writer: str) -> int | None:
     """For how long this decode rank has not heard the writer, whatever it calls that; None where it hears it."""
     shortest_ns = max(_SILENT_NS, _HEARTBEATS * agent.period_ns("heartbeat_s"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvctl.health.answers import Row, amount, inner, rows, text, texts
 from kvctl.health.codes.failures import Failed, all_names, failed_lately
+from kvctl.health.codes.ring import held_up
 from kvctl.health.codes.room_ends import Culprit, Ends, unfinished
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.wording import counted, listed, named_in
@@ -66,7 +67,7 @@ def _judge(ends: Ends) -> Stuck | None:
             return Stuck(SCATTER, ends, (), why + since)
         return None
     culprits = tuple(ends.culprits())
-    if not culprits and not overdue:
+    if not culprits and (not overdue or ends.agent.name in ends.snapshot.once(held_up)):
         return None
     return Stuck(_CODE_OF_STATE[state], ends, culprits, "" if culprits else old)
 

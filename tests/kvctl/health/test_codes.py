@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from fleets import MIB, MS, Fleet, S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvctl.cli import cli
 from kvctl.client.clock import ClockOffset
 from kvctl.client.faults import Fault
 from kvctl.health.codes import CODES, CODES_BY_NAME
@@ -164,6 +166,20 @@ _HARMED = _harmed()
 _PLACES = {name: _places(answers) for name, answers in _HARMED.answers.items()}
 
 
+@pytest.mark.parametrize(
+    "command",
+    sorted(
+        {
+            command
+            for text in [finding.remedy for finding in _HARMED.examine(_HARMED)] + [code.remedy for code in CODES]
+            for command in re.findall(r"`(kvctl [^`]+)`", text)
+        }
+    ),
+)
+def test_remedies_are_commands_that_are_there(command):
+    parse(command)
+
+
 def test_the_harmed_fleet_is_harmed():
     """Else the tests that take pieces out of it would show little."""
     assert len({finding.code for finding in _HARMED.examine(_HARMED)}) > 15
@@ -178,6 +194,19 @@ def test_no_answer_breaks_a_code(data):
             name = data.draw(st.sampled_from(sorted(fleet.answers)))
             _break(fleet.answers[name], data.draw(st.sampled_from(_PLACES[name])), data)
     examine(now.snapshot(before), CODES)
+
+
+def parse(command: str) -> None:
+    """As the command line would, short of running it."""
+    parent: click.Context | None = None
+    name: str | None
+    at: click.Command | None = cli
+    name, *words = command.split()
+    while at is not None:
+        parent = at.make_context(name, list(words), parent=parent)
+        if not isinstance(at, click.Group):
+            return
+        name, at, words = at.resolve_command(parent, [*parent._protected_args, *parent.args])
 
 
 def _break(answers: Any, path: tuple[Any, ...], data: st.DataObject) -> None:

@@ -20,6 +20,9 @@ def paused_writer() -> Fleet:
     for room in ("1002", "1005", "1009"):
         fleet.gated("prefill-0", "decode-0", room, age_ns=30 * S)
     fleet.room("decode-0", "7", state_age_ns=41 * S)
+    fleet.room(
+        "decode-0", "1002", state_age_ns=200 * S, missing=["prefill-0"], owed={"prefill-0": 32}
+    )  # explained by it
     return fleet
 
 
@@ -40,6 +43,7 @@ def test_a_stopped_writer_pins_the_ring():
 def test_what_the_others_are_led_round_still_comes_first():
     fleet = paused_writer()
     fleet.allocation("decode-0", 17, aside=True)
+    fleet.room("decode-0", "1002", state_age_ns=2 * S)
     for part in fleet.answers["prefill-0"]["staging"]["gated"]:
         part["age_ns"] = 0
     (first, second) = fleet.examine()

@@ -12,12 +12,13 @@ from kvctl.health.finding import Severity
 def test_what_must_never_be_comes_first(code):
     fleet = Fleet()
     text = "part (prefill-1, chunk 2, layers 0-4) by staged: digest 1f ≠ 2e"
-    fleet.failed(["decode-0", "prefill-0", "prefill-1"], "7", code, "decode-0", text)
+    fleet.failed(["decode-0", "prefill-0", "prefill-1"], "7", code, "decode-0", text, ago_s=20)
+    fleet.failed(["decode-1", "prefill-0", "prefill-1"], "6", code, "decode-1", text, ago_s=50)
     fleet.peer("decode-1", "prefill-0", state="lost", last_error="peer prefill-0 (incarnation 0f) lost: silent")
     (first, *_) = fleet.examine()
-    assert (first.code, first.subject, first.severity) == (code, "prefill-1 → decode-0", Severity.CRITICAL)
-    assert first.agents[:2] == ("decode-0", "prefill-1")
-    assert first.evidence["failed_rooms_total"] == 1
+    assert (first.code, first.subject, first.severity) == (code, "prefill-1", Severity.CRITICAL)
+    assert first.agents[:2] == ("prefill-1", "decode-0")
+    assert (first.evidence["failed_rooms_total"], first.evidence["found_by"]) == (2, ["decode-0", "decode-1"])
     assert text in first.cause
     assert "kvctl rooms show 7" in first.remedy
 
@@ -38,7 +39,7 @@ def test_agents_that_do_not_fit():
     assert (found.code, found.subject, found.severity) == ("KV_COMPAT_MISMATCH", "decode-1", Severity.CRITICAL)
     assert found.weight == 2
     assert "page_size 64 (prefill-0) ≠ 32 (decode-1)" in found.cause
-    assert "kvctl peers diff" in found.remedy
+    assert "`kvctl peers diff prefill-0 decode-1`" in found.remedy
 
 
 def test_a_decode_rank_alone_tells_whose_value_is_whose():
@@ -110,7 +111,7 @@ def test_a_slow_lane_within_a_host():
     (found,) = fleet.examine()
     assert (found.code, found.subject) == ("KV_LANE_SLOW", "prefill-0 → decode-1")
     assert (found.evidence["lane_gb_per_s"], found.evidence["memory_gb_per_s"]) == (0.3, 8.0)
-    assert "kvctl peers probe --from prefill-0" in found.remedy
+    assert "kvctl peers probe prefill-0" in found.remedy
     fleet.peer("prefill-0", "decode-1", same_host=False)  # memory is no measure of a network
     assert fleet.examine() == []
 
