@@ -26,7 +26,7 @@ from kvctl.tui.panels.room import RoomPanel
 from kvctl.tui.panels.rooms import RoomsPanel
 from kvctl.tui.panels.staging import StagingPanel
 from kvctl.tui.pictures import frame
-from kvctl.tui.readings import Feed, Reading
+from kvctl.tui.readings import Feed, Question, Reading
 from kvctl.tui.sheets import Wish
 from kvctl.tui.store import Store
 from kvctl.tui.widgets.bars import Bar
@@ -104,6 +104,7 @@ class TopApp(App[None]):
         self._path: list[tuple[str, str]] = []  # panels opened on top of the view, with what stands in the tabs
         self._wishes: dict[str, Wish] = {view: wish or Wish()}
         self._paused_at: int | None = None
+        self._question: Question | None = None
         self.readings = 0
 
     def compose(self) -> ComposeResult:
@@ -157,6 +158,7 @@ class TopApp(App[None]):
         if self._paused_at is None or message.reading.question.view == self.name_on_screen:
             self.store.take(message.reading)
             self.readings += 1
+            self._ask()
             self._show()
         self.feed.taken()
 
@@ -207,8 +209,16 @@ class TopApp(App[None]):
         """Another panel is on screen."""
         self.query_one("#panels", ContentSwitcher).current = self.name_on_screen
         self.panel.begin()
-        self.feed.want(self.panel.question(self.store))
+        self._question = None
+        self._ask()
         self._show()
+
+    def _ask(self) -> None:
+        """Tells the feed what the panel needs, where that is something else than before."""
+        question = self.panel.question(self.store)
+        if question != self._question:
+            self._question = question
+            self.feed.want(question)
 
     def _show(self) -> None:
         size = self.query_one("#panels").size

@@ -28,7 +28,7 @@ class EventsPanel(Panel):
         return self.query_one("#events-table", Table)
 
     def question(self, store: Store) -> Question:
-        limit = max(_LEAST, min(_FIRST, _ALL // max(1, len(store.agents))))
+        limit = max(_LEAST, min(_FIRST, _ALL // len(store.agents))) if store.agents else _LEAST
         return Question("events", (STATUS, Call("events", {"limit": limit})))
 
     def render_store(self, store: Store, wish: Wish) -> None:

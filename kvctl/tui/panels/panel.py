@@ -24,7 +24,7 @@ class Panel(Vertical):
     DEFAULT_CSS = "Panel { height: 1fr; }"
 
     def question(self, store: Store) -> Question:
-        """What has to be asked while this panel is on screen."""
+        """What has to be asked while this panel is on screen, of a fleet as large as the store knows it."""
         raise NotImplementedError
 
     def render_store(self, store: Store, wish: Wish) -> None:

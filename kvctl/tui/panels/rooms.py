@@ -39,4 +39,4 @@ class RoomsPanel(Panel):
         show(self.main, ROOMS_SHEET, rows, store, wish, note)
 
     def _limit(self, store: Store) -> int:
-        return max(_LEAST, _ROWS // max(1, len(store.agents)))
+        return max(_LEAST, _ROWS // len(store.agents)) if store.agents else _LEAST
