@@ -1,0 +1,112 @@
+"""A real fleet, recorded, bundled and redacted: what the file shows, and what it must not tell."""
+
+from __future__ import annotations
+
+import getpass
+import io
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from kvctl.client.captured_bundle import RECORDING
+from kvctl.client.captured_file import load
+from kvctl.client.captured_moment import bodies
+
+PATIENCE_S = 90.0
+
+
+@pytest.fixture
+def busy(socket_directory: Path, tmp_path: Path) -> Iterator[Path]:
+    """A fleet of two ranks that has moved some rooms."""
+    command = [sys.executable, "-m", "kvctl", "demo", "--transport", "loopback", "--prefill-tp", "1"]
+    command += ["--decode-dp", "1", "--tokens", "16..64", "--rate", "20", "--evidence", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
+        try:
+            yield socket_directory
+        finally:
+            demo.send_signal(signal.SIGINT)
+            demo.wait(PATIENCE_S)
+
+
+def until_rooms_are_done(kvctl: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        rows = kvctl("rooms", "history", "-l", "role=decode", "-o", "jsonl").out.splitlines()
+        if len(rows) >= 3:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"no room was done within {PATIENCE_S:g} s")
+
+
+def everything(path: Path) -> str:
+    """All of a bundle as text, what is compressed inside it included."""
+    moments = load(path)
+    told = [json.dumps(bodies(moments[index]), default=str, ensure_ascii=False) for index in range(len(moments))]
+    plain = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(path.read_bytes())).read()
+    with tarfile.open(fileobj=io.BytesIO(plain)) as archive:
+        files = [archive.extractfile(each) for each in archive if each.name != RECORDING]
+        told += [file.read().decode() for file in files if file is not None]
+    return "\n".join(told)
+
+
+def test_a_real_fleet_bundled_and_redacted(busy: Path, kvctl: Any, tmp_path: Path) -> None:
+    until_rooms_are_done(kvctl)
+    plain, path = tmp_path / "plain.tar.zst", tmp_path / "red.tar.zst"
+    assert kvctl("debug", "bundle", "-o", str(plain)).code == 0
+    outcome = kvctl("debug", "bundle", "--from", str(plain), "--redact", "-o", str(path))
+    assert outcome.code == 0
+    assert "not in the bundle" not in outcome.err
+    text = everything(path)
+    for secret in (str(busy), str(Path.home()), str(tmp_path), sys.prefix, str(Path(__file__).parents[3])):
+        assert secret not in text
+    for name in (socket.gethostname(), getpass.getuser()):
+        assert re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text) is None
+    assert re.search(r"(?<![\w.])\d{1,3}(\.\d{1,3}){3}(?![\w.])", text) is None
+    assert re.search(r"(?<![\w/.])/\w", text.replace("ipc://", "")) is None
+    assert str(busy) in everything(plain)
+    # What is no name is as it was; a short name of this machine may be in the midst of a lane's.
+    status = ("status", "--columns", "agent,role,rank,done,p50,ring,peers,pid")
+    for args in (("rooms", "history"), ("staging",), ("layers",), ("metrics", "-o", "prom"), status):
+        assert kvctl(*args, "--from", str(path)).out == kvctl(*args, "--from", str(plain)).out
+    (room,) = json.loads(
+        kvctl("rooms", "history", "-n", "1", "-l", "role=decode", "-o", "json", "--from", str(path)).out
+    )["data"]
+    shown = json.loads(kvctl("rooms", "show", room["room"], "-o", "json", "--from", str(path)).out)["data"]
+    assert {"ready", "arrive"} <= {event["stage"] for event in shown[0]["timeline"]}
+    assert kvctl("replay", str(path)).code == 1
+
+
+def test_ctrl_c_ends_a_series_and_the_file_is_whole(busy: Path, kvctl: Any, tmp_path: Path) -> None:
+    until_rooms_are_done(kvctl)
+    path = tmp_path / "series.kvrec"
+    command = [sys.executable, "-m", "kvctl", "record", "-o", str(path), "--for", "1h", "--every", "50ms"]
+    partial = re.compile(r"\.series\.kvrec\.\d+\.partial")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as recorder:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            sizes = [each.stat().st_size for each in tmp_path.iterdir() if partial.fullmatch(each.name)]
+            if sizes and sizes[0] > 100_000:
+                break
+            time.sleep(0.05)
+        recorder.send_signal(signal.SIGINT)
+        _, said = recorder.communicate(timeout=PATIENCE_S)
+    assert recorder.returncode == 130
+    assert "moments in" in said
+    assert [each.name for each in tmp_path.iterdir() if "series" in each.name] == ["series.kvrec"]
+    assert kvctl("status", "--from", str(path)).code == 0
+    replayed = subprocess.run(
+        [sys.executable, "-m", "kvctl", "replay", str(path), "-q"], stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert (replayed.returncode, replayed.stdout.count("\tclean\t")) == (0, 2)
+    assert path.stat().st_mode & 0o777 == 0o600
