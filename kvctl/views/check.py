@@ -82,7 +82,7 @@ def _summary(values: Mapping[str, float | None]) -> str:
 
 
 def _performance(measure: Measure, value: float | None, thresholds: Mapping[str, Threshold]) -> str:
-    """`'ring'=24.4%;80;95;0;100`, as the plugin guidelines have it; U is not known."""
+    """`'ring'=24.4%;80;95;0;` as the guidelines have it; U is not known. No most: rings are granted ahead."""
     threshold = thresholds.get(measure.name, Threshold())
     scale = 100 if measure.unit is Unit.RATIO else 1
     # A plugin's range is what is well: "4:" warns of less than 4.
@@ -90,9 +90,8 @@ def _performance(measure: Measure, value: float | None, thresholds: Mapping[str,
     warn, crit = (
         "" if limit is None else f"{_number(limit * scale)}{colon}" for limit in (threshold.warn, threshold.crit)
     )
-    top = "100" if measure.unit is Unit.RATIO else ""
     now = "U" if value is None else f"{_number(value * scale)}{measure.unit.value}"
-    return f"'{measure.name}'={now};{warn};{crit};0;{top}"
+    return f"'{measure.name}'={now};{warn};{crit};0;"
 
 
 def _number(value: float) -> str:

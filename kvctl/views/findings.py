@@ -65,7 +65,10 @@ def overview(rows: Sequence[Row], agents: int, codes: int, muted: int) -> list[B
     head = [headline(rows), (f"   {_many(agents, 'agent')}, {_many(codes, 'code')} looked at", "dim")]
     if muted:
         head.append((f", {muted} muted", "yellow"))
-    return [Text([head]), *([Grid(HEALTH, rows)] if rows else [])]
+    if not rows:
+        return [Text([head])]
+    hint = "kvctl health detail tells evidence and remedies, kvctl doctor what to do first"
+    return [Text([head]), Grid(HEALTH, rows), Text([[(hint, "dim")]])]
 
 
 def headline(rows: Iterable[Row]) -> Span:

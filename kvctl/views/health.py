@@ -91,6 +91,6 @@ def mute_row(mute: Mute, now_ns: int) -> dict[str, Any]:
         "left_ns": mute.until_ns - now_ns,
         "until_ns": mute.until_ns,
         "made_at_ns": mute.made_at_ns,
-        "until_worse": f"{worst.count} {worst.severity.label}, weight {worst.weight:g}" if worst else None,
+        "until_worse": f"{worst.count} {worst.severity.label}, weight {worst.weight:.3g}" if worst else None,
         "reason": mute.reason or None,
     }

@@ -1,0 +1,152 @@
+"""`kvctl check` as a monitoring system calls it: its exit status is the verdict, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PERFORMANCE = re.compile(r"'[a-z-]+'=(U|[\d.]+)(s|%|B)?;[\d.]*:?;[\d.]*:?;0;")
+
+
+@pytest.fixture
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is found, and nobody waits."""
+    monkeypatch.setattr("kvctl.commands.looking.CODES", ())
+    monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
+
+
+def test_a_fleet_that_is_well(calm: None, fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("check", "all")
+    assert (outcome.code, outcome.err) == (0, "")
+    line, _, performance = outcome.out.rstrip("\n").partition(" | ")
+    assert line == "KVCTL OK - agents 4, ring 37.5 %, active 2, room age 9 s"
+    assert all(PERFORMANCE.fullmatch(piece) for piece in performance.split())
+    assert kvctl("check").out.partition(" | ")[0] == line
+
+
+def test_findings_and_their_words(toy_codes: None, fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("check", "staging")
+    assert outcome.code == 2
+    first, second = outcome.out.splitlines()
+    assert first.startswith("KVCTL STAGING CRITICAL - KV_RING_FULL decode-1 ring: prefill-0 was granted 24 MiB")
+    assert second.startswith("WARNING: KV_RING_FULL decode-0 ring: ")
+    assert kvctl("check", "peers").code == 0
+
+
+def test_what_is_muted_does_not_count(toy_codes: None, fleet: Any, kvctl: Any) -> None:
+    kvctl("health", "mute", "KV_RING_FULL:decode-1", "1h")
+    outcome = kvctl("check", "staging")
+    assert outcome.code == 1
+    assert outcome.out.endswith("\nmuted: KV_RING_FULL (1)\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("--warn", "ring=30%"), 1),
+        (("--warn", "ring=30%", "--crit", "ring=35%"), 2),
+        (("--warn", "ring=40%"), 0),
+        (("--crit", "agents=5"), 2),
+        (("--crit", "agents=4"), 0),
+    ],
+)
+def test_thresholds(args: tuple[str, ...], code: int, calm: None, fleet: Any, kvctl: Any) -> None:
+    assert kvctl("check", "all", *args).code == code
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("nothing",), "no command 'nothing'"),
+        (("all", "--warn", "ring"), "write NAME=VALUE"),
+        (("all", "--bogus"), "--bogus"),
+        (("all", "-o", "yaml"), "yaml"),
+        (("all", "--timeout", "soon"), "'soon' is not a duration"),
+        (("peers", "--warn", "ring=80%"), "is of kvctl check staging"),
+        (("all", "-e", "udp://x/y"), "udp:// is not an address of an agent"),
+    ],
+)
+def test_wrong_usage_is_unknown_and_says_so_on_stdout(
+    args: tuple[str, ...], words: str, calm: None, kvctl: Any
+) -> None:
+    outcome = kvctl("check", *args)
+    assert outcome.code == 3
+    assert outcome.out.startswith("KVCTL UNKNOWN - ")
+    assert words in outcome.out
+    assert outcome.out.count("\n") == 1
+
+
+def test_a_bug_of_ours_is_unknown(fleet: Any, kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvctl.commands.looking.examine", fail)
+    outcome = kvctl("check", "all")
+    assert (outcome.code, outcome.out) == (3, "KVCTL UNKNOWN - kvctl failed: ZeroDivisionError: boom\n")
+
+
+def test_nobody_there_is_critical(calm: None, kvctl: Any) -> None:
+    outcome = kvctl("check", "rooms")
+    assert outcome.code == 2
+    assert outcome.out.startswith("KVCTL ROOMS CRITICAL - no agent found in ")
+
+
+def test_who_hangs_is_critical_everywhere_and_told_once(
+    calm: None, socket_directory: Path, start: Any, kvctl: Any
+) -> None:
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(os.fspath(socket_directory / "hung.sock"))
+        hung.listen()
+        start("decode-0")
+        outcome = kvctl("check", "all", "--timeout", "300ms")
+        assert kvctl("check", "transport", "--timeout", "300ms").code == 2
+    assert outcome.code == 2
+    assert outcome.out.startswith("KVCTL CRITICAL - hung: no answer within 0.3 s")
+    assert outcome.out.count("hung") == 1
+
+
+def test_who_was_killed_leaves_a_warning(calm: None, socket_directory: Path, start: Any, kvctl: Any) -> None:
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(os.fspath(socket_directory / "dead.sock"))
+    start("decode-0")
+    outcome = kvctl("check", "all")
+    assert outcome.code == 1
+    assert outcome.out.startswith("KVCTL WARNING - dead is gone and left its socket behind")
+    assert kvctl("check", "rooms").code == 0
+
+
+@pytest.mark.parametrize("form", ["json", "jsonl", "plain", "csv", "table", "wide", "prom"])
+def test_every_form_has_the_same_status(form: str, toy_codes: None, fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("check", "all", "-o", form)
+    assert outcome.code == 2
+    assert "staging" in outcome.out
+    if form == "json":
+        rows = {row["check"]: row for row in json.loads(outcome.out)["data"]}
+        assert rows["staging"]["state"] == "critical"
+        assert rows["staging"]["values"]["ring"] == 0.375
+    if form == "prom":
+        assert 'kvctl_check_findings{code="KV_RING_FULL",severity="warning"} 1\n' in outcome.out
+
+
+def test_the_format_may_stand_before_the_command(calm: None, fleet: Any, kvctl: Any) -> None:
+    assert json.loads(kvctl("-o", "json", "check", "ready").out)["schema"] == "kvctl.check/1"
+
+
+def test_from_cron(fleet: Any, socket_directory: Path) -> None:
+    """No terminal, no home, no XDG, no locale: as cron and a monitoring agent start it."""
+    line = f"{sys.executable} -m kvctl check ready --warn agents=5; echo $?"
+    environment = {"KVCTL_SOCKET_DIR": str(socket_directory), "PATH": "/usr/bin:/bin"}
+    ran = subprocess.run(["/bin/sh", "-c", line], env=environment, capture_output=True, text=True, timeout=60)
+    text, status = ran.stdout.splitlines()
+    assert ran.stderr == ""
+    assert text.startswith("KVCTL READY WARNING - agents 4 is less than 5 (agents that answer) | ")
+    assert status == "1"

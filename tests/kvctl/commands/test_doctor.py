@@ -1,0 +1,122 @@
+"""`kvctl doctor`: the fleet's findings and this host's, ranked, and the one line to go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.health.finding import Severity
+from kvctl.health.host.fact import Fact
+
+FACTS = [
+    Fact(
+        "locked memory",
+        "64 KiB (decode-0)",
+        "registering fails",
+        Severity.WARNING,
+        "`ulimit -l unlimited`",
+        "KV_REGISTER_FAILED",
+    ),
+    Fact("RDMA", "no device", "transfers use shared memory on this host and TCP between hosts; nothing is wrong"),
+]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, facts: Iterable[Fact]) -> None:
+    monkeypatch.setattr("kvctl.commands.doctor.inspect", lambda *_: list(facts))
+
+
+@pytest.fixture
+def host(toy_codes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with one thing wrong."""
+    pretend(monkeypatch, FACTS)
+
+
+@pytest.fixture
+def sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host and a fleet with nothing wrong."""
+    monkeypatch.setattr("kvctl.commands.looking.CODES", ())
+    monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
+    pretend(monkeypatch, FACTS[1:])
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page(width: int, host: None, fleet: Any, kvctl: Any, golden: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    outcome = kvctl("doctor", "-o", "table")
+    assert (outcome.code, outcome.err) == (1, "")
+    golden(f"doctor-{width}.txt", outcome.out)
+    assert outcome.out.splitlines()[-1] == "next: kvctl staging release decode-1:7"
+
+
+def test_everything_is_ranked(host: None, fleet: Any, kvctl: Any) -> None:
+    rows = json.loads(kvctl("doctor", "-o", "json").out)["data"]
+    assert [(row["rank"], row["severity"], row["code"], row["next"]) for row in rows] == [
+        (1, "critical", "KV_RING_FULL", "kvctl staging release decode-1:7"),
+        (2, "warning", "KV_RING_FULL", "kvctl staging release decode-0:7"),
+        (3, "warning", "KV_REGISTER_FAILED", "ulimit -l unlimited"),
+        (4, "info", "KV_FLEET_YOUNG", "wait"),
+        (None, "info", "host", None),
+    ]
+
+
+def test_nothing_wrong(sound: None, fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("doctor", "-o", "table")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("✓ healthy   4 agents and this host\n")
+    assert "next:" not in outcome.out
+
+
+def test_only_something_to_know(sound: None, toy_codes: None, start: Any, kvctl: Any) -> None:
+    start("prefill-0")
+    outcome = kvctl("doctor", "-o", "table")
+    assert "KV_FLEET_YOUNG" in outcome.out
+    assert outcome.code == 0
+    assert "next:" not in outcome.out
+
+
+def test_without_agents_the_host_is_looked_at_all_the_same(host: None, kvctl: Any) -> None:
+    outcome = kvctl("doctor", "-o", "table")
+    assert outcome.code == 3
+    assert "locked memory" in outcome.out
+    assert "no agent found" in outcome.err
+    assert "kvctl demo" in outcome.err
+
+
+def test_the_host_alone(host: None, kvctl: Any) -> None:
+    outcome = kvctl("doctor", "--host-only", "-o", "table")
+    assert (outcome.code, outcome.err) == (1, "")
+    assert outcome.out.startswith("! 1 warning   this host only\n")
+    assert outcome.out.splitlines()[-1] == "next: ulimit -l unlimited"
+
+
+def test_who_does_not_answer_is_ranked_with_what_became_of_it(
+    sound: None, socket_directory: Path, start: Any, kvctl: Any
+) -> None:
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(os.fspath(socket_directory / "hung.sock"))
+        hung.listen()
+        start("decode-0")
+        outcome = kvctl("doctor", "--timeout", "300ms", "-o", "json")
+    assert outcome.code == 1
+    row = json.loads(outcome.out)["data"][0]
+    assert (row["rank"], row["subject"], row["agents"]) == (1, "hung", ["hung"])
+    assert re.search(rf"its process {os.getpid()} runs", row["cause"])
+
+
+@pytest.mark.parametrize("args", [("-w",), ("--host-only", "--from", __file__)])
+def test_what_makes_no_sense_is_refused(args: tuple[str, ...], kvctl: Any) -> None:
+    assert kvctl("doctor", *args).code == 2
+
+
+@pytest.mark.parametrize("form", ["plain", "csv", "jsonl", "wide"])
+def test_other_forms(form: str, host: None, fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("doctor", "-o", form)
+    assert outcome.code == 1
+    assert "kvctl staging release decode-1:7" in outcome.out

@@ -1,0 +1,127 @@
+"""`kvctl wait`: scripts go on when it is so, and learn what was missing when it is not."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.errors import RequestRefused
+
+
+def changing(canned: Any, name: str, *answers: dict[str, Any]) -> Any:
+    """A handler of `status` that gives these one after the other, and the last one for ever."""
+    rest = itertools.chain(answers, itertools.repeat(answers[-1]))
+    return {"status": lambda _: {**canned.status(name), **next(rest)}}
+
+
+IDLE: dict[str, Any] = {"rooms": {}, "draining": True}
+
+
+def test_ready_at_once(fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("wait", "--for", "ready")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", "kvctl: 4 agents ready\n")
+    assert kvctl("wait", "--for", "ready", "-q").err == ""
+
+
+def test_ready_after_a_while(start: Any, kvctl: Any, canned: Any) -> None:
+    start("prefill-0", changing(canned, "prefill-0", {"waiting_for": "missing tp=1"}, {"waiting_for": None}))
+    assert kvctl("wait", "--for", "ready").code == 0
+
+
+def test_time_is_up_and_says_who_was_missing(start: Any, kvctl: Any, canned: Any) -> None:
+    start(
+        "prefill-0", changing(canned, "prefill-0", {"waiting_for": "6 of 8 prefill ranks registered, missing tp=2,3"})
+    )
+    outcome = kvctl("wait", "--for", "ready", "--timeout", "10ms")
+    assert outcome.code == 4
+    assert outcome.err == (
+        "kvctl: not ready within 10ms; missing: prefill-0: 6 of 8 prefill ranks registered, missing tp=2,3\n"
+    )
+
+
+def test_agents_that_have_not_started_are_missing(start: Any, kvctl: Any) -> None:
+    assert "no agent is there yet" in kvctl("wait", "--for", "ready", "--timeout", "10ms").err
+    start("decode-0")
+    outcome = kvctl("wait", "--for", "ready", "--agents", "2", "--timeout", "10ms")
+    assert outcome.code == 4
+    assert "1 of 2 agents there" in outcome.err
+
+
+def test_drained_when_no_room_is_active(start: Any, kvctl: Any, canned: Any) -> None:
+    busy = {"draining": True, "rooms": {"Transferring": 2, "Success": 1}}
+    start("decode-0", changing(canned, "decode-0", busy, {"draining": True, "rooms": {"Success": 1}}))
+    outcome = kvctl("wait", "--for", "drained")
+    assert (outcome.code, outcome.err) == (0, "kvctl: 1 agent drained\n")
+
+
+def test_not_drained_in_time(start: Any, kvctl: Any, canned: Any) -> None:
+    start("decode-0", changing(canned, "decode-0", {"draining": True, "rooms": {"Transferring": 1}}))
+    outcome = kvctl("wait", "--for", "drained", "--timeout", "10ms")
+    assert outcome.code == 4
+    assert "decode-0: 1 room active" in outcome.err
+
+
+def test_who_takes_new_rooms_will_never_be_drained(start: Any, kvctl: Any, canned: Any) -> None:
+    start("decode-0", changing(canned, "decode-0", {"draining": False}))
+    start("decode-1", changing(canned, "decode-1", IDLE))
+    outcome = kvctl("wait", "--for", "drained")
+    assert (outcome.code, outcome.err) == (1, "kvctl: decode-0 takes new rooms: kvctl drain decode-0\n")
+    assert kvctl("wait", "--for", "drained", "-e", "decode-1").code == 0
+
+
+def test_a_room_that_is_past_the_state_has_reached_it(fleet: Any, kvctl: Any, canned: Any) -> None:
+    for state in ("Transferring", "waitingforinput"):
+        assert kvctl("wait", "--for", f"room={canned.ROOM}:{state}").code == 0
+    outcome = kvctl("wait", "--for", f"room={canned.ROOM}:Success", "--timeout", "10ms")
+    assert outcome.code == 4
+    assert "decode-0 in Transferring" in outcome.err
+
+
+def test_a_room_that_failed_will_not_succeed(start: Any, kvctl: Any, canned: Any) -> None:
+    for name in canned.FLEET[:3]:
+        start(name, canned.answers(name, failed=True))
+    outcome = kvctl("wait", "--for", f"room={canned.ROOM}:Success")
+    assert outcome.code == 1
+    assert "failed: prefill-1: NIXL_ERR_BACKEND" in outcome.err
+    assert kvctl("wait", "--for", f"room={canned.ROOM}:Failed").code == 0
+
+
+def test_a_room_that_nobody_knows_yet(fleet: Any, kvctl: Any) -> None:
+    outcome = kvctl("wait", "--for", "room=12:Success", "--timeout", "10ms")
+    assert outcome.code == 4
+    assert "room 12: no agent knows it yet" in outcome.err
+
+
+def test_an_agent_that_does_not_say_is_missing(start: Any, kvctl: Any) -> None:
+    def refuse(_: dict[str, Any]) -> Any:
+        raise RequestRefused(ErrorCode.INTERNAL, "boom")
+
+    start("decode-0", {"status": refuse})
+    outcome = kvctl("wait", "--for", "ready", "--timeout", "10ms")
+    assert outcome.code == 4
+    assert "decode-0: boom" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "Missing option '--for'"),
+        (("--for", "redy"), "wait for ready, drained or room=NUMBER:STATE"),
+        (("--for", "room=x:Success"), "not a room number"),
+        (("--for", "room=7:Done"), "no state of a room"),
+        (("--for", "room=7"), "no state of a room"),
+        (("--for", "ready", "--timeout", "soon"), "--timeout: 'soon' is not a duration"),
+        (("--for", "ready", "--from", __file__), "acts on living agents"),
+    ],
+)
+def test_wrong_usage(args: tuple[str, ...], words: str, kvctl: Any) -> None:
+    outcome = kvctl("wait", *args)
+    assert outcome.code == 2
+    assert words in outcome.err
+
+
+def test_how_long_an_agent_may_take_stands_before_the_command(fleet: Any, kvctl: Any) -> None:
+    assert kvctl("--timeout", "1500ms", "wait", "--for", "ready").code == 0
