@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvctl.health.answers import Row, amount, counts, inner, number, text, texts
 from kvctl.health.codes.silence import absent
@@ -40,10 +41,14 @@ class Ends:
         self.row = row
         self.room = text(row, "room")
         self.age_ns = int(amount(row, "state_age_ns"))
-        opened_ns = amount(row, "opened_at_ns")
-        told = [(one, end) for one, end in snapshot.by_room.get(self.room, ()) if one.role == "prefill"]
+
+    @cached_property
+    def prefill(self) -> dict[str, tuple[Agent, Row]]:
+        """Its prefill ranks with what each says of it. Most rooms are too young for anybody to ask."""
+        opened_ns = amount(self.row, "opened_at_ns")
+        told = [(one, end) for one, end in self.snapshot.by_room.get(self.room, ()) if one.role == "prefill"]
         # A number is used again: what had ended before this room was opened is another life of it.
-        self.prefill: dict[str, tuple[Agent, Row]] = {
+        return {
             one.name: (one, end)
             for one, end in reversed(told)
             if (ended := number(end, "finished_at_ns")) is None or ended >= opened_ns
