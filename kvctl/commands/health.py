@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from kvctl.client.fleet import Survey
 from kvctl.commands.looking import Look, Looking, earlier
@@ -29,12 +30,16 @@ from kvctl.views.units import duration, parse_duration
 _PREFIX = "KV_"
 
 
+def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    return [CompletionItem(each.name, help=each.sees) for each in CODES if each.name.startswith(incomplete.upper())]
+
+
 @click.group(cls=KvctlGroup, default="show")
 def health() -> None:
     """What is wrong with the fleet, worst first; `kvctl health` alone shows a line for each finding."""
 
 
-@health.command(short_help="A line for each finding, the worst first.")
+@health.command(view=HEALTH, short_help="A line for each finding, the worst first.")
 @click.option("--muted", is_flag=True, help="Also what is muted.")
 @pass_settings
 def show(settings: Settings, muted: bool) -> None:
@@ -63,8 +68,8 @@ def show(settings: Settings, muted: bool) -> None:
     run(settings, HEALTH, HEALTH_CALLS, read)
 
 
-@health.command(short_help="Each finding in full: evidence, cause, remedy.")
-@click.argument("code", required=False)
+@health.command(view=HEALTH, short_help="Each finding in full: evidence, cause, remedy.")
+@click.argument("code", required=False, shell_complete=_names)
 @pass_settings
 def detail(settings: Settings, code: str | None) -> None:
     """Each finding in full, with its evidence, the likely cause and what to do; with CODE only those of that code.
@@ -93,7 +98,7 @@ def detail(settings: Settings, code: str | None) -> None:
     run(settings, HEALTH, HEALTH_CALLS, read)
 
 
-@health.command(short_help="Every code and what an operator sees when it strikes.")
+@health.command(view=CODES_VIEW, short_help="Every code and what an operator sees when it strikes.")
 @pass_settings
 def codes(settings: Settings) -> None:
     """Every code, and what an operator sees when it strikes; asks no agent."""
@@ -101,8 +106,8 @@ def codes(settings: Settings) -> None:
     Output(settings).emit(Report(CODES_VIEW, rows, answered=0))
 
 
-@health.command(short_help="The page of a code.")
-@click.argument("code")
+@health.command(view=CODES_VIEW, short_help="The page of a code.")
+@click.argument("code", shell_complete=_names)
 @pass_settings
 def explain(settings: Settings, code: str) -> None:
     """The page of a code: what one sees, what it means, what to do, and the alert that says the same of metrics.
@@ -112,8 +117,8 @@ def explain(settings: Settings, code: str) -> None:
     Output(settings).emit(Report(CODES_VIEW, [code_row(_code(code))], answered=0, blocks=page))
 
 
-@health.command(short_help="Do not hear of it for a while.")
-@click.argument("target", metavar="CODE[:SUBJECT]")
+@health.command(view=MUTES, short_help="Do not hear of it for a while.")
+@click.argument("target", metavar="CODE[:SUBJECT]", shell_complete=_names)
 @click.argument("time_", metavar="TIME")
 @click.option("--reason", default="", metavar="TEXT", help="Why, for whoever reads `kvctl health mutes`.")
 @pass_settings
@@ -142,7 +147,7 @@ def mute(settings: Settings, target: str, time_: str, reason: str) -> None:
 
 
 @health.command(short_help="Hear of it again.")
-@click.argument("target", metavar="CODE[:SUBJECT]")
+@click.argument("target", metavar="CODE[:SUBJECT]", shell_complete=_names)
 @pass_settings
 def unmute(settings: Settings, target: str) -> None:
     """Hear of it again: of exactly what was muted, as `kvctl health mutes` names it."""
@@ -159,7 +164,7 @@ def unmute(settings: Settings, target: str) -> None:
     Output(settings).note(f"{wanted} is heard again")
 
 
-@health.command(short_help="What is muted, until when and why.")
+@health.command(view=MUTES, short_help="What is muted, until when and why.")
 @pass_settings
 def mutes(settings: Settings) -> None:
     """What is muted, for how much longer, what would break it, and why; asks no agent."""

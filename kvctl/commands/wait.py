@@ -20,10 +20,18 @@ from kvctl.views import units
 
 _PAUSE_S = 0.25
 _MOST_NAMED = 5
+_GOALS = ("ready", "drained", "room=")
 
 
 @click.command(cls=KvctlCommand)
-@click.option("--for", "goal", required=True, metavar="ready|drained|room=R:STATE", help="What to wait for.")
+@click.option(
+    "--for",
+    "goal",
+    required=True,
+    metavar="ready|drained|room=R:STATE",
+    shell_complete=lambda ctx, param, text: [each for each in _GOALS if each.startswith(text)],
+    help="What to wait for.",
+)
 @click.option(
     "--timeout",
     "patience",
