@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
+from kvctl.client import captured_bundle
+from kvctl.client.captured_file import readable
 from kvctl.client.replayer import replay as run_again
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
+from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.recordings import REPLAYED, blocks
 from kvctl.views.report import Report
@@ -42,23 +48,26 @@ def replay(
     shrink_seconds: float,
     write_test: Path | None,
 ) -> None:
-    """Run what kvctl record saved through the same machines and name the first broken invariant.
+    """Run what kvctl record or kvctl debug bundle saved through the same machines and name the first broken invariant.
 
     After every input a watch that knows nothing of the machines' own books looks at what came of it. Exit code 0: all
     of it is clean; 1: an invariant is broken; 6: the recording is of another build.
     """
     output = Output(settings)
     output.selection(REPLAYED)
-    verdicts = run_again(
-        {
-            "path": str(file),
-            "agents": list(agents),
-            "shrink": shrink,
-            "shrink_s": shrink_seconds,
-            "write_test": str(write_test) if write_test else "",
-        },
-        quiet=settings.quiet,
-    )
+    with _recording(file) as path:
+        verdicts = run_again(
+            {
+                "path": str(path),
+                "agents": list(agents),
+                "shrink": shrink,
+                "shrink_s": shrink_seconds,
+                "write_test": str(write_test) if write_test else "",
+            },
+            quiet=settings.quiet,
+        )
+    if not verdicts:
+        raise CliError(f"{file}: it holds no inputs of machines (a redacted bundle never does): nothing to replay")
     broken = [verdict for verdict in verdicts if verdict["breach"] is not None]
     for verdict in verdicts:
         for note in verdict["notes"]:
@@ -75,3 +84,27 @@ def replay(
         )
     )
     raise click.exceptions.Exit(ExitCode.FAILED if broken else ExitCode.OK)
+
+
+@contextmanager
+def _recording(file: Path) -> Iterator[Path]:
+    """The file, or that of the recording in it where it is a bundle."""
+    bundled = _bundled(file)
+    if bundled is None:
+        yield file
+        return
+    with tempfile.NamedTemporaryFile(suffix=".kvrec") as copy:
+        copy.write(bundled)
+        copy.flush()
+        try:
+            yield Path(copy.name)
+        except CliError as error:
+            raise CliError(str(error).replace(copy.name, str(file)), error.code) from None
+
+
+def _bundled(file: Path) -> bytes | None:
+    with readable(file), file.open("rb") as opened:
+        if not captured_bundle.is_bundle(opened):
+            return None
+        with captured_bundle.recording(opened) as recording:
+            return recording.read()

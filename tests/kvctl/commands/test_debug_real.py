@@ -84,7 +84,11 @@ def test_a_real_fleet_bundled_and_redacted(busy: Path, kvctl: Any, tmp_path: Pat
     )["data"]
     shown = json.loads(kvctl("rooms", "show", room["room"], "-o", "json", "--from", str(path)).out)["data"]
     assert {"ready", "arrive"} <= {event["stage"] for event in shown[0]["timeline"]}
-    assert kvctl("replay", str(path)).code == 1
+    replayed = kvctl("replay", str(plain), "-q")
+    assert (replayed.code, replayed.out.count("\tclean\t")) == (0, 2)
+    refused = kvctl("replay", str(path))
+    assert refused.code == 1
+    assert f"{path}: it holds no inputs of machines" in refused.err
 
 
 def test_ctrl_c_ends_a_series_and_the_file_is_whole(busy: Path, kvctl: Any, tmp_path: Path) -> None:
