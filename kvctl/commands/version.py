@@ -48,6 +48,8 @@ def version(settings: Settings, agents: bool) -> None:
                 for agent in survey.agents
             ),
         ]
-        return Report(VERSION_VIEW, rows, len(survey.agents), survey.faults)
+        others = sorted({agent.hello["version"] for agent in survey.agents} - {VERSION})
+        notes = [f"agents of another version than this kvctl: {', '.join(others)}"] if others else []
+        return Report(VERSION_VIEW, rows, len(survey.agents), survey.faults, notes=notes)
 
     run(settings, VERSION_VIEW, (), read)
