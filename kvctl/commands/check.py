@@ -123,7 +123,7 @@ def _run(
                 output.write(plugin(name, found, thresholds))
             else:
                 output.emit(_report(survey, found), compact=settings.watch_ns is not None)
-            for remark in look.remarks:
+            for remark in (*survey.remarks, *look.remarks):
                 output.note(remark)
             if settings.watch_ns is None or not fleet.advance():
                 raise click.exceptions.Exit(worst(verdict.state for verdict in found))

@@ -59,14 +59,17 @@ def _report(look: Look | None, host: HostView | None) -> Report:
     snapshot = None if look is None else look.snapshot
     facts = [] if host is None else inspect(host, socket_dir(), snapshot)
     if look is None or snapshot is None:
-        return Report(DOCTOR, rows((), (), facts), 0, blocks=lambda kept, width: blocks(kept, width, None, 0))
+        return Report(
+            DOCTOR, rows((), (), facts), 0, blocks=lambda kept, width: blocks(kept, width, "this host only", 0)
+        )
     agents, quiet = len(snapshot.agents), len(look.judged.muted)
+    looked_at = f"{agents} agent{'s' * (agents != 1)}" + (" and this host" if host is not None else "")
     return Report(
         DOCTOR,
         rows(look.judged.raised, silences(snapshot.survey, host), facts),
         agents,
         snapshot.faults,
-        blocks=lambda kept, width: blocks(kept, width, agents, quiet),
+        blocks=lambda kept, width: blocks(kept, width, looked_at, quiet),
         notes=list(look.remarks),
     )
 

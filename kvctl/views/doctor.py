@@ -79,16 +79,16 @@ def _of_host(fact: Fact) -> dict[str, Any]:
     return {**_found(finding), "next": next_step(fact.remedy) or None}
 
 
-def blocks(kept: Sequence[Row], width: int, agents: int | None, quiet: int) -> list[Block]:
+def blocks(kept: Sequence[Row], width: int, looked_at: str, quiet: int) -> list[Block]:
     """Paragraphs for what is ranked, a table of the host's facts, and the one line to go on with.
 
     Args:
-        agents: how many answered; None where none was asked.
+        looked_at: what the verdict is about.
         quiet: findings that are muted.
     """
     problems = [each for each in kept if each["rank"] is not None]
     facts = [each for each in kept if each["rank"] is None]
-    head: Line = [headline(problems), (_asked(agents), "dim"), (f", {quiet} muted" if quiet else "", "yellow")]
+    head: Line = [headline(problems), (f"   {looked_at}", "dim"), (f", {quiet} muted" if quiet else "", "yellow")]
     found: list[Block] = [Text([head])]
     found += [Text(paragraph(_as_told(each), width, each["rank"])) for each in problems]
     if facts:
@@ -97,10 +97,6 @@ def blocks(kept: Sequence[Row], width: int, agents: int | None, quiet: int) -> l
     if first is not None:
         found.append(Text([[("next: ", "bold"), (first["next"] or "", "bold")]]))
     return found
-
-
-def _asked(agents: int | None) -> str:
-    return "   this host only" if agents is None else f"   {agents} agent{'s' * (agents != 1)} and this host"
 
 
 def _fact(each: Row, width: int) -> list[Line]:

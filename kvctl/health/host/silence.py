@@ -39,6 +39,8 @@ def silences(survey: Survey, host: HostView | None) -> list[Silence]:
 
 def _explained(fault: Fault, pid: int | None, state: str | None) -> Silence:
     text, remedy = fault.message, "`kvctl agents` shows who answers"
+    if fault.code == FaultCode.NOT_PERMITTED:
+        remedy = "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)"
     if state in _STOPPED:
         text = f"does not answer: its process {pid} is stopped"
         remedy = f"`kill -CONT {pid}` lets it go on; see who stopped it (a debugger, job control, a freezer)"
