@@ -143,7 +143,7 @@ class Operator:
             rooms = agent.machine.open_rooms
             if rooms and not busy:
                 open_now = f"{rooms} room{'s' * (rooms != 1)} open"
-                text = f"{agent.name} has {open_now}, whose parts would wait for the probe: ask with busy"
+                text = f"{agent.name} has {open_now}, whose parts would wait for the probe: --busy does it all the same"
                 raise self._refusal(text)
             try:
                 running = agent.lanes.begin(agent.workers[0], peer, bytes)

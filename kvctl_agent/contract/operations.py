@@ -11,6 +11,7 @@ Result = Literal[
     "aborted",  # the room has failed
     "released",  # free at once, on the operator's word
     "revoking",  # its writer was asked to give it back
+    "aside",  # others go past it, and its bytes stay its writer's
     "draining",  # takes no new rooms
     "accepting",  # takes new rooms
     "set",

@@ -1,8 +1,9 @@
 """What an operator may take back on a decode rank: ring regions, and what a failed room holds for a lost writer.
 
-A one-sided write that was posted cannot be recalled. So a region whose writer answers is asked back from it; one that a
-write may still land in, and nobody can prove that it will not, is freed only by force: the operator says then that the
-writer is gone. A region that is being scattered is never taken.
+A one-sided write that was posted cannot be recalled. So a region whose writer answers is asked back from it; one that
+is not given back is set aside: others go past it, and its bytes stay its writer's. Bytes that a write may still land
+in, and nobody can prove that it will not, are freed only by force: the operator says then that the writer is gone. A
+region that is being scattered is never taken.
 """
 
 from __future__ import annotations
@@ -32,42 +33,39 @@ class DecodeReleases(DecodeRooms):
             else:
                 self.answer(ticket, "refused", f"no allocation {serial} was ever given: kvctl staging map lists them")
             return
-        writer, age_s = holding.room.peer, (self.now_ns - holding.at_ns) / 1e9
         what = f"allocation {serial} of room {holding.room.room}"
-        match holding.state:
-            case RegionState.LANDED:
-                text = f"{what} has landed and is being scattered: it is free when that is done"
-                self.answer(ticket, "refused", text)
-            case RegionState.REVOKING:
-                self.answer(ticket, "unchanged", f"{what}: {writer} was asked to give it back {age_s:.1f} s ago")
-            case RegionState.QUARANTINED:
-                if not event.force:
-                    self.answer(ticket, "refused", f"{what}: {self._doubt([writer])}")
-                    return
-                room = self.rooms.get(holding.room.room)
-                self._free([holding])
-                self._unpin()
-                held = ""
-                if room is not None and room.nonce == holding.room.nonce:
-                    held = f"; its room still holds its pages: kvctl staging release --room {room.room}"
-                self.answer(ticket, "released", f"{what} is free by force{held}", freed=(serial,))
-            case RegionState.GRANTED:
-                self._ask_back(holding, what, age_s, ticket)
-
-    def _ask_back(self, holding: Holding, what: str, age_s: float, ticket: int) -> None:
-        writer = holding.room.peer
-        if holding.posted:
-            text = (
-                f"{what} is being written by {writer}, which said so {age_s:.1f} s ago: abort the room, or end {writer}"
-            )
+        if holding.state is RegionState.LANDED:
+            text = f"{what} has landed and is being scattered: it is free when that is done"
             self.answer(ticket, "refused", text)
-        elif not self.is_ready(writer):
-            self.answer(ticket, "refused", f"{what}: {writer} is not connected, and cannot be asked to give it back")
+        elif holding.state is not RegionState.QUARANTINED and (not event.force or self._fresh(holding.room.peer)):
+            self._move_away(holding, what, ticket)
+        elif not event.force:
+            self.answer(ticket, "refused", f"{what}: {self._doubt([holding.room.peer])}")
         else:
+            room = self.rooms.get(holding.room.room)
+            self._free([holding])
+            self._unpin()
+            held = ""
+            if room is not None and room.nonce == holding.room.nonce and room.failure is not None:
+                held = f"; its room still holds its pages: kvctl staging release --room {room.room}"
+            self.answer(ticket, "released", f"{what} is freed by force{held}", freed=(serial,))
+
+    def _move_away(self, holding: Holding, what: str, ticket: int) -> None:
+        """Ask a writer for an unwritten region; where it cannot be asked, or did not answer, let others go past it."""
+        writer = holding.room.peer
+        if holding.yields:
+            self.answer(ticket, "unchanged", f"{what}: others go past it already; its bytes are {writer}'s")
+        elif holding.state is RegionState.GRANTED and not holding.posted and self._fresh(writer):
             self._revoke(holding, 0)
             room = self.rooms.get(holding.room.room)
             again = "" if room is None or room.failure is not None else ", and asks for another place when it does"
             self.answer(ticket, "revoking", f"{what}: {writer} was asked to give it back{again}")
+        else:
+            holding.yields = True
+            why = "is writing it" if holding.posted else "has not given it back"
+            self._unpin()
+            text = f"{what}: {writer} {why}, so others go past it; its bytes are {writer}'s until then"
+            self.answer(ticket, "aside", text)
 
     def _release_room(self, event: ev.ReleaseHeld, number: int) -> None:
         ticket = event.ticket

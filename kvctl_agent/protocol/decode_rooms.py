@@ -322,7 +322,7 @@ class DecodeRooms(Machine):
         while self.book.gates_somebody and (oldest := self.book.oldest()) is not None:
             if oldest.state is RegionState.LANDED:
                 break
-            stuck = oldest.posted and self.now_ns - oldest.at_ns >= self.timing.revoke_ns
+            stuck = oldest.yields or (oldest.posted and self.now_ns - oldest.at_ns >= self.timing.revoke_ns)
             if not stuck and oldest.state is not RegionState.QUARANTINED and self._fresh(oldest.room.peer):
                 if not oldest.posted:
                     self._revoke(oldest, self.timing.revoke_ns)

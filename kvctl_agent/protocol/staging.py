@@ -25,7 +25,7 @@ class RegionState(StrEnum):
 class Holding:
     """One region and its owner."""
 
-    __slots__ = ("at_ns", "granted_ns", "key", "nbytes", "posted", "region", "room", "state")
+    __slots__ = ("at_ns", "granted_ns", "key", "nbytes", "posted", "region", "room", "state", "yields")
 
     def __init__(self, region: Region, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> None:
         self.region = region
@@ -36,6 +36,7 @@ class Holding:
         self.granted_ns = now_ns
         self.at_ns = now_ns  # of its state, and of the latest revoke
         self.posted = False  # its writer has said that it was too late to give it back
+        self.yields = False  # an operator wants the watermark to pass it, as soon as nobody was given its bytes too
 
     def grant(self) -> Grant:
         region, key = self.region, self.key

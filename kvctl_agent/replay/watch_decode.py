@@ -163,7 +163,7 @@ class DecodeWatch:
                 region.unread = True
 
     def _forced(self, event: ev.ReleaseHeld, actions: Sequence[ev.Action]) -> None:
-        """An operator's word is proof, but only where it was given, and for what nobody reads or is about to."""
+        """An operator's word is proof, but only where it was given, and for what nobody reads."""
         for answer in actions:
             if not isinstance(answer, ev.Answered) or not (answer.freed or answer.drained):
                 continue
@@ -175,8 +175,8 @@ class DecodeWatch:
                 room.acked.update(answer.drained)
             for serial in answer.freed:
                 region = self._ring.live.get(serial)
-                if region is not None and not region.unread:
-                    raise Broken("released-early", f"{region} is freed by force while it is in use", region.room.room)
+                if region is not None and region.scattering:
+                    raise Broken("released-early", f"{region} is freed while it is being scattered", region.room.room)
                 if region is not None:
                     self._ring.free(region)
 

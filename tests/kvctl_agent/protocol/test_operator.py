@@ -14,6 +14,7 @@ from simulation import SECOND, TIMING, UNIT, Broken, Instance, World, mixed
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.staging import RegionState
 
 
@@ -99,7 +100,6 @@ class TestReleaseOfAnAllocation:
         answer = release(world, serial=first)
         assert (answer.result, answer.freed) == ("revoking", ())
         assert "prefill-0 was asked to give it back" in answer.text
-        assert release(world, serial=first).result == "unchanged"
         assert [holding.region.serial for holding in world.d().book.holdings()] == [first]
         pass_time(world, 2)
         assert serial(world) > first
@@ -109,16 +109,66 @@ class TestReleaseOfAnAllocation:
         world.settle()
         assert [room.state for room in world.rooms.values()] == [RoomState.SUCCESS]
 
-    def test_one_that_is_being_written_stays_and_the_second_asking_says_so(self) -> None:
+    @pytest.mark.parametrize("force", [False, True])
+    @pytest.mark.parametrize("answered", [False, True])
+    def test_one_that_is_being_written_stays_its_writers_and_others_go_past_it(
+        self, answered: bool, force: bool
+    ) -> None:
+        """Whether its writer has said so, or has not answered yet; force changes nothing while it is heard."""
         world = begun()
-        assert release(world, serial=serial(world)).result == "revoking"
-        run_until(world, "complete")
-        for force in (False, True):
-            answer = release(world, serial=serial(world), force=force)
-            assert answer.result == "refused"
-            assert "is being written by prefill-0" in answer.text
+        held = serial(world)
+        assert release(world, serial=held, force=force).result == "revoking"
+        if answered:
+            run_until(world, "complete")
+        answer = release(world, serial=held, force=force)
+        assert (answer.result, answer.freed) == ("aside", ())
+        assert ("is writing it" if answered else "has not given it back") in answer.text
+        assert release(world, serial=held, force=force).result == "unchanged"
+        assert serial(world) == held
         world.settle()
         assert [room.state for room in world.rooms.values()] == [RoomState.SUCCESS]
+        world.check_empty()
+
+    @pytest.mark.parametrize("force", [False, True])
+    def test_one_that_pins_the_ring_lets_others_past(self, force: bool) -> None:
+        """Its writer has stopped before it wrote, is not suspected yet, and will go on one day."""
+        world = World(Side(), Side(), others=[Instance(Side())], ring=4, chunk_pages=1)
+        world.connect()
+        first = world.receive(7, 1)
+        world.flush()
+        world.feed("prefill-0", ev.SendRoom(7))
+        world.feed("prefill-0", ev.Prefetch(7))
+        world.flush()
+        held = serial(world)
+        world.paused.add("prefill-0")
+        second = world.receive(20, 4, instance=1)
+        world.flush()
+        world.send(20, 4, instance=1)
+        world.flush()
+        assert second.state is not RoomState.SUCCESS, "it waits behind"
+        assert release(world, serial=held, force=force).result == "revoking"
+        world.flush()
+        assert release(world, serial=held, force=force).result == "aside"
+        pass_time(world, 1)
+        assert second.state is RoomState.SUCCESS
+        assert [holding.region.serial for holding in world.d().book.holdings()] == [held]
+        world.paused.clear()
+        world.feed("prefill-0", ev.AbortRoom(7, "enough"))
+        world.settle()
+        assert first.state is RoomState.FAILED
+        world.check_empty()
+
+    def test_by_force_where_its_writer_is_silent(self) -> None:
+        world = asked(1)
+        granted(world)
+        held = serial(world)
+        world.kill("prefill-0", proven=False)
+        pass_time(world, 5)
+        assert world.d().peers["prefill-0"].state is PeerState.SUSPECT
+        answer = release(world, serial=held, force=True)
+        assert (answer.result, answer.freed) == ("released", (held,))
+        assert answer.text == f"allocation {held} of room 7 is freed by force"
+        assert world.d().book.ring.used_bytes == 0
 
     @pytest.mark.parametrize("force", [False, True])
     def test_one_that_has_landed_is_never_taken(self, force: bool) -> None:
@@ -159,10 +209,9 @@ class TestReleaseOfAnAllocation:
     def test_a_writer_that_cannot_be_asked(self) -> None:
         world = asked(1)
         granted(world)
-        world.d().peers["prefill-0"].state = type(world.d().peers["prefill-0"].state)("connecting")
+        world.d().peers["prefill-0"].state = PeerState.CONNECTING
         answer = release(world, serial=serial(world))
-        assert (answer.result, answer.freed) == ("refused", ())
-        assert "is not connected" in answer.text
+        assert (answer.result, answer.freed) == ("aside", ())
 
 
 class TestReleaseOfARoom:

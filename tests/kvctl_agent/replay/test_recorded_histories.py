@@ -23,19 +23,37 @@ from kvctl_agent.replay.recordings import AgentRecording
 def harm(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None:
     """Something goes wrong."""
     name = dice.choice(list(found.machines))
-    match dice.choice(["abort", "restart", "lost", "stopped"]):
+    match dice.choice(["abort", "restart", "lost", "stopped", "operator"]):
         case "abort":
             found.feed(name, ev.AbortRoom(dice.choice(rooms), "enough"))
         case "restart":
             found.restart(name, proven=dice.random() < 0.5)
         case "lost":
             found.stir(dice, 100, loss=0.9, delay=0.3)
+        case "operator":
+            operate(found, dice, rooms)
         case "stopped":
             found.paused.add(name)
             for _ in range(dice.choice([2, 20])):
                 found.stir(dice, 10)
                 found.tick(SECOND)
             found.paused.clear()
+
+
+def operate(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None:
+    """Somebody drains, resumes, changes deadlines, and takes back what can be taken without proof."""
+    for name in found.machines:
+        found.feed(name, ev.Drain(dice.random() < 0.5))
+        found.feed(name, ev.Retime(100 * SECOND, 110 * SECOND))
+        found.stir(dice, 10)
+        if name.startswith("decode"):
+            serials = [holding.region.serial for holding in found.machines[name].book.holdings()] or [1]
+            for ticket in (1, 2):
+                found.feed(name, ev.ReleaseHeld(ticket, dice.choice(serials)))
+            found.feed(name, ev.ReleaseHeld(3, room=dice.choice(rooms)))
+        found.feed(name, ev.AbortRoom(dice.choice(rooms), "enough", 4))
+    for name in found.machines:
+        found.feed(name, ev.Drain(False))
 
 
 def history(seed: int, **more: Any) -> list[InputLog]:
