@@ -7,6 +7,7 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.config_explain import explain
+from kvctl.commands.config_set import set_value
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.reading import run
 from kvctl.commands.settings import Settings
@@ -36,3 +37,4 @@ def show(settings: Settings, origin: bool) -> None:
 
 
 config.add_command(explain)
+config.add_command(set_value)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+_LARGEST_ROOM = (1 << 64) - 1
 
 
 class AgentName(click.ParamType[str]):
@@ -19,3 +21,19 @@ class AgentName(click.ParamType[str]):
         from kvctl.commands import completing
 
         return completing.agents(ctx, param, incomplete)
+
+
+class RoomNumber(click.ParamType[str]):
+    """An unsigned 64-bit number, kept as the text that the admin socket wants."""
+
+    name = "room"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not str(value).isdecimal() or int(value) > _LARGEST_ROOM:
+            self.fail(f"{value!r} is not a room number, 0 to {_LARGEST_ROOM}", param, ctx)
+        return str(int(value))
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        from kvctl.commands import completing
+
+        return completing.rooms(ctx, param, incomplete)

@@ -11,6 +11,7 @@ from kvctl.client.calls import Call
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.commands.names import AgentName
 from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.peers_probe import probe
 from kvctl.commands.reading import run
 from kvctl.commands.settings import Settings
 from kvctl.views.peer_diff import DIFF, DIFFERS, INCOMPATIBLE, SAME, build, comparisons, refusals
@@ -125,3 +126,6 @@ def _headline(a: str, b: str, refused: Sequence[Row], connected: bool) -> str:
     if refused:
         return f"A {a} and B {b} do not fit"
     return f"A {a} and B {b}: " + ("nothing stands between them" if connected else "not connected with each other")
+
+
+peers.add_command(probe)

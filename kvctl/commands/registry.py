@@ -35,6 +35,8 @@ COMMANDS: dict[str, Entry] = {
     "check": Entry("kvctl.commands.check", "check", "For monitoring: one line, exit status 0, 1, 2 or 3."),
     "doctor": Entry("kvctl.commands.doctor", "doctor", "What is wrong, ranked, and what to type next; host checks."),
     "wait": Entry("kvctl.commands.wait", "wait", "Wait until the fleet is ready or drained, or a room is done."),
+    "drain": Entry("kvctl.commands.drain", "drain", "Have agents take no new rooms; those in flight end."),
+    "resume": Entry("kvctl.commands.drain", "resume", "Have drained agents take new rooms again."),
     "config": Entry("kvctl.commands.config", "config", "Configuration of the agents and where it comes from."),
     "context": Entry("kvctl.commands.context", "context", "Fleets under names: which agents, keys and labels."),
     "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it over the network."),

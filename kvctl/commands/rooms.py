@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -13,8 +13,10 @@ from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Survey
 from kvctl.client.joined import JoinedRoom, join
+from kvctl.commands.names import RoomNumber
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.reading import run
+from kvctl.commands.rooms_abort import abort
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.views.report import Report
@@ -23,13 +25,9 @@ from kvctl.views.rooms import HISTORY, ROOMS, SLOW, TIMELINE
 from kvctl.views.view import Row, View
 from kvctl_agent.contract.states import STATE_LABELS
 
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
 _CLOCK_ROUNDS = 3
 _ALL = 1000
 _FEW = 20
-_LARGEST_ROOM = (1 << 64) - 1
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -84,22 +82,6 @@ def _table(settings: Settings, view: View, call: Call, cut_at: int | None = None
         return Report(view, rows, len(answers), survey.faults, notes=notes)
 
     run(settings, view, (call,), read)
-
-
-class RoomNumber(click.ParamType[str]):
-    """An unsigned 64-bit number, kept as the text that the admin socket wants."""
-
-    name = "room"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not str(value).isdecimal() or int(value) > _LARGEST_ROOM:
-            self.fail(f"{value!r} is not a room number, 0 to {_LARGEST_ROOM}", param, ctx)
-        return str(int(value))
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-        from kvctl.commands import completing
-
-        return completing.rooms(ctx, param, incomplete)
 
 
 @rooms.command(view=TIMELINE, short_help="One room: both ends on one timeline, and who failed first.")
@@ -189,3 +171,6 @@ def _document(room: JoinedRoom, timeline: Sequence[Row]) -> dict[str, Any]:
         ],
         "timeline": list(timeline),
     }
+
+
+rooms.add_command(abort)

@@ -12,6 +12,7 @@ from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.reading import run
 from kvctl.commands.settings import Settings
+from kvctl.commands.staging_release import release
 from kvctl.views import ring_map
 from kvctl.views.report import Block, Grid, Report, Text
 from kvctl.views.staging import ALLOCATIONS, GATED, STAGING
@@ -64,3 +65,6 @@ def _read_map(survey: Survey) -> Report:
         return [*pictures, Text([ring_map.legend()]), Grid(ALLOCATIONS, kept)]
 
     return Report(ALLOCATIONS, rows, len(answers), survey.faults, blocks=blocks)
+
+
+staging.add_command(release)

@@ -1,0 +1,48 @@
+"""`kvctl config set`: change a value while the agents run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvctl.client.calls import Call
+from kvctl.commands.acting import act, named, yes_option
+from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.settings import Settings
+from kvctl.views.operations import DONE
+from kvctl_agent.contract.config import KEYS
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+class RuntimeKey(click.ParamType[str]):
+    """A configuration key; those that can change while an agent runs complete, and the agents judge all others."""
+
+    name = "key"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        from click.shell_completion import CompletionItem
+
+        return [
+            CompletionItem(key.name, help=key.help) for key in KEYS if key.runtime and key.name.startswith(incomplete)
+        ]
+
+
+@click.command("set", cls=KvctlCommand, view=DONE, short_help="Change a value while the agents run.")
+@click.argument("name", metavar="KEY", type=RuntimeKey())
+@click.argument("value")
+@yes_option
+@pass_settings
+def set_value(settings: Settings, name: str, value: str, yes: bool) -> None:
+    """Set KEY to VALUE in every agent that matches, until it ends; kvctl config explain KEY says what it takes.
+
+    Only keys that kvctl config -o wide marks as RUNTIME can change. Level: admin.
+    """
+    act(
+        settings,
+        Call("set", {"key": name, "value": value}),
+        lambda agents: f"set {name} = {value} in {named(agents)}",
+        yes=yes,
+    )
