@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.health.answers import inner, number, text, texts
+from kvctl.health.codes.ring_size import gated_writers
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.slowness import slow_writers
 from kvctl.health.codes.wording import counted, listed, pair
@@ -21,6 +22,7 @@ _MANY_DESCRIPTORS = 1000
 _LONG_POST_S = 0.02
 _LONG_GAP_S = 2.0
 _GAP_TIMES = 50.0
+_LONG_LOOK_NS = 10_000_000_000
 _GAP_STAGES = ("gate", "queue", "gather")
 _WIRE = 'rate(kvctl_stage_seconds_sum{stage="wire"}[5m]) / rate(kvctl_stage_seconds_count{stage="wire"}[5m])'
 
@@ -167,11 +169,11 @@ def _gap(snapshot: Snapshot) -> Iterator[Finding]:
             for stage in (*_GAP_STAGES, "wire")
         }
         wire = spent.pop("wire")
-        if wire is None or wire.times < _PARTS:
-            continue
+        if wire is None or wire.times < _PARTS or agent.name in snapshot.once(gated_writers):
+            continue  # that they wait for a ring is said of the ring
         seconds = {stage: one.seconds for stage, one in spent.items() if one is not None}
         gap_s = sum(seconds.values()) / wire.times
-        if gap_s < max(_LONG_GAP_S, _GAP_TIMES * _mean(wire)):
+        if gap_s < max(_LONG_GAP_S, _GAP_TIMES * _mean(wire)) or not _lasting(snapshot, agent):
             continue
         worst = max(seconds, key=lambda stage: seconds[stage])
         shares = {stage: round(one / sum(seconds.values()), 3) for stage, one in seconds.items()}
@@ -192,6 +194,13 @@ def _gap(snapshot: Snapshot) -> Iterator[Finding]:
             f"{_SAY[worst]}",
             remedy=_DO[worst].format(agent=agent.name),
         )
+
+
+def _lasting(snapshot: Snapshot, agent: Agent) -> bool:
+    """Whether it was looked at for long, or it was so for the agent's whole life: no moment without a core."""
+    life = [agent.spent("kvctl_stage_seconds", stage=stage).seconds for stage in _GAP_STAGES]
+    parts = agent.spent("kvctl_stage_seconds", stage="wire").times
+    return snapshot.since_ns >= _LONG_LOOK_NS or (parts > 0 and sum(life) / parts >= _LONG_GAP_S / 2)
 
 
 _SAY = {

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
+from typing import NamedTuple
 
 from kvctl.health.answers import amount
 from kvctl.health.codes.ring import gated_behind, ring_of
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
-from kvctl.health.snapshot import Snapshot
+from kvctl.health.snapshot import Snapshot, Spent
 from kvctl.views.units import duration, percent, size
 
 _PARTS = 20
 _FULL = 0.9
 # Of the time between ready and sent. A ring that is somewhat small costs little: bytes wait here or elsewhere.
 _SHARE = 0.8
-_LONG_S = 1.0
+_LONG_S = 2.0
+# A short look tells of a short while: what was so for the whole life of an agent is believed at once.
+_LONG_LOOK_NS = 10_000_000_000
 _STAGES = ("gate", "queue", "gather", "post", "wire")
+_METRIC = "kvctl_stage_seconds"
 _MIB = 1 << 20
 
 
-def _small(snapshot: Snapshot) -> Iterator[Finding]:
-    gates = {}
+class Gate(NamedTuple):
+    """What one writer's parts waited for rings: as a share of their time from ready to sent, and each."""
+
+    share: float
+    seconds: float
+
+
+def gated_writers(snapshot: Snapshot) -> Mapping[str, Gate]:
+    """Writers whose parts spend their time waiting for rings; use `snapshot.once(gated_writers)`."""
+    found: dict[str, Gate] = {}
     for agent in snapshot.of_role("prefill"):
-        spent = {
-            stage: snapshot.spent_since_before(agent.name, "kvctl_stage_seconds", stage=stage) for stage in _STAGES
-        }
-        gate = spent["gate"]
-        total = sum(one.seconds for one in spent.values() if one is not None)
-        if gate is not None and gate.times >= _PARTS and gate.seconds >= max(_SHARE * total, _LONG_S * gate.times):
-            gates[agent.name] = gate.seconds / total, gate.seconds / gate.times
+        lately = [snapshot.spent_since_before(agent.name, _METRIC, stage=stage) for stage in _STAGES]
+        gate = _gate([one for one in lately if one is not None])
+        if gate is None or gate.share < _SHARE or gate.seconds < _LONG_S:
+            continue
+        life = _gate([agent.spent(_METRIC, stage=stage) for stage in _STAGES])
+        if snapshot.since_ns >= _LONG_LOOK_NS or (life and life.share >= _SHARE / 2 and life.seconds >= _LONG_S / 2):
+            found[agent.name] = gate
+    return found
+
+
+def _gate(stages: Sequence[Spent]) -> Gate | None:
+    total = sum(stage.seconds for stage in stages)
+    if not stages or stages[0].times < _PARTS or not total:
+        return None
+    return Gate(stages[0].seconds / total, stages[0].seconds / stages[0].times)
+
+
+def _small(snapshot: Snapshot) -> Iterator[Finding]:
+    gates = snapshot.once(gated_writers)
     if not gates:
         return
     for agent in snapshot.of_role("decode"):
@@ -71,7 +95,7 @@ RING_SMALL = Code(
     name="KV_RING_SMALL",
     sees="throughput goes up and down like a saw, writers are gated most of the time",
     means="The ring has been full, and the writers' parts spend most of their time waiting for the watermark of a full "
-    "ring, a second or more each. The size that would have sufficed is the ring's plus what waits for it now.",
+    "ring, two seconds or more each. The size that would have sufficed is the ring's plus what waits for it now.",
     remedy="Raise staging_ring_mb on the decode rank.",
     severity=Severity.WARNING,
     find=_small,

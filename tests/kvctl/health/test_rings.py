@@ -144,16 +144,18 @@ def test_pages_that_a_lost_writer_may_still_write():
 
 def test_a_ring_that_is_too_small():
     before, fleet = Fleet(), Fleet()
-    for stage, seconds in {"gate": 90.0, "queue": 1.0, "gather": 0.5, "post": 0.2, "wire": 0.6}.items():
+    for stage, seconds in {"gate": 150.0, "queue": 1.0, "gather": 0.5, "post": 0.2, "wire": 0.6}.items():
         fleet.spend("prefill-0", stage, seconds, 60)
     assert fleet.find("KV_RING_SMALL", before) == []  # nothing waits for a ring now
     for _ in range(8):
         fleet.gated("prefill-0", "decode-0", "1002", bytes=4 * MIB)
-    (found,) = fleet.find("KV_RING_SMALL", before)
+    assert fleet.find("KV_RING_SMALL", before) == []  # for a short while only
+    (found,) = fleet.find("KV_RING_SMALL", before, apart_s=12)
     assert (found.subject, found.severity) == ("decode-0 ring", Severity.WARNING)
     assert found.evidence["needed_ring_mb"] == 64 + 32
     assert found.evidence["gate_ratio"] > 0.9
     assert "`staging_ring_mb=96`" in found.remedy
+    assert fleet.find("KV_READY_GAP", before, apart_s=12) == []  # which explains it
 
 
 def test_a_part_that_no_ring_holds():
