@@ -41,7 +41,8 @@ def rows(findings: Iterable[Finding], silent: Iterable[Silence], facts: Sequence
     unheard = [_silent(each) for each in silent]
     found = [_found(finding) for finding in findings]
     bad = [_of_host(fact) for fact in facts if fact.severity > Severity.INFO]
-    problems = sorted([*found, *unheard, *bad], key=lambda each: -Severity[each["severity"].upper()])
+    # A process that hangs explains more than anything others say of it.
+    problems = sorted([*unheard, *found, *bad], key=lambda each: -Severity[each["severity"].upper()])
     ranked = [{**each, "rank": number} for number, each in enumerate(problems, 1)]
     return [*ranked, *(_of_host(fact) for fact in facts if fact.severity is Severity.INFO)]
 

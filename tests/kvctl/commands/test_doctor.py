@@ -96,8 +96,8 @@ def test_the_host_alone(host: None, kvctl: Any) -> None:
     assert outcome.out.splitlines()[-1] == "next: ulimit -l unlimited"
 
 
-def test_who_does_not_answer_is_ranked_with_what_became_of_it(
-    sound: None, socket_directory: Path, start: Any, kvctl: Any
+def test_who_does_not_answer_comes_first_with_what_became_of_it(
+    host: None, socket_directory: Path, start: Any, kvctl: Any
 ) -> None:
     with socket.socket(socket.AF_UNIX) as hung:
         hung.bind(os.fspath(socket_directory / "hung.sock"))
