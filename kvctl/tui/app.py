@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -84,7 +86,8 @@ class TopApp(App[None]):
     ContentSwitcher { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(key.key, key.action, key.does, show=False) for key in keys.KEYS if key.key != "enter"
+        *(Binding(key.key, key.action, key.does, show=False) for key in keys.KEYS if key.key != "enter"),
+        Binding("ctrl+c", "leave(130)", show=False, priority=True),
     ]
 
     def __init__(
@@ -123,6 +126,11 @@ class TopApp(App[None]):
         self.feed.start(self._arrived)
         self.set_interval(1, self._tick)
         self.call_after_refresh(self._enter)
+
+        if not self.is_headless:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGHUP, signal.SIGTERM):
+                loop.add_signal_handler(number, self.action_leave, 128 + number)
 
     def on_unmount(self) -> None:
         self.feed.stop()
@@ -245,6 +253,10 @@ class TopApp(App[None]):
     def _tick(self) -> None:
         if self._paused_at is not None:
             self._frame()
+
+    def action_leave(self, code: int) -> None:
+        """Ends with an exit code; the terminal is put back first."""
+        self.exit(return_code=code)
 
     def action_view(self, name: str) -> None:
         self._view, self._path = name, []

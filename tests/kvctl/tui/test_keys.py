@@ -21,7 +21,9 @@ def said(pilot: Any) -> list[str]:
 
 
 def bar(pilot: Any, name: str) -> str:
-    return "\n".join("".join(text for text, _ in left + right) for left, right in pilot.app.query_one(f"#{name}", Bar)._lines)
+    return "\n".join(
+        "".join(text for text, _ in left + right) for left, right in pilot.app.query_one(f"#{name}", Bar)._lines
+    )
 
 
 async def press(pilot: Any, *keys: str) -> None:
@@ -185,7 +187,7 @@ def test_sort_chooses_a_column_and_turns_it(specimen, build, drive) -> None:
         await press(pilot, "s")
         assert isinstance(pilot.app.screen, Choice)
         await press(pilot, "home", "enter")
-        assert [each["room"] for each in pilot.app.panel.main.listing.rows][0] == "4711"
+        assert pilot.app.panel.main.listing.rows[0]["room"] == "4711"
         await press(pilot, "s", "enter")
         assert pilot.app.panel.main.listing.rows[0]["room"] == "4722"
         await press(pilot, "s", "escape")

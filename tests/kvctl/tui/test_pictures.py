@@ -1,0 +1,121 @@
+"""What every view looks like, at three sizes, in four states. `UPDATE_GOLDEN=1` writes the files anew: look at them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.tui.snapshot import svg, text
+
+HERE = Path(__file__).parent
+DOCS = HERE.parents[2] / "docs"
+VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
+SIZES = ((80, 24), (120, 40), (200, 60))
+PAST = 30  # seconds of curves
+
+
+def check(path: Path, screen: str) -> None:
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(screen, encoding="utf-8")
+    assert screen == path.read_text(encoding="utf-8")
+
+
+async def through_time(pilot: Any, seconds: int) -> None:
+    for _ in range(seconds):
+        pilot.app.feed.beat()
+    await pilot.pause()
+
+
+def fits(screen: str, size: tuple[int, int]) -> None:
+    lines = screen.splitlines()
+    assert len(lines) == size[1]
+    assert max(map(len, lines)) <= size[0]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("state", ["normal", "empty", "disconnected", "large"])
+def test_views(state: str, size: tuple[int, int], specimen, large, ill, build, drive) -> None:
+    shown = large if state == "large" else specimen
+    if state == "empty":
+        shown.prefill, shown.decode = [], []
+
+    async def script(pilot: Any) -> None:
+        await through_time(pilot, PAST)
+        for number, view in enumerate(VIEWS, 1):
+            await pilot.press(str(number))
+            await pilot.pause()
+            if state == "disconnected" and number == 1:
+                for other in range(2, len(VIEWS) + 1):
+                    await pilot.press(str(other))
+                    await pilot.pause()
+                await pilot.press("1")
+                shown.silent = {"decode-1", "prefill-0", "prefill-3", "decode-2"}
+                shown.gone = set(shown.names) - shown.silent
+                await through_time(pilot, 3)
+            screen = text(pilot.app)
+            fits(screen, size)
+            check(HERE / "golden" / f"{view}-{state}-{size[0]}x{size[1]}.txt", screen)
+            if state == "normal" and size == (120, 40):
+                check(HERE / "golden" / f"{view}.svg", svg(pilot.app))
+
+    drive(build(shown, judged=ill if state in {"normal", "large"} else None), script, size)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_a_room(size: tuple[int, int], specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await pilot.press("enter")
+        await pilot.pause()
+        screen = text(pilot.app)
+        fits(screen, size)
+        check(HERE / "golden" / f"room-{size[0]}x{size[1]}.txt", screen)
+        if size == (120, 40):
+            check(HERE / "golden" / "room.svg", svg(pilot.app))
+
+    drive(build(specimen, "rooms"), script, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("help", ("question_mark",)), ("sort", ("s",)), ("filter", ("slash", "a")), ("abort", ("a",))]
+)
+def test_dialogs(name: str, keys: tuple[str, ...], specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        for key in keys:
+            await pilot.press(key)
+            await pilot.pause()
+        screen = text(pilot.app)
+        fits(screen, (80, 24))
+        check(HERE / "golden" / f"dialog-{name}.txt", screen)
+
+    drive(build(specimen, "rooms"), script, (80, 24))
+
+
+@pytest.mark.parametrize("theme", ["light", "high-contrast"])
+def test_themes(theme: str, specimen, ill, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await through_time(pilot, PAST)
+        pilot.app.theme = theme
+        await pilot.pause()
+        check(HERE / "golden" / f"overview-{theme}.svg", svg(pilot.app))
+
+    drive(build(specimen, judged=ill), script)
+
+
+def test_the_picture_of_the_readme(specimen, ill, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await through_time(pilot, 60)
+        check(DOCS / "top.svg", svg(pilot.app))
+
+    drive(build(specimen, judged=ill), script, (120, 32))
+
+
+def test_pictures_fetch_nothing_and_are_small() -> None:
+    for path in (HERE / "golden").glob("*.svg"):
+        drawn = path.read_text(encoding="utf-8")
+        assert "url(" not in drawn
+        assert "<script" not in drawn
+        assert len(drawn) < 80_000

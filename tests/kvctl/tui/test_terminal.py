@@ -1,0 +1,203 @@
+"""The real process on a real terminal: agents that die under it, a terminal that is lost, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATIENCE_S = 30.0
+# Serves one agent with the fixed answers until it is killed.
+AGENT = """
+import importlib.util, sys, threading, time
+spec = importlib.util.spec_from_file_location("canned", sys.argv[1])
+canned = sys.modules["canned"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(canned)
+from kvctl_agent.admin.server import AdminServer
+name, said = sys.argv[2:]
+answers = {**canned.answers(name), "status": lambda _: {**canned.status(name), "waiting_for": said or None}}
+server = AdminServer(name, answers, lambda: {**canned.hello(name), "incarnation": said})
+server.start()
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+class Screen:
+    """`kvctl top` behind a terminal that can be read and taken away."""
+
+    def __init__(self, *args: str, before: Callable[[], Any] | None = None) -> None:
+        self.leader, follower = pty.openpty()
+        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 110, 0, 0))
+        environment = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "COLUMNS"}}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvctl", "top", *args],
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            env={**environment, "TERM": "xterm-256color"},
+            start_new_session=True,
+            preexec_fn=before,
+        )
+        os.close(follower)
+        self.seen = ""
+
+    def until(self, text: str) -> None:
+        """Reads on until the text was written since the last time."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.seen:
+            assert time.monotonic() < deadline, f"{text!r} was not shown; last: {self.seen[-2000:]!r}"
+            if select.select([self.leader], [], [], 0.1)[0]:
+                self.seen += os.read(self.leader, 1 << 16).decode(errors="replace")
+        self.seen = self.seen.rpartition(text)[2]
+
+    def press(self, keys: str) -> None:
+        os.write(self.leader, keys.encode())
+
+    def hang_up(self) -> None:
+        """The terminal is gone."""
+        os.close(self.leader)
+        self.leader = -1
+
+    def ended(self) -> int:
+        """Exit code; what is written meanwhile is read, so that nobody waits for us."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, "kvctl top is still running"
+            if self.leader >= 0 and select.select([self.leader], [], [], 0.05)[0]:
+                with contextlib.suppress(OSError):
+                    self.seen += os.read(self.leader, 1 << 16).decode(errors="replace")
+            elif self.leader < 0:
+                time.sleep(0.02)
+        return self.process.returncode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.leader >= 0:
+            os.close(self.leader)
+
+
+@pytest.fixture
+def screen() -> Iterator[Callable[..., Screen]]:
+    opened: list[Screen] = []
+
+    def make(*args: str, before: Callable[[], Any] | None = None) -> Screen:
+        opened.append(Screen(*args, before=before))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture
+def agent(socket_directory: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Agents as processes of their own."""
+    started: list[subprocess.Popen[str]] = []
+    canned = Path(__file__).parents[1] / "conftest.py"
+
+    def make(name: str, said: str = "") -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", AGENT, str(canned), name, said], stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield make
+    for process in started:
+        process.kill()
+        process.communicate()
+    for path in socket_directory.iterdir():
+        path.unlink()
+
+
+def test_a_killed_agent_grows_stale_and_comes_back(screen: Any, agent: Any) -> None:
+    agent("prefill-0")
+    victim = agent("decode-0")
+    top = screen("--interval", "200ms")
+    top.until("decode-0")
+    victim.kill()
+    victim.wait()
+    top.until("decode-0 silent for")
+    agent("decode-0", "its second life")
+    top.until("its second life")
+    top.press("q")
+    assert top.ended() == 0
+
+
+def test_a_hanging_agent_does_not_stop_the_screen(screen: Any, agent: Any) -> None:
+    agent("prefill-0")
+    victim = agent("decode-0")
+    top = screen("--interval", "200ms", "--timeout", "300ms")
+    top.until("decode-0")
+    victim.send_signal(signal.SIGSTOP)
+    top.until("decode-0 silent for")
+    top.press("5")
+    top.until("reachability")
+    victim.send_signal(signal.SIGCONT)
+    top.press("q")
+    assert top.ended() == 0
+
+
+def test_without_agents_it_says_how_to_start_some(screen: Any) -> None:
+    top = screen()
+    top.until("Start some here: kvctl demo")
+    top.press("q")
+    assert top.ended() == 0
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["as usual", "under nohup"])
+def test_a_lost_terminal_ends_it(ignored: bool, screen: Any, fleet: Any) -> None:
+    before = (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if ignored else None
+    top = screen("--interval", "200ms", before=before)
+    top.until("decode-0")
+    top.hang_up()
+    assert top.ended() in {128 + signal.SIGHUP, -signal.SIGHUP}
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_signals_end_it(number: signal.Signals, screen: Any, fleet: Any) -> None:
+    top = screen("--interval", "200ms")
+    top.until("decode-0")
+    top.process.send_signal(number)
+    assert top.ended() == 128 + number
+    assert "\x1b[?1049l" in top.seen  # the terminal is as it was before
+
+
+def test_control_c_leaves_like_quit(screen: Any, fleet: Any) -> None:
+    top = screen("--interval", "200ms")
+    top.until("decode-0")
+    top.press("\x03")
+    assert top.ended() == 130
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ((), "needs a terminal; without one: --snapshot FILE.svg"),
+        (("--snapshot", "x.png"), "the name says the format, .svg or .txt"),
+        (("--snapshot", "x.svg", "--size", "10x10"), "10x10 is not within 60x16"),
+        (("--interval", "1ms"), "shorter than 100ms"),
+        (("--view", "roms"), "'roms' is not one of"),
+    ],
+)
+def test_wrong_usage_is_one_line(args: tuple[str, ...], why: str, kvctl: Any) -> None:
+    outcome = kvctl("top", *args)
+    assert outcome.code == 2
+    assert why in outcome.err
