@@ -14,6 +14,7 @@ from typing import Any
 from kvctl.client.calls import Call
 from kvctl.client.captured_moment import Moment, Seen
 from kvctl.client.fanout import Reply
+from kvctl.client.faults import FaultCode
 from kvctl.client.fleet import AgentAnswer, Fleet
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, Level
@@ -24,6 +25,8 @@ _EVENTS = 4096  # as many as a recorder keeps by default
 _ROOMS_OF_ALL = 4000
 _ROOMS_OF_ONE = 200
 _AT_ONCE = 24  # an agent's socket queues 64 requests
+_SILENT = frozenset({FaultCode.TIMEOUT, FaultCode.UNREACHABLE})
+_NAMED = 5  # agents in one remark
 _LIMITS = {"rooms": _ROWS, "history": _ROWS, "slow": _ROWS, "events": _EVENTS}
 
 
@@ -90,6 +93,7 @@ class Taker:
     def _detailed(self, seen: Sequence[Seen]) -> tuple[list[Seen], list[str]]:
         """With the timelines and layers of their rooms, and what was left out of those."""
         left_out: list[str] = []
+        failed: list[str] = []
         found: dict[Any, Seen] = {}
         waiting: dict[Any, list[str]] = {}
         each_may = min(_ROOMS_OF_ONE, max(1, _ROOMS_OF_ALL // max(1, len(seen))))
@@ -118,8 +122,11 @@ class Taker:
                     into[reply.call.args["room"]] = reply.data  # type: ignore[index]
                 elif reply.fault.code == ErrorCode.UNKNOWN_ROOM:
                     into[reply.call.args["room"]] = []  # type: ignore[index]
-                elif waiting.pop(reply.endpoint, None) is not None:
-                    left_out.append(f"{one.endpoint.name}: timelines: {reply.fault.message}")
+                elif reply.fault.code in _SILENT and waiting.pop(reply.endpoint, None) is not None:
+                    failed.append(one.endpoint.name)
+        if failed:
+            others = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
+            left_out.append(f"some timelines of rooms, for which {', '.join(failed[:_NAMED])}{others} took too long")
         return [found[each.endpoint] for each in seen], left_out
 
     def _wanted(self, seen: Seen) -> Iterator[str]:

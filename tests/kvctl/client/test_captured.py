@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_a_hanging_agent_is_a_fault_of_its_moment_and_holds_nobody_up(
     with socket.socket(socket.AF_UNIX) as hung:
         hung.bind(str(socket_directory / "decode-1.sock"))
         hung.listen()
-        with Fleet((), {}, S // 2) as fleet:
+        with Fleet((), {}, 3 * S // 2) as fleet:
             path = saved(tmp_path / "some.kvrec", Taker(fleet).take())
     survey = Captured(path).survey([Call("status")])
     assert [agent.name for agent, _ in survey.answers("status")] == ["decode-0"]
@@ -181,6 +182,30 @@ def test_many_agents_share_what_may_be_asked(fleet: Any, monkeypatch: pytest.Mon
     assert found.left_out == ["timelines of 12 of 16 rooms; failed and active ones come first"]
     # The failed one is the first that a person would look for.
     assert {room for each in found.seen for room in each.rooms} == {"6"}
+
+
+def test_an_agent_that_falls_silent_midway_costs_its_own_timelines(
+    start: Any, canned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_taking, "_AT_ONCE", 2)
+    released = threading.Event()
+    asked: list[int] = []
+
+    def hang(args: dict[str, Any]) -> Any:
+        asked.append(args["room"])
+        released.wait(20)
+        return []
+
+    start("decode-0", {"room": hang})
+    start("prefill-0")
+    with Fleet((), {}, 3 * S // 2) as fleet:
+        found = Taker(fleet).take()
+        released.set()
+    assert found.left_out == ["some timelines of rooms, for which decode-0 took too long"]
+    assert len(asked) == 1
+    rooms = {each.endpoint.name: set(each.rooms) for each in found.seen}
+    assert rooms == {"decode-0": set(), "prefill-0": {canned.ROOM, "5", "6", "7"}}
+    assert found.seen[0].answer is not None
 
 
 def test_what_was_not_asked_is_a_fault(canned: Any, tmp_path: Path) -> None:
