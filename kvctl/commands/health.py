@@ -62,6 +62,8 @@ def show(settings: Settings, muted: bool) -> None:
             survey.faults,
             blocks=lambda kept, width: overview(kept, agents, len(CODES), quiet) if agents else [],
         )
+        if quiet and not muted and settings.resolved_output() not in {"table", "wide"}:
+            report.notes.append(f"{quiet} muted (kvctl health mutes)")
         report.notes.extend(look.remarks)
         return report
 

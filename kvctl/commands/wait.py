@@ -66,8 +66,7 @@ def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
         raise click.UsageError(f"--for {error}") from error
     deadline = time.monotonic() + _seconds(patience)
     output = Output(settings)
-    line = _Line(settings.quiet)
-    with source(settings) as fleet:
+    with source(settings) as fleet, _Line(settings.quiet) as line:
         while True:
             progress = wanted.look(fleet.survey(wanted.calls))
             left = deadline - time.monotonic()
@@ -75,7 +74,6 @@ def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
                 break
             line.show(f"{_few(progress.missing)} ({left:.0f} s left)")
             time.sleep(min(_PAUSE_S, left))
-    line.clear()
     _conclude(output, progress, goal, patience)
 
 
@@ -100,20 +98,24 @@ def _few(missing: Sequence[str]) -> str:
 
 
 class _Line:
-    """One line of progress on stderr that is written over; nothing where stderr is no terminal."""
+    """One line of progress on stderr that is written over, and gone in the end; nothing where that is no terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self._shown = not quiet and sys.stderr.isatty()
         self._dirty = False
 
+    def __enter__(self) -> _Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._dirty:
+            self._write("")
+
     def show(self, text: str) -> None:
         if self._shown:
-            width = shutil.get_terminal_size().columns - 1
-            sys.stderr.write(f"\r\x1b[K{text[:width]}")
-            sys.stderr.flush()
+            self._write(text[: shutil.get_terminal_size().columns - 1])
             self._dirty = True
 
-    def clear(self) -> None:
-        if self._dirty:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

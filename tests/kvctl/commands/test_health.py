@@ -96,7 +96,9 @@ class TestMutes:
     def test_what_is_muted_is_a_count(self, fleet: Any, kvctl: Any) -> None:
         outcome = kvctl("health", "mute", "ring_full:decode-0", "1h", "--reason", "known")
         assert (outcome.code, outcome.err) == (0, "")
-        assert [row["subject"] for row in data(kvctl("health", "-o", "json").out)] == ["decode-1 ring", "fleet"]
+        outcome = kvctl("health", "-o", "json")
+        assert [row["subject"] for row in data(outcome.out)] == ["decode-1 ring", "fleet"]
+        assert outcome.err == "kvctl: 1 muted (kvctl health mutes)\n"
         table = kvctl("health", "-o", "table").out
         assert "✗ 1 critical, 1 info   4 agents, 2 codes looked at, 1 muted" in table
         assert "decode-0 ring" not in table

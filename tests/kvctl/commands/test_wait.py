@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -40,6 +44,26 @@ def test_time_is_up_and_says_who_was_missing(start: Any, kvctl: Any, canned: Any
     assert outcome.err == (
         "kvctl: not ready within 10ms; missing: prefill-0: 6 of 8 prefill ranks registered, missing tp=2,3\n"
     )
+
+
+def test_a_terminal_sees_who_is_missing_on_one_line(start: Any, canned: Any) -> None:
+    start("prefill-0", changing(canned, "prefill-0", {"waiting_for": "missing tp=1"}))
+    terminal, end = os.openpty()
+    command = [sys.executable, "-m", "kvctl", "wait", "--for", "ready", "--timeout", "60s"]
+    waiting = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, env={**os.environ, "COLUMNS": "60"})
+    os.close(end)
+    try:
+        seen = ""
+        while "s left)" not in seen:
+            seen += os.read(terminal, 4096).decode()
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(30) == 130
+    finally:
+        waiting.kill()
+        out, _ = waiting.communicate()
+        os.close(terminal)
+    assert seen.startswith("\r\x1b[Kprefill-0: missing tp=1 (")
+    assert out == b""
 
 
 def test_agents_that_have_not_started_are_missing(start: Any, kvctl: Any) -> None:

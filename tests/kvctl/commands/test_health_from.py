@@ -1,0 +1,51 @@
+"""Health of a fleet that a file remembers: this host and what is muted here have no part in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("toy_codes")
+
+
+@pytest.fixture
+def file(fleet: Any, kvctl: Any, tmp_path: Path) -> str:
+    """Two moments of the fleet."""
+    path = tmp_path / "moments"
+    assert kvctl("record", "-o", str(path), "--for", "0.2s", "--every", "0.1s").code == 0
+    return str(path)
+
+
+def codes(out: str) -> list[str]:
+    return [row["code"] for row in json.loads(out)["data"]]
+
+
+def test_findings_are_those_of_the_file_compared_with_its_moment_before(file: str, kvctl: Any) -> None:
+    outcome = kvctl("health", "--from", file, "-o", "json")
+    assert outcome.code == 0
+    assert codes(outcome.out) == ["KV_RING_FULL", "KV_RING_FULL", "KV_FLEET_YOUNG"]
+
+
+def test_what_is_muted_here_is_heard_of_a_file(file: str, kvctl: Any) -> None:
+    kvctl("health", "mute", "KV_RING_FULL", "1h")
+    assert codes(kvctl("health", "-o", "json").out) == ["KV_FLEET_YOUNG"]
+    assert codes(kvctl("health", "--from", file, "-o", "json").out)[0] == "KV_RING_FULL"
+
+
+def test_doctor_says_nothing_of_this_host(file: str, kvctl: Any) -> None:
+    outcome = kvctl("doctor", "--from", file, "-o", "json")
+    assert outcome.code == 1
+    assert codes(outcome.out) == ["KV_RING_FULL", "KV_RING_FULL", "KV_FLEET_YOUNG"]
+    assert kvctl("doctor", "--from", file, "-o", "table").out.startswith("✗ 1 critical, 1 warning, 1 info   4 agents\n")
+
+
+def test_a_watch_of_a_file_ends_with_it(file: str, kvctl: Any) -> None:
+    outcome = kvctl("check", "staging", "--from", file, "-w", "0.01")
+    assert outcome.code == 2
+    heads = [line for line in outcome.out.splitlines() if line.startswith("KVCTL ")]
+    assert len(heads) >= 2
+    assert kvctl("health", "--from", file, "-w", "0.01").code == 0
+    assert kvctl("status", "--from", file, "-w", "0.01").code == 0
