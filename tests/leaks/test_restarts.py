@@ -1,4 +1,4 @@
-"""Peers that come and go 50 times: whoever stays holds as much after the last life as after the first few."""
+"""Peers that come and go 20 times: whoever stays holds as much after the last life as after the first few."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.leaks.process import CONFIG
 from benchmarks.leaks.side import Side
 
 SIZES = {"prefill": 2, "decode": 1}
-LIVES, FIRST_LIVES = 50, 5
+LIVES, FIRST_LIVES = 20, 5
 TOMBSTONES_S = 3.0
 WAIT_S = 60.0
 

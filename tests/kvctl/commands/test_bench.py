@@ -16,21 +16,9 @@ import orjson
 import pytest
 
 TINY = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--tokens", "40", "--rooms", "6"]
-# Rooms without end, so that there is time to interfere.
-LONG = [
-    "--layers",
-    "2",
-    "--kv-heads",
-    "4",
-    "--head-dim",
-    "16",
-    "--tokens",
-    "64",
-    "--rooms",
-    "20000",
-    "--path",
-    "staged",
-]
+# Minutes of simulated compute, so that there is time to interfere.
+LONG = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--tokens", "64", "--path", "staged"]
+LONG += ["--rooms", "1000", "--layer-ms", "100"]
 LOOPBACK = ["--transport", "loopback"]
 FOUR_TO_TWO = ["--prefill-tp", "4", "--decode-dp", "2"]
 
