@@ -33,7 +33,7 @@ from kvctl_agent.rank import Rank
 from kvctl_agent.transport import mooncake_tags
 
 Context = zmq.Context[zmq.Socket[bytes]]
-PATIENCE_S = 60.0
+PATIENCE_S = 60
 SHAPE = ModelShape(2, 2, 8, 8, 2)
 MANY = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
