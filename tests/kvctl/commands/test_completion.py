@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvctl.commands import completing
 from kvctl.commands.completing import VARIABLE
 from kvctl.commands.completion import SCRIPTS
 
@@ -87,9 +88,12 @@ def test_every_command_has_a_word_of_help(ask: Ask) -> None:
     assert all(found.values())
 
 
-def test_agents_and_rooms_are_the_living_ones(fleet: Any, socket_directory: Path, canned: Any, ask: Ask) -> None:
+def test_agents_and_rooms_are_the_living_ones(
+    fleet: Any, socket_directory: Path, canned: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(os.fspath(socket_directory / "dead.sock"))
+    monkeypatch.setattr(completing, "_ANSWER_NS", (60 * 10**9,))  # a busy machine answers late
     assert list(ask("-e", "")) == sorted(fleet)
     assert list(ask("peers", "diff", "prefill-0", "dec")) == ["decode-0", "decode-1"]
     found = ask("rooms", "show", "")
@@ -106,7 +110,9 @@ def test_a_hung_agent_and_a_broken_file_are_met_with_silence(
     with socket.socket(socket.AF_UNIX) as hung:
         hung.bind(os.fspath(socket_directory / "hung.sock"))
         hung.listen()
-        assert "7" in ask("rooms", "show", "")
+        deadline = time.monotonic() + PATIENCE_S
+        while "7" not in ask("rooms", "show", ""):
+            assert time.monotonic() < deadline
     (tmp_path / "kvctl").mkdir()
     (tmp_path / "kvctl" / "config.toml").write_text("= =")
     broken = {"XDG_CONFIG_HOME": str(tmp_path)}
