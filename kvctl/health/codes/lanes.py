@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvctl.health.answers import inner, number, text, texts
+from kvctl.health.answers import Row, amount, inner, number, text, texts
 from kvctl.health.codes.ring_size import gated_writers
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.slowness import slow_writers
@@ -13,9 +13,10 @@ from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot, Spent
 from kvctl.views.units import duration, percent, size, three_digits
 
-# One write within a host moves at the speed of a copy or two; TCP through the loopback device at a tenth of that, and
-# so does any lane that was measured while every core was busy.
+# One write within a host moves at the speed of a copy or two. What was measured while the ranks came up, each of them
+# busy, says nothing: it is believed of a later probe.
 _OF_MEMORY = 1 / 20
+_COMING_UP_NS = 30_000_000_000
 _PARTS = 20
 _TINY_BYTES = 2048
 _MANY_DESCRIPTORS = 1000
@@ -64,6 +65,8 @@ def _below_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
         lane, peer = number(row, "lane_gb_per_s"), text(row, "peer")
         if not memory or lane is None or row.get("same_host") is not True or lane >= memory * _OF_MEMORY:
             continue
+        if not _probed(snapshot, agent, row):
+            continue
         yield Finding(
             code="KV_LANE_SLOW",
             severity=Severity.WARNING,
@@ -84,6 +87,14 @@ def _below_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
         )
 
 
+def _probed(snapshot: Snapshot, agent: Agent, row: Row) -> bool:
+    """Whether this lane was measured long after both its ends came up."""
+    age = number(row, "lane_measured_age_ns")
+    ends = [agent, snapshot.agents.get(text(row, "peer"))]
+    uptimes = [amount(end.status, "uptime_ns") for end in ends if end is not None]
+    return age is not None and len(uptimes) == len(ends) and age + _COMING_UP_NS <= min(uptimes)
+
+
 def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
@@ -94,8 +105,8 @@ LANE_SLOW = Code(
     means="The engine chooses the lane: RDMA, CUDA IPC, shared memory, TCP. When what it needs is missing it takes a "
     "slower one without a word: different PID or IPC namespaces disable cuda_ipc and shared memory, UCX_TLS or "
     "UCX_NET_DEVICES exclude the fast device. A lane is called slow when one writer's parts are five times longer on "
-    "the wire than its fellows', by part and by byte, or when a lane within one host was measured far below the speed "
-    "of memory.",
+    "the wire than its fellows', by part and by byte, or when kvctl peers probe measured a lane within one host far "
+    "below the speed of memory.",
     remedy="Measure the lane with kvctl peers probe; compare UCX_TLS, UCX_NET_DEVICES, namespaces and devices of the "
     "two hosts with a pair that is fast (kvctl doctor).",
     severity=Severity.WARNING,

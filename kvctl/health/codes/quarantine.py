@@ -51,7 +51,8 @@ def _quarantine(snapshot: Snapshot) -> Iterator[Finding]:
                 "regions_total": len(regions),
                 "peers": held_for,
             },
-            cause=f"{agent.name} keeps {size(max(total, in_ring))} from use, {size(in_ring)} of it ring: "
+            cause=f"{agent.name} keeps {size(max(total, in_ring))} of "
+            f"{'ring and ' * bool(in_ring)}pages from use: "
             f"{listed(held_for)} may still write there, and nobody could prove the opposite",
             remedy=f"make sure that the process of {listed(held_for)} has ended, then `{command}`; it is given back by "
             "itself when that agent comes back",

@@ -64,7 +64,7 @@ def _pinned(snapshot: Snapshot) -> Iterator[Finding]:
         named: set[str] = set()  # one finding for all that one silent writer holds
         for allocation in allocations:
             writer = text(allocation, "writer")
-            if (agent.name, allocation.get("serial")) in in_cycles or writer in named:
+            if (agent.name, str(allocation.get("serial"))) in in_cycles or writer in named:
                 continue
             if not _holds_up(agent, allocation, is_oldest=allocation is oldest, waiting=len(waiting)):
                 continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvctl.health.answers import Row, amount, inner, rows, text
 from kvctl.health.snapshot import Snapshot
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     room: str
     writer: str
     decode: str
-    chunk: Any
+    chunk: str
     layers: str
 
 
@@ -43,7 +43,7 @@ class Cycle:
 
     parts: tuple[Part, ...]
     for_memory: tuple[bool, ...]
-    serials: tuple[tuple[str, Any], ...]
+    serials: tuple[tuple[str, str], ...]
     age_ns: int
 
 
@@ -66,7 +66,7 @@ def cycles(snapshot: Snapshot) -> list[Cycle]:
 
 def _old_gated(snapshot: Snapshot) -> dict[Part, Row]:
     return {
-        Part(text(row, "room"), agent.name, text(row, "peer"), row.get("chunk"), str(row.get("layers"))): row
+        Part(text(row, "room"), agent.name, text(row, "peer"), str(row.get("chunk")), str(row.get("layers"))): row
         for agent in snapshot.of_role("prefill")
         for row in rows(agent.staging.get("gated"))
         if amount(row, "age_ns") >= _OLD_NS and _WATERMARK.fullmatch(text(row, "waiting_for"))
@@ -78,7 +78,7 @@ def _old_regions(snapshot: Snapshot) -> Iterator[tuple[Part, Row]]:
         for row in rows(inner(agent.staging, "ring").get("allocations")):
             if text(row, "state") == "granted" and not row.get("aside") and not row.get("posted"):
                 layers = str(row.get("layers"))
-                part = Part(text(row, "room"), text(row, "writer"), agent.name, row.get("chunk"), layers)
+                part = Part(text(row, "room"), text(row, "writer"), agent.name, str(row.get("chunk")), layers)
                 if amount(row, "age_ns") >= _OLD_NS:
                     yield part, row
 
@@ -138,6 +138,6 @@ def _cycle(parts: list[Part], gated: Mapping[Part, Row], held: Mapping[Part, Row
     return Cycle(
         parts=tuple(parts),
         for_memory=tuple(part not in gated for part in parts),
-        serials=tuple((part.decode, held[part].get("serial")) for part in parts if part in held),
+        serials=tuple((part.decode, str(held[part].get("serial"))) for part in parts if part in held),
         age_ns=int(min(ages)),
     )
