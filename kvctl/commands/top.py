@@ -11,12 +11,11 @@ from typing import Any
 import click
 
 from kvctl.commands.options import KvctlCommand, pass_settings
-from kvctl.commands.reading import source
+from kvctl.commands.reading import nobody, source
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.units import parse_seconds
-from kvctl_agent.contract.admin import socket_dir
 
 _VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
 _SNAPSHOTS = (".svg", ".txt")
@@ -100,8 +99,7 @@ def top(
     from kvctl.tui.sheets import Wish
 
     name = "" if settings.from_file is None else settings.from_file.name
-    nobody = "" if name else f"no agent found in {socket_dir()}. Start some here: kvctl demo"
-    mode = Mode(interval, source=name, nobody=nobody, readonly=readonly)
+    mode = Mode(source=name, readonly=readonly, nobody=lambda survey: nobody(settings, survey).message)
     wish = Wish(" & ".join(settings.filters), settings.sort_by or "")
     app = TopApp(SourceFeed(asked, interval), mode, view, wish=wish)
     if snapshot is not None:
@@ -109,7 +107,9 @@ def top(
 
         take(app, snapshot, size, settings.timeout_ns + 2 * interval)
         if not app.store.agents:
-            raise CliError(f"{snapshot} shows an empty fleet: {app.store.problem or nobody}", ExitCode.NO_AGENT)
+            survey = app.store.survey
+            why = app.store.problem or (nobody(settings, survey).message if survey else "nobody answered in time")
+            raise CliError(f"{snapshot} shows an empty fleet: {why}", ExitCode.NO_AGENT)
         return
     from kvctl.tui.terminal import TerminalWatch
 

@@ -30,7 +30,7 @@ class Prompt(ModalScreen[str | None]):
     Prompt Vertical { height: auto; background: $panel; padding: 0 1; }
     Prompt Static { height: auto; color: $text-muted; }
     Prompt Static.wrong { color: $error; }
-    Prompt Input { border: none; height: 1; padding: 0; background: $background; }
+    Prompt Input, Prompt Input:focus { border: none; height: 1; padding: 0; background: $background; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [_ESCAPE]
 

@@ -55,6 +55,7 @@ class Store:
     Attributes:
         now_ns: our wall clock at the last reading; of a recording, its moment.
         problem: why nobody could be asked at all; "" where somebody could.
+        survey: the last one; None before the first.
         place: where in a recording we are.
         judged: what the health codes found, and what of it is muted; None before they were run.
         asked: subject of the last question that had one.
@@ -67,8 +68,7 @@ class Store:
         self.now_ns = 0
         self.problem = ""
         self.place: Place | None = None
-        self.stale_sockets = 0
-        self.filtered = 0
+        self.survey: Survey | None = None
         self.judged: Judged | None = None
         self.judged_at_ns = 0
         self.events_missed = 0
@@ -154,8 +154,7 @@ class Store:
         return state is not None and state.level in {each.label for each in Level if each >= level}
 
     def _hear(self, survey: Survey) -> None:
-        self.stale_sockets = len(survey.discovery.stale)
-        self.filtered = survey.filtered
+        self.survey = survey
         heard = set()
         for answer in survey.agents:
             heard.add(answer.name)

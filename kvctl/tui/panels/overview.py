@@ -75,16 +75,20 @@ class OverviewPanel(Panel):
         table = self.query_one("#overview-health", Table)
         judged = store.judged
         rows = [findings.row(finding) for finding in judged.raised] if judged else []
-        empty: Line = [("looking …", "dim")] if judged is None else [findings.headline(rows)]
+        empty: Line
+        if store.survey is not None and not store.answering:
+            rows, empty = [], [("nobody answers", "yellow")]
+        else:
+            empty = [("looking …", "dim")] if judged is None else [findings.headline(rows)]
         notes = [f"{len(judged.muted)} muted"] if judged and judged.muted else []
         behind = (store.now_ns - store.judged_at_ns) // 1_000_000_000
-        if judged is not None and behind > 1:
+        if judged is not None and store.answering and behind > 1:
             notes.append(f"as of {units.duration(behind * 1_000_000_000)} ago")
         show(table, HEALTH_SHEET, rows, store, Wish(), ", ".join(notes), empty)
         table.fit()
 
     def _fleet(self, store: Store, statuses: Sequence[Row], width: int) -> list[Line]:
-        outlined = outline(statuses) if statuses else []
+        outlined = outline(statuses) if statuses else [[("nobody answers", "yellow")]]
         trends = store.trends
         if width < _BESIDE:
             curves = [

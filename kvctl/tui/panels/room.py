@@ -15,11 +15,12 @@ from kvctl.tui.sheets import TIMELINE_SHEET, Wish
 from kvctl.tui.store import Store
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
-from kvctl.views.report import Line, Text
+from kvctl.views.report import Grid, Line, Text
 from kvctl.views.room_report import blocks
 from kvctl.views.view import Row
 
 _CLOCK_ROUNDS = 3
+_GAP: Line = []
 
 
 class RoomPanel(Panel):
@@ -59,10 +60,10 @@ class RoomPanel(Panel):
 
 
 def _drawn(room: JoinedRoom, width: int) -> Sequence[Line]:
-    """All but the timeline, which is a table of its own."""
-    lines: list[Line] = []
-    for block in blocks(room, [], width)[:-1]:
-        if lines:
-            lines.append([])
-        lines += block.lines if isinstance(block, Text) else grid(block.view, block.rows, width)
-    return lines
+    """What became of it, the life of its parts, its ranks; the timeline is a table of its own."""
+    drawn = blocks(room, [], width)[:-1]
+    texts = [line for block in drawn if isinstance(block, Text) for line in [*block.lines, _GAP]]
+    return [
+        *texts,
+        *(line for block in drawn if isinstance(block, Grid) for line in grid(block.view, block.rows, width)),
+    ]

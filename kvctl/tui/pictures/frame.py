@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvctl.client.fleet import Survey
 from kvctl.tui.store import Store
 from kvctl.views import findings, palette, units
 from kvctl.views.report import Line, Span
@@ -22,13 +23,12 @@ class Mode:
     Attributes:
         paused_ns: for how long nothing has been updated; None while it is.
         source: the file that is replayed; "" for a live fleet.
-        nobody: what to say where no agent answers.
+        nobody: says of a survey without agents why there are none.
     """
 
-    interval_ns: int
     paused_ns: int | None = None
     source: str = ""
-    nobody: str = ""
+    nobody: Callable[[Survey], str] = lambda survey: "no agent found"
     readonly: bool = False
 
 
@@ -71,8 +71,8 @@ def banner(store: Store, mode: Mode) -> list[Ends]:
         lines.append(([(f" ■ paused: this is {age} old ", "bold yellow"), ("  space goes on", "dim")], []))
     if store.problem:
         lines.append(([(f"✗ {store.problem}", "bold red")], []))
-    elif store.now_ns and not store.answering and mode.nobody:
-        lines.append(([(f"✗ {mode.nobody}", "bold yellow")], []))
+    elif store.survey is not None and not store.agents:
+        lines.append(([(f"✗ {mode.nobody(store.survey)}", "bold yellow")], []))
     silent = store.silent
     for agent in silent[:_NAMED]:
         age = units.duration((store.stale_ns(agent.name) or 0) // _SECOND * _SECOND)

@@ -51,10 +51,11 @@ class Canvas(Widget, can_focus=True):
         self.refresh()
 
     def title(self, width: int) -> list[Line]:
-        """The title line, brighter where keys go."""
-        if self.heading is None:
-            return []
-        left, right = self.heading
+        """The title line; asked for after `draw`."""
+        return [] if self.heading is None else self.ruled(*self.heading, width)
+
+    def ruled(self, left: Line, right: Line, width: int) -> list[Line]:
+        """A title line with these ends, brighter where keys go."""
         focused = self.has_focus
         lit = [(text, style or ("bold accent" if focused else "bold")) for text, style in left]
         return [rule(lit, right, width, "accent" if focused else "rule")]
@@ -63,8 +64,8 @@ class Canvas(Widget, can_focus=True):
         size = self.size
         wanted = (size, self.app.theme, self.has_focus)
         if self._drawn_for != wanted:
-            head = self.title(size.width)
-            lines = [*head, *self.draw(size.width, max(0, size.height - len(head)))]
+            drawn = self.draw(size.width, max(0, size.height - (self.heading is not None)))
+            lines = [*self.title(size.width), *drawn]
             self._strips = [self._strip(line, size.width) for line in lines[: size.height]]
             self._drawn_for = wanted
         return self._strips[y] if y < len(self._strips) else self._strip([], size.width)

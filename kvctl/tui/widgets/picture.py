@@ -63,10 +63,9 @@ class Picture(Canvas):
 
     def title(self, width: int) -> list[Line]:
         below = self._lines - self.top - self._height
-        if self.heading is not None and below > 0 and self._height:
-            left, _ = self.heading
-            self.heading = (left, [(f"{below} more below (Tab, ↓)", "dim")])
-        return super().title(width)
+        if self.heading is None or below <= 0:
+            return super().title(width)
+        return self.ruled(self.heading[0], [(f"{below} more below (Tab, ↓)", "dim")], width)
 
     def action_turn(self, lines: int) -> None:
         self.scrolled(lines)

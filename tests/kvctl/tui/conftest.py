@@ -348,11 +348,10 @@ def build() -> Build:
         judged: Judged | None = None,
     ) -> TopApp:
         nobody = "no agent found in /run/kvctl. Start some here: kvctl demo"
-        source = "fleet.kvrec" if recorded else ""
-        mode = Mode(S, source=source, nobody="" if recorded else nobody, readonly=readonly)
+        mode = Mode(source="fleet.kvrec" if recorded else "", nobody=lambda survey: nobody, readonly=readonly)
         app = TopApp(StillFeed(specimen, recorded), mode, view, clock=lambda: 0)
         app.store.judged = judged or Judged((), ())
-        app.store.judged_at_ns = NOW + 3 * S
+        app.store.judged_at_ns = NOW + 1000 * S
         return app
 
     return make
