@@ -26,7 +26,7 @@ class Client:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.setsockopt(zmq.RCVHWM, receive_queue)
-        self.socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self.socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self.socket.setsockopt(zmq.SNDTIMEO, 10_000)
         self.socket.connect(f"ipc://{path}")
         self._ids = itertools.count()

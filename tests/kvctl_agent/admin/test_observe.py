@@ -244,7 +244,7 @@ class TestNumbersAddUp:
                 moved = cells * writes
                 sent, landed = (moved, None) if agent.role == "prefill" else (None, moved)
                 assert row["coverage"] == {"planned": moved, "sent": sent, "landed": landed, "scattered": landed}
-                assert 0 < row["latency_ns"] < 10 * 10**9
+                assert 0 < row["latency_ns"] < 100 * 10**9
                 assert row["finished_at_ns"] - row["opened_at_ns"] == row["age_ns"]
             assert ask(connect, agent, "rooms") == []
             assert len(ask(connect, agent, "slow", limit=3)) == 3
@@ -271,7 +271,7 @@ class TestNumbersAddUp:
             assert 0.0001 < status["rate"]["gb_per_s"] < 1000
             assert status["latency"]["count"] == 10
             assert (
-                0 < status["latency"]["p50_ns"] <= status["latency"]["p90_ns"] <= status["latency"]["p99_ns"] < 10**10
+                0 < status["latency"]["p50_ns"] <= status["latency"]["p90_ns"] <= status["latency"]["p99_ns"] < 10**11
             )
             total += status["bytes_total"] if agent.role == "decode" else 0
         decode = ask(connect, done.decode[0], "status")
@@ -311,7 +311,7 @@ class TestNumbersAddUp:
                 assert stage == {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
             else:
                 assert stage["count"] == 20
-                assert 0 <= stage["p50_ns"] <= stage["p99_ns"] < 10**10
+                assert 0 <= stage["p50_ns"] <= stage["p99_ns"] < 10**11
         assert landed["stages"]["scatter"]["count"] == 40
         assert sent["stages"]["ready"]["p99_ns"] == 0  # one layer group: nothing was ready before it
         (one,) = ask(connect, done.prefill[0], "layers", room=str(FIRST))
@@ -356,8 +356,8 @@ class TestNumbersAddUp:
         (reader,) = ask(connect, done.prefill[0], "peers")
         assert (reader["peer"], reader["role"], reader["state"]) == ("decode-0", "decode", "ready")
         assert reader["incarnation"] == ask(connect, done.decode[0], "hello")["incarnation"]
-        assert 0 < reader["rtt_ns"] < 10**9
-        assert 0 <= reader["last_heard_ns"] < 3 * 10**9
+        assert 0 < reader["rtt_ns"] < 60 * 10**9
+        assert 0 <= reader["last_heard_ns"] < 60 * 10**9
         assert reader["lane"] == "nixl"
         assert reader["watermark_sent"] is None
         assert len(reader["watermark_seen"]) == 3

@@ -44,7 +44,7 @@ class TestAnswers:
         answers = [one.ask("status"), two.ask("status"), one.ask("nothing"), two.ask("status")]
         after = time.time_ns()
         assert [answer["sequence"] for answer in answers] == [1, 2, 3, 4]
-        slack = 50_000_000
+        slack = 1_000_000_000  # between two clocks that are not read at one moment
         assert all(before - slack <= answer["generated_at_ns"] <= after + slack for answer in answers)
 
     def test_hello_tells_who_and_the_level_of_an_ipc_client(self, serve: Serve, connect: Connect) -> None:

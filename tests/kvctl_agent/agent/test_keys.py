@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,15 @@ def test_registry_and_control_do_not_hear_strangers(
     registry = strangers(fleet.bootstrap, server)
     rank = roster.Rank("thief", "tcp://127.0.0.1:1", 1, [0, 0, 0, 0], [1, 1, 1, 2])
     registry.send(roster.encode(roster.Register(rank)))
+    refused = 2 if with_key else 0
+    deadline = time.monotonic() + 60
+    while first.telemetry.metrics.total("kvctl_connections_refused_total") < refused:
+        assert time.monotonic() < deadline, "the strangers are not refused"
+        time.sleep(0.01)
     assert not registry.poll(A_WHILE_MS)
     assert not control.poll(A_WHILE_MS)
     assert set(first.machine.peers) == known
-    assert first.telemetry.metrics.total("kvctl_connections_refused_total") == (2 if with_key else 0)
+    assert first.telemetry.metrics.total("kvctl_connections_refused_total") == refused
     fleet.run(7, 8)
     fleet.check()
 

@@ -15,7 +15,7 @@ from kvctl_agent.runtime import endpoints
 from kvctl_agent.security.gatekeeper import Gatekeeper
 
 Context = zmq.Context[zmq.Socket[bytes]]
-WAIT_MS = 5000
+WAIT_MS = 60_000
 A_WHILE_MS = 300
 
 

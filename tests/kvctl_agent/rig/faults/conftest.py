@@ -20,7 +20,7 @@ class Client:
     def __init__(self, path: Path) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self._socket.setsockopt(zmq.SNDTIMEO, 10_000)
         self._socket.connect(f"ipc://{path}")
         self._ids = itertools.count()
