@@ -57,8 +57,9 @@ SCENES: tuple[Scene, ...] = (
         plays.pinned_ring,
         options={"prefill_instances": _TWO_INSTANCES, "ring_mb": 2},
         plan={"chunk_tokens": 128},
-        # Silence would soon take the writer's grants away, as it should; here nobody notices for long.
-        config={"path": "staged", "suspect_s": 500.0, "lost_s": 600.0},
+        # An agent leads the others round a silent writer's region, as it should: here it notices late, and gives no
+        # room up before.
+        config={"path": "staged", "suspect_s": 500.0, "lost_s": 600.0, "waiting_timeout_s": 600.0},
     ),
     Scene(
         "dead-peer",

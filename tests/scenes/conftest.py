@@ -1,0 +1,121 @@
+"""Demos as a person starts them: real processes, each fleet with a socket directory of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KVCTL = (sys.executable, "-m", "kvctl")
+# A room that is stuck is named when its time is half over; the rest is for a machine with other things to do.
+PATIENCE_S = 200.0
+
+Finding = dict[str, Any]
+
+
+class Demo:
+    """One `kvctl demo` and whoever looks at it.
+
+    Attributes:
+        lines: what it has said on stderr so far.
+    """
+
+    def __init__(self, *options: str) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
+        self._environment = {**os.environ, "KVCTL_SOCKET_DIR": str(self._directory), "KVCTL_CONFIG": "/dev/null"}
+        self._process = subprocess.Popen(
+            [*KVCTL, "demo", "--seed", "3", *options],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        self.lines.extend(self._process.stderr)  # line by line, as they come
+
+    def kvctl(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """Another command, which asks this fleet."""
+        return subprocess.run(
+            [*KVCTL, *args], env=self._environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+
+    def said(self, text: str) -> str:
+        """The line with this in it, once it is there."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := [line for line in self.lines if text in line]):
+            assert self._process.poll() is None, f"the demo has ended: {''.join(self.lines)}"
+            assert time.monotonic() < deadline, f"the demo never said {text!r}: {''.join(self.lines)}"
+            time.sleep(0.05)
+        return found[0]
+
+    def diagnosed(self, code: str) -> Finding:
+        """What `kvctl doctor` says first, once that is this code."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            done = self.kvctl("doctor", "-o", "json")
+            assert done.stdout, done.stderr
+            rows: list[Finding] = [
+                row for row in json.loads(done.stdout)["data"] if str(row.get("code", "")).startswith("KV_")
+            ]
+            if rows and rows[0]["code"] == code:
+                assert done.returncode == 1
+                return rows[0]
+            assert time.monotonic() < deadline, f"doctor never said {code} first, but {[row['code'] for row in rows]}"
+
+    def close(self) -> int:
+        """Ctrl-C; its exit code."""
+        self._process.send_signal(signal.SIGINT)
+        try:
+            return self._process.wait(PATIENCE_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+            left = sorted(path.name for path in self._directory.iterdir())
+            shutil.rmtree(self._directory)
+            assert left == [], f"the demo left {left}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun() -> Iterator[dict[str, Demo]]:
+    """Demos whose fault takes its time to be seen, by scene: they begin before the first test."""
+    made: dict[str, Demo] = {}
+    try:
+        for scene, transport in (("pinned-ring", "nixl"), ("stuck-room", "loopback")):
+            made[scene] = Demo("--fault", scene, "--transport", transport)
+        yield made
+    finally:
+        codes = {scene: each.close() for scene, each in made.items()}
+    assert set(codes.values()) == {130}
+
+
+@pytest.fixture
+def demo() -> Iterator[Callable[..., Demo]]:
+    """Starts one, and ends it with the test."""
+    made: list[Demo] = []
+
+    def start(*options: str) -> Demo:
+        made.append(Demo(*options))
+        return made[-1]
+
+    yield start
+    assert [each.close() for each in made] == [130] * len(made)

@@ -1,0 +1,80 @@
+"""Every scene of `kvctl demo` is really there, and `kvctl doctor` names it first: who it is, the numbers, what to do.
+
+Two of them take a while to be seen, since most of what looks like them mends itself: they begin before the others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvctl.fleet.scenes import SCENES, SCENES_BY_NAME
+from kvctl.health.codes import CODES_BY_NAME
+
+Start = Callable[..., Any]
+Begun = dict[str, Any]
+
+pytestmark = pytest.mark.timeout(480)
+
+
+def test_every_scene_has_a_code_that_doctor_knows() -> None:
+    assert {scene.code for scene in SCENES} <= CODES_BY_NAME.keys()
+    assert {"stuck-room", "pinned-ring", "dead-peer", "slow-layer", "corrupt"} <= SCENES_BY_NAME.keys()
+    assert all(scene.look[0].startswith("kvctl ") for scene in SCENES)
+
+
+def test_a_dead_peer(demo: Start) -> None:
+    fleet = demo("--fault", "dead-peer")
+    pid = re.search(r"decode-1 \(pid (\d+)\) is killed", fleet.said("dead-peer:"))
+    found = fleet.diagnosed("KV_PEER_LOST")
+    assert found["subject"] == "decode-1"
+    assert found["severity"] == "critical"
+    assert pid is not None
+    assert pid[1] in found["cause"]
+    assert set(found["evidence"]["missed_by"]) == {"prefill-0", "prefill-1"}
+
+
+def test_bytes_that_change_on_the_wire(demo: Start) -> None:
+    fleet = demo("--fault", "corrupt")
+    fleet.said("prefill-1 has a wrong byte")
+    found = fleet.diagnosed("KV_DIGEST_MISMATCH")
+    assert "prefill-1" in found["subject"]
+    assert found["severity"] == "critical"
+    assert re.search(
+        r"from prefill-1 \((direct|staged)\) was sent with digest [0-9a-f]{8}", found["evidence"]["latest"]
+    )
+    history = json.loads(fleet.kvctl("rooms", "history", "--filter", "state=Failed", "-o", "json").stdout)["data"]
+    assert {row["failure"]["code"] for row in history} == {"KV_DIGEST_MISMATCH"}
+
+
+def test_a_writer_whose_layers_lag(demo: Start) -> None:
+    fleet = demo("--fault", "slow-layer", "--transport", "loopback")
+    fleet.said("every write of prefill-1 leaves 0.2 s late")
+    found = fleet.diagnosed("KV_LANE_SLOW")
+    assert found["subject"] == "prefill-1"
+    assert found["evidence"]["wire_a_part_ns"] >= 150_000_000
+    assert found["evidence"]["others_wire_a_part_ns"] < found["evidence"]["wire_a_part_ns"]
+
+
+def test_a_room_that_waits_for_a_writer(begun: Begun) -> None:
+    fleet = begun["stuck-room"]
+    room = re.search(r"room (\d+): prefill-1 never", fleet.said("stuck-room:"))
+    assert room is not None
+    found = fleet.diagnosed("KV_ROOM_STUCK_TRANSFER")
+    assert found["subject"].startswith("room ")
+    assert "prefill-1" in found["cause"]
+    assert found["remedy"]
+
+
+def test_a_ring_that_is_pinned_by_a_stopped_writer(begun: Begun) -> None:
+    fleet = begun["pinned-ring"]
+    told = re.search(r"room (\d+): p1-prefill-0 \(pid \d+\) is stopped", fleet.said("pinned-ring:"))
+    assert told is not None
+    found = fleet.diagnosed("KV_RING_PINNED")
+    assert re.fullmatch(r"decode-0 allocation \d+", found["subject"])
+    assert (found["evidence"]["writer"], found["evidence"]["room"]) == ("p1-prefill-0", told[1])
+    assert f"kvctl staging release decode-0:{found['subject'].rpartition(' ')[2]}" in found["remedy"]
