@@ -59,6 +59,12 @@ _MEASURED = re.compile(r" +\d[\d.]* [µm]s$", re.MULTILINE)
 _CLOCK = re.compile(r'("(?:generated_at_ns|offset_ns|error_ns|clock_offset_ns|clock_error_ns)": ?)-?\d+')
 
 
+@pytest.fixture(autouse=True)
+def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine answers late."""
+    monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
+
+
 def check(name: str, text: str) -> None:
     path = GOLDEN / name
     if os.environ.get("UPDATE_GOLDEN"):

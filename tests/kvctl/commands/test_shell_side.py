@@ -11,6 +11,12 @@ import pytest
 from kvctl.commands.events_follow import Follower
 
 
+@pytest.fixture(autouse=True)
+def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine answers late."""
+    monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
+
+
 def data(outcome: Any) -> Any:
     return json.loads(outcome.out)["data"]
 
