@@ -52,7 +52,7 @@ class Archive:
         while piece := file.read(_PIECE):
             digest.update(piece)
         file.seek(0)
-        with _undisturbed():
+        with undisturbed():
             self._write(name, file, size)
             self.entries.append(Entry(name, size, digest.hexdigest(), what))
 
@@ -65,7 +65,7 @@ class Archive:
             "files": [asdict(entry) for entry in self.entries],
         }
         data = orjson.dumps(manifest, option=orjson.OPT_INDENT_2)
-        with _undisturbed():
+        with undisturbed():
             self._write(MANIFEST, io.BytesIO(data), len(data))
             self._tar.close()
             self._packer.flush(zstandard.FLUSH_FRAME)
@@ -77,18 +77,18 @@ class Archive:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Ctrl-C waits until what is inside is done."""
     came: list[int] = []
 
     def later(number: int, _: FrameType | None) -> None:
         came.append(number)
 
-    try:
-        before = signal.signal(signal.SIGINT, later)
-    except ValueError:  # not the main thread, where no interrupt arrives
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):  # whoever ignores it, as what a shell runs in the background does, goes on doing so
         yield
         return
+    signal.signal(signal.SIGINT, later)
     try:
         yield
     finally:

@@ -118,16 +118,17 @@ def write_bundle(file: IO[bytes], directory: Path, wish: Wish) -> Bundled:
     failed = [redaction.text(text) for text in made.failed] if redaction else made.failed
     left_out = [redaction.text(text) for text in made.left_out] if redaction else made.left_out
     faults = [{"agent": fault.agent, "code": fault.code, "message": fault.message} for fault in made.faults]
-    archive.end(
-        {
-            **about,
-            "partial": made.partial,
-            "agents": made.agents,
-            "failed": failed,
-            "left_out": left_out,
-            "errors": redaction.document(faults) if redaction else faults,
-        }
-    )
+    about |= {
+        "partial": made.partial,
+        "agents": made.agents,
+        "failed": failed,
+        "left_out": left_out,
+        "errors": redaction.document(faults) if redaction else faults,
+    }
+    try:
+        archive.end(about)
+    except KeyboardInterrupt:  # it came late: all is in the file
+        made.partial = True
     made.entries = archive.entries
     return made
 

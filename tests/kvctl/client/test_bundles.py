@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvctl.client import captured_bundle
+from kvctl.client import captured_archive, captured_bundle
 from kvctl.client.captured import Captured
 from kvctl.client.captured_archive import Archive
 from kvctl.client.captured_bundle import MANIFEST, RECORDING, checked, members
@@ -169,3 +169,13 @@ def test_an_interrupt_comes_before_or_after_a_file_and_never_within(monkeypatch:
     monkeypatch.undo()
     archive.end({"partial": True})
     assert [each["name"] for each in checked(io.BytesIO(file.getvalue()))["files"]] == ["a.txt", "b.txt"]
+
+
+def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with captured_archive.undisturbed():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -15,6 +15,7 @@ import pytest
 import zstandard
 
 from kvctl.client import captured_redaction, recordings
+from kvctl.client.captured_archive import Archive
 from kvctl.client.captured_bundle import RECORDING
 from kvctl.client.captured_file import load
 from kvctl.client.captured_moment import bodies
@@ -266,6 +267,21 @@ def test_ctrl_c_while_agents_are_asked_keeps_what_was_said(
     assert outcome.code == 130
     assert "1 moment saved" in outcome.err
     assert kvctl("status", "--from", str(path)).code == 0
+
+
+def test_an_interrupt_that_comes_last_loses_nothing(
+    fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = Archive.end
+
+    def late(self: Archive, about: dict[str, Any]) -> None:
+        end(self, about)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Archive, "end", late)
+    path = tmp_path / "b.tar.zst"
+    assert kvctl("debug", "bundle", "-o", str(path)).code == 130
+    assert kvctl("debug", "show", str(path)).code == 0
 
 
 def test_one_command_that_fails_costs_its_own_file_only(
