@@ -15,10 +15,11 @@ from kvctl.client.goals import Drained, GoalError, Ready, parse
 
 
 def survey(faults: tuple[str, ...] = (), **statuses: dict[str, Any]) -> Survey:
-    agents = [
-        AgentAnswer(Endpoint(name, None), {"name": name}, 1, ClockOffset(0, 0), {"status": status})
-        for name, status in statuses.items()
-    ]
+    def answer(name: str, status: Any) -> AgentAnswer:
+        hello: Any = {"name": name}
+        return AgentAnswer(Endpoint(name, None), hello, 1, ClockOffset(0, 0), {"status": status})
+
+    agents = [answer(name, status) for name, status in statuses.items()]
     silent = [Fault(name, FaultCode.TIMEOUT, "no answer") for name in faults]
     return Survey(Discovery(Path()), agents, silent)
 
