@@ -271,7 +271,7 @@ class DecodeRooms(Machine):
         if check is None:
             return
         if check.digest != event.found:
-            part = str(event.key) if event.kind is PartKind.KV else f"{event.kind.name.lower()} {event.key}"
+            part = "the aux row" if event.kind is PartKind.AUX else str(event.key)
             text = f"{part} from {room.writers[event.key.writer]} ({check.path}) was sent with digest "
             self._fail(room, self.failure(DIGEST, f"{text}{check.digest:08x}, in the pages it is {event.found:08x}"))
         elif event.kind is PartKind.KV:

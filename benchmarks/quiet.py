@@ -1,0 +1,113 @@
+"""Whether a healthy fleet that is as busy as this machine allows is left alone: no health code finds anything.
+
+A fleet as `kvctl demo` starts it, under an agent's own timings, is asked every two seconds what `kvctl doctor` asks.
+Whatever is found is a false alarm, and the exit status 1. Only a machine that gives this process no processor for most
+of a second explains one: then ranks were silent, too, and to say so is right.
+
+    python benchmarks/quiet.py --minutes 10
+    python benchmarks/quiet.py --minutes 1 --transport mooncake --rate 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kvctl.client.fleet import Fleet
+from kvctl.fleet.plan import CALM_TIMINGS, SteadyPlan
+from kvctl.fleet.steady import SteadyFleet
+from kvctl.fleet.traffic import Traffic
+from kvctl.health.codes import CODES
+from kvctl.health.engine import examine
+from kvctl.health.finding import Finding
+from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+
+LOOK_EVERY_S = 2.0
+ANSWER_NS = 2_000_000_000
+DRAIN_S = 120.0
+
+
+class Onlooker(threading.Thread):
+    """Asks the fleet again and again, as somebody in another terminal would.
+
+    Attributes:
+        looks: how often it has.
+        alarms: what was found, once for each code and subject.
+        excused: findings of moments in which this machine was starved.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__(name="onlooker")
+        self.looks = 0
+        self.alarms: dict[tuple[str, str], Finding] = {}
+        self.excused: Counter[str] = Counter()
+        self._traffic = traffic
+        self._over = threading.Event()
+        self._began = time.monotonic()
+
+    def run(self) -> None:
+        before, starved_s, excused_until = None, 0.0, 0.0
+        names = list(self._traffic.fleet.ranks)
+        while not self._over.wait(LOOK_EVERY_S):
+            with Fleet(names, {}, ANSWER_NS) as fleet:
+                now = Snapshot(fleet.survey(HEALTH_CALLS), time.monotonic_ns(), before)
+            if self._traffic.starved_s > starved_s:
+                starved_s = self._traffic.starved_s
+                excused_until = time.monotonic() + self._traffic.fleet.plan.timings["lost_s"]
+            self.looks += 1
+            for finding in examine(now, CODES):
+                if time.monotonic() < excused_until:
+                    self.excused[finding.code] += 1
+                elif (finding.code, finding.subject) not in self.alarms:
+                    self.alarms[finding.code, finding.subject] = finding
+                    at_s = time.monotonic() - self._began
+                    print(f"{at_s:6.1f} s  {finding.severity.label}  {finding.code}  {finding.subject}", flush=True)
+                    print(f"          {finding.cause}\n          {dict(finding.evidence)}", flush=True)
+            before = now
+
+    def end(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self.join()
+
+
+def main() -> int:
+    """Run it; 1 where something was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--transport", default="nixl")
+    parser.add_argument("--concurrency", type=int, default=16, help="rooms in flight")
+    parser.add_argument("--rate", type=float, default=0.0, help="rooms a second, in bursts, in place of as many as fit")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    plan = SteadyPlan(
+        transport=options.transport, seed=options.seed, concurrency=options.concurrency, config=CALM_TIMINGS
+    )
+    with SteadyFleet(plan) as fleet:
+        fleet.start()
+        traffic = Traffic(fleet, rate=options.rate, bursty=options.rate > 0)
+        onlooker = Onlooker(traffic)
+        onlooker.start()
+        try:
+            traffic.run(options.minutes * 60)
+        finally:
+            onlooker.end()
+        traffic.drain(DRAIN_S)
+    books = traffic.ledger
+    excused = ", ".join(f"{code} {count}" for code, count in onlooker.excused.items())
+    print(
+        f"{books.done} rooms, {books.failed} failed; {onlooker.looks} looks by {len(CODES)} codes; "
+        f"{len(onlooker.alarms)} false alarms; {traffic.starved_s:.1f} s without a processor"
+        + (f", which excuses {excused}" if excused else "")
+    )
+    return 1 if onlooker.alarms or books.unexpected or not onlooker.looks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
