@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from kvctl.commands.options import KvctlGroup
-from kvctl.commands.registry import COMMANDS, load
+from kvctl.commands.registry import COMMANDS, SECTIONS, load
 from kvctl.commands.stdio import complain, silence_stdout, stand_in_for_closed_streams, tell, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
@@ -44,8 +44,11 @@ class _Root(KvctlGroup):
         ]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+        widest = max(map(len, COMMANDS))
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                # As wide in each section, so that the helps stand in one column.
+                formatter.write_dl([(name.ljust(widest), COMMANDS[name].help) for name in names])
 
 
 @click.command(cls=_Root, invoke_without_command=True, short_help="see, measure and check KV-cache transfer")

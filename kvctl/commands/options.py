@@ -135,7 +135,10 @@ class GlobalOptions(click.Command):
 
     def sections(self, ctx: click.Context) -> list[tuple[str, list[click.Parameter]]]:
         """Titles of the help's lists of options, with the command's own options under them."""
-        return [("Options", [param for param in self.get_params(ctx) if param not in self._globals])]
+        own = [
+            param for param in self.get_params(ctx) if isinstance(param, click.Option) and param not in self._globals
+        ]
+        return [("Options", [*own])]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         common: list[click.Parameter] = [*self._globals]

@@ -39,7 +39,7 @@ COMMANDS: dict[str, Entry] = {
     "resume": Entry("kvctl.commands.drain", "resume", "Have drained agents take new rooms again."),
     "config": Entry("kvctl.commands.config", "config", "Configuration of the agents and where it comes from."),
     "context": Entry("kvctl.commands.context", "context", "Fleets under names: which agents, keys and labels."),
-    "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it over the network."),
+    "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it from afar."),
     "top": Entry("kvctl.commands.top", "top", "The fleet live on one terminal; a picture of it in a file."),
     "tune": Entry("kvctl.commands.tune", "tune", "Recommend settings for a machine and a workload; --confirm them."),
     "bench": Entry("kvctl.commands.bench", "bench", "Start a fleet here, move real KV, verify every byte."),
@@ -50,6 +50,29 @@ COMMANDS: dict[str, Entry] = {
     "completion": Entry("kvctl.commands.completion", "completion", "Make your shell complete commands, agents, rooms."),
     "version": Entry("kvctl.commands.version", "version", "Versions of this tool and of the agents."),
 }
+
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Look": (
+        "status",
+        "top",
+        "agents",
+        "rooms",
+        "staging",
+        "layers",
+        "peers",
+        "metrics",
+        "events",
+        "bootstrap",
+        "stacks",
+    ),
+    "Judge": ("doctor", "health", "check", "wait"),
+    "Act": ("drain", "resume"),
+    "Try and measure": ("demo", "bench", "tune"),
+    "Keep for later": ("record", "replay", "debug"),
+    "Set up": ("config", "context", "key", "completion", "version"),
+}
+"""The commands as the help lists them; what a person wants to do, not how it is built."""
 
 
 def load(name: str) -> click.Command | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvctl.commands.registry import COMMANDS as COMMANDS_BY_NAME
+from kvctl.commands.registry import SECTIONS
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.errors import AdminError
 
@@ -53,6 +56,13 @@ def test_kvctl_alone_shows_what_there_is(shell: Shell) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "status" in done.stdout
     assert "demo" in done.stdout
+
+
+def test_the_help_lists_every_command_once(shell: Shell) -> None:
+    listed = [name for names in SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(COMMANDS_BY_NAME)
+    shown = re.findall(r"^  (\w+)  +\S", shell("kvctl --help").stdout, re.MULTILINE)
+    assert shown == listed
 
 
 def test_status_without_agents_says_how_to_start_some(shell: Shell) -> None:
