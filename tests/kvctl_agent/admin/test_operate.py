@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,6 +88,11 @@ def asked(fleet: Any, number: int) -> Any:
 
 def allocations(fleet: Any) -> Any:
     return fleet.decode[0].observe.staging()["ring"]["allocations"]
+
+
+def waits(agent: Any, field: str, ns: int) -> bool:
+    """Whether the machine's deadline is that long."""
+    return bool(getattr(agent.machine.timing, field) == ns)
 
 
 def finish(fleet: Any, room: Any) -> None:
@@ -249,7 +255,7 @@ class TestSet:
                 assert getattr(agent.pipelining.options, field) == row["value"]
             else:
                 field = {"bootstrap_timeout_s": "bootstrap_ns", "waiting_timeout_s": "waiting_ns"}[key.name]
-                until(lambda agent=agent, field=field: getattr(agent.machine.timing, field) == 7 * 10**9)
+                until(partial(waits, agent, field, 7 * 10**9))
             assert desk.done(agent, "set", key=key.name, value=wanted)["result"] == "unchanged"
 
     def test_a_shorter_wait_ends_a_room_that_waits(self, fleet: Any, desk: Desk) -> None:
