@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvctl.health.finding import Code, Finding
+from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
 
 
 def examine(snapshot: Snapshot, codes: Iterable[Code]) -> list[Finding]:
-    """All findings, the worst first; among equally severe ones that which explains others comes first."""
+    """All findings, the worst first; among equally severe ones that which explains others comes first.
+
+    A code that fails on what some agent answered is a finding of its own: the others are wanted all the more then.
+    """
     order = list(codes)
     place = {code.name: number for number, code in enumerate(order)}
-    found = [finding for code in order for finding in code.find(snapshot)]
+    found = [finding for code in order for finding in _find(code, snapshot)]
     return sorted(found, key=lambda one: (-one.severity, place[one.code], -one.weight, one.subject))
+
+
+def _find(code: Code, snapshot: Snapshot) -> list[Finding]:
+    try:
+        return list(code.find(snapshot))
+    except Exception as error:
+        return [
+            Finding(
+                code=code.name,
+                severity=Severity.INFO,
+                subject="kvctl",
+                agents=(),
+                cause=f"{code.name} could not look at what the agents answered: {type(error).__name__}: {error}",
+                remedy="it is a bug of kvctl: report it with kvctl debug bundle -o FILE.tar.zst --redact",
+            )
+        ]
 
 
 def worst(findings: Sequence[Finding]) -> str:
