@@ -64,7 +64,18 @@ class TestMetadata:
         assert re.search(rf"^## \[(Unreleased|{re.escape(VERSION)})\]", text, re.MULTILINE)
 
     def test_the_promised_extras_exist(self) -> None:
-        promised = {"agent", "nixl", "mooncake", "mooncake-cuda13", "mooncake-cpu", "gpu", "dev", "all-cpu"}
+        promised = {
+            "agent",
+            "nixl",
+            "mooncake",
+            "mooncake-cuda13",
+            "mooncake-cpu",
+            "gpu",
+            "dev",
+            "all-cpu",
+            "prometheus",
+            "otel",
+        }
         assert set(EXTRAS) == promised
 
     def test_the_operators_side_needs_no_heavy_package(self) -> None:

@@ -130,17 +130,20 @@ def test_every_token_equals_the_undivided_run(layout: list[str], sent_by_groups:
 
 
 def test_a_rank_that_dies_ends_it_all_and_is_named(socket_dir: Path) -> None:
-    command = [sys.executable, str(EXAMPLE), "--prompts", "64", "--new-tokens", "200"]
+    command = [sys.executable, str(EXAMPLE), "--prefill-tp", "2", "--prompts", "64", "--new-tokens", "200"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
-        victim = socket_dir / f"pd-{run.pid}-prefill-2.sock"
-        deadline = time.monotonic() + 60
-        while not victim.exists():
-            assert run.poll() is None, "it ended before its ranks were up"
-            assert time.monotonic() < deadline, "its ranks did not come up"
-            time.sleep(0.05)
-        os.kill(int(victim.with_suffix(".lock").read_text()), signal.SIGKILL)
-        _, errors = run.communicate(timeout=100)
+        try:
+            victim = socket_dir / f"pd-{run.pid}-prefill-1.sock"
+            deadline = time.monotonic() + 180
+            while not victim.exists():
+                assert run.poll() is None, "it ended before its ranks were up"
+                assert time.monotonic() < deadline, "its ranks did not come up"
+                time.sleep(0.05)
+            os.kill(int(victim.with_suffix(".lock").read_text()), signal.SIGKILL)
+            _, errors = run.communicate(timeout=100)
+        finally:
+            run.kill()
     assert run.returncode == 1
-    assert "prefill 2 died with exit code -9" in errors
+    assert "prefill 1 died with exit code -9" in errors
     assert [path.name for path in socket_dir.glob("*.sock")] == [victim.name], "the other ranks closed their agents"
     victim.unlink()
