@@ -114,6 +114,10 @@ def test_a_slow_lane_within_a_host():
     assert (found.code, found.subject) == ("KV_LANE_SLOW", "prefill-0 → decode-1")
     assert (found.evidence["lane_gb_per_s"], found.evidence["memory_gb_per_s"]) == (0.3, 8.0)
     assert "kvctl peers probe prefill-0" in found.remedy
+    fleet.peer("prefill-0", "decode-1", lane_gb_per_s=1.5)
+    assert fleet.examine() == []
+    fleet.peer("prefill-0", "decode-1", lane_descriptor_ns=10_600)  # as TCP has it
+    assert [one.code for one in fleet.examine()] == ["KV_LANE_SLOW"]
     fleet.peer("prefill-0", "decode-1", same_host=False)  # memory is no measure of a network
     assert fleet.examine() == []
 
