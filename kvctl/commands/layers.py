@@ -8,9 +8,9 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
+from kvctl.commands.names import RoomNumber
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.reading import run
-from kvctl.commands.rooms import RoomNumber
 from kvctl.commands.settings import Settings
 from kvctl.views.layers import LAYERS
 from kvctl.views.pipeline import Decisions

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ class Typed:
 
 
 @pytest.fixture
-def path_with_kvctl(tmp_path: Path) -> Iterator[str]:
+def path_with_kvctl(tmp_path: Path) -> str:
     """A PATH on which `kvctl` is this one."""
     program = tmp_path / "bin" / "kvctl"
     program.parent.mkdir()
