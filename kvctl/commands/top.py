@@ -12,7 +12,7 @@ import click
 
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.reading import nobody, source
-from kvctl.commands.settings import Settings
+from kvctl.commands.settings import DEFAULT_TIMEOUT, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.units import parse_seconds
@@ -82,16 +82,20 @@ def top(
 ) -> None:
     """The fleet live: overview, rooms, staging, layers, peers, events. ? shows the keys, q quits.
 
-    Agents that stop answering keep their rows, dimmed, with their age, and come back by themselves. Keys that change
-    something ask first. --from FILE replays a recording, [ and ] seek in it. Filters and order of the command line
-    hold for the view that comes first.
+    Agents that do not answer within an interval (or --timeout, if given) keep their rows, dimmed, with their age, and
+    come back by themselves. Keys that change something ask first. --from FILE replays a recording, [ and ] seek in it.
+    Filters and order of the command line hold for the view that comes first.
     """
     if snapshot is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("kvctl top needs a terminal; without one: --snapshot FILE.svg")
     if snapshot is None and os.environ.get("TERM") in {None, "", "dumb"}:
         raise click.UsageError("this terminal (TERM) cannot be drawn on; kvctl status -w writes a line per reading")
     # A recording is played from its start, and a snapshot is taken of its end.
-    asked = source(replace(settings, watch_ns=interval if snapshot is None else None))
+    watched = interval if snapshot is None else None
+    # Whoever hangs must not hold up the others' rows, unless that was asked for.
+    usual = settings.timeout_ns == parse_seconds(DEFAULT_TIMEOUT)
+    timeout_ns = min(settings.timeout_ns, interval) if usual else settings.timeout_ns
+    asked = source(replace(settings, watch_ns=watched, timeout_ns=timeout_ns))
 
     from kvctl.tui.app import TopApp
     from kvctl.tui.feed import SourceFeed

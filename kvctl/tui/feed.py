@@ -68,6 +68,7 @@ class SourceFeed:
         self._free = True  # the last reading was taken
         # The thread's own.
         self._due_ns = self._health_due_ns = 0
+        self._viewed_last = False
         self._endpoints: dict[str, Endpoint] = {}
 
     @property
@@ -130,15 +131,17 @@ class SourceFeed:
                         self._changed.acquire()
                     self._urgent = True
                 now = time.monotonic_ns()
+                health_due = now >= self._health_due_ns
                 if self._question is None or not self._free or (self._paused and not self._urgent):
                     self._changed.wait()
-                elif self._urgent or now >= self._due_ns:
+                elif self._urgent or (now >= self._due_ns and not (health_due and self._viewed_last)):
                     self._turn()
-                    self._urgent, self._free = False, False
+                    self._urgent, self._free, self._viewed_last = False, False, True
                     self._due_ns = max(self._due_ns + self._interval_ns, now)
                     return self._question
-                elif now >= self._health_due_ns:
-                    self._free = False
+                elif health_due:
+                    # Also while readings take longer than the interval, as when an agent hangs: then they take turns.
+                    self._free, self._viewed_last = False, False
                     return _HEALTH
                 else:
                     self._changed.wait((min(self._due_ns, self._health_due_ns) - now) / 1e9)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvctl.client.endpoints import Endpoint
+from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.client.joined import JoinedRoom, join
 from kvctl.health.codes import CODES
@@ -56,6 +57,7 @@ class Store:
         now_ns: our wall clock at the last reading; of a recording, its moment.
         problem: why nobody could be asked at all; "" where somebody could.
         survey: the last one; None before the first.
+        unheard: faults of the last survey of agents that have never answered us.
         place: where in a recording we are.
         judged: what the health codes found, and what of it is muted; None before they were run.
         asked: subject of the last question that had one.
@@ -69,6 +71,7 @@ class Store:
         self.problem = ""
         self.place: Place | None = None
         self.survey: Survey | None = None
+        self.unheard: Sequence[Fault] = ()
         self.judged: Judged | None = None
         self.judged_at_ns = 0
         self.events_missed = 0
@@ -165,6 +168,8 @@ class Store:
             state.answers |= {command: (data, self.now_ns) for command, data in answer.data.items()}
             state.answers["clock"] = (answer.clock, self.now_ns)
         why = {fault.agent: fault.message for fault in survey.faults}
+        known = {name for state in self.agents.values() for name in (state.name, state.endpoint.name)}
+        self.unheard = [fault for fault in survey.faults if fault.agent not in known]
         for name, state in list(self.agents.items()):
             if name in heard:
                 continue

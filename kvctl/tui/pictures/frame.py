@@ -39,8 +39,9 @@ def top(store: Store, mode: Mode) -> Ends:
     for role, number in roles.items():
         if number:
             spans += [(str(number), "bold"), (f" {role}  ", palette.ROLES[role])]
-    if store.silent:
-        spans.append((f"{len(store.silent)} silent  ", "bold red"))
+    silent = len(store.silent) + len(store.unheard)
+    if silent:
+        spans.append((f"{silent} silent  ", "bold red"))
     if store.judged is not None and store.answering:
         spans.append(findings.headline([findings.row(finding) for finding in store.judged.raised]))
     at = units.clock_seconds(store.now_ns) if store.now_ns else "--:--:--"
@@ -73,12 +74,15 @@ def banner(store: Store, mode: Mode) -> list[Ends]:
         lines.append(([(f"✗ {store.problem}", "bold red")], []))
     elif store.survey is not None and not store.agents:
         lines.append(([(f"✗ {mode.nobody(store.survey)}", "bold yellow")], []))
-    silent = store.silent
-    for agent in silent[:_NAMED]:
+    troubles: list[Ends] = [
+        ([(f"○ {fault.agent}: ", "bold yellow"), (fault.message, "yellow")], []) for fault in store.unheard
+    ]
+    for agent in store.silent:
         age = units.duration((store.stale_ns(agent.name) or 0) // _SECOND * _SECOND)
-        lines.append(([(f"○ {agent.name} silent for {age}: ", "bold yellow"), (agent.trouble, "yellow")], []))
-    if len(silent) > _NAMED:
-        lines.append(([(f"○ and {len(silent) - _NAMED} more are silent", "bold yellow")], []))
+        troubles.append(([(f"○ {agent.name} silent for {age}: ", "bold yellow"), (agent.trouble, "yellow")], []))
+    lines += troubles[:_NAMED]
+    if len(troubles) > _NAMED:
+        lines.append(([(f"○ and {len(troubles) - _NAMED} more do not answer", "bold yellow")], []))
     return lines
 
 
