@@ -19,7 +19,7 @@ from matrix_rig.case import Case
 
 STEP_S = 150.0
 _MOST_FAILURES = 6  # after so many something is broken that the next case will not show better
-_STACKS_S = 1.0
+_STACKS_S = 30.0
 _LOG_BYTES = 6000
 _FOLDER = Path(__file__).parents[1]
 _ROOT = Path(__file__).parents[3]
@@ -155,7 +155,7 @@ class _Process:
         try:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 self._child.send_signal(signal.SIGUSR1)  # all stacks go into the log
-                time.sleep(_STACKS_S)
+                self._wait_for_stacks()
                 raise Failed(f"{self._role}: {self._step} took longer than {STEP_S:g} s\n{self._said()}")
             good, answer = self._connection.recv()
         except (EOFError, ConnectionError):
@@ -164,6 +164,12 @@ class _Process:
         if not good:
             raise Failed(f"{self._role}, {self._step}: {answer}")
         return answer
+
+    def _wait_for_stacks(self) -> None:
+        deadline = time.monotonic() + _STACKS_S
+        while "most recent call first" not in self._said() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.1)  # all of them come at once
 
     def kill(self) -> None:
         self._connection.close()
