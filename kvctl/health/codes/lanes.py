@@ -8,14 +8,14 @@ from kvctl.health.answers import Row, amount, inner, number, text, texts
 from kvctl.health.codes.ring_size import gated_writers
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.slowness import slow_writers
-from kvctl.health.codes.wording import counted, listed, pair
+from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot, Spent
 from kvctl.views.units import duration, percent, size, three_digits
 
 # One write within a host moves at the speed of a copy or two. TCP through the loopback device has a fifth of that, and
-# takes 10 µs for a small descriptor where shared memory takes 1. What was measured while the ranks came up, each of them
-# busy, says nothing: it is believed of a later probe.
+# takes 10 µs for a small descriptor where shared memory takes 1. What was measured while the ranks came up, each of
+# them busy, says nothing: it is believed of a later probe.
 _OF_MEMORY = 1 / 20
 _OF_MEMORY_BY_TCP = 1 / 4
 _TCP_DESCRIPTOR_NS = 8_000
@@ -63,32 +63,40 @@ def _slow(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _below_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
+    """Lanes of this writer within its host that do not go through shared memory: one finding for all of them."""
     memory = number(agent.status, "memory_gb_per_s")
+    slow: list[tuple[float, Row]] = []
     for row in agent.peers:
-        lane, peer = number(row, "lane_gb_per_s"), text(row, "peer")
-        descriptor = amount(row, "lane_descriptor_ns")
+        lane, descriptor = number(row, "lane_gb_per_s"), amount(row, "lane_descriptor_ns")
         if not memory or lane is None or row.get("same_host") is not True or not _probed(snapshot, agent, row):
             continue
-        if lane >= memory * (_OF_MEMORY_BY_TCP if descriptor >= _TCP_DESCRIPTOR_NS else _OF_MEMORY):
-            continue
-        yield Finding(
-            code="KV_LANE_SLOW",
-            severity=Severity.WARNING,
-            subject=pair(agent.name, peer),
-            agents=(agent.name, peer),
-            since_ns=_whole(number(row, "lane_measured_age_ns")),
-            weight=memory / lane if lane else 1e3,
-            evidence={
-                "lane": text(row, "lane"),
-                "lane_gb_per_s": lane,
-                "memory_gb_per_s": memory,
-                "lane_descriptor_ns": int(descriptor) or None,
-            },
-            cause=f"one large write from {agent.name} to {peer} on the same host ran at {three_digits(lane)} GB/s, "
-            f"where one thread copies memory at {three_digits(memory)} GB/s: it does not go through shared memory",
-            remedy=f"`kvctl peers probe {agent.name}` measures it again; if it stays, see that both run in one "
-            "IPC and PID namespace and that UCX_TLS allows sm (cma, posix, cuda_ipc)",
-        )
+        if lane < memory * (_OF_MEMORY_BY_TCP if descriptor >= _TCP_DESCRIPTOR_NS else _OF_MEMORY):
+            slow.append((lane, row))
+    if not memory or not slow:
+        return
+    lane, worst = min(slow, key=lambda one: one[0])
+    peers = [text(row, "peer") for _, row in slow]
+    more = f", and {counted(len(slow) - 1, 'more lane')} like it" if len(slow) > 1 else ""
+    yield Finding(
+        code="KV_LANE_SLOW",
+        severity=Severity.WARNING,
+        subject=agent.name,
+        agents=(agent.name, *peers),
+        since_ns=int(amount(worst, "lane_measured_age_ns")),
+        weight=len(slow),
+        evidence={
+            "lane": text(worst, "lane"),
+            "lane_gb_per_s": round(lane, 3),
+            "memory_gb_per_s": round(memory, 3),
+            "lane_descriptor_ns": number(worst, "lane_descriptor_ns"),
+            "slow_to": peers,
+        },
+        cause=f"one large write from {agent.name} to {text(worst, 'peer')} on the same host ran at "
+        f"{three_digits(lane)} GB/s{more}, where one thread copies memory at {three_digits(memory)} GB/s: it does not "
+        "go through shared memory",
+        remedy=f"`kvctl peers probe {agent.name}` measures it again; if it stays, see that both run in one IPC and PID "
+        "namespace and that UCX_TLS allows sm (cma, posix, cuda_ipc)",
+    )
 
 
 def _probed(snapshot: Snapshot, agent: Agent, row: Row) -> bool:
@@ -97,10 +105,6 @@ def _probed(snapshot: Snapshot, agent: Agent, row: Row) -> bool:
     ends = [agent, snapshot.agents.get(text(row, "peer"))]
     uptimes = [amount(end.status, "uptime_ns") for end in ends if end is not None]
     return age is not None and len(uptimes) == len(ends) and age + _COMING_UP_NS <= min(uptimes)
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 LANE_SLOW = Code(

@@ -111,7 +111,7 @@ def test_a_slow_lane_within_a_host():
     assert fleet.examine() == []  # measured while it came up, when every core was busy
     fleet.peer("prefill-0", "decode-1", lane_measured_age_ns=20 * S)
     (found,) = fleet.examine()
-    assert (found.code, found.subject) == ("KV_LANE_SLOW", "prefill-0 → decode-1")
+    assert (found.code, found.subject, found.evidence["slow_to"]) == ("KV_LANE_SLOW", "prefill-0", ["decode-1"])
     assert (found.evidence["lane_gb_per_s"], found.evidence["memory_gb_per_s"]) == (0.3, 8.0)
     assert "kvctl peers probe prefill-0" in found.remedy
     fleet.peer("prefill-0", "decode-1", lane_gb_per_s=1.5)
