@@ -16,7 +16,7 @@ from kvctl.commands.reading import conclude, live_only, nobody
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
-from kvctl.views.operations import DONE
+from kvctl.views.operations import DONE, done_lines
 from kvctl.views.report import Report
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Level
 
@@ -60,7 +60,7 @@ def act(
         survey = fleet.survey(look)
         survey.set_unknown_rooms_aside()
         chosen = concerned(survey) if survey.agents else []
-        report = Report(DONE, [], 0, survey.faults)
+        report = Report(DONE, [], 0, survey.faults, blocks=lambda kept, width: done_lines(kept))
         if isinstance(chosen, str):
             report.failure = chosen
             raise click.exceptions.Exit(conclude(output, settings, survey, report))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvctl.views.kinds import Kind
-from kvctl.views.view import Column, View
+from kvctl.views.report import Block, Line, Text
+from kvctl.views.view import Column, Row, View
+
+_RESULTS = {"unchanged": "dim", "revoking": "yellow", "aside": "yellow", "draining": "yellow", "": "green"}
 
 DONE = View(
     "done",
     (
         Column("agent"),
         Column("subject"),
-        Column("result", styles={"unchanged": "dim", "revoking": "yellow", "aside": "yellow", "draining": "yellow", "": "green"}),
+        Column("result", styles=_RESULTS),
         Column("text", header="WHAT"),
     ),
     sort=("agent", "subject"),
@@ -30,3 +35,18 @@ PROBE = View(
     sort=("agent", "peer", "bytes"),
     empty="no lane was measured",
 )
+
+
+def done_lines(rows: Sequence[Row]) -> list[Block]:
+    """What was done, a line each: what is said of it is never cut off."""
+    widths = {name: max((len(row[name]) for row in rows), default=0) for name in ("agent", "subject", "result")}
+    lines: list[Line] = [
+        [
+            (f"{row['agent']:<{widths['agent']}}  ", ""),
+            (f"{row['subject']:<{widths['subject']}}  ", ""),
+            (f"{row['result']:<{widths['result']}}  ", _RESULTS.get(row["result"], _RESULTS[""])),
+            (row["text"], ""),
+        ]
+        for row in rows
+    ]
+    return [Text(lines)]

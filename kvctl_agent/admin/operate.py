@@ -150,7 +150,7 @@ class Operator:
             except KvctlError as error:
                 raise self._refusal(str(error)) from None
             self._probes[peer or ""] = running
-            self._record(f"probe of the lane to {running.peer}")
+            self._record(f"the lane to {running.peer} is probed")
         try:
             cost = running.wait(_ANSWER_S)
         except KvctlError as error:
@@ -216,7 +216,7 @@ class Operator:
 
     def _done(self, subject: str, result: Result, text: str, room: int | None = None) -> Done:
         if result != "unchanged":
-            self._record(f"{subject} {result}: {text}", room)
+            self._record(f"{result}: {text}", room)
         return {"agent": self._agent.name, "subject": subject, "result": result, "text": text}
 
     def _refusal(self, text: str) -> RequestRefused:

@@ -38,7 +38,7 @@ class DecodeReleases(DecodeRooms):
             text = f"{what} has landed and is being scattered: it is free when that is done"
             self.answer(ticket, "refused", text)
         elif holding.state is not RegionState.QUARANTINED and (not event.force or self._fresh(holding.room.peer)):
-            self._move_away(holding, what, ticket)
+            self._move_away(holding, what, ticket, force=event.force)
         elif not event.force:
             self.answer(ticket, "refused", f"{what}: {self._doubt([holding.room.peer])}")
         else:
@@ -50,11 +50,14 @@ class DecodeReleases(DecodeRooms):
                 held = f"; its room still holds its pages: kvctl staging release --room {room.room}"
             self.answer(ticket, "released", f"{what} is freed by force{held}", freed=(serial,))
 
-    def _move_away(self, holding: Holding, what: str, ticket: int) -> None:
+    def _move_away(self, holding: Holding, what: str, ticket: int, *, force: bool) -> None:
         """Ask a writer for an unwritten region; where it cannot be asked, or did not answer, let others go past it."""
         writer = holding.room.peer
         if holding.yields:
-            self.answer(ticket, "unchanged", f"{what}: others go past it already; its bytes are {writer}'s")
+            text = f"{what}: others go past it already; its bytes are {writer}'s until it gives them back"
+            if force:
+                text += ", and force is for writers that are suspect or lost"
+            self.answer(ticket, "unchanged", text)
         elif holding.state is RegionState.GRANTED and not holding.posted and self._fresh(writer):
             self._revoke(holding, 0)
             room = self.rooms.get(holding.room.room)

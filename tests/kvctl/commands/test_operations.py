@@ -47,8 +47,10 @@ def test_those_concerned_do_it_and_say_so(fleet: Any, kvctl: Any, args: tuple[st
         assert row["subject"]
         assert row["result"]
         assert row["text"]
-    table = kvctl(*args, "--yes", "-o", "table").out
-    assert table.splitlines()[0].split() == ["AGENT", "SUBJECT", "RESULT", "WHAT"]
+    told = kvctl(*args, "--yes", "-o", "table").out.splitlines()
+    for line, row in zip(told, document["data"], strict=True):
+        assert line.split()[0] == row["agent"]
+        assert line.endswith(row["text"]), "however long it is"
 
 
 @every
