@@ -11,7 +11,7 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.rig import Plan, PlanReply, PlanRequest
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
 _CODES = {"usage": ExitCode.USAGE, "unavailable": ExitCode.FAILED}
 
 
