@@ -164,14 +164,15 @@ class _Writer:
 
 def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) -> None:
     taker = Taker(fleet)
-    started = time.monotonic_ns()
+    ends: int | None = None
     while True:
         began = time.monotonic_ns()
         moment = taker.take()
         writer.add(encode(moment, len(saving.moments)))
         saving.moments.append(moment.at_ns)
         saving.left_out = list(moment.left_out)  # a series makes up for what its first moments lack
-        left_ns = started + series.for_ns - time.monotonic_ns()
+        ends = ends or time.monotonic_ns() + series.for_ns  # a slow first moment is none of the series' time
+        left_ns = ends - time.monotonic_ns()
         series.told(len(saving.moments), writer.nbytes, max(0, left_ns))
         if left_ns <= 0:
             return

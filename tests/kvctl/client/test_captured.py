@@ -208,6 +208,26 @@ def test_an_agent_that_falls_silent_midway_costs_its_own_timelines(
     assert found.seen[0].answer is not None
 
 
+def test_a_restarted_agent_begins_a_life_of_its_own(canned: Any, tmp_path: Path) -> None:
+    def living(incarnation: str, *sequences: int) -> Moment:
+        rows = [{**canned.events("decode-0")[0], "sequence": number} for number in sequences]
+        one = seen(canned, events={"events": rows, "next": sequences[-1] + 1, "dropped": 0})
+        assert one.answer is not None
+        one.answer.hello["incarnation"] = incarnation
+        return moment(one)
+
+    file = Captured(saved(tmp_path / "a.kvrec", living("a", 0, 1), living("a", 2), living("b", 0)), at=0)
+    told = []
+    while True:
+        (agent,) = file.survey([Call("events")]).agents
+        told.append([row["sequence"] for row in agent.data["events"]["events"]])
+        if not file.advance():
+            break
+    assert told == [[0, 1], [0, 1, 2], [0]]
+    file.seek(0)
+    assert [row["sequence"] for row in file.survey([Call("events")]).agents[0].data["events"]["events"]] == [0, 1]
+
+
 def test_what_was_not_asked_is_a_fault(canned: Any, tmp_path: Path) -> None:
     survey = Captured(saved(tmp_path / "a.kvrec", moment(seen(canned)))).survey([Call("stacks")])
     assert [(fault.agent, fault.code) for fault in survey.faults] == [("decode-0", "not-captured")]
