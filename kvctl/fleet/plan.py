@@ -53,7 +53,6 @@ class SteadyPlan:
         config: of every agent, over `SHORT_TIMINGS`.
         layers, kv_heads, head_dim: a small model, so that rooms are many rather than large.
         verify: compare every byte and watch the free pages.
-        environment: of every rank, over our own.
         odd_pages: page sizes of ranks that were set up wrongly, by name.
         absent: ranks that nobody starts.
     """
@@ -72,7 +71,6 @@ class SteadyPlan:
     head_dim: int = 64
     config: Mapping[str, Setting] = field(default_factory=dict)
     verify: bool = True
-    environment: Mapping[str, str] = field(default_factory=dict)
     odd_pages: Mapping[str, int] = field(default_factory=dict)
     absent: frozenset[str] = frozenset()
 

@@ -5,7 +5,9 @@ Each yields the seconds until it wants to go on.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvctl.fleet.ledger import Room
 from kvctl.fleet.stage import Stage
@@ -17,6 +19,7 @@ _WRONG = "corrupt-write=5%"
 _TRIES = 20
 _BEHIND = 4
 _BREATH_S = 0.5
+_SPARE_FILES = 4
 
 
 def stuck_room(stage: Stage) -> Iterator[float]:
@@ -73,6 +76,35 @@ def slow_layer(stage: Stage) -> Iterator[float]:
     writer = stage.prefill[-1]
     stage.traffic.fault(writer, _LATE, _FOR_GOOD_S)
     stage.say(f"every write of {writer} leaves 0.2 s late")
+    yield _FOR_GOOD_S
+
+
+def compat(stage: Stage) -> Iterator[float]:
+    """It was started so; all there is to do is to say it."""
+    plan = stage.traffic.fleet.plan
+    for name, page_size in plan.odd_pages.items():
+        stage.say(f"{name} has pages of {page_size} tokens, all others of {plan.page_size}")
+    yield _FOR_GOOD_S
+
+
+def bootstrap(stage: Stage) -> Iterator[float]:
+    """Its router does not know, and sends the instance a room now and then."""
+    fleet = stage.traffic.fleet
+    (absent,) = fleet.plan.absent
+    stage.say(f"{absent} is not started, and rooms come for its instance all the same")
+    while True:
+        stage.traffic.open(fleet.plan.chunk_tokens, instance=fleet.ranks[absent].planned["instance"])
+        yield fleet.plan.timings["bootstrap_timeout_s"] * 0.7
+
+
+def fd_low(stage: Stage) -> Iterator[float]:
+    """From outside, as `prlimit` does."""
+    victim = stage.decode[-1]
+    pid = stage.traffic.fleet.ranks[victim].pid
+    count = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+    hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (count + _SPARE_FILES, hard))
+    stage.say(f"{victim} (pid {pid}) has {count} files open and may have {count + _SPARE_FILES}")
     yield _FOR_GOOD_S
 
 

@@ -83,6 +83,30 @@ SCENES: tuple[Scene, ...] = (
         plays.corrupt,
         config={"digest": True},
     ),
+    Scene(
+        "compat",
+        "A decode rank was set up with another page size.",
+        "KV_COMPAT_MISMATCH",
+        ("kvctl doctor", "kvctl peers diff", "kvctl peers matrix"),
+        plays.compat,
+        plan={"odd_pages": {"decode-1": 32}},
+    ),
+    Scene(
+        "bootstrap",
+        "One rank of a prefill instance never starts.",
+        "KV_ROOM_STUCK_BOOTSTRAP",
+        ("kvctl doctor", "kvctl bootstrap", "kvctl rooms"),
+        plays.bootstrap,
+        options={"prefill_instances": (Sizes(tp=2), Sizes())},
+        plan={"absent": frozenset({"p0-prefill-1"})},
+    ),
+    Scene(
+        "fd-low",
+        "A decode rank may hardly open another file.",
+        "KV_FDS_LOW",
+        ("kvctl doctor", "kvctl health"),
+        plays.fd_low,
+    ),
 )
 
 SCENES_BY_NAME: dict[str, Scene] = {scene.name: scene for scene in SCENES}

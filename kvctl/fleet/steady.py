@@ -201,8 +201,7 @@ class SteadyFleet:
         rank = self.ranks[name]
         if rank.process is not None:
             raise ValueError(f"{name} is running; kill it first")
-        ours = {"TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
-        environment = {**os.environ, **self.plan.environment, **ours}
+        environment = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
         rig = [sys.executable, "-m", "kvctl_agent.rig", "steady", "--name", name, "--parent", str(os.getpid()), "--fd"]
         process = rank.process = _Process(name, lambda fd: [*rig, str(fd)], environment)
         rank.lives += 1

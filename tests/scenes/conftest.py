@@ -21,6 +21,8 @@ KVCTL = (sys.executable, "-m", "kvctl")
 # A room that is stuck is named when its time is half over; the rest is for a machine with other things to do.
 PATIENCE_S = 200.0
 
+_SLOW = {"pinned-ring": "nixl", "stuck-room": "loopback", "bootstrap": "loopback"}
+
 Finding = dict[str, Any]
 
 
@@ -100,7 +102,7 @@ def begun() -> Iterator[dict[str, Demo]]:
     """Demos whose fault takes its time to be seen, by scene: they begin before the first test."""
     made: dict[str, Demo] = {}
     try:
-        for scene, transport in (("pinned-ring", "nixl"), ("stuck-room", "loopback")):
+        for scene, transport in _SLOW.items():
             made[scene] = Demo("--fault", scene, "--transport", transport)
         yield made
     finally:

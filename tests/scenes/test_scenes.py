@@ -1,6 +1,6 @@
 """Every scene of `kvctl demo` is really there, and `kvctl doctor` names it first: who it is, the numbers, what to do.
 
-Two of them take a while to be seen, since most of what looks like them mends itself: they begin before the others.
+Some of them take a while to be seen, since most of what looks like them mends itself: they begin before the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.timeout(480)
 
 def test_every_scene_has_a_code_that_doctor_knows() -> None:
     assert {scene.code for scene in SCENES} <= CODES_BY_NAME.keys()
-    assert {"stuck-room", "pinned-ring", "dead-peer", "slow-layer", "corrupt"} <= SCENES_BY_NAME.keys()
+    tested = {"stuck-room", "pinned-ring", "dead-peer", "slow-layer", "corrupt", "compat", "bootstrap", "fd-low"}
+    assert tested == SCENES_BY_NAME.keys()
     assert all(scene.look[0].startswith("kvctl ") for scene in SCENES)
 
 
@@ -78,3 +79,27 @@ def test_a_ring_that_is_pinned_by_a_stopped_writer(begun: Begun) -> None:
     assert re.fullmatch(r"decode-0 allocation \d+", found["subject"])
     assert (found["evidence"]["writer"], found["evidence"]["room"]) == ("p1-prefill-0", told[1])
     assert f"kvctl staging release decode-0:{found['subject'].rpartition(' ')[2]}" in found["remedy"]
+
+
+def test_a_rank_that_was_set_up_with_another_page_size(demo: Start) -> None:
+    fleet = demo("--fault", "compat", "--transport", "loopback")
+    fleet.said("compat: decode-1 has pages of 32 tokens")
+    found = fleet.diagnosed("KV_COMPAT_MISMATCH")
+    assert found["subject"] == "decode-1"
+    assert "page_size 16 (prefill-0) ≠ 32 (decode-1)" in found["evidence"]["differences"]
+
+
+def test_a_rank_that_is_short_of_files(demo: Start) -> None:
+    fleet = demo("--fault", "fd-low", "--transport", "loopback")
+    limit = re.search(r"decode-1 \(pid \d+\) has \d+ files open and may have (\d+)", fleet.said("fd-low:"))
+    assert limit is not None
+    found = fleet.diagnosed("KV_FDS_LOW")
+    assert found["subject"] == "decode-1"
+    assert found["evidence"]["fds_limit"] == int(limit[1])
+
+
+def test_an_instance_of_which_a_rank_never_came(begun: Begun) -> None:
+    fleet = begun["bootstrap"]
+    fleet.said("p0-prefill-1 is not started")
+    found = fleet.diagnosed("KV_ROOM_STUCK_BOOTSTRAP")
+    assert "missing tp=1" in found["cause"]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from kvctl.fleet.place import rank_names
+from kvctl.fleet.plan import CALM_TIMINGS, SteadyPlan
+from kvctl.fleet.scenes import SCENES, Scene
 from kvctl.views.demo import MOMENTS, RANKS, blocks, totals
 from kvctl.views.report import Grid, Text
+from kvctl_agent.contract.config import KEYS_BY_NAME
+from kvctl_agent.contract.faults import FAULTS_BY_NAME
 
 SUMMARY: dict[str, Any] = {
     "seed": 7,
@@ -50,6 +56,10 @@ SUMMARY: dict[str, Any] = {
     [
         (("--faults", "random"), "--faults random needs --minutes"),
         (("--fault", "control-los=5%"), "did you mean control-loss"),
+        (("--fault", "stuckroom"), "'stuckroom' is no fault, did you mean stuck-room"),
+        (("--fault", "dead-peer,corrupt"), "dead-peer and corrupt: one scene at a time"),
+        (("--fault", "mystery"), "'mystery' is no fault: kvctl demo --list-faults names them all"),
+        (("--list-faults", "--columns", "speed"), "speed"),
         (
             ("--fault", "kill=decode-7@5s", "--minutes", "1"),
             "there is no rank decode-7; there are prefill-0, prefill-1",
@@ -68,6 +78,28 @@ def test_what_cannot_be_is_refused_before_anything_is_started(kvctl: Any, args: 
     assert outcome.code == 2
     assert text in outcome.err
     assert outcome.out == ""
+
+
+def test_all_that_can_be_done_to_a_fleet_is_listed(kvctl: Any):
+    outcome = kvctl("demo", "--list-faults", "-o", "json")
+    assert outcome.code == 0
+    rows = json.loads(outcome.out)["data"]
+    scenes = {row["fault"]: row["code"] for row in rows if row["kind"] == "scene"}
+    assert scenes == {scene.name: scene.code for scene in SCENES}
+    assert [row["fault"].partition("=")[0] for row in rows[len(scenes) :]] == list(FAULTS_BY_NAME)
+    assert all(row["does"].endswith(".") for row in rows)
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+def test_a_scene_s_fleet_can_be(scene: Scene):
+    prefill = scene.options.get("prefill_instances", SteadyPlan().prefill)
+    ring_mb = scene.options.get("ring_mb", 0)
+    plan = SteadyPlan(prefill=prefill, ring_mb=ring_mb, config={**CALM_TIMINGS, **scene.config}, **scene.plan)
+    ranks = rank_names(plan.resolve()["ranks"])
+    assert plan.absent | plan.odd_pages.keys() <= set(ranks)
+    assert plan.prefixed("b-").absent == {f"b-{name}" for name in plan.absent}
+    assert scene.config.keys() <= KEYS_BY_NAME.keys()
+    assert plan.patience_s > plan.timings["waiting_timeout_s"]
 
 
 def test_the_summary_names_every_finding():
