@@ -25,7 +25,7 @@ VARIABLE = "_KVCTL_COMPLETE"
 LINE = "_KVCTL_LINE"
 # Of the 200 ms that a person does not notice, the interpreter takes the rest. Where nobody at all answers so soon, the
 # machine is a busy one, and a late answer is better than none.
-_ANSWER_NS = (80_000_000, 1_000_000_000)
+_ANSWER_NS = (80_000_000, 400_000_000)
 _MOST_ROOMS = 64
 
 Items = list[CompletionItem[str]]
