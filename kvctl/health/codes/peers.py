@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 
-from kvctl.health.answers import amount, number, numbers, rows, text
+from kvctl.health.answers import NO_ROW, Row, amount, number, numbers, rows, text
 from kvctl.health.codes.incarnations import stale_pairs
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.wording import counted, listed, pair
 from kvctl.health.finding import Code, Finding, Severity
-from kvctl.health.snapshot import Snapshot
+from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.views.units import duration
 
 _BACKLOG = 100
+# A control thread without a core sees everything late.
+_UNSEEN_NS = 5_000_000_000
+_HEARTBEATS = 5
 _SKEW_NS = 5_000_000
 _SKEW_BAD_NS = 1_000_000_000
 
@@ -106,25 +110,24 @@ PEER_BLOCKING = Code(
 
 
 def _subscriber(snapshot: Snapshot) -> Iterator[Finding]:
-    for reader in snapshot.of_role("decode"):
-        then = snapshot.earlier(reader.name)
-        if then is None or snapshot.since_ns < 3 * reader.period_ns("heartbeat_s"):
-            continue
-        for row in then.peers:
-            writer = snapshot.agents.get(text(row, "peer"))
-            sent = numbers(row, "watermark_sent")
-            if writer is None or len(sent) != 3 or snapshot.earlier(writer.name) is None:
+    for writer in snapshot.of_role("prefill"):
+        waits = Counter(
+            text(part, "peer")
+            for part in rows(writer.staging.get("gated"))
+            if text(part, "waiting_for").startswith("watermark")
+        )
+        for name, waiting in waits.items():
+            reader, then = snapshot.agents.get(name), snapshot.earlier(name)
+            if reader is None or then is None or snapshot.earlier(writer.name) is None:
                 continue
-            theirs = next((one for one in writer.peers if text(one, "peer") == reader.name), None)
-            seen = numbers(theirs, "watermark_seen") if theirs is not None else []
-            if theirs is None or text(theirs, "incarnation") != reader.incarnation or text(theirs, "state") != "ready":
+            if snapshot.since_ns < max(_UNSEEN_NS, _HEARTBEATS * reader.period_ns("heartbeat_s")):
                 continue
-            waiting = [
-                part
-                for part in rows(writer.staging.get("gated"))
-                if text(part, "peer") == reader.name and text(part, "waiting_for").startswith("watermark")
-            ]
-            if not waiting or (len(seen) == 3 and seen[2] >= sent[2]):
+            sent = numbers(_row_of(then, writer.name), "watermark_sent")
+            theirs = _row_of(writer, name)
+            seen = numbers(theirs, "watermark_seen")
+            if text(theirs, "incarnation") != reader.incarnation or text(theirs, "state") != "ready":
+                continue
+            if len(sent) != 3 or (len(seen) == 3 and seen[2] >= sent[2]):
                 continue
             yield Finding(
                 code="KV_SUBSCRIBER_DEAD",
@@ -132,17 +135,22 @@ def _subscriber(snapshot: Snapshot) -> Iterator[Finding]:
                 subject=pair(writer.name, reader.name),
                 agents=(writer.name, reader.name),
                 since_ns=snapshot.since_ns,
-                weight=len(waiting),
+                weight=waiting,
                 evidence={
                     "watermark_sent": [int(one) for one in sent],
                     "watermark_seen": [int(one) for one in seen],
-                    "gated_parts": len(waiting),
+                    "gated_parts": waiting,
                 },
                 cause=f"{writer.name} has not seen a watermark of {reader.name} that was sent more than "
-                f"{duration(snapshot.since_ns)} ago, and {counted(len(waiting), 'part')} of it wait for one",
+                f"{duration(snapshot.since_ns)} ago, and {counted(waiting, 'part')} of it wait for one",
                 remedy=f"`kvctl peers -e {writer.name}` shows both sequence numbers; restart {writer.name}, and report "
                 "it: heartbeats carry the watermark too",
             )
+
+
+def _row_of(agent: Agent, peer: str) -> Row:
+    """What an agent says of a peer."""
+    return next((row for row in agent.peers if text(row, "peer") == peer), NO_ROW)
 
 
 SUBSCRIBER_DEAD = Code(

@@ -124,12 +124,12 @@ def test_a_watermark_that_is_not_seen():
     before.peer("decode-0", "prefill-1", watermark_sent=[5, 0, 41])
     fleet = before.copy()
     fleet.gated("prefill-1", "decode-0", "1002")
-    assert fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=2) == []
-    (found,) = fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=4)
+    assert fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=4) == []
+    (found,) = fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=6)
     assert (found.subject, found.severity) == ("prefill-1 → decode-0", Severity.CRITICAL)
     assert found.evidence["watermark_seen"] == [4, 0, 40]
     fleet.peer("prefill-1", "decode-0", watermark_seen=[5, 0, 41])
-    assert fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=4) == []
+    assert fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=6) == []
 
 
 def test_a_clock_that_is_off():
