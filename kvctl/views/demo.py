@@ -54,9 +54,9 @@ FAULTS = View(
     "demo-faults",
     (
         Column("fault"),
-        Column("kind"),
+        Column("kind", width=Width.WIDE),
         Column("does"),
-        Column("code", header="HEALTH CODE", width=Width.NORMAL),
+        Column("code", header="HEALTH CODE", width=Width.WIDE),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""A healthy fleet that is as busy as this machine allows: no health code says anything. `benchmarks/quiet.py` looks on."""
+"""A healthy fleet that is as busy as this machine allows: no health code says anything. benchmarks/quiet.py goes on."""
 
 from __future__ import annotations
 
