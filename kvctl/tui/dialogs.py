@@ -147,6 +147,7 @@ class Help(ModalScreen[None]):
 
     def on_mount(self) -> None:
         picture = self.query_one(Picture)
+        picture.paper = "bar"
         picture.show(self._draw, ([("keys", "")], [("Esc closes", "dim")]))
         picture.focus()
 

@@ -46,7 +46,7 @@ class Palette:
         return found
 
     def _made(self, words: list[str]) -> Style:
-        colour, background = self.foreground, None
+        colour, background = self.foreground, self.background
         for word in words:
             if word == "cursor":
                 background = self.cursor

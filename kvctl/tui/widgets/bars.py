@@ -16,7 +16,7 @@ class Bar(Canvas, can_focus=False):
 
     def __init__(self, *, id: str, style: str = "") -> None:
         super().__init__(id=id)
-        self._style = style
+        self.paper = style
         self._lines: Sequence[tuple[Line, Line]] = ()
         self.display = False
 
@@ -29,8 +29,4 @@ class Bar(Canvas, can_focus=False):
         self.changed()
 
     def draw(self, width: int, height: int) -> Sequence[Line]:
-        drawn = []
-        for left, right in self._lines:
-            line = spread([(" ", ""), *left], [*right, (" ", "")], width)
-            drawn.append([(text, f"{style} {self._style}") for text, style in line])
-        return drawn
+        return [spread([(" ", ""), *left], [*right, (" ", "")], width) for left, right in self._lines]

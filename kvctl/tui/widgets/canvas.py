@@ -23,6 +23,7 @@ class Canvas(Widget, can_focus=True):
     Attributes:
         heading: spans at the left and the right end of the title line; None for no title.
         top: first line of the drawing on screen.
+        paper: style whose background lies under everything; "" for the screen's.
     """
 
     DEFAULT_CSS = "Canvas { height: 1fr; }"
@@ -34,6 +35,7 @@ class Canvas(Widget, can_focus=True):
         super().__init__(id=id, classes=classes)
         self.heading: tuple[Line, Line] | None = None
         self.top = 0
+        self.paper = ""
         self._strips: list[Strip] = []
         self._drawn_for: object = None
 
@@ -72,11 +74,10 @@ class Canvas(Widget, can_focus=True):
 
     def _strip(self, line: Line, width: int) -> Strip:
         style = self.palette.style
-        strip = Strip([Segment(text, style(name)) for text, name in line])
+        strip = Strip([Segment(text, style(f"{name} {self.paper}" if self.paper else name)) for text, name in line])
         # What a row is marked with goes on to its end.
-        last = " cursor" if line and "cursor" in line[-1][1].split() else ""
-        base = self.rich_style + style(last) if last else self.rich_style
-        return strip.adjust_cell_length(width, base).apply_style(self.rich_style)
+        marked = "cursor" if line and "cursor" in line[-1][1].split() else ""
+        return strip.adjust_cell_length(width, style(marked or self.paper))
 
     def on_focus(self) -> None:
         self.changed()

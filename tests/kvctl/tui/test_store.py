@@ -1,0 +1,141 @@
+"""The store: what is kept of agents that answer, hang, die, restart; what a recording that is turned back forgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvctl.client.calls import Call
+from kvctl.client.fleet import Survey
+from kvctl.tui.readings import Question, Reading
+from kvctl.tui.store import Store
+
+S = 1_000_000_000
+STATUS = Question("overview", (Call("status"),))
+EVENTS = Question("events", (Call("events", {"limit": 4}),))
+
+
+def take(store: Store, specimen: Any, beat: int, question: Question = STATUS, **more: Any) -> None:
+    survey: Survey = specimen.survey(question.calls, beat)
+    store.take(Reading(question, survey.at_ns, survey, **more))
+
+
+def test_an_agent_that_hangs_keeps_its_last_answers_and_their_age(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0)
+    before = store.answer("decode-1", "status")
+    specimen.silent = {"decode-1"}
+    take(store, specimen, 1)
+    take(store, specimen, 4)
+    assert store.answer("decode-1", "status") == before
+    assert store.stale_ns("decode-1") == 4 * S
+    assert store.stale_ns("decode-0") is None
+    assert (store.answering, [agent.name for agent in store.silent]) == (7, ["decode-1"])
+    specimen.silent = set()
+    take(store, specimen, 5)
+    assert store.stale_ns("decode-1") is None
+
+
+def test_an_agent_that_is_gone_is_forgotten_after_ten_minutes(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0)
+    specimen.gone = {"prefill-0"}
+    take(store, specimen, 600)
+    assert store.agents["prefill-0"].trouble == "it is gone"
+    take(store, specimen, 601)
+    assert "prefill-0" not in store.agents
+
+
+def test_who_has_never_answered_is_named(specimen: Any) -> None:
+    store = Store()
+    specimen.silent = {"decode-2"}
+    take(store, specimen, 0)
+    assert [fault.agent for fault in store.unheard] == ["decode-2"]
+    specimen.silent = set()
+    take(store, specimen, 1)
+    assert not store.unheard
+
+
+def test_a_restarted_agent_has_none_of_its_old_answers(specimen: Any, canned: Any, monkeypatch: Any) -> None:
+    store = Store()
+    take(store, specimen, 0)
+    take(store, specimen, 1, EVENTS)
+    hello = canned.hello
+    monkeypatch.setattr(canned, "hello", lambda name: {**hello(name), "incarnation": "another"})
+    take(store, specimen, 2, EVENTS)
+    assert store.answer("decode-0", "status") is None
+
+
+def test_when_nobody_can_be_asked_everybody_is_stale(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0)
+    store.take(Reading(STATUS, specimen.survey((), 2).at_ns, None, "the directory belongs to another user"))
+    assert store.answering == 0
+    assert store.problem == "the directory belongs to another user"
+    assert store.stale_ns("decode-0") == 2 * S
+
+
+def test_events_come_once_and_what_came_too_fast_is_counted(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0, EVENTS)
+    first = len(store.events)
+    take(store, specimen, 1, EVENTS)
+    assert len(store.events) == first + 2 * len(specimen.names)
+    assert len({(row["agent"], row["sequence"]) for row in store.events}) == len(store.events)
+    assert store.events_missed == 0
+    take(store, specimen, 4, EVENTS)  # six more each, four of which are told
+    assert store.events_missed == 2 * len(specimen.names)
+
+
+def test_rates_are_differences_between_readings(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0)
+    assert store.trends.throughput.last is None
+    take(store, specimen, 1)
+    moved = sum(
+        specimen._status(name, 1)["bytes_total"] - specimen._status(name, 0)["bytes_total"] for name in specimen.decode
+    )
+    assert store.trends.throughput.last == pytest.approx(moved / 1e9)
+    specimen.silent = {"decode-0"}
+    take(store, specimen, 2)
+    assert store.trends.throughput.last is None
+
+
+def test_a_recording_that_is_turned_back_starts_its_curves_anew(specimen: Any) -> None:
+    store = Store()
+    for beat in range(5):
+        take(store, specimen, beat)
+    take(store, specimen, 5, EVENTS)
+    take(store, specimen, 2)
+    assert len(store.trends.p50) == 1
+    assert not store.events
+    assert store.answering == 8
+
+
+def test_findings_mark_the_agents_that_they_name(specimen: Any, ill: Any) -> None:
+    store = Store()
+    take(store, specimen, 0)
+    assert {tuple(row["health"]) for row in store.statuses()} == {()}
+    store.judged = ill
+    codes = {row["name"]: row["health"] for row in store.statuses()}
+    assert codes["decode-1"] == ["KV_RING_PINNED"]
+    assert codes["decode-0"] == []
+
+
+def test_the_health_codes_are_run_over_a_health_reading(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0, Question("health", (Call("status"), Call("peers"))), mutes=())
+    assert store.judged is not None
+    assert store.judged_at_ns == store.now_ns
+
+
+@pytest.mark.parametrize(("level", "allowed"), [("read", False), ("operate", True), ("admin", True)])
+def test_what_we_may_do_is_what_the_agent_lets_us(level: str, allowed: bool, specimen: Any) -> None:
+    from kvctl_agent.contract.commands import Level
+
+    specimen.level = level
+    store = Store()
+    take(store, specimen, 0)
+    assert store.may("decode-0", Level.OPERATE) is allowed
+    assert not store.may("decode-77", Level.READ)
