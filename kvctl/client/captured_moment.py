@@ -69,7 +69,7 @@ def encode(moment: Moment, number: int) -> Iterator[bytes]:
         about = {"moment": number, "agent": seen.endpoint.name}
         agents.append(form.frame(form.SEEN, about, zlib.compress(body)))
     told = _moment_body(moment)
-    told["left_out"] = left_out
+    told["left_out"] = [utf8(text) for text in left_out]
     about = {
         "moment": number,
         "at_ns": moment.at_ns,
@@ -139,10 +139,10 @@ def _fitting(seen: Seen) -> tuple[bytes, list[str]]:
 
 def _moment_body(moment: Moment) -> MomentBody:
     return {
-        "directory": str(moment.discovery.directory),
+        "directory": utf8(str(moment.discovery.directory)),
         "stale": [_endpoint_body(endpoint) for endpoint in moment.discovery.stale],
         "faults": [_fault_body(fault) for fault in moment.discovery.faults],
-        "left_out": list(moment.left_out),
+        "left_out": [utf8(text) for text in moment.left_out],
     }
 
 
@@ -187,8 +187,8 @@ def _seen(body: SeenBody) -> Seen:
 
 def _endpoint_body(endpoint: Endpoint) -> EndpointBody:
     return {
-        "name": endpoint.name,
-        "path": str(endpoint.path) if endpoint.path is not None else None,
+        "name": utf8(endpoint.name),
+        "path": utf8(str(endpoint.path)) if endpoint.path is not None else None,
         "remote": endpoint.remote,
     }
 
@@ -199,7 +199,7 @@ def _endpoint(body: EndpointBody) -> Endpoint:
 
 
 def _fault_body(fault: Fault) -> FaultBody:
-    return {"agent": fault.agent, "code": fault.code, "message": fault.message}
+    return {"agent": utf8(fault.agent), "code": fault.code, "message": utf8(fault.message)}
 
 
 def _fault(body: Mapping[str, Any]) -> Fault:
@@ -213,8 +213,13 @@ def _document(body: bytes) -> Any:
     return document
 
 
+def utf8(text: str) -> str:
+    """Names of files need not be text; JSON is."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or "\0" in value:
+    if not isinstance(value, str):
         raise TypeError(f"a text, and has {value!r:.40}")
     return value
 

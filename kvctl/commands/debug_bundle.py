@@ -22,7 +22,7 @@ import orjson
 from kvctl.client.captured_archive import Archive, Entry
 from kvctl.client.captured_bundle import RECORDING
 from kvctl.client.captured_file import load
-from kvctl.client.captured_moment import Moment
+from kvctl.client.captured_moment import Moment, utf8
 from kvctl.client.captured_redaction import Redaction, redacted
 from kvctl.client.captured_taking import Taker
 from kvctl.client.faults import Fault
@@ -115,9 +115,9 @@ def write_bundle(file: IO[bytes], directory: Path, wish: Wish) -> Bundled:
         _fill(archive, directory, wish, redaction, made)
     except KeyboardInterrupt:
         made.partial = True
-    failed = [redaction.text(text) for text in made.failed] if redaction else made.failed
-    left_out = [redaction.text(text) for text in made.left_out] if redaction else made.left_out
-    faults = [{"agent": fault.agent, "code": fault.code, "message": fault.message} for fault in made.faults]
+    failed = [utf8(redaction.text(text) if redaction else text) for text in made.failed]
+    left_out = [utf8(redaction.text(text) if redaction else text) for text in made.left_out]
+    faults = [{"agent": utf8(fault.agent), "code": fault.code, "message": utf8(fault.message)} for fault in made.faults]
     about |= {
         "partial": made.partial,
         "agents": made.agents,
@@ -158,7 +158,7 @@ def _add_text(
     wish.say(text.name)
     shown = _shown(text, where, made)
     if shown:
-        archive.add(text.name, (redaction.text(shown) if redaction else shown).encode(), text.what)
+        archive.add(text.name, utf8(redaction.text(shown) if redaction else shown).encode(), text.what)
 
 
 def _record(file: IO[bytes], wish: Wish, redaction: Redaction | None, made: Bundled) -> str:

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvctl.client.captured_moment import utf8
+
 _PACKAGES = ("nixl", "mooncake-transfer-engine", "torch", "numpy", "pyzmq", "orjson", "msgspec", "triton")
 _ENVIRONMENT = ("KVCTL_", "UCX_", "NIXL_", "MC_", "SGLANG_DISAGG", "CUDA_VISIBLE", "NCCL_")
 _LIMITS = {
@@ -37,7 +39,9 @@ def facts() -> dict[str, Any]:
         "infiniband": _names("/sys/class/infiniband"),
         "nvidia": _names("/proc/driver/nvidia/gpus"),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)},
+        "environment": {
+            name: utf8(value) for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)
+        },
     }
 
 

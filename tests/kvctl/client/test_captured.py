@@ -80,6 +80,14 @@ def test_a_moment_comes_back_as_it_was(canned: Any) -> None:
     assert back(one) == one
 
 
+def test_names_that_are_no_text_and_texts_that_are_odd_are_kept() -> None:
+    where = Discovery(Path("/run/\udcff"), stale=[Endpoint("\udcfe", Path("/run/\udcfe.sock"))])
+    where.faults.append(Fault("\udcfd", "unreachable", "\0 said \udcfc"))
+    found = back(Moment(1, where, [])).discovery
+    assert (str(found.directory), found.stale[0].name) == ("/run/\\udcff", "\\udcfe")
+    assert found.faults[0] == Fault("\\udcfd", "unreachable", "\0 said \\udcfc")
+
+
 def test_an_agent_that_says_too_much_loses_timelines_first_then_its_largest_answer(
     canned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

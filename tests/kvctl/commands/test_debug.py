@@ -218,6 +218,22 @@ def test_an_agent_that_hangs_and_one_that_refuses_hold_nobody_up(
     assert "prefill-0: boom" in shown.err
 
 
+def test_sockets_whose_names_are_no_text_hold_nothing_up(
+    start: Any, socket_directory: Path, kvctl: Any, tmp_path: Path
+) -> None:
+    start("decode-0")
+    path = tmp_path / "b.tar.zst"
+    odd = socket_directory / os.fsdecode(b"odd-\xff.sock")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(os.fsencode(odd))
+    outcome = kvctl("debug", "bundle", "-o", str(path))
+    assert outcome.code == 0
+    assert "not in the bundle" not in outcome.err
+    assert "odd-\\udcff\tstale" in kvctl("agents", "--from", str(path), "--columns", "agent,state").out.replace(
+        "\\\\", "\\"
+    )
+
+
 def test_without_agents_there_is_still_this_machine(kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "b.tar.zst"
     outcome = kvctl("debug", "bundle", "-o", str(path))
