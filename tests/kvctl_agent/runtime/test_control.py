@@ -87,6 +87,9 @@ class StandInHands:
     def refused(self, room: int, text: str) -> None:
         self.refusals.append((room, text))
 
+    def answered(self, action: ev.Answered) -> None:
+        self._do(action)
+
     def move(self, order: Any) -> None:
         self._do(order)
 
