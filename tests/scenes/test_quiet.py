@@ -14,7 +14,7 @@ QUIET = Path(__file__).parents[2] / "benchmarks" / "quiet.py"
 @pytest.mark.timeout(400)
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     done = subprocess.run(
-        [sys.executable, QUIET, "--minutes", "0.2", "--transport", "loopback"],
+        [sys.executable, QUIET, "--minutes", "0.3", "--transport", "loopback"],
         capture_output=True,
         text=True,
         timeout=390,
