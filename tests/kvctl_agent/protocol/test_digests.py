@@ -18,7 +18,7 @@ SENT = 0xC0FFEE01
 WRONG = 0xBAD
 
 
-class Digesting(World):
+class Digesting(World):  # type: ignore[misc]
     """Writers send a digest with every part; readers find it, or `WRONG` in the parts in `wrong`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
