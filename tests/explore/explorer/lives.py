@@ -67,6 +67,10 @@ class Lives(Flow):  # type: ignore[misc]
         state[self._budget] = self._spend(state[self._budget], "aborts", (self.names[step.agent], step.other))
         self._feed(state, step.agent, ("abort", step.other), (ev.AbortRoom(step.other, "enough"),))
 
+    def _release(self, state: list[int], step: Step) -> None:
+        state[self._budget] = self._spend(state[self._budget], "releases")
+        self._feed(state, step.agent, ("release", step.other), (ev.ReleaseHeld(1, step.other),))
+
     def _pause(self, state: list[int], step: Step) -> None:
         state[self._budget] = self._spend(state[self._budget], "pauses", self.names[step.agent])
         state[self._paused] |= 1 << step.agent

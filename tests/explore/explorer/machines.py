@@ -32,12 +32,14 @@ class Knows(NamedTuple):
 
     Attributes:
         idle: it holds nothing of any room.
+        serials: of the ring's live allocations, in their order.
         peers: by name: incarnation, whether it may be spoken to, and the age of the silence (an index into AGES).
     """
 
     life: int
     idle: bool
     peers: dict[str, tuple[int, bool, int]]
+    serials: tuple[int, ...] = ()
 
 
 class Done(NamedTuple):
@@ -204,7 +206,10 @@ def _knows(machine: Machine) -> Knows:
         peer.name: (peer.incarnation, peer.usable, AGES.index(NOW_NS - peer.heard_ns) if peer.usable else 0)
         for peer in machine.peers.values()
     }
-    return Knows(machine.local.incarnation, idle, peers)
+    serials: tuple[int, ...] = ()
+    if isinstance(machine, FrozenDecode):
+        serials = tuple(holding.region.serial for holding in machine.book.holdings())
+    return Knows(machine.local.incarnation, idle, peers, serials)
 
 
 def _send(machine: Machine, action: ev.Send) -> tuple[str, bytes, bool]:

@@ -158,6 +158,9 @@ class Space(Lives):  # type: ignore[misc]
         for name, room in budget.aborts:
             if awake[self._at[name]]:
                 yield Step("abort", agent=self._at[name], other=room), True
+        for agent, there in enumerate(awake if budget.releases else ()):
+            for serial in self.machines.knows[state[agent]].serials if there else ():
+                yield Step("release", agent=agent, other=serial), True
         for name, peer in budget.deaf:
             if awake[self._at[name]] and self.machines.knows[state[self._at[name]]].peers[peer][1]:
                 yield Step("deaf", agent=self._at[name], other=peer), True

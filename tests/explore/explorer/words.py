@@ -40,6 +40,7 @@ def describe(space: Space, state: tuple[int, ...], step: Step) -> str:
             "early": f"time passes at {who}",
             "deadline": f"{who}: room {step.other} has waited for too long",
             "abort": f"{who} aborts room {step.other}",
+            "release": f"{who} is told to take allocation {step.other} back",
             "deaf": f"{who} hears nothing from {step.other} for long",
             "pause": f"{who} is paused",
             "kill": f"{who} is killed",
