@@ -15,6 +15,7 @@ from kvctl.commands.reading import nobody, source
 from kvctl.commands.settings import DEFAULT_TIMEOUT, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
+from kvctl.views.expressions import ExpressionError
 from kvctl.views.units import parse_seconds
 
 _VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
@@ -90,21 +91,24 @@ def top(
         raise click.UsageError("kvctl top needs a terminal; without one: --snapshot FILE.svg")
     if snapshot is None and os.environ.get("TERM") in {None, "", "dumb"}:
         raise click.UsageError("this terminal (TERM) cannot be drawn on; kvctl status -w writes a line per reading")
+    from kvctl.tui.app import TopApp
+    from kvctl.tui.feed import SourceFeed
+    from kvctl.tui.pictures.frame import Mode
+    from kvctl.tui.sheets import VIEW_OF, Wish
+
+    wish = Wish(" & ".join(settings.filters), settings.sort_by or "")
+    try:
+        wish.selection(VIEW_OF[view])
+    except ExpressionError as error:
+        raise click.UsageError(str(error)) from error
     # A recording is played from its start, and a snapshot is taken of its end.
     watched = interval if snapshot is None else None
     # Whoever hangs must not hold up the others' rows, unless that was asked for.
     usual = settings.timeout_ns == parse_seconds(DEFAULT_TIMEOUT)
     timeout_ns = min(settings.timeout_ns, interval) if usual else settings.timeout_ns
     asked = source(replace(settings, watch_ns=watched, timeout_ns=timeout_ns))
-
-    from kvctl.tui.app import TopApp
-    from kvctl.tui.feed import SourceFeed
-    from kvctl.tui.pictures.frame import Mode
-    from kvctl.tui.sheets import Wish
-
     name = "" if settings.from_file is None else settings.from_file.name
     mode = Mode(source=name, readonly=readonly, nobody=lambda survey: nobody(settings, survey).message)
-    wish = Wish(" & ".join(settings.filters), settings.sort_by or "")
     app = TopApp(SourceFeed(asked, interval), mode, view, wish=wish)
     if snapshot is not None:
         from kvctl.tui.snapshot import snapshot as take

@@ -177,7 +177,7 @@ class TopApp(App[None]):
         self.call_after_refresh(self._show)
 
     def on_table_moved(self) -> None:
-        if self.name_on_screen == "staging":
+        if self.name_on_screen in {"overview", "staging"}:  # what is drawn there is of the row under the cursor
             self._show()
 
     def on_table_opened(self, message: Table.Opened) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvctl.views.events import EVENTS
@@ -150,3 +150,12 @@ EVENTS_SHEET = Sheet(
     faulty=lambda row: row["severity"] in {"warning", "error"},
     room=lambda row: row["room"],
 )
+VIEW_OF: Mapping[str, View] = {
+    "overview": STATUS,
+    "rooms": ROOMS,
+    "staging": STAGING,
+    "layers": LAYERS,
+    "peers": PEERS,
+    "events": EVENTS,
+}
+"""What filter and order are for, by the TUI's view."""

@@ -41,6 +41,7 @@ class OverviewPanel(Panel):
 
     def compose(self) -> ComposeResult:
         yield Table("health", id="overview-health")
+        yield Picture(id="overview-remedy")
         yield Picture(id="overview-fleet")
         yield Picture(id="overview-rings")
         yield Table("agents", id="overview-agents")
@@ -86,6 +87,9 @@ class OverviewPanel(Panel):
             notes.append(f"as of {units.duration(behind * 1_000_000_000)} ago")
         show(table, HEALTH_SHEET, rows, store, Wish(), ", ".join(notes), empty)
         table.fit()
+        finding = table.row
+        tall = self._height >= _TALL
+        self.query_one("#overview-remedy", Picture).show(lambda width: _remedy(finding, width, tall) if finding else [])
 
     def _fleet(self, store: Store, statuses: Sequence[Row], width: int) -> list[Line]:
         outlined = outline(statuses) if statuses else [[("nobody answers", "yellow")]]
@@ -110,6 +114,12 @@ class OverviewPanel(Panel):
             half,
         )
         return beside(words, [*right, *more] if self._height >= _TALL else right, left, _GAP)
+
+
+def _remedy(finding: Row, width: int, tall: bool) -> list[Line]:
+    """What to make of the finding under the cursor, as far as there is room for it."""
+    remedy = findings.labelled("remedy", finding["remedy"], width)
+    return [*findings.labelled("cause", finding["cause"], width), *remedy] if tall else remedy
 
 
 def _rate(value: float | None) -> str:

@@ -12,8 +12,8 @@ from kvctl.views.report import Line, Span
 from kvctl.views.view import Row
 
 _FULL_CELL, _FREE_CELL = "━", "─"
-_GAUGE = 12
-_USE = 17  # `100 % of 64.5 MiB`
+_GAUGE = 10
+_USE = 16  # ` 100 % of 64 MiB`
 _GAP = 3
 _SHORTEST = 6  # curve that is worth its cells
 _FULL = 0.8  # above it, writers soon wait

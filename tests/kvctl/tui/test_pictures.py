@@ -110,7 +110,7 @@ def test_the_picture_of_the_readme(specimen, ill, build, drive) -> None:
         await through_time(pilot, 60)
         check(DOCS / "top.svg", svg(pilot.app))
 
-    drive(build(specimen, judged=ill), script, (120, 32))
+    drive(build(specimen, judged=ill), script, (120, 38))
 
 
 def test_pictures_fetch_nothing_and_are_small() -> None:

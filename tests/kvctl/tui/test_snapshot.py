@@ -1,0 +1,81 @@
+"""`kvctl top --snapshot`: one screen of living agents or of a recording, in a file."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize("view", ["overview", "rooms", "staging", "layers", "peers", "events"])
+def test_text_has_the_size_that_was_asked_for(view: str, fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "screen.txt"
+    outcome = kvctl("top", "--snapshot", str(path), "--view", view, "--size", "100x30", "--interval", "100ms")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
+    lines = path.read_text().splitlines()
+    assert len(lines) == 30
+    assert max(map(len, lines)) <= 100
+    assert "prefill-0" in path.read_text()
+
+
+def test_a_picture_is_well_formed(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "screen.svg"
+    assert kvctl("top", "--snapshot", str(path), "--interval", "100ms").code == 0
+    words = [each.text for each in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    assert "kvctl top" in words
+
+
+def test_filters_and_order_of_the_command_line_hold(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "screen.txt"
+    outcome = kvctl(
+        "top", "--snapshot", str(path), "--view", "rooms", "--interval", "100ms",
+        "--filter", "state=WaitingForInput", "--filter", "role=decode", "--sort-by", "-agent",
+    )  # fmt: skip
+    assert outcome.code == 0
+    rooms = [line.split()[:2] for line in path.read_text().splitlines() if "WaitingForInput  " in line]
+    assert [each[-2:] for each in rooms] == [["▸", "7"], ["7", "decode-0"]]
+    assert "2 of 8  filter state=WaitingForInput & role=decode" in path.read_text()
+
+
+def test_no_agent_is_an_error_and_the_picture_shows_it(kvctl: Any, tmp_path: Path) -> None:
+    path = tmp_path / "screen.txt"
+    outcome = kvctl("top", "--snapshot", str(path), "--interval", "100ms")
+    assert outcome.code == 3
+    assert "Start some here: kvctl demo" in outcome.err
+    assert "Start some here: kvctl demo" in path.read_text()
+
+
+def test_a_file_that_cannot_be_written_is_named(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    outcome = kvctl("top", "--snapshot", str(tmp_path / "no" / "screen.txt"), "--interval", "100ms")
+    assert outcome.code == 1
+    assert "screen.txt: No such file or directory" in outcome.err
+
+
+def test_a_recording_shows_its_last_moment(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+    recording, path = tmp_path / "fleet.kvrec", tmp_path / "screen.txt"
+    assert kvctl("record", "-o", str(recording)).code == 0
+    outcome = kvctl("top", "--from", str(recording), "--snapshot", str(path), "--view", "peers", "--interval", "100ms")
+    assert outcome.code == 0
+    assert "fleet.kvrec: moment 1 of 1" in path.read_text()
+    assert "decode-1" in path.read_text()
+
+
+def test_an_unreadable_recording_is_one_line(kvctl: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"nothing")
+    outcome = kvctl("top", "--from", str(tmp_path / "broken"), "--snapshot", str(tmp_path / "screen.txt"))
+    assert outcome.code != 0
+    assert len(outcome.err.splitlines()) == 1
+    assert not (tmp_path / "screen.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "why"), [(("--filter", "aeg>5s"), "no column 'aeg'"), (("--sort-by", "nothing"), "no column 'nothing'")]
+)
+def test_what_does_not_fit_the_view_is_refused(
+    args: tuple[str, ...], why: str, fleet: Any, kvctl: Any, tmp_path: Path
+) -> None:
+    outcome = kvctl("top", "--view", "rooms", "--snapshot", str(tmp_path / "screen.txt"), *args)
+    assert outcome.code == 2
+    assert why in outcome.err
