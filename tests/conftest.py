@@ -30,8 +30,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # A run that was started in the background has this signal ignored, and so would everything that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("dev", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# How long an example takes says something of the machine only.
+hypothesis.settings.register_profile("dev", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # Threads end, and children are reaped, a moment after the call that stops them returns; a busy machine makes it long.

@@ -123,7 +123,7 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest
     assert "which none does" in str(refusal(many, tmp_path))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=200)
 @given(place=st.integers(0, 1 << 16), by=st.integers(1, 255), length=st.none() | st.integers(4, 1 << 16))
 def test_whatever_happens_to_a_bundle_is_told(place: int, by: int, length: int | None, tmp_path: Path) -> None:
     changed = bytearray(whole())

@@ -106,7 +106,7 @@ def test_an_agent_that_says_too_much_loses_timelines_first_then_its_largest_answ
     assert len(found.left_out) == 2
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     steps=st.lists(st.integers(0, 6), min_size=1, max_size=5),
     capacity=st.integers(3, 30),
@@ -280,7 +280,7 @@ def look(path: Path) -> None:
         return
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
 @given(place=st.integers(0, 1 << 16), by=st.integers(1, 255), length=st.none() | st.integers(0, 1 << 16))
 def test_whatever_happens_to_a_file_is_told(
     place: int, by: int, length: int | None, canned: Any, tmp_path: Path
@@ -305,7 +305,7 @@ FIELDS = (
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
 @given(field=st.sampled_from(FIELDS), value=JSON)
 def test_whatever_a_well_made_frame_says_is_checked(field: str, value: Any, canned: Any, tmp_path: Path) -> None:
     frames = list(form.frames(io.BytesIO(saved(tmp_path / "a.kvrec", moment(seen(canned))).read_bytes())))

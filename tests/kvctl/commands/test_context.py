@@ -176,7 +176,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(changes=CHANGES, start=st.sampled_from(["", OWN, OWN.rstrip("\n"), "[other]\nx = [\n[1],\n[2]]\n"]))
 def test_whatever_is_changed_the_rest_is_untouched(changes: list[Any], start: str, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
