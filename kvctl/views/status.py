@@ -67,6 +67,7 @@ STATUS = View(
         Column("version", width=Width.WIDE),
         Column("incarnation", width=Width.WIDE),
         Column("waiting_for", width=Width.WIDE),
+        Column("draining", kind=Kind.FLAG, width=Width.WIDE),
     ),
     sort=("-role", "agent"),
 )
