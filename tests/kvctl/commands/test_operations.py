@@ -10,11 +10,14 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import pytest
 
+from kvctl.client.calls import Call
+from kvctl.client.faults import Fault
+from kvctl.commands.acting import permitted
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
@@ -77,6 +80,13 @@ def test_no_agent(kvctl: Any, socket_directory: Path, args: tuple[str, ...]) -> 
     assert outcome.out == ""
 
 
+class Agent(NamedTuple):
+    """What is looked at of an agent's answer."""
+
+    name: str
+    hello: dict[str, str]
+
+
 def forbidden(_: dict[str, Any]) -> Any:
     raise RequestRefused(ErrorCode.NOT_PERMITTED, "drain needs level operate, this client has read")
 
@@ -92,6 +102,16 @@ def test_without_leave(start: Any, kvctl: Any) -> None:
     document = orjson.loads(outcome.out)
     assert [row["agent"] for row in document["data"]] == ["decode-1"]
     assert [(error["agent"], error["code"]) for error in document["errors"]] == [("decode-0", "not-permitted")]
+
+
+def test_those_that_give_no_leave_are_known_before_anybody_is_told() -> None:
+    faults: list[Fault] = []
+    answers = [Agent(name, {"level": level}) for name, level in (("a", "read"), ("b", "operate"), ("c", "admin"))]
+    able = permitted(answers, Call("drain"), faults)  # type: ignore[arg-type]
+    assert [agent.name for agent in able] == ["b", "c"]
+    assert faults == [Fault("a", "not-permitted", "drain needs level operate, and you have read there")]
+    change = Call("set", {"key": "pipeline", "value": "on"})
+    assert [agent.name for agent in permitted(answers, change, [])] == ["c"]  # type: ignore[arg-type]
 
 
 def test_what_an_agent_refuses(fleet: Any, kvctl: Any) -> None:
