@@ -67,7 +67,9 @@ def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
 
 @click.command(cls=KvctlCommand)
 @click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="Which comes first.")
-@click.option("--interval", type=Interval(), default="1s", show_default=True, metavar="TIME", help="Between readings.")
+@click.option(
+    "--interval", type=Interval(), default="1s", show_default=True, metavar="TIME", help="Between readings, as -w."
+)
 @click.option("--readonly", is_flag=True, help="Without the keys that change something.")
 @click.option(
     "--snapshot",
@@ -96,6 +98,7 @@ def top(
     from kvctl.tui.pictures.frame import Mode
     from kvctl.tui.sheets import VIEW_OF, Wish
 
+    interval = interval if settings.watch_ns is None else max(settings.watch_ns, _SHORTEST_NS)
     wish = Wish(" & ".join(settings.filters), settings.sort_by or "")
     try:
         wish.selection(VIEW_OF[view])

@@ -15,7 +15,7 @@ from textual.widgets.option_list import Option
 
 from kvctl.tui.widgets.picture import Draw, Picture
 
-_ESCAPE = Binding("escape", "leave", show=False)
+_ESCAPE = Binding("escape,ctrl+c", "leave", show=False, priority=True)
 
 
 class Prompt(ModalScreen[str | None]):
@@ -112,7 +112,7 @@ class Confirm(ModalScreen[bool]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "yes", show=False),
-        Binding("n,escape,enter,q", "no", show=False),
+        Binding("n,escape,ctrl+c,enter,q", "no", show=False),
     ]
 
     def __init__(self, question: str) -> None:
@@ -136,7 +136,7 @@ class Help(ModalScreen[None]):
     Help { align: center middle; background: transparent; }
     Help Picture { width: 96; max-width: 100%; max-height: 95%; background: $panel; padding: 0 1; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,question_mark,enter,space", "leave", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c,q,question_mark,enter,space", "leave", show=False)]
 
     def __init__(self, draw: Draw) -> None:
         super().__init__()

@@ -1,0 +1,176 @@
+"""The small pieces that pictures are made of."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.style import Style
+
+from kvctl.tui.palette import PALETTES, Palette
+from kvctl.tui.pictures.compose import beside, cut, length, padded, rule, spread, wrapped
+from kvctl.tui.pictures.gauges import gauges
+from kvctl.tui.pictures.heat import heat_map, over_agents
+from kvctl.tui.pictures.matrix import draw, matrix
+from kvctl.tui.pictures.sparkline import chart, inline, sparkline
+from kvctl.tui.svg import picture
+from kvctl.tui.trends import Series
+from kvctl.views import units
+from kvctl.views.report import Line
+
+TEXT = st.text(st.characters(categories=("L", "N", "P", "Zs")), max_size=30)
+LINE = st.lists(st.tuples(TEXT, st.sampled_from(("", "bold red", "dim"))), max_size=6)
+VALUES = st.lists(st.none() | st.floats(0, 1e12), max_size=300)
+
+
+def words(line: Line) -> str:
+    return "".join(text for text, _ in line)
+
+
+@given(LINE, st.integers(1, 60))
+def test_lines_are_cut_and_padded_to_the_cell(line: Line, width: int) -> None:
+    assert length(cut(line, width)) <= width
+    assert length(padded(line, width)) == width
+    if length(line) <= width:
+        assert words(cut(line, width)) == words(line)
+
+
+@given(LINE, LINE, st.integers(1, 100))
+def test_two_ends_never_overlap(left: Line, right: Line, width: int) -> None:
+    assert length(spread(left, right, width)) <= width
+    assert length(rule(left, right, width)) <= width
+
+
+@given(st.lists(LINE, max_size=4), st.lists(LINE, max_size=4), st.integers(5, 40))
+def test_pictures_beside_each_other_begin_in_one_column(
+    left: Sequence[Line], right: Sequence[Line], width: int
+) -> None:
+    drawn = beside(left, right, width)
+    assert len(drawn) == max(len(left), len(right))
+    for number, line in enumerate(drawn[: len(right)]):
+        assert length(line) == width + 3 + length(right[number])
+
+
+def test_a_wrapped_line_breaks_where_there_is_a_gap() -> None:
+    line = [("rooms    ", "dim"), ("4", "bold"), (" Bootstrapping   ", ""), ("12", "bold"), (" WaitingForInput", "")]
+    assert [words(each) for each in wrapped(line, 30, 9)] == [
+        "rooms    4 Bootstrapping   ",
+        "         12 WaitingForInput",
+    ]
+    assert [words(each) for each in wrapped(line, 80, 9)] == [words(line)]
+
+
+@given(VALUES, st.integers(0, 80), st.integers(1, 4))
+def test_sparklines_have_their_size_and_show_the_newest(values: list[float | None], width: int, height: int) -> None:
+    rows = sparkline(values, width, height)
+    assert [len(row) for row in rows] == [width] * height
+    if width and values:
+        newest = values[-1]
+        assert (rows[-1][-1] == " ") == (newest is None or newest <= 0 or max(v or 0 for v in values[-width:]) <= 0)
+
+
+def test_a_sparkline_keeps_proportions_over_its_rows() -> None:
+    assert sparkline([0, 1, 2, 4, None, 8], 8, 2) == ["       █", "   ▂▄█ █"]
+
+
+@given(VALUES, st.integers(30, 90))
+def test_charts_fit(values: list[float | None], width: int) -> None:
+    human = lambda value: units.UNKNOWN if value is None else units.three_digits(value)[:9]  # noqa: E731
+    assert all(length(line) <= width for line in chart("GB/s", values, human, width, 3, "green")[1:])
+    assert length(inline("GB/s", values, human, width, "green")) == width
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 32])
+@pytest.mark.parametrize("width", [76, 118, 198])
+def test_gauges_fit_and_the_fullest_are_shown(ranks: int, width: int) -> None:
+    rows = [
+        {
+            "name": f"decode-{rank}",
+            "ring": {"size_bytes": 64 << 20, "used_bytes": rank << 20, "high_water_bytes": 64 << 20},
+        }
+        for rank in range(ranks)
+    ]
+    past = {row["name"]: Series() for row in rows}
+    lines, left_out = gauges(rows, past, ["decode-0"], width, 3)
+    assert len(lines) <= 3
+    assert all(length(line) <= width for line in lines)
+    shown = [row["name"] for row in rows if any(f"{row['name']} " in words(line) for line in lines)]
+    assert len(shown) + left_out == ranks
+    assert f"decode-{ranks - 1}" in shown
+
+
+def test_a_ring_that_is_promised_more_than_once_is_full() -> None:
+    row = {"name": "decode-0", "ring": {"size_bytes": 2, "used_bytes": 7, "high_water_bytes": 2}}
+    lines, _ = gauges([row], {}, [], 80, 3)
+    assert "━━━━━━━━━━ 350 %" in words(lines[0])
+
+
+@pytest.mark.parametrize("width", [60, 76, 116, 196])
+def test_the_heat_map_has_writers_before_readers(width: int, specimen: Any) -> None:
+    rows = [row for name in specimen.names for row in specimen._layers(name, 0)]
+    merged = over_agents(rows)
+    assert [row["agent"] for row in merged] == ["writers"] * 4 + ["readers"] * 4
+    lines = heat_map(merged, width)
+    assert all(length(line) <= max(width, 75) for line in lines)
+    slowest = next(line for line in lines if "writers 32-47" in words(line))
+    assert any(style == "bold red" for _, style in slowest)
+    assert sum("█" in words(line) for line in lines[1:-1]) == 1
+
+
+def test_a_heat_map_of_nothing_is_empty() -> None:
+    assert heat_map(over_agents([]), 80) == []
+
+
+def test_a_pair_is_as_bad_as_its_worse_end(specimen: Any) -> None:
+    rows = [row for name in specimen.names for row in specimen._peers(name, 0)]
+    next(row for row in rows if (row["agent"], row["peer"]) == ("decode-0", "prefill-0"))["state"] = "lost"
+    found = matrix(rows, {"decode-9": "decode"})
+    assert found.decode[-1] == "decode-9"
+    assert found.glyph("prefill-0", "decode-0")[0] == "✗"
+    assert found.glyph("prefill-1", "decode-2")[0] == "◐"
+    assert found.glyph("prefill-3", "decode-3")[0] == "≠"
+    assert found.glyph("prefill-0", "decode-9")[0] == "·"
+    assert found.glyph("prefill-2", "decode-0")[0] == "●"
+    assert any("[✗]" in words(line) for line in draw(found, ("prefill-0", "decode-0")))
+
+
+@given(st.lists(st.lists(st.tuples(TEXT, st.booleans()), max_size=5), min_size=1, max_size=6))
+def test_pictures_are_well_formed_whatever_is_in_them(lines: list[list[tuple[str, bool]]]) -> None:
+    styled = [
+        [(text, Style(color="#ff0000", bgcolor="#0000ff", reverse=turned)) for text, turned in line] for line in lines
+    ]
+    root = ET.fromstring(picture(styled, "#ffffff", "#000000"))
+    drawn = "".join(each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text"))
+    typed = "".join(text for line in lines for text, _ in line)
+    assert "".join(drawn.split()) == "".join(typed.split())
+
+
+def test_a_run_stands_where_it_stands() -> None:
+    root = ET.fromstring(picture([[("ab  cd", Style.null()), ("██", Style.null())]], "#ffffff", "#000000"))
+    texts = [(each.text, each.get("x")) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == [("ab", "0"), ("cd", "33.6")]
+    assert root.findall(".//{http://www.w3.org/2000/svg}rect")[-1].get("x") == "50.4"
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("palette", PALETTES, ids=lambda palette: palette.name)
+def test_every_colour_can_be_read_on_every_background(palette: Palette) -> None:
+    for ground in (palette.background, palette.bar, palette.cursor):
+        for name, colour in {**palette.colours, "foreground": palette.foreground, "accent": palette.accent}.items():
+            bright, dark = sorted((luminance(colour), luminance(ground)), reverse=True)
+            least = 4.5 if ground != palette.cursor else 3.0
+            assert (bright + 0.05) / (dark + 0.05) >= least, f"{name} on {ground}"
+
+
+def test_cells_are_counted_as_terminals_count_them() -> None:
+    assert length([("層", "")]) == cell_len("層") == 2

@@ -1,0 +1,140 @@
+"""The table: the cursor stays on its row, only what is on screen is formatted, stale rows say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvctl.tui.snapshot import text
+
+
+async def press(pilot: Any, *keys: str) -> None:
+    for key in keys:
+        await pilot.press(key)
+        await pilot.pause()
+
+
+def test_the_cursor_stays_on_its_row_when_rows_above_it_go(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        table = pilot.app.panel.main
+        await press(pilot, *["down"] * 30)
+        before = (table.row["agent"], table.row["room"])
+        specimen.silent = {"decode-0"}
+        pilot.app.store.agents.clear()  # as if it had been away for long
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert (table.row["agent"], table.row["room"]) == before
+        assert table.cursor < 30
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_the_cursor_stays_near_when_its_own_row_goes(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        table = pilot.app.panel.main
+        await press(pilot, "end")
+        assert table.cursor == 95
+        specimen.rooms = 6
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert table.cursor == len(table.listing.rows) - 1 == 47
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_events_are_followed_until_the_cursor_leaves_the_end(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        table = pilot.app.panel.main
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert table.cursor == len(table.listing.rows) - 1
+        await press(pilot, "up")
+        row = table.row
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert (table.row["agent"], table.row["sequence"]) == (row["agent"], row["sequence"])
+        assert table.cursor < len(table.listing.rows) - 2
+        await press(pilot, "end")
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert table.cursor == len(table.listing.rows) - 1
+
+    drive(build(specimen, "events"), script)
+
+
+def test_only_rows_on_screen_are_formatted(large, build, drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvctl.views.view import Column
+
+    formatted = 0
+    human = Column.human
+
+    def counted(self: Column, row: Any) -> str:
+        nonlocal formatted
+        formatted += 1
+        return human(self, row)
+
+    async def script(pilot: Any) -> None:
+        nonlocal formatted
+        assert len(pilot.app.panel.main.listing.rows) == 64 * 31
+        monkeypatch.setattr(Column, "human", counted)
+        formatted = 0
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert 0 < formatted < 40 * 32 * 3
+
+    drive(build(large, "rooms"), script)
+
+
+def test_columns_do_not_shrink_again(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        table = pilot.app.panel.main
+        before = dict(table._natural)
+        specimen.rooms = 1
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert all(table._natural[column] >= size for column, size in before.items())
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_rows_of_silent_agents_say_for_how_long(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        specimen.silent = {"decode-1"}
+        for _ in range(4):
+            pilot.app.feed.beat()
+        await pilot.pause()
+        lines = [line for line in text(pilot.app).splitlines() if "decode-1" in line]
+        assert "decode-1 silent for 4 s: no answer within 2 s" in lines[0]
+        assert all(line.startswith("○ ") and "decode-1 4 s" in line for line in lines[1:])
+        specimen.silent = set()
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert "silent" not in text(pilot.app)
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_a_click_chooses_and_a_double_click_opens(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await pilot.click("#rooms-table", offset=(10, 5))
+        await pilot.pause()
+        assert pilot.app.panel.main.cursor == 3
+        await pilot.click("#rooms-table", offset=(10, 5), times=2)
+        await pilot.pause()
+        assert pilot.app.name_on_screen == "room"
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_a_page_of_keys_never_leaves_the_table(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        table = pilot.app.panel.main
+        await press(pilot, "pagedown", "pagedown", "pagedown", "pagedown", "pagedown")
+        assert table.cursor == 95
+        await press(pilot, "pageup")
+        assert table.cursor < 70
+        await press(pilot, "home", "up", "k")
+        assert table.cursor == 0
+
+    drive(build(specimen, "rooms"), script)
