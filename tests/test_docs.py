@@ -1,17 +1,74 @@
-"""The reference pages in docs/ say what the code says."""
+"""The reference pages in docs/ say what the code says; the others name nothing that is not there."""
 
 from __future__ import annotations
 
 import re
 import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import click
 import pytest
 
-from kvctl.commands.registry import COMMANDS
+from kvctl.cli import cli
+from kvctl.commands.options import GlobalOptions, KvctlGroup
+from kvctl.health.codes import CODES_BY_NAME
+from kvctl.views.view import View
+from kvctl_agent.contract.config import KEYS
+from kvctl_agent.contract.metrics import METRICS_BY_NAME
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES: dict[str, str] = runpy.run_path(str(DOCS / "render.py"))["pages"]()
+WRITTEN = [path for path in DOCS.glob("*.md") if path.name not in PAGES]
+BY_HAND = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *sorted(WRITTEN))}
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`([^`]+)`")
+_COMMAND = re.compile(r"^(?:\$ )?(?:\.venv/bin/)?(kvctl(?: .*)?)$", re.MULTILINE)
+# A line ends where the shell takes over, or where a second column says in words what it does.
+_END_OF_COMMAND = re.compile(r"\s\||\s>|\s#|\s&&|;|\s{2,}")
+_FILE = re.compile(r"[\w.-]+(/[\w.-]+)+/?|[\w-]+\.(py|md|toml)|[\w-]+/")
+# Files that a page has the reader write.
+_OF_THE_READER = {"agent.toml", "config.toml"}
+# What stands for something of the reader's, by what it may be.
+_STANDS_FOR = {
+    "ROOM": "7",
+    "AGENT": "decode-0",
+    "SERIAL": "17",
+    "CODE": "KV_PEER_LOST",
+    "KEY": "suspect_s",
+    "TIME": "30s",
+    "GOAL": "ready",
+}
+
+
+class Mention(NamedTuple):
+    """A command line on a page; `whole` where it stands in a block, to be typed as it is."""
+
+    page: str
+    line: str
+    whole: bool
+
+
+def code(page: str) -> Iterator[str]:
+    """What a page sets in backticks, outside its blocks."""
+    return (text for text in _INLINE.findall(re.sub(r"\s*\n\s*", " ", _FENCE.sub("", page))))
+
+
+def mentions() -> Iterator[Mention]:
+    for name, page in BY_HAND.items():
+        for language, block in _FENCE.findall(page):
+            if language != "python":
+                lines = block.replace("\\\n", " ")
+                yield from (Mention(name, line, True) for line in _COMMAND.findall(lines))
+        yield from (Mention(name, text, False) for text in code(page) if re.match(r"kvctl [a-z-]", text))
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -26,24 +83,142 @@ def test_no_page_is_left_of_what_is_gone() -> None:
     assert written <= PAGES.keys(), "run: make docs"
 
 
-def test_every_page_is_rendered_or_linked_from_the_readme() -> None:
-    readme = (DOCS.parent / "README.md").read_text()
+def test_every_page_is_linked_from_the_readme() -> None:
     for path in DOCS.glob("*.md"):
-        assert f"docs/{path.name}" in readme, f"README does not mention {path.name}"
+        assert f"docs/{path.name}" in BY_HAND["README.md"], f"README does not mention {path.name}"
 
 
-RELIABILITY = (DOCS / "reliability.md").read_text()
+@pytest.mark.parametrize(
+    "page", [*BY_HAND, "CHANGELOG.md", *(f"docs/{name}" for name in PAGES if name.endswith(".md"))]
+)
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", path.read_text()):
+        assert (path.parent / target).exists(), target
 
 
-def test_what_the_page_on_reliability_names_is_there() -> None:
-    root = DOCS.parent
-    tests = {path.name for path in (root / "tests").rglob("test_*.py")}
-    for name in re.findall(r"`((?:benchmarks|tests)/[\w./]+)", RELIABILITY):
-        assert (root / name).exists(), name
-    for name in re.findall(r"`(test_\w+\.py)", RELIABILITY):
-        assert name in tests, name
-    targets = (root / "Makefile").read_text()
-    for target in re.findall(r"`make (\w+)", RELIABILITY):
-        assert f"\n{target}:" in targets, target
-    for command in re.findall(r"`kvctl (\w+)", RELIABILITY):
-        assert command in COMMANDS, command
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mention", sorted(set(mentions())), ids=lambda mention: f"{mention.page}: {mention.line}")
+def test_a_command_can_be_typed(mention: Mention, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(_END_OF_COMMAND.split(mention.line)[0])
+    whole = mention.whole and "…" not in words
+    words = [_STANDS_FOR.get(word.strip("[]"), word.strip("[]")) for word in words if word != "…"]
+    for word in words:
+        # Files that are to be read have to be there; words that look like one do no harm.
+        if not word.startswith("-") and "/" not in word:
+            (tmp_path / word).touch()
+    context, view = parse(words, whole=whole)
+    flags = context.find_object(dict) or {}
+    named = [name for key in ("columns", "sort_by") for name in str(flags.get(key) or "").split(",") if name]
+    named += [name for each in flags.get("filters", ()) for name in re.findall(r"^[\w-]+", each)]
+    for name in named:
+        assert view is not None, "no view, no columns"
+        assert view.column(name.removeprefix("-")) is not None, name
+
+
+def parse(words: list[str], *, whole: bool) -> tuple[click.Context, View | None]:
+    """As the command line would, short of running it; arguments may be missing where it is not `whole`.
+
+    Raises:
+        click.UsageError: it would be refused.
+    """
+    name, *rest = words
+    at: click.Command = cli
+    context: click.Context | None = None
+    while True:
+        try:
+            context = at.make_context(name, list(rest), parent=context)
+        except click.MissingParameter:
+            if whole:
+                raise
+            return click.Context(at), None
+        except click.exceptions.Exit:  # --help, --version, and a group alone that has no default
+            return click.Context(at), None
+        if not isinstance(at, click.Group):
+            return context, at.view if isinstance(at, GlobalOptions) else None
+        left = [*context._protected_args, *context.args]
+        if not left:
+            return context, at.default_view(context) if isinstance(at, KvctlGroup) else None
+        found, command, rest = at.resolve_command(context, left)
+        assert command is not None
+        assert found is not None
+        name, at = found, command
+
+
+def test_what_cannot_be_typed_is_found() -> None:
+    for line in (
+        "kvctl stauts",
+        "kvctl rooms show",
+        "kvctl rooms --stat Failed",
+        "kvctl wait --for ready --timeout x y",
+    ):
+        with pytest.raises(click.UsageError):
+            parse(line.split(), whole=True)
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def sources() -> str:
+    """All Python of ours, and what says how it is built."""
+    folders = ("kvctl", "kvctl_agent", "tests", "examples", "benchmarks", "docs")
+    python = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
+    return "\n".join(path.read_text() for path in (*python, ROOT / "pyproject.toml", ROOT / "Makefile"))
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Every word of them, the names of files, and the variables of configuration keys."""
+    files = {Path(place).stem for place in places()}
+    return frozenset(re.findall(r"\w+", sources())) | files | {key.environment for key in KEYS}
+
+
+@cache
+def places() -> tuple[str, ...]:
+    """Every file and folder of ours, from the root on."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    files = [Path(line) for line in listed.stdout.splitlines()]
+    return tuple({f"/{each.as_posix()}" for path in files for each in (path, *path.parents)})
+
+
+@pytest.mark.parametrize("page", BY_HAND)
+def test_names_are_in_the_code(page: str) -> None:
+    text = BY_HAND[page]
+    failures = set(re.findall(r'"(KV_[A-Z_]+)"', sources()))
+    for name in re.findall(r"\bKV_[A-Z]+(?:_[A-Z]+)*\b", text):
+        assert name in CODES_BY_NAME or name in failures, name
+    for name in re.findall(r"\bkvctl_(?!agent\b)\w+", text):
+        assert re.sub(r"_(bucket|sum|count)$", "", name) in METRICS_BY_NAME or name in METRICS_BY_NAME, name
+    for name in (word for each in code(text) for word in re.findall(r"\b[A-Za-z]\w*_\w+\b", each)):
+        assert name in vocabulary() or name.endswith("_"), name
+
+
+@pytest.mark.parametrize("page", BY_HAND)
+def test_files_and_targets_are_there(page: str) -> None:
+    for name in code(BY_HAND[page]):
+        if _FILE.fullmatch(name) and name not in _OF_THE_READER:
+            assert any(place.endswith(f"/{name.rstrip('/')}") for place in places()), name
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:`|^)make (\w+)", BY_HAND[page], re.MULTILINE):
+        assert f"\n{target}:" in makefile, target
+
+
+@pytest.mark.parametrize("page", BY_HAND)
+def test_settings_are_keys(page: str) -> None:
+    for language, block in _FENCE.findall(BY_HAND[page]):
+        if language == "toml":
+            assert tomllib.loads(block).keys() <= {key.name for key in KEYS}
+
+
+def test_the_program_for_engines_runs(tmp_path: Path, socket_dir: Path) -> None:
+    blocks = [block for language, block in _FENCE.findall(BY_HAND["docs/engines.md"]) if language == "python"]
+    program = "\n".join(blocks)
+    assert "ipc:///tmp/kvctl-engines" in program
+    program = program.replace("/tmp/kvctl-engines", str(socket_dir / "b"))
+    command = [sys.executable, "-W", "error", "-c", program]
+    run: Any = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
