@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test check explore docs clean soak fuzz
+.PHONY: help setup bench test check explore docs clean soak quiet man fuzz
 
 PYTHON ?= python3
 VENV := .venv
@@ -52,6 +52,9 @@ soak: $(STAMP)  ## random faults against live fleets, every byte verified: make 
 	done; \
 	exit $$bad
 
+quiet: $(STAMP)  ## a healthy busy fleet for MINUTES (10): no health code may be raised
+	@$(BIN)/python benchmarks/quiet.py --minutes $(or $(MINUTES),10)
+
 test: check $(TOOLS_STAMP)  ## check, then all tests, the few that fail once more (PYTEST_ARGS="-k ring" picks some)
 	@echo "test: pytest"
 	@$(BIN)/python tests/again.py $(PYTEST_ARGS)
@@ -85,6 +88,9 @@ fuzz: $(STAMP)  ## coverage-guided fuzzing of every reader of outside bytes, MIN
 
 docs: $(STAMP)  ## write the reference pages in docs/ anew from the code
 	@$(BIN)/python docs/render.py
+
+man: $(STAMP)  ## write a man page for every command into docs/man
+	@$(BIN)/python docs/man.py
 
 clean:  ## remove .venv and every cache
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
