@@ -161,7 +161,7 @@ class TestRelease:
 
     def test_what_a_lost_writer_holds_is_freed_by_force_alone(self, make_fleet: Any, desk: Desk) -> None:
         """Its agent no longer answers, and its process, which is ours, lives: nothing proves that it will not write."""
-        fleet = make_fleet("loopback", prefill=(1, 1), heartbeat_s=0.1, suspect_s=0.3, lost_s=0.9).start()
+        fleet = make_fleet("loopback", prefill=(1, 1), heartbeat_s=0.1, suspect_s=0.8, lost_s=2.0).start()
         room = fleet.claim(fleet.receive(fleet.room(7, 8)))
         room.sends[0].prefetch()
         until(lambda: allocations(fleet))
