@@ -109,6 +109,7 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     multiple=True,
     metavar="FAULT",
     callback=_faults,
+    shell_complete=lambda ctx, param, incomplete: [name for name in SCENES_BY_NAME if name.startswith(incomplete)],
     help=f"A scene: {', '.join(SCENES_BY_NAME)}; or faults such as "
     + ", ".join(FAULTS_BY_NAME[name].example for name in _SHOWN_FAULTS)
     + ". Repeatable.",

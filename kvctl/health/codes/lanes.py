@@ -219,7 +219,9 @@ def _lasting(snapshot: Snapshot, agent: Agent) -> bool:
     """Whether it was looked at for long, or it was so for the agent's whole life: no moment without a core."""
     life = [agent.spent("kvctl_stage_seconds", stage=stage).seconds for stage in _GAP_STAGES]
     parts = agent.spent("kvctl_stage_seconds", stage="wire").times
-    return snapshot.since_ns >= _LONG_LOOK_NS or (parts > 0 and sum(life) / parts >= _LONG_GAP_S / 2)
+    # The first rooms of all wait while lanes are measured.
+    lived = amount(agent.status, "uptime_ns") >= _COMING_UP_NS
+    return snapshot.since_ns >= _LONG_LOOK_NS or (lived and parts > 0 and sum(life) / parts >= _LONG_GAP_S / 2)
 
 
 _SAY = {
