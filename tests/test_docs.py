@@ -17,7 +17,10 @@ import click
 import pytest
 
 from kvctl.cli import cli
+from kvctl.client import goals
 from kvctl.commands.options import GlobalOptions, KvctlGroup
+from kvctl.health import thresholds
+from kvctl.health.areas import AREAS
 from kvctl.health.codes import CODES_BY_NAME
 from kvctl.views.view import View
 from kvctl_agent.contract.config import KEYS
@@ -45,7 +48,6 @@ _STANDS_FOR = {
     "CODE": "KV_PEER_LOST",
     "KEY": "suspect_s",
     "TIME": "30s",
-    "GOAL": "ready",
 }
 
 
@@ -117,6 +119,11 @@ def test_a_command_can_be_typed(mention: Mention, tmp_path: Path, monkeypatch: p
     for name in named:
         assert view is not None, "no view, no columns"
         assert view.column(name.removeprefix("-")) is not None, name
+    if goal := context.params.get("goal"):
+        goals.parse(goal)
+    if "crit" in context.params:
+        area = str(context.info_name)
+        thresholds.parse(context.params["warn"], context.params["crit"], [area] if area in AREAS else [*AREAS])
 
 
 def parse(words: list[str], *, whole: bool) -> tuple[click.Context, View | None]:
