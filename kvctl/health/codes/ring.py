@@ -115,12 +115,13 @@ def _pin(agent: Agent, allocation: Row, is_oldest: bool, waiting: list[Gated]) -
     elif allocation.get("aside"):
         cause += f"; the others are led round it, with {size(held)} less of the ring"
     release = f"kvctl staging release {agent.name}:{serial}"
-    remedy = f"`{release}` gives the region back"
-    if silent_ns is not None:
-        remedy = (
-            f"`kvctl stacks -e {writer}` tells whether {writer} hangs; if its process is stopped, continue or end it, "
-            f"then `{release}`"
-        )
+    hangs = f"`kvctl stacks -e {writer}` tells whether {writer} hangs; continue its process, or end it"
+    if silent_ns is None:
+        remedy = f"`{release}` gives the region back"
+    elif allocation.get("aside"):
+        remedy = f"{hangs}: then its part of the ring comes back"
+    else:
+        remedy = f"`{release}` leads the others round it; {hangs}"
     return Finding(
         code="KV_RING_PINNED",
         severity=Severity.CRITICAL if blocks else Severity.WARNING,
@@ -175,8 +176,8 @@ RING_PINNED = Code(
     "everybody behind it. The agent takes an unwritten grant back after 5 s, and leads the others round a region whose "
     "writer is silent, so what is reported here has outlasted that: a writer that is stopped, or a write that never "
     "ends.",
-    remedy="Continue or end the writer; then release the allocation. kvctl staging shows all of them, the oldest "
-    "first.",
+    remedy="Release the allocation, so that the others go round it; then continue or end the writer. kvctl staging "
+    "shows all allocations, the oldest first.",
     severity=Severity.CRITICAL,
     find=_pinned,
     alert="sum by (instance) (kvctl_parts_parked) > 0 and sum by (instance) (rate(kvctl_parts_total[1m])) == 0",

@@ -21,7 +21,7 @@ KEY = "0123456789abcdef" * 4
 
 
 def ours() -> Redaction:
-    return Redaction(["node7", "node7.rack.example.com"], ["ada", "lovelace"], ["/home/ada", "/run/user/1000/kvctl"])
+    return Redaction(["node7", "node7.rack.example.com"], ["ada", "lovelace"], ["/homes/ada", "/run/user/1000/kvctl"])
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def ours() -> Redaction:
         ("/srv/kvctl_agent/runtime/control.py:12 run: self.x()", "kvctl_agent.runtime.control:12 run: self.x()"),
         ("/usr/lib/python3.11/threading.py:9 f: open('/etc/x')", "threading:9 f: open('path-3')"),
         ("/x/site-packages/zmq/poll.py:3 poll", "zmq.poll:3 poll"),
-        ("/home/ada/my app/run.py:4 <module>", "path-3:4 <module>"),
+        ("/homes/ada/my app/run.py:4 <module>", "path-3:4 <module>"),
         ("<frozen runpy>:198 _run", "<frozen runpy>:198 _run"),
     ],
 )
@@ -83,7 +83,7 @@ SECRETS = st.one_of(
     st.ip_addresses(v=4).map(lambda address: (str(address), str(address))),
     st.ip_addresses(v=6).filter(lambda address: str(address).count(":") > 1).map(lambda one: (str(one), str(one))),
     st.binary(min_size=32, max_size=32).map(lambda key: (key.hex(), key.hex())),
-    st.sampled_from([("on node7 by ada", "node7"), ("/home/ada/x y", "/home/ada"), ("lovelace", "lovelace")]),
+    st.sampled_from([("on node7 by ada", "node7"), ("/homes/ada/x y", "/homes/ada"), ("lovelace", "lovelace")]),
 )
 
 

@@ -110,7 +110,7 @@ def test_list_says_what_would_be_in_it_and_asks_nobody(kvctl: Any) -> None:
     assert "-o FILE.tar.zst is missing" in missing.err
 
 
-SECRETS = ("node7.rack", "lovelace", "/home/lovelace", "10.9.8.7", "gpu-b12", "/srv/models", KEY, "fd00::7")
+SECRETS = ("node7.rack", "lovelace", "/homes/lovelace", "10.9.8.7", "gpu-b12", "/srv/models", KEY, "fd00::7")
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def telling(start: Any, canned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             "rank": "prefill-0",
             "code": "transport",
             "at_ns": canned.NOW,
-            "text": "10.9.8.7: /home/lovelace/x is gone",
+            "text": "10.9.8.7: /homes/lovelace/x is gone",
         }
         row = canned.room_row("decode-0", "5", state="Failed", finished_at_ns=canned.NOW, failure=cause)
         return [row]
@@ -139,8 +139,8 @@ def telling(start: Any, canned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return [{**canned.room_detail("decode-0"), "timeline": [event]}]
 
     def config(_: Any) -> Any:
-        row = {**canned.config("decode-0")[0], "key": "fleet_key", "value": "/home/lovelace/my keys/f.key"}
-        return [{**row, "origin": "file /home/lovelace/agent.toml"}]
+        row = {**canned.config("decode-0")[0], "key": "fleet_key", "value": "/homes/lovelace/my keys/f.key"}
+        return [{**row, "origin": "file /homes/lovelace/agent.toml"}]
 
     peers = [
         {
