@@ -187,7 +187,8 @@ def vocabulary() -> frozenset[str]:
 @cache
 def places() -> tuple[str, ...]:
     """Every file and folder of ours, from the root on."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     files = [Path(line) for line in listed.stdout.splitlines()]
     return tuple({f"/{each.as_posix()}" for path in files for each in (path, *path.parents)})
 
