@@ -135,9 +135,11 @@ def test_a_room_whose_timeline_was_left_out_says_so(
 
 def test_watching_a_file_plays_its_moments_once(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "series.kvrec"
-    outcome = kvctl("record", "-o", str(path), "--for", "40ms", "--every", "5ms")
-    assert outcome.code == 0
-    count = len(Captured(path).moments)
+    for milliseconds in (40, 400, 4000, 40_000):  # a busy machine takes longer for a moment
+        outcome = kvctl("record", "-o", str(path), "--for", f"{milliseconds}ms", "--every", "5ms")
+        assert outcome.code == 0
+        if (count := len(Captured(path).moments)) > 1:
+            break
     assert count > 1
     assert f"{count} moments in" in outcome.err
     lines = kvctl("status", "--from", str(path), "-w", "0.001", "-o", "jsonl").out.splitlines()
