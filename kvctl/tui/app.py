@@ -1,290 +1,21 @@
-"""`kvctl top` as a textual app: takes readings into the store, shows the panel that is looked at, obeys keys."""
+"""`kvctl top` as a textual app: the keys that act on what is looked at."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
-
-from textual.app import App, ComposeResult
-from textual.binding import Binding, BindingType
-from textual.message import Message
-from textual.theme import Theme
-from textual.widgets import ContentSwitcher
 
 from kvctl.tui import export, keys, orders
+from kvctl.tui.browser import Browser
 from kvctl.tui.dialogs import Choice, Confirm, Help, Prompt
-from kvctl.tui.palette import PALETTES, Palette
-from kvctl.tui.panels.events import EventsPanel
-from kvctl.tui.panels.layers import LayersPanel
-from kvctl.tui.panels.overview import OverviewPanel
-from kvctl.tui.panels.panel import Panel
-from kvctl.tui.panels.peers import PeersPanel
-from kvctl.tui.panels.record import RecordPanel
+from kvctl.tui.palette import PALETTES
 from kvctl.tui.panels.room import RoomPanel
-from kvctl.tui.panels.rooms import RoomsPanel
-from kvctl.tui.panels.staging import StagingPanel
-from kvctl.tui.pictures import frame
-from kvctl.tui.readings import Feed, Question, Reading
 from kvctl.tui.sheets import Wish
-from kvctl.tui.store import Store
-from kvctl.tui.widgets.bars import Bar
 from kvctl.tui.widgets.table import Table
 from kvctl.views.expressions import ExpressionError
-from kvctl.views.view import Row
-
-_PANELS: dict[str, type[Panel]] = {
-    "overview": OverviewPanel,
-    "rooms": RoomsPanel,
-    "staging": StagingPanel,
-    "layers": LayersPanel,
-    "peers": PeersPanel,
-    "events": EventsPanel,
-    "room": RoomPanel,
-    "record": RecordPanel,
-}
 
 
-_READINGS = 3  # two of the view and one of health
-
-
-class Arrived(Message):
-    """The feed has read something."""
-
-    def __init__(self, reading: Reading) -> None:
-        super().__init__()
-        self.reading = reading
-
-
-class Told(Message):
-    """Something came of an order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = text
-
-
-class TopApp(App[None]):
-    """The whole screen.
-
-    Args:
-        feed: where readings come from; started and stopped by the app.
-        mode: interval, replayed file, read-only.
-        view: which of the six views comes first.
-        clock: ours, ns, for how long a pause has lasted.
-        wish: filters and order of that view.
-    """
-
-    TITLE = "kvctl top"
-    ENABLE_COMMAND_PALETTE = False
-    CSS = """
-    Screen { background: $background; color: $foreground; layout: vertical; }
-    ModalScreen { background: transparent; }
-    ContentSwitcher { height: 1fr; }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(key.key, key.action, key.does, show=False) for key in keys.KEYS if key.key != "enter"),
-        Binding("ctrl+c", "leave(130)", show=False, priority=True),
-    ]
-
-    def __init__(
-        self,
-        feed: Feed,
-        mode: frame.Mode,
-        view: str = "overview",
-        clock: Callable[[], int] = time.monotonic_ns,
-        wish: Wish | None = None,
-    ) -> None:
-        super().__init__()
-        self.store = Store()
-        self.feed = feed
-        self._mode = mode
-        self._clock = clock
-        self._view = view
-        self._path: list[tuple[str, str]] = []  # panels opened on top of the view, with what stands in the tabs
-        self._wishes: dict[str, Wish] = {view: wish or Wish()}
-        self._paused_at: int | None = None
-        self._question: Question | None = None
-        self.readings = 0
-
-    def compose(self) -> ComposeResult:
-        yield Bar(id="top", style="bar")
-        yield Bar(id="tabs")
-        yield Bar(id="banner")
-        with ContentSwitcher(initial=self._view, id="panels"):
-            for name, kind in _PANELS.items():
-                yield kind(id=name)
-        yield Bar(id="footer", style="bar")
-
-    def on_mount(self) -> None:
-        for palette in PALETTES:
-            self.register_theme(_theme(palette))
-        self.theme = PALETTES[0].name
-        self.feed.start(self._arrived)
-        self.set_interval(1, self._tick)
-        self.call_after_refresh(self._enter)
-
-        if not self.is_headless:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGHUP, signal.SIGTERM):
-                loop.add_signal_handler(number, self.action_leave, 128 + number)
-
-    def on_unmount(self) -> None:
-        self.feed.stop()
-
-    def _arrived(self, reading: Reading) -> None:
-        """On the feed's thread."""
-        self.post_message(Arrived(reading))
-
-    def _told(self, text: str) -> None:
-        """On the feed's thread."""
-        self.post_message(Told(text))
-
-    @property
-    def complete(self) -> bool:
-        """Whether everything that the view shows has been read: rates are differences, so that takes two readings."""
-        return self.readings >= _READINGS and self.store.judged is not None
-
-    @property
-    def name_on_screen(self) -> str:
-        """The panel that is looked at."""
-        return self._path[-1][0] if self._path else self._view
-
-    @property
-    def panel(self) -> Panel:
-        return self.query_one(f"#{self.name_on_screen}", Panel)
-
-    @property
-    def wish(self) -> Wish:
-        return self._wishes.get(self.name_on_screen, Wish())
-
-    def on_arrived(self, message: Arrived) -> None:
-        # A reading that was under way when the pause began is not shown; what a new view asks is.
-        if self._paused_at is None or message.reading.question.view == self.name_on_screen:
-            self.store.take(message.reading)
-            self.readings += 1
-            self._ask()
-            self._show()
-        self.feed.taken()
-
-    def on_told(self, message: Told) -> None:
-        self.notify(message.text, markup=False)
-
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._show)
-
-    def on_table_moved(self) -> None:
-        if self.name_on_screen in {"overview", "staging"}:  # what is drawn there is of the row under the cursor
-            self._show()
-
-    def on_table_opened(self, message: Table.Opened) -> None:
-        sheet = message.table.sheet
-        if sheet is None:
-            return
-        room = sheet.room(message.row)
-        if room is not None:
-            self.open_room(room)
-        else:
-            key = sheet.key(message.row)
-            title = " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
-            self._open_record(message.table, [message.row], title)
-
-    def on_peers_panel_pair_opened(self, message: PeersPanel.PairOpened) -> None:
-        table = self.query_one("#peers-table", Table)
-        if message.rows:
-            self._open_record(table, message.rows, " → ".join(message.pair))
-        else:
-            self.notify(f"{' and '.join(message.pair)} have never met", markup=False)
-
-    def open_room(self, room: str) -> None:
-        """Goes down into a room."""
-        self.query_one("#room", RoomPanel).room = room
-        self._go_down("room", f"room {room}")
-
-    def _open_record(self, table: Table, rows: Sequence[Row], title: str) -> None:
-        self.query_one("#record", RecordPanel).open(title, self.panel, table, rows)
-        self._go_down("record", title)
-
-    def _go_down(self, panel: str, title: str) -> None:
-        self._path = [step for step in self._path if step[0] != panel]
-        self._path.append((panel, title))
-        self._enter()
-
-    def _enter(self) -> None:
-        """Another panel is on screen."""
-        self.query_one("#panels", ContentSwitcher).current = self.name_on_screen
-        self.panel.begin()
-        self._question = None
-        self._ask()
-        self._show()
-
-    def _ask(self) -> None:
-        """Tells the feed what the panel needs, where that is something else than before."""
-        question = self.panel.question(self.store)
-        if question != self._question:
-            self._question = question
-            self.feed.want(question)
-
-    def _show(self) -> None:
-        size = self.query_one("#panels").size
-        if size.width == 0:
-            return
-        panel = self.panel
-        panel.size_changed(size.width, size.height)
-        panel.render_store(self.store, self.wish)
-        self._frame()
-
-    def _frame(self) -> None:
-        mode = replace(self._mode, paused_ns=None if self._paused_at is None else self._clock() - self._paused_at)
-        self.query_one("#top", Bar).show(frame.top(self.store, mode))
-        self.query_one("#tabs", Bar).show(frame.tabs(self._view, [title for _, title in self._path]))
-        self.query_one("#banner", Bar).show(*frame.banner(self.store, mode))
-        shown = keys.available(self.name_on_screen, recorded=self.feed.recorded, writes=self._writes)
-        said = [(key.label, key.does) for key in shown if key.footer]
-        self.query_one("#footer", Bar).show(frame.footer(said, self.size.width))
-
-    @property
-    def _writes(self) -> bool:
-        return not self._mode.readonly and not self.feed.recorded
-
-    def _tick(self) -> None:
-        if self._paused_at is not None:
-            self._frame()
-
-    def action_leave(self, code: int) -> None:
-        """Ends with an exit code; the terminal is put back first."""
-        self.exit(return_code=code)
-
-    def action_view(self, name: str) -> None:
-        self._view, self._path = name, []
-        self._enter()
-
-    def action_out(self) -> None:
-        """Out of what was opened; then without filter and faults."""
-        if self._path:
-            self._path.pop()
-            self._enter()
-        elif self.wish.filters or self.wish.faults_only:
-            self._wish(replace(self.wish, filters="", faults_only=False))
-
-    def action_pause(self) -> None:
-        playing = self.store.place is not None and self.store.place.playing
-        if self._paused_at is None and (self.store.place is None or playing):
-            self._paused_at = self._clock()
-        else:
-            self._paused_at = None
-        self.feed.pause(self._paused_at is not None)
-        self._frame()
-
-    def action_seek(self, step: int) -> None:
-        if not self.feed.recorded:
-            self.notify("nothing to seek in: these agents live (kvctl top --from FILE replays a recording)")
-            return
-        self._paused_at = None
-        self.feed.seek(step)
+class TopApp(Browser):
+    """The browser with its keys for filter, order, copies, files and orders to the fleet."""
 
     def action_filter(self) -> None:
         table = self.panel.main
@@ -305,7 +36,7 @@ class TopApp(App[None]):
             if text is not None and text.strip().isdecimal():
                 self.open_room(str(int(text)))
             elif text is not None:
-                self._wish(replace(self.wish, filters=text.strip()))
+                self.wish_for(replace(self.wish, filters=text.strip()))
 
         hint = "age>5s & state=Failed; a number opens that room"
         self.push_screen(Prompt(f"filter {table.name_of}", self.wish.filters, check, hint), done)
@@ -318,18 +49,14 @@ class TopApp(App[None]):
 
         def done(column: str | None) -> None:
             if column is not None:
-                self._wish(self.wish.sorted_by(view, column))
+                self.wish_for(self.wish.sorted_by(view, column))
 
         current = (self.wish.order or next(iter(view.sort), "")).removeprefix("-")
         options = [(column.name, column.name.replace("_", " ")) for column in view.columns]
         self.push_screen(Choice("sort by; the same again turns it", options, current), done)
 
     def action_faults(self) -> None:
-        self._wish(replace(self.wish, faults_only=not self.wish.faults_only))
-
-    def _wish(self, wish: Wish) -> None:
-        self._wishes[self.name_on_screen] = wish
-        self._show()
+        self.wish_for(replace(self.wish, faults_only=not self.wish.faults_only))
 
     def action_copy(self) -> None:
         text, what = self.panel.copied()
@@ -366,7 +93,7 @@ class TopApp(App[None]):
         self.notify(f"theme {self.theme}", timeout=2)
 
     def action_help(self) -> None:
-        recorded, writes = self.feed.recorded, self._writes
+        recorded, writes = self.feed.recorded, self.writes
         self.push_screen(Help(lambda width: keys.help_page(width, recorded=recorded, writes=writes)))
 
     def action_abort(self) -> None:
@@ -374,12 +101,12 @@ class TopApp(App[None]):
         table = self.panel.table
         if room is None and table is not None and table.row is not None and table.sheet is not None:
             room = table.sheet.room(table.row)
-        if room is not None and self._writes and self.name_on_screen in {"rooms", "room"}:
+        if room is not None and self.writes and self.name_on_screen in {"rooms", "room"}:
             self._order(orders.abort(self.store, room))
 
     def action_release(self) -> None:
         table = self.query_one("#staging-allocations", Table)
-        if self._writes and self.name_on_screen == "staging" and table.row is not None:
+        if self.writes and self.name_on_screen == "staging" and table.row is not None:
             self._order(orders.release(self.store, table.row))
 
     def _order(self, order: orders.Order | str) -> None:
@@ -390,24 +117,6 @@ class TopApp(App[None]):
 
         def done(sure: bool | None) -> None:
             if sure:
-                self.feed.act(calls, self._told)
+                self.feed.act(calls, self.told)
 
         self.push_screen(Confirm(order.question), done)
-
-
-def _theme(palette: Palette) -> Theme:
-    """For what textual draws itself: dialogs and notes."""
-    return Theme(
-        name=palette.name,
-        primary=palette.accent,
-        secondary=palette.colours["blue"],
-        accent=palette.accent,
-        warning=palette.colours["yellow"],
-        error=palette.colours["red"],
-        success=palette.colours["green"],
-        foreground=palette.foreground,
-        background=palette.background,
-        surface=palette.background,
-        panel=palette.bar,
-        dark=palette.dark,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -374,3 +375,26 @@ def test_writes_are_absent(how: str, view: str, key: str, specimen, build, drive
         assert "release" not in bar(pilot, "footer")
 
     drive(build(specimen, view, **{how: True}), script)
+
+
+@pytest.mark.parametrize("key", ["slash", "s", "E", "question_mark", "a"])
+def test_readings_come_in_while_a_dialog_is_open(key: str, specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, key)
+        before = pilot.app.store.now_ns
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert pilot.app.store.now_ns > before
+        assert len(pilot.app.screen_stack) == 2
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_a_reading_that_comes_while_it_ends_is_let_go(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        pilot.app.exit()
+        for _ in range(20):
+            pilot.app.feed.beat()
+            await asyncio.sleep(0)
+
+    drive(build(specimen), script)
