@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _QUEUE = 1024
 _EVENTS = 64
-_CLOSE_MS = 2_000
+_CLOSE_S = 2.0
 
 
 class RoomSpans:
@@ -54,6 +54,7 @@ class RoomSpans:
         except ImportError:
             raise ConfigError("otel_endpoint needs OpenTelemetry: pip install 'kvctl[otel]'") from None
         resource = Resource.create({"service.name": f"kvctl-{role}", "service.instance.id": name})
+        self._exporter = exporter
         self._ids = _ids()
         self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -70,10 +71,17 @@ class RoomSpans:
     def close(self) -> None:
         """Sends what is there, as far as two seconds reach."""
         self._telemetry.on_finish = None
+        # On a thread of its own, since OpenTelemetry waits for a collector that does not answer, batch by batch.
+        ending = threading.Thread(target=self._end, name=f"{self._thread.name}-end", daemon=True)
+        ending.start()
+        ending.join(_CLOSE_S)
+        if ending.is_alive():
+            self._exporter.shutdown()  # which drops the batches behind the one that is on its way
+
+    def _end(self) -> None:
         if self._thread.is_alive():
             self._rooms.put(None)
-            self._thread.join(_CLOSE_MS / 1e3)
-        self._provider.force_flush(_CLOSE_MS)
+            self._thread.join()
         self._provider.shutdown()
 
     def take(self, record: RoomRecord) -> None:

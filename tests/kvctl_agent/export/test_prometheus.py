@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -85,13 +88,56 @@ def test_a_gauge_that_is_not_known_is_left_out() -> None:
         endpoint.close()
 
 
+@contextmanager
+def dripping(url: str) -> Iterator[None]:
+    """A client that goes on sending, a byte at a time, and never comes to the end of its request."""
+    host, port = url.removeprefix("http://").removesuffix("/metrics").split(":")
+    stop = threading.Event()
+
+    def drip(client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.05):
+                client.send(b"G")
+
+    with socket.create_connection((host, int(port))) as client:
+        thread = threading.Thread(target=drip, args=(client,))
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
 def test_a_client_that_says_nothing_holds_nobody_up_for_ever(
-    endpoint: PrometheusEndpoint, monkeypatch: pytest.MonkeyPatch
+    endpoint: PrometheusEndpoint, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvctl_agent.export.prometheus._Handler.timeout", 0.2)
+    monkeypatch.setattr("kvctl_agent.export.prometheus._CLIENT_S", 0.2)
     host, port = endpoint.url.removeprefix("http://").removesuffix("/metrics").split(":")
-    with socket.create_connection((host, int(port))):
+    with socket.create_connection((host, int(port))), dripping(endpoint.url):
         assert scrape(endpoint)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_client_that_never_ends_does_not_keep_the_agent_from_closing(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvctl_agent.export.prometheus._CLIENT_S", 0.2)
+    endpoint = PrometheusEndpoint(Address("127.0.0.1:0"), {"agent": "a", "role": "decode"}, metrics.snapshot)
+    endpoint.start()
+    with dripping(endpoint.url):
+        closing = threading.Thread(target=endpoint.close)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+
+
+def test_no_resolver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getfqdn(name: str = "") -> str:
+        raise AssertionError(f"looked {name} up")
+
+    monkeypatch.setattr(socket, "getfqdn", getfqdn)
+    PrometheusEndpoint(Address("127.0.0.1:0"), {}, Metrics().snapshot).close()
 
 
 @pytest.mark.parametrize("text", ["", "9400", ":9400", "localhost:9400", "127.0.0.1:x", "127.0.0.1:70000", "1.2.3.4"])

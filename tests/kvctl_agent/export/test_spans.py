@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvctl_agent.export.spans import RoomSpans, numbers
 from kvctl_agent.telemetry.hub import Telemetry
 
 URL = "http://127.0.0.1:4318/v1/traces"
+PATIENCE_S = 60  # for what takes milliseconds on a quiet machine
 ROOM, NONCE = (1 << 64) - 1, (1 << 63) + 5
 
 
@@ -91,6 +93,38 @@ class _Gone(SpanExporter):
 
 def test_a_collector_that_is_gone_costs_nothing() -> None:
     assert told("decode", (7, 1), exporter=_Gone()) == []
+
+
+class _Silent(SpanExporter):
+    """A collector that takes a batch and does not answer before it is given up."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.given_up = threading.Event()
+        self.answer = threading.Event()
+
+    def export(self, spans: Any) -> SpanExportResult:
+        if not self.given_up.is_set():
+            self.asked += 1
+            assert self.answer.wait(PATIENCE_S)
+        return SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self.given_up.set()
+
+
+def test_closing_does_not_wait_for_a_collector_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvctl_agent.export.spans._CLOSE_S", 0.1)
+    silent = _Silent()
+    closing = threading.Thread(
+        target=told, args=("decode", *((room, 1) for room in range(1, 601))), kwargs={"exporter": silent}
+    )
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert silent.given_up.is_set()
+    assert silent.asked <= 1  # and not once for each batch
+    silent.answer.set()
 
 
 def test_what_does_not_fit_the_queue_is_counted() -> None:
