@@ -19,7 +19,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.recv_room import Check, RecvRoom, WriterLeg
+from kvctl_agent.protocol.recv_room import PartDigest, RecvRoom, WriterLeg
 from kvctl_agent.protocol.staging import Holding, RegionState, StagingBook
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
@@ -221,7 +221,7 @@ class DecodeRooms(Machine):
             return "duplicate"
         room.land(key)
         if tag.digest is not None:
-            room.checks[tag.kind, key] = Check(tag.digest, {}, "direct")
+            room.checks[tag.kind, key] = PartDigest(tag.digest, {}, "direct")
         self._begun(room)
         if holding is not None and tag.serial:
             self.book.land(holding, at_ns)
@@ -240,7 +240,7 @@ class DecodeRooms(Machine):
         room.record.event("aux" if tag.kind is PartKind.AUX else "state", at_ns, writer=tag.key.writer)
         self._begun(room)
         if tag.digest is not None and room.failure is None:
-            room.checks[final] = Check(tag.digest, {}, "direct")
+            room.checks[final] = PartDigest(tag.digest, {}, "direct")
             share, pages = room.final_parts[final]
             self.act(ev.Check(room.room, room.nonce, *final, share, pages))
         self._complete(room)
@@ -260,7 +260,7 @@ class DecodeRooms(Machine):
             room.checks.pop(final, None)
             self._settled(room, key, moments, path)
             return
-        room.checks[final] = Check(check.digest, moments, path)
+        room.checks[final] = PartDigest(check.digest, moments, path)
         self.act(ev.Check(room.room, room.nonce, *final, room.share_of(key), room.pages_at(key)))
 
     def on_checked(self, event: ev.Checked) -> None:

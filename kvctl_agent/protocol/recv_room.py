@@ -22,7 +22,7 @@ Cell = tuple[int, int]  # (writer, chunk)
 Final = tuple[PartKind, PartKey]
 
 
-class Check(NamedTuple):
+class PartDigest(NamedTuple):
     """What a part's writer says of its bytes, and what is to be said of the part once it is found to be true."""
 
     digest: int
@@ -89,7 +89,7 @@ class RecvRoom:
         self.instance = instance
         self.finals: set[Final] = set()  # that have not landed
         self.finals_landed: set[Final] = set()
-        self.checks: dict[Final, Check] = {}  # parts in their pages whose digest is being taken
+        self.checks: dict[Final, PartDigest] = {}  # parts in their pages whose digest is being taken
         self.final_parts: dict[Final, tuple[Share | None, Pages]] = {}  # ours of the final parts
         self.record = record
         self.state = RoomState.BOOTSTRAPPING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from simulation import World
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import TooSlow, build, pack, take, unpack
+from kvctl_agent.protocol.checkpoint_classes import classes
 from kvctl_agent.protocol.machine import Machine
 
 AGES = 1 << 62
@@ -41,6 +43,11 @@ def test_a_machine_made_from_a_checkpoint_is_in_the_same_state_and_does_the_same
         later = found.now_ns + found.timing.resend_ns
         mine, theirs = again.handle(ev.Tick(), later), machine.handle(ev.Tick(), later)
         assert [type(action) for action in mine] == [type(action) for action in theirs], name
+
+
+def test_no_two_classes_that_do_not_change_have_one_name() -> None:
+    names = Counter(kind.__name__ for kind in classes().leaves)
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_it_gives_up_when_it_takes_too_long() -> None:

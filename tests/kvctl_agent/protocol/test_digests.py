@@ -12,6 +12,7 @@ from test_finals import HYBRID
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.checkpoint import build, pack, take, unpack
 from kvctl_agent.protocol.tag import PartKey, PartKind, with_digest
 
 SENT = 0xC0FFEE01
@@ -115,6 +116,19 @@ def test_a_room_waits_for_the_last_digest(choose: Any) -> None:
     world.settle()
     assert room.state is RoomState.SUCCESS
     world.check_empty()
+
+
+@pytest.mark.parametrize("choose", [direct, staged])
+def test_a_checkpoint_holds_the_digests_that_are_being_taken(choose: Any) -> None:
+    world = world_of(choose)
+    world.held_back = True
+    move(world)
+    data = pack(take(world.d(), 1 << 62))
+    again = build(unpack(data), lambda local, timing: world._machine(local))
+    assert again.rooms[7].checks == world.d().rooms[7].checks != {}
+    for check in world.checks:
+        again.handle(world.answer(check), world.now_ns)
+    assert again.rooms[7].state is RoomState.SUCCESS
 
 
 def test_a_digest_that_comes_late_or_twice_changes_nothing() -> None:
