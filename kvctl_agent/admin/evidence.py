@@ -24,7 +24,7 @@ def add_evidence(machine: Machine, row: RoomRow) -> None:
             row["missing"] = _unheard(machine, room, row["owed"])
     elif isinstance(machine, PrefillMachine):
         sending = machine.rooms.get(number)
-        if sending is not None:
+        if sending is not None and sending.record.nonce == nonce:
             row["missing"] = _unended(sending)
 
 

@@ -26,6 +26,7 @@ from kvctl_agent.transport.probe import LaneCost
 
 _ANSWER_S = 1.5
 _MOST_PROBED_BYTES = 64 << 20
+_UNCLAIMED_NS = 10_000_000_000  # whoever asked for a measurement that was done so long ago has gone
 _WAITS = ("bootstrap_timeout_s", "waiting_timeout_s")
 
 
@@ -66,7 +67,7 @@ class Operator:
         self._tell = tell
         self._tickets = tickets
         self._asker = asker
-        self._probes: dict[str, Measuring] = {}
+        self._probes: dict[tuple[str, int | None], Measuring] = {}
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
         """What the admin server serves of it."""
@@ -138,7 +139,12 @@ class Operator:
             raise self._refusal(f"{agent.name} is a decode rank: a lane is measured by its writer, a prefill rank")
         if bytes is not None and not 1 << 20 <= bytes <= _MOST_PROBED_BYTES:
             raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"bytes is from {1 << 20} to {_MOST_PROBED_BYTES}")
-        running = self._probes.get(peer or "")
+        since_ns = time.monotonic_ns() - _UNCLAIMED_NS
+        for key, left in list(self._probes.items()):
+            if 0 < left.ended_ns <= since_ns:
+                del self._probes[key]
+        asked = peer or "", bytes
+        running = self._probes.get(asked)
         if running is None:
             rooms = agent.machine.open_rooms
             if rooms and not busy:
@@ -149,12 +155,12 @@ class Operator:
                 running = agent.lanes.begin(agent.workers[0], peer, bytes)
             except KvctlError as error:
                 raise self._refusal(str(error)) from None
-            self._probes[peer or ""] = running
+            self._probes[asked] = running
             self._record(f"the lane to {running.peer} is probed")
         try:
             cost = running.wait(_ANSWER_S)
         except KvctlError as error:
-            del self._probes[peer or ""]
+            del self._probes[asked]
             raise self._refusal(str(error)) from None
         answer: Probe = {
             "agent": agent.name,
@@ -164,7 +170,7 @@ class Operator:
             "rows": [],
         }
         if cost is not None:
-            del self._probes[peer or ""]
+            del self._probes[asked]
             answer["rows"] = self._rows(running.peer, cost)
         return answer
 

@@ -39,11 +39,16 @@ class Measured(NamedTuple):
 
 
 class Measuring:
-    """One measurement, on its way or done; `run` is the worker's, the rest any thread's."""
+    """One measurement, on its way or done; `run` is the worker's, the rest any thread's.
+
+    Attributes:
+        ended_ns: when it was done, monotonic; 0 on its way.
+    """
 
     def __init__(self, lane: Lane, measure: Callable[[Lane], LaneCost]) -> None:
         self.peer = lane.peer
         self.lane = lane.transport.name
+        self.ended_ns = 0
         self._target = lane
         self._measure = measure
         self._result: LaneCost | KvctlError | None = None
@@ -56,6 +61,7 @@ class Measuring:
             self._result = error
         except Exception as error:  # a bug: whoever waits must hear of it, and the worker must go on
             self._result = TransportError(f"{type(error).__name__}: {error}")
+        self.ended_ns = time.monotonic_ns()
         self._done.set()
 
     def wait(self, timeout: float) -> LaneCost | None:

@@ -130,6 +130,19 @@ class TestAbort:
         code, text = desk.refusal(fleet.decode[0], "abort", room="8")
         assert (code, text) == ("unknown-room", "decode-0 knows no room 8, active or lately")
 
+    def test_an_earlier_life_of_its_number_waits_for_nobody(self, make_fleet: Any, desk: Desk) -> None:
+        fleet = make_fleet("loopback", prefill=(1, 1)).start()
+        fleet.run(7, 8)
+        writer = fleet.prefill[0]
+        until(lambda: not desk.ask(writer, "rooms"))
+        fleet.claim(fleet.receive(fleet.room(7, 8)))
+        until(lambda: [row["state"] for row in desk.ask(writer, "rooms")] == ["WaitingForInput"])
+        fleet.decode[0]._control.close(5)  # nobody says that it has heard of the failure
+        desk.done(writer, "abort", room="7")
+        lives = desk.ask(writer, "room", room="7")
+        assert [(life["state"], life["missing"]) for life in lives] == [("Failed", ["decode-0"]), ("Success", [])]
+        fleet.decode[0].close(0.5)  # it would wait for a control loop that has gone
+
     def test_a_control_loop_that_does_not_answer_is_said_so(self, fleet: Any, desk: Desk) -> None:
         held = threading.Event()
         agent = fleet.decode[0]
@@ -319,6 +332,33 @@ class TestProbe:
         assert "1 room open" in text
         until(lambda: not desk.ask(fleet.prefill[0], "probe", busy=True)["running"])
         finish(fleet, room)
+
+    def test_a_measurement_that_nobody_came_for_is_not_given_to_the_next_who_asks(
+        self, fleet: Any, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        writer = fleet.prefill[0]
+
+        def left() -> None:
+            """A client asks, and is gone before the worker comes to it."""
+            held = threading.Event()
+            writer.workers[0].put(lambda: held.wait(PATIENCE_S) and None)
+            assert desk.ask(writer, "probe", bytes=1 << 20)["running"]
+            over = threading.Event()
+            writer.workers[0].put(over.set)
+            held.set()
+            assert over.wait(PATIENCE_S)
+
+        def probed(nbytes: int) -> Any:
+            answer = desk.ask(writer, "probe", bytes=nbytes)
+            return None if answer["running"] else answer["rows"]
+
+        left()
+        assert until(lambda: probed(2 << 20))[-1]["bytes"] == 2 << 20
+        monkeypatch.setattr("kvctl_agent.admin.operate._UNCLAIMED_NS", 0)
+        left()
+        stale = writer.lanes.measured["decode-0"]
+        until(lambda: probed(1 << 20))
+        assert writer.lanes.measured["decode-0"] is not stale
 
     def test_what_cannot_be_measured(self, make_fleet: Any, desk: Desk) -> None:
         fleet = make_fleet("loopback", staging="off", path="auto").start()
