@@ -105,6 +105,9 @@ class Browser(App[None]):
         self._paused_at: int | None = None
         self._question: Question | None = None
         self.readings = 0
+        for palette in PALETTES:
+            self.register_theme(theme_of(palette))
+        self.theme = PALETTES[0].name
 
     def compose(self) -> ComposeResult:
         yield Bar(id="top", style="bar")
@@ -116,9 +119,6 @@ class Browser(App[None]):
         yield Bar(id="footer", style="bar")
 
     def on_mount(self) -> None:
-        for palette in PALETTES:
-            self.register_theme(theme_of(palette))
-        self.theme = PALETTES[0].name
         self.feed.start(self._arrived)
         self.set_interval(1, self._tick)
         self.call_after_refresh(self._enter)

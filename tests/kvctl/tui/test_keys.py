@@ -15,6 +15,8 @@ from kvctl.tui.palette import PALETTES
 from kvctl.tui.widgets.bars import Bar
 from kvctl.tui.widgets.table import Table
 
+VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
+
 
 def said(pilot: Any) -> list[str]:
     """Notes on screen."""
@@ -28,27 +30,24 @@ def bar(pilot: Any, name: str) -> str:
 
 
 async def press(pilot: Any, *keys: str) -> None:
-    for key in keys:
-        await pilot.press(key)
-        await pilot.pause()
+    await pilot.press(*keys)
+    await pilot.pause()
 
 
 def row(pilot: Any) -> Any:
     return pilot.app.panel.table.row
 
 
-@pytest.mark.parametrize(
-    ("key", "view"), [(1, "overview"), (2, "rooms"), (3, "staging"), (4, "layers"), (5, "peers"), (6, "events")]
-)
-def test_numbers_choose_a_view_and_only_its_data_is_asked(key: int, view: str, specimen, build, drive) -> None:
+def test_numbers_choose_a_view_and_only_its_data_is_asked(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
-        await press(pilot, str(key))
-        assert pilot.app.name_on_screen == view
-        asked = [call.command for call in pilot.app.feed.wanted[-1].calls]
-        assert asked == ["status"] if view == "overview" else asked == ["status", view]
-        assert pilot.app.panel.main.listing.rows
+        for key, view in enumerate(VIEWS, 1):
+            await press(pilot, str(key))
+            assert pilot.app.name_on_screen == view
+            asked = [call.command for call in pilot.app.feed.wanted[-1].calls]
+            assert asked == (["status"] if view == "overview" else ["status", view])
+            assert pilot.app.panel.main.listing.rows
 
-    drive(build(specimen, "rooms" if view != "rooms" else "peers"), script)
+    drive(build(specimen, "peers"), script)
 
 
 def test_a_filter_holds_until_escape(specimen, build, drive) -> None:
@@ -228,41 +227,40 @@ def test_copy_takes_the_row_with_its_header(specimen, build, drive) -> None:
     drive(build(specimen, "rooms"), script)
 
 
-@pytest.mark.parametrize("suffix", [".tsv", ".csv", ".json"])
-def test_export_writes_the_rows_on_screen(suffix: str, specimen, build, drive, tmp_path: Path, monkeypatch) -> None:
+def test_export_writes_the_rows_on_screen(specimen, build, drive, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     async def script(pilot: Any) -> None:
-        await press(pilot, "slash", *"role=decode", "enter", "E")
-        assert pilot.app.screen.query_one(Input).value == "kvctl-rooms-20251009-085323.tsv"
-        pilot.app.screen.query_one(Input).value = f"rooms{suffix}"
-        await press(pilot, "enter")
-        text = (tmp_path / f"rooms{suffix}").read_text()
-        if suffix == ".json":
-            document = json.loads(text)
-            assert (document["schema"], len(document["data"])) == ("kvctl.rooms/1", 48)
-        else:
-            assert len(text.splitlines()) == 49
-        assert said(pilot) == [f"48 rows in rooms{suffix}"]
+        await press(pilot, "slash", *"role=decode", "enter")
+        for suffix in (".tsv", ".csv", ".json"):
+            await press(pilot, "E")
+            assert pilot.app.screen.query_one(Input).value == "kvctl-rooms-20251009-085323.tsv"
+            pilot.app.screen.query_one(Input).value = f"rooms{suffix}"
+            await press(pilot, "enter")
+            assert said(pilot)[-1] == f"48 rows in rooms{suffix}"
 
     drive(build(specimen, "rooms"), script)
+    for suffix in (".tsv", ".csv"):
+        assert len((tmp_path / f"rooms{suffix}").read_text().splitlines()) == 49
+    document = json.loads((tmp_path / "rooms.json").read_text())
+    assert (document["schema"], len(document["data"])) == ("kvctl.rooms/1", 48)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("rooms.txt", "the name says the format"), ("there.tsv", "is there already"), ("no/where.tsv", "no directory")],
-)
-def test_export_refuses_what_it_cannot_write(
-    name: str, why: str, specimen, build, drive, tmp_path: Path, monkeypatch
-) -> None:
+def test_export_refuses_what_it_cannot_write(specimen, build, drive, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.tsv").write_text("mine")
 
     async def script(pilot: Any) -> None:
         await press(pilot, "E")
-        pilot.app.screen.query_one(Input).value = name
-        await press(pilot, "enter")
-        assert why in str(pilot.app.screen.query("Static").first().render())
+        for name, why in (
+            ("rooms.txt", "the name says the format"),
+            ("there.tsv", "is there already"),
+            ("no/where.tsv", "no directory"),
+            (" ", "a name is needed"),
+        ):
+            pilot.app.screen.query_one(Input).value = name
+            await press(pilot, "enter")
+            assert why in str(pilot.app.screen.query("Static").first().render())
         await press(pilot, "escape")
 
     drive(build(specimen, "rooms"), script)
@@ -366,26 +364,27 @@ def test_who_may_only_read_is_told_so(specimen, build, drive) -> None:
 
 
 @pytest.mark.parametrize("how", ["readonly", "recorded"])
-@pytest.mark.parametrize(("view", "key"), [("rooms", "a"), ("staging", "r")])
-def test_writes_are_absent(how: str, view: str, key: str, specimen, build, drive) -> None:
+def test_writes_are_absent(how: str, specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
-        await press(pilot, key)
-        assert not isinstance(pilot.app.screen, Confirm)
-        assert "abort" not in bar(pilot, "footer")
-        assert "release" not in bar(pilot, "footer")
+        for view, key in (("2", "a"), ("3", "r")):
+            await press(pilot, view, key)
+            assert not isinstance(pilot.app.screen, Confirm)
+            assert "abort" not in bar(pilot, "footer")
+            assert "release" not in bar(pilot, "footer")
 
-    drive(build(specimen, view, **{how: True}), script)
+    drive(build(specimen, **{how: True}), script)
 
 
-@pytest.mark.parametrize("key", ["slash", "s", "E", "question_mark", "a"])
-def test_readings_come_in_while_a_dialog_is_open(key: str, specimen, build, drive) -> None:
+def test_readings_come_in_while_a_dialog_is_open(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
-        await press(pilot, key)
-        before = pilot.app.store.now_ns
-        pilot.app.feed.beat()
-        await pilot.pause()
-        assert pilot.app.store.now_ns > before
-        assert len(pilot.app.screen_stack) == 2
+        for key in ("slash", "s", "E", "question_mark", "a"):
+            await press(pilot, key)
+            before = pilot.app.store.now_ns
+            pilot.app.feed.beat()
+            await pilot.pause()
+            assert pilot.app.store.now_ns > before
+            assert len(pilot.app.screen_stack) == 2
+            await press(pilot, "escape")
 
     drive(build(specimen, "rooms"), script)
 

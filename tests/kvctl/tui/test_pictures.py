@@ -79,28 +79,30 @@ def test_a_room(size: tuple[int, int], specimen, build, drive) -> None:
     drive(build(specimen, "rooms"), script, size)
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"), [("help", ("question_mark",)), ("sort", ("s",)), ("filter", ("slash", "a")), ("abort", ("a",))]
-)
-def test_dialogs(name: str, keys: tuple[str, ...], specimen, build, drive) -> None:
+def test_dialogs(specimen, build, drive) -> None:
+    dialogs = {"help": ("question_mark",), "sort": ("s",), "filter": ("slash", "a"), "abort": ("a",)}
+
     async def script(pilot: Any) -> None:
-        for key in keys:
-            await pilot.press(key)
+        for name, keys in dialogs.items():
+            for key in keys:
+                await pilot.press(key)
+                await pilot.pause()
+            screen = text(pilot.app)
+            fits(screen, (80, 24))
+            check(HERE / "golden" / f"dialog-{name}.txt", screen)
+            await pilot.press("escape")
             await pilot.pause()
-        screen = text(pilot.app)
-        fits(screen, (80, 24))
-        check(HERE / "golden" / f"dialog-{name}.txt", screen)
 
     drive(build(specimen, "rooms"), script, (80, 24))
 
 
-@pytest.mark.parametrize("theme", ["light", "high-contrast"])
-def test_themes(theme: str, specimen, ill, build, drive) -> None:
+def test_themes(specimen, ill, build, drive) -> None:
     async def script(pilot: Any) -> None:
         await through_time(pilot, PAST)
-        pilot.app.theme = theme
-        await pilot.pause()
-        check(HERE / "golden" / f"overview-{theme}.svg", svg(pilot.app))
+        for theme in ("light", "high-contrast"):
+            pilot.app.theme = theme
+            await pilot.pause()
+            check(HERE / "golden" / f"overview-{theme}.svg", svg(pilot.app))
 
     drive(build(specimen, judged=ill), script)
 

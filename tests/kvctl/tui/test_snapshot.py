@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.parametrize("view", ["overview", "rooms", "staging", "layers", "peers", "events"])
+@pytest.mark.parametrize("view", ["overview", "events"])
 def test_text_has_the_size_that_was_asked_for(view: str, fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "screen.txt"
     outcome = kvctl("top", "--snapshot", str(path), "--view", view, "--size", "100x30", "--interval", "100ms")

@@ -10,9 +10,8 @@ from kvctl.tui.snapshot import text
 
 
 async def press(pilot: Any, *keys: str) -> None:
-    for key in keys:
-        await pilot.press(key)
-        await pilot.pause()
+    await pilot.press(*keys)
+    await pilot.pause()
 
 
 def test_the_cursor_stays_on_its_row_when_rows_above_it_go(specimen, build, drive) -> None:
