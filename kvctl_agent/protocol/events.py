@@ -159,7 +159,7 @@ class Retime(Event, frozen=True):
 
 
 class PartSent(Event, frozen=True):
-    """A transfer worker is done with a part: written, or dropped behind its fence."""
+    """A transfer worker is done with a part: written, with the digest that its tag has, or dropped behind its fence."""
 
     peer: str
     room: int
@@ -168,6 +168,7 @@ class PartSent(Event, frozen=True):
     key: PartKey
     moments: dict[str, int] = {}  # stage → when it ended, monotonic ns
     dropped: bool = False
+    digest: int | None = None
 
 
 class PartFailed(Event, frozen=True):

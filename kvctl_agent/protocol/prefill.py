@@ -131,10 +131,14 @@ class PrefillMachine(PrefillOpenings):
         room.since_ns = self.now_ns
         if not event.dropped:
             if event.kind is PartKind.KV:
-                self._part_sent(room, leg, leg.parts[event.key], event.moments)
+                part = leg.parts[event.key]
+                part.digest = event.digest
+                self._part_sent(room, leg, part, event.moments)
             else:
                 leg.to_send -= 1
-                leg.finals[event.kind, event.key].state = PartState.SENT
+                final = leg.finals[event.kind, event.key]
+                final.digest = event.digest
+                final.state = PartState.SENT
             if not leg.resend_ns:
                 leg.resend_ns = self.now_ns + 2 * self.timing.resend_ns
         self._progress(room)

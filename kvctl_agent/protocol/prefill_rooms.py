@@ -281,10 +281,12 @@ class PrefillRooms(Machine):
 
     def _tag(self, leg: Leg, part: Part) -> bytes:
         serial = part.grant.serial if part.grant and part.path == STAGED else 0
-        return Tag(PartKind.KV, self.peers[leg.peer].incarnation, leg.room, leg.nonce, serial, part.key).pack()
+        incarnation = self.peers[leg.peer].incarnation
+        return Tag(PartKind.KV, incarnation, leg.room, leg.nonce, serial, part.key, part.digest).pack()
 
     def _final_tag(self, leg: Leg, final: Final) -> bytes:
-        return Tag(final.kind, self.peers[leg.peer].incarnation, leg.room, leg.nonce, 0, final.key).pack()
+        incarnation = self.peers[leg.peer].incarnation
+        return Tag(final.kind, incarnation, leg.room, leg.nonce, 0, final.key, final.digest).pack()
 
     def _park(self, room: SendRoom, leg: Leg, part: Part) -> None:
         parked = self._parked[leg.peer]

@@ -21,7 +21,7 @@ from kvctl_agent.errors import KvctlError
 from kvctl_agent.memory.digest import aux_digest, part_digest
 from kvctl_agent.paths.base import Flight, Lane, Path
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
-from kvctl_agent.protocol.tag import PartKind, with_digest
+from kvctl_agent.protocol.tag import PartKind, Tag, with_digest
 from kvctl_agent.telemetry.metrics import Metrics
 
 _ACTIVE = 4  # parts on the wire at once
@@ -228,7 +228,8 @@ class TransferWorker:
             self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
             return
         moments = flight.moments()
-        self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments))
+        digest = Tag.unpack(order.tag).digest if self._digest else None
+        self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, digest=digest))
         if order.kind is PartKind.KV:
             self._metrics.add("kvctl_writes_total", 1, order.path)
             self._metrics.add("kvctl_descriptors_total", flight.descriptors, order.path)

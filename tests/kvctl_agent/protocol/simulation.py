@@ -373,7 +373,8 @@ class World(Oracle):  # type: ignore[misc]
     def _over(self, write: Write, *, dropped: bool) -> None:
         order = write.order
         moments = {"ready": order.ready_ns, "queue": order.opened_ns, "wire": self.now_ns}
-        done = ev.PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, dropped)
+        digest = None if dropped else Tag.unpack(order.tag).digest
+        done = ev.PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, dropped, digest)
         self.pool.append(Item("event", write.writer, write.writer, done))
 
     def _begin(self, write: Write) -> None:

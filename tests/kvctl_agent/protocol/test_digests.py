@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from oracle import Write
 from simulation import Item, World, direct, staged
 from test_finals import HYBRID
 
@@ -26,6 +27,7 @@ class Digesting(World):  # type: ignore[misc]
         self.wrong: set[tuple[PartKind, PartKey]] = set()
         self.checks: list[ev.Check] = []
         self.held_back = False
+        self.tags_lost = False
         super().__init__(*args, **options)
 
     def _act(self, name: str, action: ev.Action) -> None:
@@ -36,6 +38,11 @@ class Digesting(World):  # type: ignore[misc]
             if not self.held_back:
                 self.pool.append(Item("event", name, name, self.answer(action)))
         super()._act(name, action)
+
+    def _complete(self, write: Write) -> None:
+        super()._complete(write)
+        if self.tags_lost:
+            self.pool[:] = [item for item in self.pool if item.kind != "tag"]
 
     def answer(self, check: ev.Check) -> ev.Checked:
         found = WRONG if (check.kind, check.key) in self.wrong else SENT
@@ -129,6 +136,16 @@ def test_a_checkpoint_holds_the_digests_that_are_being_taken(choose: Any) -> Non
     for check in world.checks:
         again.handle(world.answer(check), world.now_ns)
     assert again.rooms[7].state is RoomState.SUCCESS
+
+
+@pytest.mark.parametrize("choose", [direct, staged])
+def test_a_part_whose_tag_was_lost_is_compared_too(choose: Any) -> None:
+    world = world_of(choose)
+    world.tags_lost = True
+    room = move(world)
+    assert room.state is RoomState.SUCCESS
+    assert len(world.checks) == len({(check.kind, check.key) for check in world.checks}) >= 6
+    world.check_empty()
 
 
 def test_a_digest_that_comes_late_or_twice_changes_nothing() -> None:
