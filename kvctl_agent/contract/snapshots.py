@@ -66,7 +66,7 @@ class Failure(TypedDict):
 
 
 class RateWindow(TypedDict):
-    """Bytes over the wall-clock union of transfer spans of the last seconds."""
+    """Bytes over the wall-clock union of transfer spans of the last seconds; of a reader, of the spans of its rooms."""
 
     window_ns: int
     bytes: int

@@ -40,6 +40,7 @@ class Telemetry:
         self.rate = SpanRate(RATE_WINDOW_NS)
         self.latencies = Latencies()
         self.on_finish: Callable[[RoomRecord], None] | None = None
+        self._arrived_ns = 0  # reader: when the last part was in its pages
 
     def finish(self, record: RoomRecord, now_ns: int) -> None:
         """A room has ended: count it, and move its record to the finished ones."""
@@ -90,7 +91,12 @@ class Telemetry:
         self.stages.add(key[2], path, nbytes, moments, forward_done_ns, first_ready)
         self.metrics.add("kvctl_parts_total", 1, path)
         self.metrics.add("kvctl_part_bytes_total", nbytes, path)
-        first = min(moments.values())
         if forward_done_ns is not None:
+            first = min(moments.values())
             record.moved.add(first, last)
-        self.rate.add(first, last, nbytes)
+        else:
+            # A reader does not see a write begin, and of one into the pages it sees a single moment: its bytes are
+            # those of the time since the part before, or since nobody waited for any.
+            first = max(record.opened_at, self._arrived_ns)
+            self._arrived_ns = max(last, self._arrived_ns)
+        self.rate.add(min(first, last), last, nbytes)

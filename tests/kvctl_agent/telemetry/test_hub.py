@@ -107,3 +107,15 @@ def test_each_chunk_begins_anew(telemetry: Telemetry) -> None:
             telemetry.part(record, (0, chunk, (group, group + 1)), "decode-0", "bulk", 1, moments, 600 * MS)
     second = telemetry.stages.rows()[1]
     assert second["stages"]["ready"]["p99_ns"] == pytest.approx(5 * MS, rel=1 / 32)
+
+
+def test_a_reader_counts_bytes_over_the_time_in_which_it_waited_for_them() -> None:
+    telemetry = Telemetry("decode-0", "decode", history=8, timeline_events=64, recorder_events=16)
+    record = telemetry.rooms.open(7, 1)
+    begin = record.opened_at
+    for number, arrived in enumerate((10, 12, 12, 20)):  # ms; written into the pages: one moment is all that is seen
+        layers = (number, number + 1)
+        telemetry.part(record, (0, 0, layers), "prefill-0", "direct", 50_000, {"arrive": begin + arrived * MS})
+    window = telemetry.rate.window(begin + 30 * MS)
+    assert window["bytes"] == 200_000
+    assert window["gb_per_s"] == pytest.approx(200_000 / (20 * MS))
