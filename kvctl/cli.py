@@ -108,6 +108,6 @@ def run(args: list[str]) -> int:
 
 
 def _explain(error: click.ClickException) -> None:
-    complain(error.format_message())
+    complain(" ".join(error.format_message().split()))  # click lists what may be chosen one below the other
     if isinstance(error, click.UsageError) and error.ctx is not None:
         tell(f"Try '{error.ctx.command_path} --help'.")

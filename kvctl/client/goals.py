@@ -105,7 +105,9 @@ class Drained:
             return Progress(missing=silent or ["no agent is there"])
         open_ = [agent.name for agent, data in answers if not data.get("draining")]
         if open_:
-            return Progress(impossible=f"{', '.join(open_)} takes new rooms: kvctl drain {' '.join(open_)}")
+            return Progress(
+                impossible=f"{', '.join(open_)} take{'s' * (len(open_) == 1)} new rooms: kvctl drain {' '.join(open_)}"
+            )
         missing = [
             f"{agent.name}: {_rooms(active)} active" for agent, data in answers if (active := _active(data["rooms"]))
         ]

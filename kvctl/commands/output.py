@@ -16,13 +16,14 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.data import comma_separated, json_document, json_lines, projected, tsv
 from kvctl.views.expressions import ExpressionError
-from kvctl.views.report import Grid, Report
+from kvctl.views.report import Grid, Report, Text
 from kvctl.views.selection import Selection, data_columns, select, table_columns
 from kvctl.views.view import Column, Row, View
 
 _PIPE_WIDTH = 120
 _HEADER_EVERY = 20
 _HUMAN = frozenset({"table", "wide"})
+_NONE_PASSES = Text([[("nothing passes --filter", "dim")]])
 
 
 class Output:
@@ -93,6 +94,8 @@ class Output:
         picture = report.blocks is not None and selection.columns is None
         width = shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
         blocks = report.blocks(rows, width) if picture and report.blocks else [Grid(report.view, rows)]
+        if report.rows and not rows:  # there is something, only nothing like that
+            blocks = [_NONE_PASSES if isinstance(each, Grid) and each.view is report.view else each for each in blocks]
         wide = self.format == "wide"
         plain = Selection(None, (), ())
         columns: list[Sequence[Column]] = [

@@ -27,7 +27,7 @@ _CALLS = tuple(call for call in HEALTH_CALLS if call.command != "metrics")
 @click.command(cls=KvctlCommand, view=STATUS)
 @pass_settings
 def status(settings: Settings) -> None:
-    """One screen: health, ranks by role, rooms by state, ring use, GB/s (wall clock), latency p50/p99.
+    """One screen: health, ranks by role, rooms by state, ring use, GB/s while rooms are open, latency p50/p99.
 
     Health is what one quick reading shows; kvctl health takes two and looks at the counters, too. With -w one line per
     reading, as vmstat does; rates are differences between two readings, so the first line has none.

@@ -142,12 +142,14 @@ def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> list[Li
 
 def figures(evidence: Mapping[str, Any]) -> list[str]:
     """`age 41 s`, `held 2 MiB`: the numbers as people read them."""
-    return [_figure(name, value) for name, value in evidence.items() if value not in (None, "", [], ())]
+    return [_figure(name, value) for name, value in evidence.items() if value not in (None, "", [], (), {})]
 
 
 def _figure(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"{_words(name)} {' '.join(str(each) for each in value)}"
+    if isinstance(value, Mapping):
+        return f"{_words(name)} {' '.join(f'{key}={each}' for key, each in value.items())}"
     if isinstance(value, bool):
         return f"{_words(name)}: {'yes' if value else 'no'}"
     if not isinstance(value, int | float):
@@ -157,7 +159,8 @@ def _figure(name: str, value: Any) -> str:
             return f"{_words(name.removesuffix(suffix))} {human(value)}"
     number = f"{value:,}" if isinstance(value, int) else units.three_digits(value)
     if name.endswith("_total"):
-        return f"{number} {_words(name.removesuffix('_total'))}"
+        noun = _words(name.removesuffix("_total"))
+        return f"{number} {noun.removesuffix('s') if value == 1 else noun}"
     return f"{_words(name)} {number}"
 
 

@@ -53,7 +53,7 @@ def draw(answer: Mapping[str, Any], width: int) -> list[Line]:
             (f" round {ring['round']} at {units.size(head)}   ", ""),
             ("watermark W", "bold"),
             (f" round {ring['watermark']['round']} at {units.size(tail)}", ""),
-            (f", moved {units.duration(ring['watermark']['age_ns'])} ago", ""),
+            (f", moved {units.duration(ring['watermark']['age_ns'])} ago" if ring["allocations"] else "", ""),
         ],
     ]
     aside = [each for each in ring["allocations"] if each["aside"]]

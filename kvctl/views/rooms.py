@@ -28,17 +28,22 @@ def _failure_code(row: Row) -> Any:
     return failure and failure["code"]
 
 
+def _state_age(row: Row) -> Any:
+    """Finished rooms stay what they are: how long they have been it tells nothing."""
+    return None if row.get("finished_at_ns") is not None else row.get("state_age_ns")
+
+
 _COLUMNS = (
     Column("room", kind=Kind.ID),
     Column("agent"),
     Column("role", styles=palette.ROLES, width=Width.NORMAL),
     Column("state", styles=palette.STATES),
-    Column("state_age", kind=Kind.DURATION, header="FOR", width=Width.NORMAL),
+    Column("state_age", _state_age, Kind.DURATION, Width.NORMAL, header="FOR"),
     Column("age", kind=Kind.DURATION),
     Column("latency", kind=Kind.DURATION),
     Column("progress", _progress, header="CELLS"),
     Column("bytes", kind=Kind.BYTES),
-    Column("failure", _failure, width=Width.NORMAL),
+    Column("failure", _failure),
     Column("tokens", kind=Kind.COUNT, width=Width.NORMAL),
     Column("parked", kind=Kind.COUNT, width=Width.NORMAL),
     Column("missing", kind=Kind.LIST, width=Width.WIDE, header="WAITS FOR"),
@@ -89,7 +94,7 @@ RANKS = View(
         Column("agent"),
         Column("role", styles=palette.ROLES),
         Column("state", styles=palette.STATES),
-        Column("state_age", kind=Kind.DURATION, header="FOR"),
+        Column("state_age", _state_age, Kind.DURATION, header="FOR"),
         Column("planned", "coverage.planned", Kind.COUNT),
         Column("sent", "coverage.sent", Kind.COUNT),
         Column("landed", "coverage.landed", Kind.COUNT),

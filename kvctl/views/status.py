@@ -166,8 +166,9 @@ def _ranks(rows: Sequence[Row]) -> list[Line]:
         shapes = sorted({" ".join(f"{axis}{size}" for axis, size in row["sizes"].items() if size > 1) for row in ranks})
         engines = sorted({_engine(row["transport"]) for row in ranks})
         devices = sorted({row["device"] for row in ranks})
-        shape = " or ".join(shape or "one rank" for shape in shapes)
-        ranks_of = f"{len(ranks)} of {max(whole, len(ranks))} ranks of {shape}"
+        ranks_of = f"{len(ranks)} of {max(whole, len(ranks))} ranks of {' or '.join(each or 'one' for each in shapes)}"
+        if shapes == [""]:
+            ranks_of = f"{len(ranks)} single rank{'s' * (len(ranks) != 1)}"
         lines.append(
             _line(
                 role,
@@ -201,9 +202,10 @@ def _ring_use(summary: FleetSummary) -> list[Span]:
         return [("no decode rank has a staging ring", "dim")]
     used, size = units.size(summary.ring_used_bytes), units.size(summary.ring_size_bytes)
     high = units.percent(summary.ring_high_water_bytes / summary.ring_size_bytes)
+    ahead = ", the rest granted ahead" if ratio > 1 else ""
     return [
         (filled(ratio, _GAUGE), "yellow" if ratio > 0.8 else "cyan"),
-        (f"  {used} of {size} ({units.percent(ratio)}), high water {high}", ""),
+        (f"  {used} of {size} ({units.percent(ratio)}{ahead}), high water {high}", ""),
     ]
 
 
@@ -213,7 +215,7 @@ def _rate(summary: FleetSummary) -> list[Span]:
     rooms = "" if summary.rooms_per_s is None else f"  {units.three_digits(summary.rooms_per_s)} rooms/s"
     return [
         (f"{units.three_digits(summary.gb_per_s)} GB/s", "bold"),
-        (f"{rooms}  (wall clock, sum over {summary.counted} ranks)", ""),
+        (f" while rooms are open{rooms}  (sum over {summary.counted} ranks)", ""),
     ]
 
 

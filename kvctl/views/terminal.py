@@ -63,7 +63,8 @@ def _print_table(console: Console, grid: Grid, columns: Sequence[Column], width:
     if not grid.rows:
         console.print(RichText(grid.view.empty, "dim"), soft_wrap=True)
         return
-    widths, hidden = fitted(natural(columns, grid.rows), grid.rows, width)
+    whole = natural(columns, grid.rows)
+    widths, hidden = fitted(whole, grid.rows, width)
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
     for column, cells in widths.items():
         table.add_column(
@@ -76,9 +77,14 @@ def _print_table(console: Console, grid: Grid, columns: Sequence[Column], width:
     for row in grid.rows:
         table.add_row(*(RichText(one_line(column.human(row)), style_of(column, row)) for column in widths))
     console.print(table, crop=False)
-    if hidden:
-        names = ", ".join(column.name for column in hidden)
-        console.print(RichText(f"hidden at this width: {names} (-o wide shows all)", "dim"), soft_wrap=True)
+    cut = [column for column, cells in widths.items() if cells < whole[column]]
+    said = [
+        f"{what} at this width: {', '.join(column.name for column in those)}"
+        for what, those in (("hidden", hidden), ("cut", cut))
+        if those
+    ]
+    if said:
+        console.print(RichText(f"{'; '.join(said)} (-o wide shows all)", "dim"), soft_wrap=True)
 
 
 def one_line(text: str) -> str:
@@ -111,8 +117,8 @@ def fitted(
 ) -> tuple[dict[Column, int], list[Column]]:
     """Chooses columns and their widths, given their natural ones: (width by column, hidden columns).
 
-    Ordinary columns go first, those that know nothing before the others and the right ones before the left; then
-    long texts are shortened. Numbers are never cut: half a number is a wrong number.
+    Columns that know nothing go first, then ordinary ones, the right before the left; then long texts are shortened.
+    Numbers are never cut: half a number is a wrong number.
     """
     columns, widths = list(widths), dict(widths)
     if width is None:
@@ -134,7 +140,8 @@ def fitted(
 
 def _least_missed(widths: Mapping[Column, int], rows: Sequence[Row]) -> Column | None:
     ordinary = [column for column in reversed(list(widths)) if column.width is not Width.CORE]
-    silent = [column for column in ordinary if all(column.value(row) in (None, "", [], {}) for row in rows)]
+    core = [column for column in reversed(list(widths)) if column.width is Width.CORE]
+    silent = [column for column in (*ordinary, *core) if all(column.value(row) in (None, "", [], {}) for row in rows)]
     return next(iter(silent or ordinary), None)
 
 

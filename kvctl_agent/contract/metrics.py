@@ -104,7 +104,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("kvctl_parts_parked", "gauge", "", "Parts waiting for a grant or for the watermark."),
     Metric("kvctl_ring_size_bytes", "gauge", "bytes", "Size of the staging ring."),
-    Metric("kvctl_ring_used_bytes", "gauge", "bytes", "Ring bytes with a live owner."),
+    Metric(
+        "kvctl_ring_used_bytes",
+        "gauge",
+        "bytes",
+        "Ring bytes with a live owner; more than the ring has where regions are granted ahead.",
+    ),
     Metric("kvctl_ring_high_water_bytes", "gauge", "bytes", "Most ring bytes ever in use at once."),
     Metric("kvctl_ring_grants_total", "counter", "", "Staging grants given."),
     Metric("kvctl_ring_refusals_total", "counter", "", "Staging requests that can never fit the ring."),

@@ -43,6 +43,8 @@ def test_who_never_answered_is_not_known_to_be_drained() -> None:
 
 def test_an_agent_of_a_version_that_cannot_drain_takes_new_rooms() -> None:
     assert Drained().look(survey(a={"rooms": {}})).impossible == "a takes new rooms: kvctl drain a"
+    both = survey(a={"rooms": {}}, b={"rooms": {}})
+    assert Drained().look(both).impossible == "a, b take new rooms: kvctl drain a b"
 
 
 def test_ready_counts_those_that_should_be_there() -> None:

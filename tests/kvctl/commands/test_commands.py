@@ -101,6 +101,13 @@ def test_columns_order_and_filters(fleet: Any, kvctl: Any) -> None:
     assert outcome.out == "room\tage_ns\tagent\n7\t9000000000\tdecode-0\n7\t9000000000\tdecode-1\n"
 
 
+@pytest.mark.parametrize("command", [("rooms",), ("rooms", "history"), ("peers",), ("staging",)])
+def test_a_filter_that_leaves_nothing_is_not_a_fleet_without_any(
+    command: tuple[str, ...], fleet: Any, kvctl: Any
+) -> None:
+    assert kvctl(*command, "--filter", "agent=nobody", "-o", "table").out == "nothing passes --filter\n"
+
+
 def test_states_are_asked_of_the_agent(fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("rooms", "--state", "waitingforinput", "-o", "json")
     assert {row["state"] for row in data(outcome.out)} == {"WaitingForInput"}
@@ -190,6 +197,7 @@ def test_labels_that_match_nobody_exit_3_and_say_who_answered(fleet: Any, kvctl:
         (("status", "-w", "0"), "--watch: '0' is shorter than a millisecond"),
         (("status", "-e", "tcp://h:1"), "make one with `kvctl key new`"),
         (("events", "--since", "yesterday"), "--since"),
+        (("completion",), "Choose from: bash, zsh, fish\n"),
     ],
 )
 def test_wrong_usage_exits_2_and_helps(args: tuple[str, ...], words: str, fleet: Any, kvctl: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvctl.views.fleet import Rates, rates, summarise
-from kvctl.views.status import MOMENTS, moment
+from kvctl.views.report import Text
+from kvctl.views.status import MOMENTS, moment, screen
 from kvctl.views.terminal import stream_header, stream_line
 
 
@@ -63,3 +64,24 @@ def test_a_line_of_the_watch_fits_every_terminal(canned: Any) -> None:
 
 def test_nobody_moves_nothing_is_not_a_rate() -> None:
     assert rates(summarise([]), summarise([]), 10**9) == Rates()
+
+
+def headline(rows: list[dict[str, Any]], label: str) -> str:
+    text = screen(rows, 0, [])[0]
+    assert isinstance(text, Text)
+    lines = ["".join(piece for piece, _ in line) for line in text.lines]
+    return next(line for line in lines if line.startswith(label))
+
+
+def test_instances_of_one_rank_are_single_ranks(canned: Any) -> None:
+    rows = [canned.status("prefill-0"), canned.status("prefill-1")]
+    for row in rows:
+        row["sizes"] = dict.fromkeys(row["sizes"], 1)
+    assert headline(rows, "prefill").startswith("prefill  2 single ranks, ")
+    assert headline(rows[:1], "prefill").startswith("prefill  1 single rank, ")
+
+
+def test_more_than_the_ring_has_is_granted_ahead(canned: Any) -> None:
+    rank = canned.status("decode-0")
+    rank["ring"] |= {"size_bytes": 4 << 20, "used_bytes": 6 << 20}
+    assert "6 MiB of 4 MiB (150 %, the rest granted ahead)" in headline([rank], "ring")

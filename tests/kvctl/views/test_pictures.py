@@ -62,6 +62,7 @@ def test_an_empty_ring_is_free_and_shows_one_marker(canned: Any) -> None:
     assert set(lines[1][9:]) == {"·"}
     assert "* H and W" in lines[2]
     assert len(lines) == 4
+    assert "moved" not in lines[3]  # nobody knows when
 
 
 def test_a_state_of_a_newer_agent_is_shown_as_strange(canned: Any) -> None:
