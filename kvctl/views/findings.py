@@ -152,7 +152,7 @@ def _figure(name: str, value: Any) -> str:
         return f"{_words(name)} {' '.join(f'{key}={each}' for key, each in value.items())}"
     if isinstance(value, bool):
         return f"{_words(name)}: {'yes' if value else 'no'}"
-    if not isinstance(value, int | float):
+    if name == "pid" or not isinstance(value, int | float):
         return f"{_words(name)} {value}"
     for suffix, human in _HUMAN.items():
         if name.endswith(suffix):

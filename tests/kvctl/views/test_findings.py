@@ -13,6 +13,7 @@ def test_evidence_reads_as_words() -> None:
         "failed_rooms_total": 1,
         "refused_total": 1,
         "parts_total": 2,
+        "pid": 21630,
         "missing": [],
         "unknown": {},
     }
@@ -23,4 +24,5 @@ def test_evidence_reads_as_words() -> None:
         "1 failed room",
         "1 refused",
         "2 parts",
+        "pid 21630",
     ]
