@@ -173,7 +173,7 @@ class Agent:
     # ---- building ---------------------------------------------------------------------------------------------
 
     def _open_clock(self) -> Clock:
-        """The one wall clock; the rig replaces it, and the next two, to put faults between an agent and the world."""
+        """The one wall clock; the rig replaces it, and the next three, to put faults between an agent and the world."""
         return Clock()
 
     def _open_transport(self) -> Transport:
@@ -184,6 +184,11 @@ class Agent:
     def _open_links(self, kind: Callable[..., Links] = Links) -> Links:
         """The control channel."""
         return kind(self._context, self.name, self.incarnation, self.telemetry, self._keys)
+
+    def _open_arrivals(self, kind: Callable[..., ArrivalLoop] = ArrivalLoop) -> ArrivalLoop:
+        """What hears of landed parts and scatters them."""
+        name, report = f"{self.name}-arrivals", self._mailbox.put
+        return kind(name, self.transport, self.pool, self.ring, self._crew, report, self.telemetry)
 
     def _check_endpoint(self, endpoint: str) -> None:
         endpoints.check_endpoint(endpoint, insecure=self.settings["insecure"], keys=self._keys is not None)
@@ -281,10 +286,7 @@ class Agent:
     def _start_threads(self) -> None:
         crew = self._crew = CopyCrew(assembly.threads(self.settings["copy_threads"], 2), f"{self.name}-copy")
         if self.role == "decode":
-            report = self._mailbox.put
-            self._hands.arrivals = ArrivalLoop(
-                f"{self.name}-arrivals", self.transport, self.pool, self.ring, crew, report, self.telemetry
-            )
+            self._hands.arrivals = self._open_arrivals()
             self._hands.arrivals.start()
             return
         assert self.buffers is not None
@@ -351,8 +353,9 @@ class Agent:
         """
         if self._state not in ("running", "draining"):
             raise LocalProtocolError(f"agent {self.name} is {self._state}")
-        self._state = "draining"
+        # In this order: an opening that comes between the two is refused, and our engine, if it comes too, is told.
         self._mailbox.put(ev.Drain(True))
+        self._state = "draining"
 
     def resume(self) -> None:
         """Take new rooms again after `begin_drain`.
@@ -451,7 +454,7 @@ class Agent:
         Raises:
             LocalProtocolError: the room is in use here, or this is no running prefill agent.
         """
-        self._check_running("prefill", begun=self.machine.knows(room))
+        self._check_running("prefill", begun=fake or self.machine.knows(room))
         handle = Send(room, _discard if fake else self._mailbox.put, self._bounds())
         self._take(handle, fake)
         if not fake:
@@ -488,7 +491,7 @@ class Agent:
             LayoutError: the prefix is not page-aligned.
             ConfigError: `prefill` is no endpoint, or one that needs keys.
         """
-        self._check_running("decode")
+        self._check_running("decode", begun=fake)
         if prefill is not None and prefill not in self._instances:
             self._check_endpoint(prefill)
         prefix = prefix_pages(prefix_tokens, self.pool.page_size)
@@ -512,7 +515,8 @@ class Agent:
             self._mailbox.put(opening)
         return handle
 
-    def _check_running(self, role: str, *, begun: bool = False) -> None:
+    def _check_running(self, role: str, *, begun: bool) -> None:
+        """`begun`: it is no new room, and so may come while draining; a health check is none either."""
         if self.role != role or not (self.accepting or (self.draining and begun)):
             raise LocalProtocolError(f"agent {self.name} ({self.role}, {self._state}) takes no {role} rooms")
 

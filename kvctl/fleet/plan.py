@@ -54,6 +54,7 @@ class SteadyPlan:
         layers, kv_heads, head_dim: a small model, so that rooms are many rather than large.
         verify: compare every byte and watch the free pages.
         odd_pages: page sizes of ranks that were set up wrongly, by name.
+        odd_rings: MiB of rings that were set up wrongly, by name.
         absent: ranks that nobody starts.
     """
 
@@ -72,6 +73,7 @@ class SteadyPlan:
     config: Mapping[str, Setting] = field(default_factory=dict)
     verify: bool = True
     odd_pages: Mapping[str, int] = field(default_factory=dict)
+    odd_rings: Mapping[str, int] = field(default_factory=dict)
     absent: frozenset[str] = frozenset()
 
     @property
@@ -135,6 +137,7 @@ class SteadyPlan:
         return replace(
             self,
             odd_pages={prefix + name: size for name, size in self.odd_pages.items()},
+            odd_rings={prefix + name: mib for name, mib in self.odd_rings.items()},
             absent=frozenset(prefix + name for name in self.absent),
         )
 
@@ -161,7 +164,7 @@ class SteadyPlan:
             state_slots={},
             aux_slots=self.slots,
             seed=self.seed,
-            config=self.settings(plan),
+            config={**self.settings(plan), "staging_ring_mb": self.odd_rings.get(name, self.ring)},
             timeout_s=timeout_s,
         )
 

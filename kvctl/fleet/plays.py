@@ -16,10 +16,15 @@ _FOR_GOOD_S = 1e9
 _SOON_S = 0.05
 _LATE = "slow-lane=200ms"
 _WRONG = "corrupt-write=5%"
+_NO_GRANTS = "message-loss=staging-grants"
+_NO_FAILURES = "message-loss=room-failed"
+_NO_SCATTERS = "slow-scatter=10m"
 _TRIES = 20
 _BEHIND = 4
 _BREATH_S = 0.5
 _SPARE_FILES = 4
+_NOW_AND_THEN_S = 2.0
+_JOINED_S = 1.0
 
 
 def stuck_room(stage: Stage) -> Iterator[float]:
@@ -113,4 +118,55 @@ def corrupt(stage: Stage) -> Iterator[float]:
     writer = stage.prefill[-1]
     stage.traffic.fault(writer, _WRONG, _FOR_GOOD_S)
     stage.say(f"one write in twenty of {writer} has a wrong byte")
+    yield _FOR_GOOD_S
+
+
+def grant_loss(stage: Stage) -> Iterator[float]:
+    """Heard and not answered, as far as it can tell: everything else gets through."""
+    writer = stage.prefill[-1]
+    stage.traffic.fault(writer, _NO_GRANTS, _FOR_GOOD_S)
+    stage.say(f"{writer} gets no staging grant any more; whatever else it is sent arrives")
+    yield _FOR_GOOD_S
+
+
+def oversized_chunk(stage: Stage) -> Iterator[float]:
+    """It was started so; long prompts show it, which come now and then."""
+    fleet = stage.traffic.fleet
+    ((odd, mib),) = fleet.plan.odd_rings.items()
+    dp = fleet.ranks[odd].planned["dp"]
+    stage.say(f"{odd} has a ring of {mib} MiB, all others of {fleet.plan.ring}")
+    while True:
+        stage.traffic.open(fleet.plan.tokens[1], decode_dp=dp)
+        yield _NOW_AND_THEN_S
+
+
+def plan_mismatch(stage: Stage) -> Iterator[float]:
+    """As engines do whose tokenizers or templates are of two versions: one makes a page more of the same prompt."""
+    plan = stage.traffic.fleet.plan
+    tokens, more = plan.page_size * 8, plan.page_size
+    stage.say(f"of some prompts the decode side expects {tokens} tokens, and the prefill side makes {tokens + more}")
+    while True:
+        stage.traffic.open(tokens, computes=tokens + more)
+        yield _NOW_AND_THEN_S
+
+
+def stuck_waiting(stage: Stage) -> Iterator[float]:
+    """Its failure is said again and again, and never heard. One room after the other, as for `stuck_room`."""
+    fleet, writer = stage.traffic.fleet, stage.prefill[-1]
+    lasting_s = fleet.plan.timings["waiting_timeout_s"]
+    stage.traffic.fault(writer, _NO_FAILURES, _FOR_GOOD_S)
+    while True:
+        room = stage.traffic.open(fleet.plan.chunk_tokens, hangs_at=writer, chunks=1)
+        yield _JOINED_S  # both ends have joined by then
+        stage.traffic.abort(room, writer, "the engine is out of memory")
+        waiting = " and ".join(room.decode)
+        stage.say(f"room {room.number}: {writer} has failed it, which {waiting} is not told: it waits {lasting_s:g} s")
+        yield lasting_s * 0.7
+
+
+def stuck_scatter(stage: Stage) -> Iterator[float]:
+    """Everything lands, and stays in the ring."""
+    reader = stage.decode[0]
+    stage.traffic.fault(reader, _NO_SCATTERS, _FOR_GOOD_S)
+    stage.say(f"{reader} copies nothing from its ring to its pages any more")
     yield _FOR_GOOD_S

@@ -35,13 +35,21 @@ class Manner:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One room to open, how it is computed, who gives it up after how long, where it hangs (None: nobody, nowhere)."""
+    """One room to open.
+
+    Attributes:
+        manner: how it is computed.
+        aborter: who gives it up after how long; None: nobody.
+        hangs_at: the prefill rank whose last forward never ends; None: none.
+        computes: tokens that its prefill ranks were told of; None: those that it has.
+    """
 
     room: Room
     manner: Manner
     aborter: str | None
     abort_after_s: float
     hangs_at: str | None = None
+    computes: int | None = None
 
 
 class Router:

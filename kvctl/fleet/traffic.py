@@ -101,21 +101,24 @@ class Traffic:
         aborter: str | None = None,
         gap_s: float | None = None,
         hangs_at: str | None = None,
+        chunks: int = 2,
+        computes: int | None = None,
     ) -> Room:
         """Open a room of one's own, whoever serves.
 
         Args:
             aborter: soon gives it up.
             gap_s: lies between its two forwards.
-            hangs_at: a prefill rank of it whose second forward never ends.
+            hangs_at: a prefill rank of it whose last forward, of `chunks`, never ends.
+            computes: tokens that its prefill ranks were told of, where those are not `tokens`.
         """
         choice = self._router.place(instance, decode_dp, tokens, time.monotonic_ns(), prefix_tokens)
         manner = choice.manner
         if gap_s is not None:
             manner = replace(manner, chunks=2, gap_s=gap_s)
         if hangs_at is not None:
-            manner = Manner(chunks=2, groups=1, gap_s=0.0, at_once=True)
-        choice = Choice(choice.room, manner, aborter, choice.abort_after_s, hangs_at)
+            manner = Manner(chunks=chunks, groups=1, gap_s=0.0, at_once=True)
+        choice = Choice(choice.room, manner, aborter, choice.abort_after_s, hangs_at, computes)
         self._open(choice)
         return choice.room
 
@@ -255,15 +258,17 @@ class Traffic:
         room, manner = choice.room, choice.manner
         told = [*room.prefill, *room.decode]
         self.ledger.opening(room, [name for name in told if self.fleet.ranks[name].running])
-        shape = room.number, room.number, room.tokens, room.prefix_tokens
+        number, prefix = room.number, room.prefix_tokens
+        computes = room.tokens if choice.computes is None else choice.computes
         for name in told:
             if name in room.expects:
                 self._router.taken(name)
             if name in room.prefill:
                 how = manner.chunks, manner.groups, manner.gap_s, manner.at_once
-                self.fleet.tell(name, SendRoom(*shape, *how, hangs=name == choice.hangs_at))
+                hangs = name == choice.hangs_at
+                self.fleet.tell(name, SendRoom(number, number, computes, prefix, *how, hangs=hangs))
             else:
-                self.fleet.tell(name, OpenRoom(*shape, room.instance))
+                self.fleet.tell(name, OpenRoom(number, number, room.tokens, prefix, room.instance))
         if (aborter := choice.aborter) is not None:
             self.later(choice.abort_after_s, lambda: self._give_up(room, aborter))
 

@@ -15,7 +15,7 @@ from kvctl_agent.contract.commands import Arg, Command, Level
 from kvctl_agent.contract.settings import near
 
 FaultLevel = Literal["agent", "room", "process"]
-FaultUnit = Literal["share", "time", "jump", "rank"]
+FaultUnit = Literal["share", "time", "jump", "messages", "rank"]
 
 _NS = {"us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "m": 60_000_000_000, "h": 3_600_000_000_000}
 _TIME = re.compile(r"(-?)(\d{1,15}(?:\.\d{1,9})?)(us|ms|s|m|h)")
@@ -29,13 +29,39 @@ LOST = ("KV_PEER_LOST",)
 STUCK = ("KV_ROOM_STUCK_BOOTSTRAP", "KV_ROOM_STUCK_WAITING", "KV_ROOM_STUCK_TRANSFER", "KV_ROOM_STUCK_SCATTER")
 
 
+MESSAGES = (
+    "hello",
+    "hello-ack",
+    "heartbeat",
+    "room-open",
+    "room-accepted",
+    "room-refused",
+    "staging-request",
+    "staging-grants",
+    "staging-refused",
+    "staging-revoke",
+    "staging-revoked",
+    "too-late",
+    "watermark",
+    "part-ready",
+    "part-ack",
+    "room-done",
+    "room-failed",
+    "ack",
+    "room-abort",
+    "room-drained",
+    "bye",
+)
+"""Types of control messages, as they are named on the wire."""
+
+
 @dataclass(frozen=True, slots=True)
 class FaultKind:
     """One kind of fault.
 
     Attributes:
-        unit: what is written behind the `=`: a "share" (5%), a "time" (20ms), a "jump" (-1h), or a "rank", when and for
-            how long (decode-1@5s+3s).
+        unit: what is written behind the `=`: a "share" (5%), a "time" (20ms), a "jump" (-1h), "messages"
+            (staging-grants+watermark), or a "rank", when and for how long (decode-1@5s+3s).
         low, high: bounds of a time or jump, in nanoseconds; of the time that a rank's fault lasts.
         explains: codes of failures of rooms that it can be the cause of; whatever else fails beside it is a bug.
     """
@@ -54,7 +80,14 @@ class FaultKind:
         return f"{self.name}={_EXAMPLES.get(self.name) or _EXAMPLES[self.unit]}"
 
 
-_EXAMPLES = {"share": "5%", "time": "20ms", "jump": "-1h", "kill": "decode-1@5s+2s", "pause": "prefill-0@5s+3s"}
+_EXAMPLES = {
+    "share": "5%",
+    "time": "20ms",
+    "jump": "-1h",
+    "messages": "staging-grants",
+    "kill": "decode-1@5s+2s",
+    "pause": "prefill-0@5s+3s",
+}
 
 FAULTS: tuple[FaultKind, ...] = (
     FaultKind("control-loss", "agent", "share", "Control frames lost, in and out.", explains=LOST),
@@ -71,6 +104,13 @@ FAULTS: tuple[FaultKind, ...] = (
     FaultKind("control-reorder", "agent", "share", "Control frames held back while later ones pass."),
     FaultKind("control-truncate", "agent", "share", "Control frames cut off anywhere.", explains=LOST),
     FaultKind("control-garbage", "agent", "share", "Control frames replaced by random bytes.", explains=LOST),
+    FaultKind(
+        "message-loss",
+        "agent",
+        "messages",
+        "All control messages of these types lost, in and out; watermark: those that other messages carry, too.",
+        explains=(*LOST, *STUCK),
+    ),
     FaultKind("notify-loss", "agent", "share", "Arrival tags lost at the decode rank; the bytes have landed."),
     FaultKind("notify-dup", "agent", "share", "Arrival tags heard twice."),
     FaultKind(
@@ -94,6 +134,15 @@ FAULTS: tuple[FaultKind, ...] = (
         "A decode rank looks for arrivals only so often.",
         low=_NS["us"],
         high=60 * _SECOND_NS,
+    ),
+    FaultKind(
+        "slow-scatter",
+        "agent",
+        "time",
+        "A staged part is copied from the ring to its pages only so long after it landed.",
+        low=_NS["us"],
+        high=_NS["h"],
+        explains=STUCK,
     ),
     FaultKind(
         "slow-writer",
@@ -171,12 +220,14 @@ class Fault:
     Attributes:
         share: from 0 to 1, of unit "share".
         ns: of unit "time" and "jump".
+        messages: of unit "messages": types, in the order in which they were given.
         rank, at_ns, for_ns: of unit "rank"; `for_ns` is None for good.
     """
 
     kind: FaultKind
     share: float = 0.0
     ns: int = 0
+    messages: tuple[str, ...] = ()
     rank: str = ""
     at_ns: int = 0
     for_ns: int | None = None
@@ -191,6 +242,8 @@ class Fault:
         """As it is written; `parse_fault` reads it back."""
         if self.kind.unit == "share":
             return f"{self.name}={f'{self.share * 100:.6f}'.rstrip('0').rstrip('.')}%"
+        if self.kind.unit == "messages":
+            return f"{self.name}={'+'.join(self.messages)}"
         if self.kind.unit == "rank":
             lasting = "" if self.for_ns is None else f"+{_time_text(self.for_ns)}"
             return f"{self.name}={self.rank}@{_time_text(self.at_ns)}{lasting}"
@@ -226,6 +279,8 @@ def parse_fault(text: str) -> Fault:
         raise ValueError(f"{text[:_SHOWN]!r}: {name} needs a value, such as {kind.example}")
     if kind.unit == "share":
         return Fault(kind, share=_share(kind, text, value))
+    if kind.unit == "messages":
+        return Fault(kind, messages=_messages(kind, text, value))
     if kind.unit == "rank":
         return _of_rank(kind, text, value)
     return Fault(kind, ns=_time(kind, text, value, kind.low, kind.high))
@@ -237,6 +292,15 @@ def _share(kind: FaultKind, text: str, value: str) -> float:
     if not 0 < share <= 1:
         raise ValueError(f"{text[:_SHOWN]!r}: {kind.name} takes more than 0% and at most 100%, such as {kind.example}")
     return share
+
+
+def _messages(kind: FaultKind, text: str, value: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(value.split("+")))
+    for name in names:
+        if name not in MESSAGES:
+            hint = near(name[:_SHOWN], MESSAGES) or f": there are {', '.join(MESSAGES)}"
+            raise ValueError(f"{text[:_SHOWN]!r}: {kind.name} takes types of messages, {name[:_SHOWN]!r} is none{hint}")
+    return names
 
 
 def _of_rank(kind: FaultKind, text: str, value: str) -> Fault:

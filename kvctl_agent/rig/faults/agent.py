@@ -10,10 +10,12 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.faults import FAULT_COMMAND, Fault, parse_faults
 from kvctl_agent.errors import RequestRefused
+from kvctl_agent.rig.faults.arrivals import FaultyArrivals
 from kvctl_agent.rig.faults.clock import FaultyClock
 from kvctl_agent.rig.faults.force import Faults
 from kvctl_agent.rig.faults.links import FaultyLinks
 from kvctl_agent.rig.faults.transport import FaultyTransport
+from kvctl_agent.runtime.arrivals import ArrivalLoop
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.transport.base import Transport
@@ -57,6 +59,9 @@ class FaultyAgent(Agent):
 
     def _open_links(self, kind: Callable[..., Links] = Links) -> Links:
         return super()._open_links(partial(FaultyLinks, self.faults))
+
+    def _open_arrivals(self, kind: Callable[..., ArrivalLoop] = ArrivalLoop) -> ArrivalLoop:
+        return super()._open_arrivals(partial(FaultyArrivals, self.faults))
 
     def _fault(self, args: dict[str, Any]) -> FaultState:
         """The admin command."""

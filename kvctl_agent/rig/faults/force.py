@@ -76,6 +76,11 @@ class Faults:
         fault = self.find(name)
         return fault.ns if fault is not None else 0
 
+    def messages(self, name: str) -> tuple[str, ...]:
+        """Of a kind that is about types of messages: which ones, none while it is not in force."""
+        fault = self.find(name)
+        return fault.messages if fault is not None else ()
+
     def strikes(self, name: str) -> random.Random | None:
         """Of a kind that is a share: its dice where it strikes this time, for whatever else is left to chance."""
         fault = self.find(name)

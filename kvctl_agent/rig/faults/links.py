@@ -1,4 +1,5 @@
-"""A control channel that loses, delays, doubles, reorders, cuts off and garbles frames, on the way out and in.
+"""A control channel that loses, delays, doubles, reorders, cuts off and garbles frames, on the way out and in; or loses
+messages of one type.
 
 It stands inside the loop's own thread: frames that are held back leave and arrive when the loop looks next after their
 time, which `due_ns` tells it. A frame between two agents that both have a fault meets it twice.
@@ -7,12 +8,16 @@ time, which `due_ns` tells it. A frame between two agents that both have a fault
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from itertools import count
 from random import Random
 from typing import Any, NamedTuple
 
+import msgspec
+
+from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.events import Received
 from kvctl_agent.rig.faults.force import Faults
 from kvctl_agent.runtime.links import Links
@@ -84,6 +89,10 @@ class FaultyLinks(Links):
         faults = self._faults
         if faults.strikes("control-loss"):
             return []
+        if lost := faults.messages("message-loss"):
+            frame, count = _without(frame, lost)
+            for _ in range(count):
+                faults.count("message-loss")
         if dice := faults.strikes("control-truncate"):
             frame = frame[: dice.randrange(len(frame) or 1)]
         if dice := faults.strikes("control-garbage"):
@@ -98,6 +107,22 @@ class FaultyLinks(Links):
         if dice := faults.strikes("control-dup"):
             through.append((frame, wait_ns + dice.randrange(_HELD_BACK_NS)))
         return through
+
+
+def _without(frame: bytes, types: Sequence[str]) -> tuple[bytes, int]:
+    """The frame without messages of these types, and how many it has lost."""
+    try:
+        incarnation, messages, _ = codec.decode(frame)
+    except RemoteProtocolError:
+        return frame, 0
+    kept: list[msg.Message] = [message for message in messages if message.__struct_config__.tag not in types]
+    lost = len(messages) - len(kept)
+    if "watermark" in types:
+        for at, message in enumerate(kept):
+            if isinstance(message, msg.Heartbeat | msg.StagingGrants) and message.watermark:
+                kept[at] = msgspec.structs.replace(message, watermark=[])
+                lost += 1
+    return (codec.encode(incarnation, kept), lost) if lost else (frame, 0)
 
 
 def _garbage(dice: Random, frame: bytes) -> bytes:
