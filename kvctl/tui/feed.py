@@ -16,14 +16,13 @@ from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.source import Source
 from kvctl.errors import CliError
-from kvctl.health import mute_file
-from kvctl.health.mutes import Mute
 from kvctl.health.snapshot import HEALTH_CALLS
+from kvctl.tui.health_watch import HealthWatch
 from kvctl.tui.readings import Deliver, Place, Question, Reading
 
-# The health codes read much more than any view does: however large the fleet is, this many times as long as they took
-# they rest.
-_HEALTH_REST = 40
+# The health codes read much more than any view does. However large the fleet is, they rest this many times as long as
+# they took: a twentieth of a core at most.
+_HEALTH_REST = 20
 _HEALTH = Question("health", HEALTH_CALLS)
 _Orders = Sequence[tuple[str, Call]]
 
@@ -70,6 +69,7 @@ class SourceFeed:
         self._due_ns = self._health_due_ns = 0
         self._viewed_last = False
         self._endpoints: dict[str, Endpoint] = {}
+        self._health = HealthWatch()
 
     @property
     def recorded(self) -> bool:
@@ -163,8 +163,8 @@ class SourceFeed:
         try:
             survey = self._source.survey(question.calls, question.clock_rounds)
             self._endpoints = {agent.name: agent.endpoint for agent in survey.agents}
-            mutes = _mutes() if question is _HEALTH else None
-            reading = Reading(question, survey.at_ns, survey, mutes=mutes, place=self._place())
+            judged = self._health.judge(survey) if question is _HEALTH else None
+            reading = Reading(question, survey.at_ns, survey, judged=judged, place=self._place())
         except (CliError, OSError) as error:
             reading = Reading(question, time.time_ns(), None, str(error))
         if question is _HEALTH:
@@ -189,11 +189,3 @@ class SourceFeed:
         done = len(requests) - len(failed)
         text = f"{orders[0][1].command}: done on {done} of {len(orders)} agent{'s' * (len(orders) != 1)}"
         return "; ".join([text, *troubles])
-
-
-def _mutes() -> Sequence[Mute]:
-    """What the operator has muted; where that cannot be read nothing is, and `kvctl health` says why."""
-    try:
-        return mute_file.load(mute_file.path())
-    except CliError:
-        return ()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.health.mutes import Mute
+from kvctl.health.mutes import Judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Reading:
     Attributes:
         at_ns: wall clock; of a recording, the moment that was recorded.
         survey: None where nobody could be asked at all: `problem` says why.
-        mutes: what the operator has muted, where the survey is that of the health calls; else None.
+        judged: what the health codes found, where the survey is that of the health calls; else None.
     """
 
     question: Question
     at_ns: int
     survey: Survey | None
     problem: str = ""
-    mutes: Sequence[Mute] | None = None
+    judged: Judged | None = None
     place: Place | None = None
 
 

@@ -15,11 +15,8 @@ from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.client.joined import JoinedRoom, join
-from kvctl.health.codes import CODES
-from kvctl.health.engine import examine
 from kvctl.health.finding import Severity
-from kvctl.health.mutes import Judged, Mute, judge
-from kvctl.health.snapshot import Snapshot
+from kvctl.health.mutes import Judged
 from kvctl.tui.readings import Place, Reading
 from kvctl.tui.trends import Trends
 from kvctl.views.view import Row
@@ -76,7 +73,6 @@ class Store:
         self.judged_at_ns = 0
         self.events_missed = 0
         self.asked = ""
-        self._before: Snapshot | None = None
         self._events: deque[Row] = deque(maxlen=_EVENTS)
         self._places: dict[tuple[str, str], int] = {}
 
@@ -94,8 +90,8 @@ class Store:
             return
         self.asked = reading.question.subject or self.asked
         self._hear(reading.survey)
-        if reading.mutes is not None:
-            self._examine(reading.survey, reading.mutes)
+        if reading.judged is not None:
+            self.judged, self.judged_at_ns = reading.judged, self.now_ns
         else:
             self.trends.add([data for _, data in reading.survey.answers("status")], reading.survey.tick_ns)
         for answer, data in reading.survey.answers("events"):
@@ -177,12 +173,6 @@ class Store:
             if self.now_ns - state.seen_ns > _FORGOTTEN_NS:
                 del self.agents[name]
 
-    def _examine(self, survey: Survey, mutes: Sequence[Mute]) -> None:
-        found = examine(Snapshot(survey, survey.tick_ns, self._before), CODES)
-        self.judged = judge(found, mutes, self.now_ns)
-        self.judged_at_ns = self.now_ns
-        self._before = Snapshot(survey, survey.tick_ns)  # without its own past: that chain would never be freed
-
     def _remember(self, agent: AgentAnswer, data: Mapping[str, Any]) -> None:
         key = (agent.name, agent.hello["incarnation"])
         place = self._places.get(key)
@@ -197,7 +187,7 @@ class Store:
         self._events.clear()
         self._places.clear()
         self.events_missed = 0
-        self._before = self.judged = None
+        self.judged = None
         self.agents.clear()
 
 

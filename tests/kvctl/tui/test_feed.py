@@ -216,3 +216,10 @@ def test_a_recording_cannot_be_told_anything(run: Any) -> None:
     said: queue.Queue[str] = queue.Queue()
     started.feed.act([("decode-0", Call("status"))], said.put)
     assert said.get(timeout=PATIENCE_S) == "a recording cannot be told anything"
+
+
+def test_findings_come_with_the_health_readings(run: Any) -> None:
+    started = run(FakeSource())
+    started.feed.want(ROOMS)
+    assert started.next("health").judged is not None
+    assert started.next("rooms").judged is None

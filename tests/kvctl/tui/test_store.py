@@ -123,11 +123,12 @@ def test_findings_mark_the_agents_that_they_name(specimen: Any, ill: Any) -> Non
     assert codes["decode-0"] == []
 
 
-def test_the_health_codes_are_run_over_a_health_reading(specimen: Any) -> None:
+def test_findings_are_kept_with_their_moment(specimen: Any, ill: Any) -> None:
     store = Store()
-    take(store, specimen, 0, Question("health", (Call("status"), Call("peers"))), mutes=())
-    assert store.judged is not None
-    assert store.judged_at_ns == store.now_ns
+    take(store, specimen, 0, judged=ill)
+    take(store, specimen, 3)
+    assert store.judged is ill
+    assert store.now_ns - store.judged_at_ns == 3 * S
 
 
 @pytest.mark.parametrize(("level", "allowed"), [("read", False), ("operate", True), ("admin", True)])

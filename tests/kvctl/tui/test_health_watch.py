@@ -1,0 +1,56 @@
+"""The health codes beside the view: with a past that has an end, without what is muted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvctl.health.finding import Finding, Severity
+from kvctl.health.mutes import Mute
+from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+from kvctl.tui import health_watch
+from kvctl.tui.health_watch import HealthWatch
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
+    """Snapshots that the codes were run over; each finds the same."""
+    seen: list[Snapshot] = []
+    finding = Finding("KV_IDLE", Severity.WARNING, "fleet", (), "nobody sends", "look")
+
+    def examine(snapshot: Snapshot, codes: Any) -> list[Finding]:
+        seen.append(snapshot)
+        return [finding]
+
+    monkeypatch.setattr(health_watch, "examine", examine)
+    return seen
+
+
+def test_each_survey_is_compared_with_the_one_before_and_no_more(specimen: Any, seen: list[Snapshot]) -> None:
+    watch = HealthWatch()
+    for beat in range(3):
+        watch.judge(specimen.survey((), beat))
+    assert [None if each.before is None else each.before.taken_ns for each in seen] == [None, 0, 1_000_000_000]
+    assert seen[2].before is not None
+    assert seen[2].before.before is None
+
+
+def test_a_survey_from_earlier_is_compared_with_none(specimen: Any, seen: list[Snapshot]) -> None:
+    watch = HealthWatch()
+    watch.judge(specimen.survey((), 5))
+    watch.judge(specimen.survey((), 2))
+    assert seen[1].before is None
+
+
+def test_what_is_muted_is_not_raised(specimen: Any, seen: list[Snapshot], monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = specimen.survey((), 0)
+    mute = Mute("KV_IDLE", "", survey.at_ns, survey.at_ns + 1, "", None)
+    monkeypatch.setattr(health_watch.mute_file, "load", lambda path: [mute])
+    judged = HealthWatch().judge(survey)
+    assert (len(judged.raised), len(judged.muted)) == (0, 1)
+
+
+def test_the_real_codes_find_nothing_in_nothing(specimen: Any) -> None:
+    specimen.prefill, specimen.decode = [], []
+    assert not HealthWatch().judge(specimen.survey(HEALTH_CALLS, 0)).raised
