@@ -20,7 +20,7 @@ class HealthWatch:
         self._before: Snapshot | None = None
 
     def judge(self, survey: Survey) -> Judged:
-        """What is wrong now; what is from before the last survey, as in a recording turned back, is compared with none."""
+        """What is wrong now. A survey from before the last, as of a recording turned back, is compared with none."""
         before = self._before if self._before is None or self._before.taken_ns < survey.tick_ns else None
         found = examine(Snapshot(survey, survey.tick_ns, before), CODES)
         self._before = Snapshot(survey, survey.tick_ns)  # without its own past: that chain would never be freed
