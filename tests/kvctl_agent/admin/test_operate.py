@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvctl_agent.contract.operations import Done, Probe
 from kvctl_agent.contract.snapshots import ConfigRow
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.protocol.events import Drain
 from kvctl_agent.runtime.tickets import Tickets
 
 PATIENCE_S = 60  # for what takes milliseconds on a quiet machine
@@ -245,6 +247,33 @@ class TestDrain:
         assert late.wait(PATIENCE_S) is RoomState.FAILED
         assert late.error["code"] == "KV_DRAINING"
         finish(fleet, fleet.claim(before))
+
+    def test_health_checks_go_on(self, fleet: Any, desk: Desk) -> None:
+        for agent in (fleet.prefill[0], fleet.decode[0]):
+            desk.done(agent, "drain")
+        checks = (fleet.prefill[0].send(0, fake=True), fleet.decode[0].receive(0, [], fake=True))
+        assert {check.wait(PATIENCE_S) for check in checks} == {RoomState.SUCCESS}
+
+    def test_a_room_that_comes_in_the_moment_of_draining_does_not_wait_for_its_engine(
+        self, make_fleet: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fleet = make_fleet("loopback", prefill=(1, 1)).start()
+        writer = fleet.prefill[0]
+        put, room = writer._mailbox.put, fleet.room(7, 8)
+
+        def overtaken(*events: Any) -> None:
+            """The engine comes, and then an opening, before the control loop has heard of the draining."""
+            if isinstance(events[0], Drain):
+                with suppress(LocalProtocolError):
+                    room.sends.append(writer.send(7))
+                fleet.receive(room)
+                until(lambda: writer.machine.knows(7))
+            put(*events)
+
+        monkeypatch.setattr(writer._mailbox, "put", overtaken)
+        writer.begin_drain()
+        assert len(room.sends) == 1, "its engine was sent away, and the decode rank waits for it"
+        finish(fleet, room)
 
     def test_an_engine_that_is_leaving_is_not_held(self, fleet: Any, desk: Desk) -> None:
         fleet.decode[0].drain(PATIENCE_S)
