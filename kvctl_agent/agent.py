@@ -173,7 +173,7 @@ class Agent:
     # ---- building ---------------------------------------------------------------------------------------------
 
     def _open_clock(self) -> Clock:
-        """The one wall clock; the rig replaces it, and the next three, to put faults between an agent and the world."""
+        """The one wall clock; the rig puts faults between an agent and this, and the next three."""
         return Clock()
 
     def _open_transport(self) -> Transport:
@@ -186,8 +186,7 @@ class Agent:
         return kind(self._context, self.name, self.incarnation, self.telemetry, self._keys)
 
     def _open_arrivals(self, kind: Callable[..., ArrivalLoop] = ArrivalLoop) -> ArrivalLoop:
-        """What hears of landed parts and scatters them."""
-        name, report = f"{self.name}-arrivals", self._mailbox.put
+        report, name = self._mailbox.put, f"{self.name}-arrivals"
         return kind(name, self.transport, self.pool, self.ring, self._crew, report, self.telemetry)
 
     def _check_endpoint(self, endpoint: str) -> None:
@@ -516,7 +515,7 @@ class Agent:
         return handle
 
     def _check_running(self, role: str, *, begun: bool) -> None:
-        """`begun`: it is no new room, and so may come while draining; a health check is none either."""
+        """`begun`: it is no new room, and may come while draining; nor is a health check."""
         if self.role != role or not (self.accepting or (self.draining and begun)):
             raise LocalProtocolError(f"agent {self.name} ({self.role}, {self._state}) takes no {role} rooms")
 
@@ -539,7 +538,7 @@ class Agent:
         if path not in (AUTO, BULK, SLICE, STAGED):
             raise ConfigError(f"path {path!r}: must be auto, bulk, slice or staged")
         self.chooser.path = path
-        self.lanes.calibrate_once(self._first_worker())
+        self.lanes.calibrate_once(self.workers[0] if self.workers else None)
 
     def measure_lane(self) -> LaneCost:
         """Prefill: measure the lane to the first connected peer, between parts.
@@ -551,9 +550,6 @@ class Agent:
         if self._state not in ("running", "draining") or not self.workers:
             raise LocalProtocolError(f"{self.name} ({self._state}) has no lane to measure")
         return self.lanes.measure(self.workers[0])
-
-    def _first_worker(self) -> TransferWorker | None:
-        return self.workers[0] if self.workers else None
 
 
 def _discard(event: ev.Event) -> None:
