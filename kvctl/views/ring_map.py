@@ -38,12 +38,13 @@ def draw(answer: Mapping[str, Any], width: int) -> list[Line]:
     cells = max(10, width - _LABELS - 1)
     size = ring["size_bytes"]
     ratio = ring["used_bytes"] / size if size else None
+    ahead = ", the rest granted ahead" if ring["used_bytes"] > size else ""
     head = ring["head_bytes"] % size if size else 0
     tail = ring["watermark"]["tail"] % size if size else 0
     lines: list[Line] = [
         [
             (answer["agent"], "bold"),
-            (f"  {units.size(ring['used_bytes'])} of {units.size(size)} ({units.percent(ratio)})", ""),
+            (f"  {units.size(ring['used_bytes'])} of {units.size(size)} ({units.percent(ratio)}{ahead})", ""),
             (f", {len(ring['allocations'])} live, high water {units.size(ring['high_water_bytes'])}", ""),
         ],
         [(f"{'ring':<{_LABELS}}", "dim"), *merged(_bar(ring["allocations"], size, cells))],

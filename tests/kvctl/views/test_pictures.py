@@ -65,6 +65,12 @@ def test_an_empty_ring_is_free_and_shows_one_marker(canned: Any) -> None:
     assert "moved" not in lines[3]  # nobody knows when
 
 
+def test_more_than_the_ring_has_is_granted_ahead(canned: Any) -> None:
+    answer = canned.staging("decode-0")
+    answer["ring"]["used_bytes"] = answer["ring"]["size_bytes"] * 2
+    assert "(200 %, the rest granted ahead)" in text(ring_map.draw(answer, 80)[0])
+
+
 def test_a_state_of_a_newer_agent_is_shown_as_strange(canned: Any) -> None:
     answer = canned.staging("decode-0")
     answer["ring"]["allocations"][0]["state"] = "teleported"
