@@ -151,6 +151,7 @@ class Operator:
                 open_now = f"{rooms} room{'s' * (rooms != 1)} open"
                 text = f"{agent.name} has {open_now}, whose parts would wait for the probe: --busy does it all the same"
                 raise self._refusal(text)
+            self._check_lease(peer or next(iter(list(agent.lanes.by_peer)), ""))
             try:
                 running = agent.lanes.begin(agent.workers[0], peer, bytes)
             except KvctlError as error:
@@ -191,6 +192,13 @@ class Operator:
             }
             for descriptors, nbytes, microseconds in points
         ]
+
+    def _check_lease(self, name: str) -> None:
+        """What a silent peer has registered may be gone with it, so a probe needs the lease that a part needs."""
+        peer, now_ns = self._agent.machine.peers.get(name), time.monotonic_ns()
+        if peer is not None and not peer.may_post(now_ns):
+            silent_s = (now_ns - peer.heard_ns) / 1e9
+            raise self._refusal(f"nothing is written to {name}, which has been silent for {silent_s:.1f} s")
 
     def _ask(self, make: Callable[[int], ev.Event]) -> ev.Answered:
         """Have the machine do something; its answer.

@@ -389,6 +389,17 @@ class TestProbe:
         until(lambda: probed(1 << 20))
         assert writer.lanes.measured["decode-0"] is not stale
 
+    def test_nothing_is_written_to_a_peer_that_is_silent(self, make_fleet: Any, desk: Desk) -> None:
+        """What it has registered may be gone with it."""
+        fleet = make_fleet("loopback", prefill=(1, 1), heartbeat_s=0.1, suspect_s=0.4, lost_s=600.0).start()
+        fleet.decode[0]._control.close(5)
+        until(lambda: [row["state"] for row in desk.ask(fleet.prefill[0], "peers")] == ["suspect"])
+        for peer in ({}, {"peer": "decode-0"}):
+            code, text = desk.refusal(fleet.prefill[0], "probe", **peer)
+            assert code == "refused"
+            assert "nothing is written to decode-0, which has been silent for " in text
+        fleet.decode[0].close(0.5)  # it would wait for a control loop that has gone
+
     def test_what_cannot_be_measured(self, make_fleet: Any, desk: Desk) -> None:
         fleet = make_fleet("loopback", staging="off", path="auto").start()
         assert desk.refusal(fleet.decode[0], "probe")[1].startswith("decode-0 is a decode rank")
