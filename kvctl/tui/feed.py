@@ -21,8 +21,8 @@ from kvctl.tui.health_watch import HealthWatch
 from kvctl.tui.readings import Deliver, Place, Question, Reading
 
 # The health codes read much more than any view does. However large the fleet is, they rest this many times as long as
-# they took: a twentieth of a core at most.
-_HEALTH_REST = 20
+# they took: a thirtieth of a core at most.
+_HEALTH_REST = 30
 _HEALTH = Question("health", HEALTH_CALLS)
 _Orders = Sequence[tuple[str, Call]]
 
