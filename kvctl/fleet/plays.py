@@ -18,6 +18,7 @@ _LATE = "slow-lane=200ms"
 _WRONG = "corrupt-write=5%"
 _NO_GRANTS = "message-loss=staging-grants"
 _NO_FAILURES = "message-loss=room-failed"
+_NO_WATERMARKS = "message-loss=watermark"
 _NO_SCATTERS = "slow-scatter=10m"
 _TRIES = 20
 _BEHIND = 4
@@ -169,4 +170,30 @@ def stuck_scatter(stage: Stage) -> Iterator[float]:
     reader = stage.decode[0]
     stage.traffic.fault(reader, _NO_SCATTERS, _FOR_GOOD_S)
     stage.say(f"{reader} copies nothing from its ring to its pages any more")
+    yield _FOR_GOOD_S
+
+
+def gated_empty(stage: Stage) -> Iterator[float]:
+    """Somebody frees by force what a writer that only slept still has, and no watermark tells it so.
+
+    Agents alone do not get here: a region is freed when its writer has written it, given it back or ended.
+    """
+    traffic, writer, reader = stage.traffic, stage.prefill[0], stage.decode[0]
+    traffic.fault(writer, _NO_WATERMARKS, _FOR_GOOD_S)
+    held: list[int] = []
+    while True:  # until the writer has all the rooms that there may be, and waits with each of them
+        yield _BREATH_S
+        before, held = held, [region["serial"] for region in stage.regions(reader)]
+        full = sum(traffic.ledger.in_flight.values()) >= traffic.fleet.plan.concurrency
+        if full and held and held == before:
+            break
+    traffic.pause(writer)
+    while not stage.misses(reader, writer):
+        yield _BREATH_S
+    for serial in held:
+        stage.force(reader, serial)
+    traffic.resume(writer)
+    stage.say(
+        f"{writer} hears no watermark of {reader}, and {len(held)} regions that it waits to write were freed by force"
+    )
     yield _FOR_GOOD_S

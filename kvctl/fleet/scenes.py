@@ -141,6 +141,16 @@ SCENES: tuple[Scene, ...] = (
         config={"path": "staged"},
     ),
     Scene(
+        "gated-empty",
+        "What a deaf writer waits to write is freed by force.",
+        "KV_RING_GATED_EMPTY",
+        ("kvctl doctor", "kvctl staging", "kvctl peers"),
+        plays.gated_empty,
+        # The ring holds all rooms that there may be: nothing is asked back, and who waits does so for the line alone.
+        options={"prefill_tp": 1, "decode_dp": 1, "ring_mb": 64},
+        config={"path": "staged", "waiting_timeout_s": 600.0},
+    ),
+    Scene(
         "fd-low",
         "A decode rank may hardly open another file.",
         "KV_FDS_LOW",

@@ -34,18 +34,32 @@ class Stage:
 
     def holds(self, rank: str, room: int) -> bool:
         """Whether a room has a region of a decode rank's ring that nothing has landed in."""
+        wanted = str(room)
+        return any(each["room"] == wanted and each["state"] in ("granted", "revoking") for each in self.regions(rank))
+
+    def regions(self, rank: str) -> list[dict[str, Any]]:
+        """What is granted of a decode rank's ring, the oldest first."""
+        return [
+            each for data in self._ask(rank, Call("staging")) if data["ring"] for each in data["ring"]["allocations"]
+        ]
+
+    def misses(self, rank: str, peer: str) -> bool:
+        """Whether a rank says that it has not heard a peer for long."""
+        rows = [row for data in self._ask(rank, Call("peers")) for row in data]
+        return any(row["peer"] == peer and row["state"] in ("suspect", "lost") for row in rows)
+
+    def force(self, rank: str, serial: int) -> None:
+        """What `kvctl staging release --force` does."""
+        self._ask(rank, Call("release", {"serial": serial, "force": True}))
+
+    @staticmethod
+    def _ask(rank: str, call: Call) -> list[Any]:
+        """The rank's answer; none where it gives none in time."""
         try:
             with Fleet([rank], {}, _ANSWER_NS) as fleet:
-                survey = fleet.survey([Call("staging")])
+                return [data for _, data in fleet.survey([call]).answers(call.command)]
         except CliError:
-            return False
-        rings: list[dict[str, Any]] = [data["ring"] for _, data in survey.answers("staging") if data["ring"]]
-        wanted = str(room)
-        return any(
-            each["room"] == wanted and each["state"] in ("granted", "revoking")
-            for ring in rings
-            for each in ring["allocations"]
-        )
+            return []
 
 
 Play = Callable[[Stage], Iterator[float]]
