@@ -18,12 +18,13 @@ from kvctl.health.codes import CODES_BY_NAME
 Start = Callable[..., Any]
 Begun = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(480)
+pytestmark = [pytest.mark.timeout(480), pytest.mark.usefixtures("begun")]
 
 
 def test_every_scene_has_a_code_that_doctor_knows() -> None:
     assert {scene.code for scene in SCENES} <= CODES_BY_NAME.keys()
     tested = {"stuck-room", "pinned-ring", "dead-peer", "slow-layer", "corrupt", "compat", "bootstrap", "fd-low"}
+    tested |= {"grant-loss", "gated-empty", "oversized-chunk", "plan-mismatch", "stuck-waiting", "stuck-scatter"}
     assert tested == SCENES_BY_NAME.keys()
     assert all(scene.look[0].startswith("kvctl ") for scene in SCENES)
 
@@ -59,6 +60,25 @@ def test_a_writer_whose_layers_lag(demo: Start) -> None:
     assert found["subject"] == "prefill-1"
     assert found["evidence"]["wire_a_part_ns"] >= 150_000_000
     assert found["evidence"]["others_wire_a_part_ns"] < found["evidence"]["wire_a_part_ns"]
+
+
+def test_a_ring_that_is_smaller_than_a_part(demo: Start) -> None:
+    fleet = demo("--fault", "oversized-chunk", "--transport", "loopback")
+    fleet.said("decode-1 has a ring of 1 MiB")
+    found = fleet.diagnosed("KV_CHUNK_OVERSIZED")
+    assert found["subject"] == "decode-1 ring"
+    assert (found["evidence"]["largest_part_bytes"], found["evidence"]["ring_bytes"]) == (2 << 20, 1 << 20)
+    assert "`staging_ring_mb=2`" in found["remedy"]
+    assert "chunk_tokens of at most 512 (now 1024)" in found["remedy"]
+
+
+def test_engines_that_disagree_on_a_prompt(demo: Start) -> None:
+    fleet = demo("--fault", "plan-mismatch", "--transport", "loopback")
+    fleet.said("expects 128 tokens, and the prefill side makes 144")
+    found = fleet.diagnosed("KV_PLAN_MISMATCH")
+    assert found["subject"] in ("prefill-0", "prefill-1")
+    assert found["severity"] == "critical"
+    assert "this side computed 9 pages, decode-0 expects 8" in found["evidence"]["latest"]
 
 
 def test_a_room_that_waits_for_a_writer(begun: Begun) -> None:
@@ -103,3 +123,44 @@ def test_an_instance_of_which_a_rank_never_came(begun: Begun) -> None:
     fleet.said("p0-prefill-1 is not started")
     found = fleet.diagnosed("KV_ROOM_STUCK_BOOTSTRAP")
     assert "missing tp=1" in found["cause"]
+
+
+def test_a_writer_whose_requests_are_not_answered(begun: Begun) -> None:
+    fleet = begun["grant-loss"]
+    fleet.said("prefill-0 gets no staging grant any more")
+    found = fleet.diagnosed("KV_GRANT_UNANSWERED")
+    assert found["subject"] == "prefill-0 → decode-0"
+    assert found["evidence"]["requests_total"] >= 5
+    assert found["evidence"]["rooms"]
+
+
+def test_a_failure_that_the_other_side_never_hears_of(begun: Begun) -> None:
+    fleet = begun["stuck-waiting"]
+    fleet.said("prefill-0 has failed it, which decode-0 is not told")
+    found = fleet.diagnosed("KV_ROOM_STUCK_WAITING")
+    assert re.fullmatch(r"room \d+", found["subject"])
+    assert (found["evidence"]["state"], found["evidence"]["waits_for"]) == ("WaitingForInput", ["prefill-0"])
+    assert "but prefill-0 failed it at +" in found["cause"]
+    assert "ABORTED: the engine is out of memory" in found["cause"]
+
+
+def test_parts_that_stay_in_the_ring(begun: Begun) -> None:
+    fleet = begun["stuck-scatter"]
+    fleet.said("decode-0 copies nothing from its ring")
+    found = fleet.diagnosed("KV_ROOM_STUCK_SCATTER")
+    evidence = found["evidence"]
+    assert re.fullmatch(r"room \d+", found["subject"])
+    assert evidence["decode"] == "decode-0"
+    assert evidence["landed_cells"] == evidence["planned_cells"] > evidence["scattered_cells"]
+
+
+def test_a_ring_that_gates_although_it_is_empty(begun: Begun) -> None:
+    """Agents alone do not get here, so two things go wrong at once: a region that a writer still has is freed by
+    force, while it only sleeps, and the line loses every watermark on its way to that writer."""
+    fleet = begun["gated-empty"]
+    fleet.said("regions that it waits to write were freed by force")
+    found = fleet.diagnosed("KV_RING_GATED_EMPTY")
+    assert found["subject"] == "decode-0 ring"
+    assert found["evidence"]["gated_writers"] == ["prefill-0"]
+    assert found["evidence"]["gated_parts"] > 0
+    assert "kvctl debug bundle" in found["remedy"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.contract.faults import FAULTS, FAULTS_BY_NAME, Fault, FaultKind, parse_fault, parse_faults
+from kvctl_agent.contract.faults import FAULTS, FAULTS_BY_NAME, MESSAGES, Fault, FaultKind, parse_fault, parse_faults
+from kvctl_agent.protocol.messages import AnyMessage
 
 MS = 1_000_000
 SECOND = 1_000 * MS
@@ -25,6 +27,8 @@ SECOND = 1_000 * MS
         ("clock-jump=-1h", {"ns": -3600 * SECOND}),
         ("kill=decode-1@5s", {"rank": "decode-1", "at_ns": 5 * SECOND, "for_ns": None}),
         ("kill=p1-prefill-0@0s+2s", {"rank": "p1-prefill-0", "at_ns": 0, "for_ns": 2 * SECOND}),
+        ("message-loss=room-failed", {"messages": ("room-failed",)}),
+        ("message-loss=watermark+ack+watermark", {"messages": ("watermark", "ack")}),
         ("pause=prefill-0@5s+3s", {"rank": "prefill-0", "at_ns": 5 * SECOND, "for_ns": 3 * SECOND}),
     ],
 )
@@ -54,6 +58,9 @@ def test_every_kind_has_an_example_that_can_be_read(kind: FaultKind) -> None:
         ("control-delay=50", "no time: write a number and one of us, ms, s, m, h"),
         ("control-delay=2h", "2h is not from 1us to 1m"),
         ("control-delay=-1s", "is not from"),
+        ("message-loss=staging-grant", "'staging-grant' is none, did you mean staging-grants"),
+        ("message-loss=5%", "'5%' is none: there are hello, hello-ack"),
+        ("message-loss=ack+", "'' is none"),
         ("pause=decode-0@5s", "say for how long, such as pause=prefill-0@5s+3s"),
         ("pause=decode-0", "takes RANK@TIME+TIME"),
         ("kill=decode-0@soon", "'soon' is no time"),
@@ -72,6 +79,10 @@ def test_ranks_may_be_struck_more_than_once() -> None:
     assert len(parse_faults("kill=decode-0@1s+1s, kill=decode-1@1s+1s,pause=decode-0@9s+1s")) == 3
 
 
+def test_messages_are_named_as_on_the_wire() -> None:
+    assert tuple(kind.__struct_config__.tag for kind in get_args(AnyMessage)) == MESSAGES
+
+
 def faults() -> st.SearchStrategy[Fault]:
     def of(kind: FaultKind) -> st.SearchStrategy[Fault]:
         if kind.unit == "share":
@@ -85,6 +96,9 @@ def faults() -> st.SearchStrategy[Fault]:
                 at_ns=st.integers(0, kind.high // 1000).map(lambda us: us * 1000),
                 for_ns=lasting if kind.name == "pause" else st.none() | lasting,
             )
+        if kind.unit == "messages":
+            types = st.lists(st.sampled_from(MESSAGES), min_size=1, unique=True)
+            return types.map(lambda names: Fault(kind, messages=tuple(names)))
         return st.integers(kind.low // 1000, kind.high // 1000).map(lambda us: Fault(kind, ns=us * 1000))
 
     return st.sampled_from(FAULTS).flatmap(of)
@@ -94,6 +108,7 @@ def faults() -> st.SearchStrategy[Fault]:
 def test_text_is_read_back(fault: Fault) -> None:
     again = parse_fault(fault.text)
     assert again.share == pytest.approx(fault.share, abs=1e-9)
+    assert again.messages == fault.messages
     assert (again.kind, again.ns, again.rank, again.at_ns, again.for_ns) == (
         fault.kind,
         fault.ns,

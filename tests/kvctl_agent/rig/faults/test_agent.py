@@ -127,6 +127,24 @@ def test_bytes_that_land_late_meet_nobody_elses_pages(make_fleet: Any, model: An
     fleet.settle()
 
 
+def test_what_has_landed_waits_for_its_copy_until_the_fault_ends(make_fleet: Any) -> None:
+    fleet = start(make_fleet).start()
+    set_all(fleet, "slow-scatter=1h", role="decode")
+    room = fleet.feed(fleet.claim(fleet.receive(fleet.room(1, 4))), (1, 2))
+    decode = fleet.decode[1]
+    deadline = time.monotonic() + 60
+    while not (record := decode.machine.rooms[1].record).planned or record.landed < record.planned:
+        assert time.monotonic() < deadline, (record.landed, record.planned)
+        time.sleep(0.005)
+    assert record.scattered == 0
+    assert decode.faults.counts()["slow-scatter"] > 0
+    decode.faults.clear()
+    assert room.wait(60) == {RoomState.SUCCESS}
+    fleet.expect(room)
+    fleet.settle()
+    fleet.check()
+
+
 def test_the_wall_clock_jumps_and_comes_back(make_fleet: Any) -> None:
     fleet = start(make_fleet).start()
     agent = fleet.decode[0]

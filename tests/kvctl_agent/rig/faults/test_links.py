@@ -116,6 +116,27 @@ def test_loss(pair: Pair, outgoing: bool) -> None:
 
 
 @both
+def test_messages_of_one_type_are_lost_and_their_frames_are_not(pair: Pair, outgoing: bool) -> None:
+    pair.faults.set(parse_fault("message-loss=room-done+watermark"))
+    sender, peer = (pair.bad, "prefill-0") if outgoing else (pair.good, "decode-0")
+    listener = pair.good if outgoing else pair.bad
+    beat = msg.Heartbeat(5, watermark=[1, 2, 3])
+    for message in (msg.Watermark(1, 2, 3), msg.RoomDrained(1, 1), beat, msg.RoomDrained(2, 1)):
+        sender.queue(peer, message)
+    sender.queue(peer, msg.RoomDone(1, 1))
+    sender.flush(everything=True)
+    heard: list[msg.Message] = []
+    deadline = time.monotonic() + 60
+    while not heard:
+        assert time.monotonic() < deadline, "the frame never came"
+        heard = [received.message for received in listener.receive(listener.sockets())]
+    assert heard == [msg.RoomDrained(1, 1), msg.Heartbeat(5), msg.RoomDrained(2, 1)]
+    assert pair.struck("message-loss") == 3
+    pair.faults.clear()
+    assert pair.hear(burst(pair, outgoing), BURST) == list(range(BURST))
+
+
+@both
 def test_duplicates_come_later(pair: Pair, outgoing: bool) -> None:
     pair.faults.set(parse_fault("control-dup=25%"))
     listener = burst(pair, outgoing)
