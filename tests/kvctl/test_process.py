@@ -136,6 +136,23 @@ def test_a_reader_that_leaves_is_met_quietly(fleet: Any) -> None:
         assert done.stdout.splitlines()[-1] == "0", command
 
 
+@pytest.mark.parametrize("module", ["kvctl.cli", "click", "kvctl.exit_codes", "kvctl.commands.status"])
+def test_interrupting_it_while_it_imports_is_quiet(module: str) -> None:
+    """Whoever presses Ctrl-C at once meets a process that has not got further than its imports."""
+    code = f"""
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.argv[1:] = ["status"]
+runpy.run_module("kvctl", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "")
+
+
 def test_interrupting_exits_130_and_keeps_what_was_printed(fleet: Any) -> None:
     process = subprocess.Popen(
         [*KVCTL, "status", "-w", "0.05"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
