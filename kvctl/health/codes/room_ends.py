@@ -14,8 +14,11 @@ from kvctl.views.units import duration
 
 # A room is not looked at before: whatever is wrong, most things mend themselves in this time.
 _SHORTEST_NS = 10_000_000_000
-_OF_P99 = 10
+_OF_P99 = 3
 _OF_RESEND = 5
+# The 99th of a hundred rooms is the slowest of a fleet's first ones, from when its lanes were measured and its pages
+# touched: however slow that was, there has to be time left to do something about the room.
+_OF_DEADLINE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class Ends:
         """No room is said to be stuck before: long by its agent's settings, and by what rooms take there."""
         p99 = amount(inner(self.agent.status, "latency"), "p99_ns")
         resends = _OF_RESEND * self.agent.period_ns("resend_s")
-        return int(max(_SHORTEST_NS, resends, _OF_P99 * p99))
+        usual = min(_OF_P99 * p99, self.agent.period_ns("waiting_timeout_s") / _OF_DEADLINE)
+        return int(max(_SHORTEST_NS, resends, usual))
 
     @property
     def cells(self) -> tuple[int, int, int]:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvctl.health.answers import Row, amount, inner, rows, text, texts
-from kvctl.health.codes.failures import Failed, all_names, failed_lately
+from kvctl.health.codes.deadlines import by_culprit, ended, with_ended
 from kvctl.health.codes.ring import held_up
 from kvctl.health.codes.room_ends import Culprit, Ends, unfinished
-from kvctl.health.codes.silence import absent
 from kvctl.health.codes.unopened import BOOTSTRAP, never_opened, not_there
-from kvctl.health.codes.wording import counted, listed, named_in
+from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
 from kvctl.views.units import duration
@@ -101,12 +100,14 @@ def _find(code: str) -> Callable[[Snapshot], Iterator[Finding]]:
         for stuck in snapshot.once(_stuck):
             if stuck.code == code:
                 groups.setdefault(stuck.cause_key, []).append(stuck)
-        live: set[str] = set()
         for group in groups.values():
             group.sort(key=lambda stuck: -stuck.ends.age_ns)
-            live.add(f"room {group[0].ends.room}")
-            yield _live(group)
-        yield from _ended(snapshot, code, live)
+        rooms = frozenset(stuck.ends.room for group in groups.values() for stuck in group)
+        over = by_culprit(snapshot, code, rooms)
+        for group in groups.values():
+            live = _live(group)
+            yield with_ended(live, over.pop(live.agents[0], ()))
+        yield from (ended(snapshot, code, name, failures) for name, failures in over.items())
         if code == BOOTSTRAP:
             yield from not_there(snapshot)
             yield from never_opened(snapshot)
@@ -153,37 +154,6 @@ def _live(group: list[Stuck]) -> Finding:
         remedy=f"`kvctl rooms show {ends.room}` shows both ends on one timeline; `kvctl rooms abort {ends.room}` fails "
         "it everywhere and frees what it holds",
     )
-
-
-def _ended(snapshot: Snapshot, code: str, live: set[str]) -> Iterator[Finding]:
-    """Rooms that ran into their deadline lately, by who told: unless who is absent explains them."""
-    by_rank: dict[str, list[Failed]] = {}
-    for failed in snapshot.once(failed_lately).get(code, ()):
-        named = named_in(failed.text, snapshot.once(all_names))
-        if not any(name in snapshot.once(absent) for name in named):
-            by_rank.setdefault(failed.rank, []).append(failed)
-    for rank, failures in by_rank.items():
-        latest = failures[0]
-        if f"room {latest.room}" in live:
-            continue
-        names = named_in(latest.text, snapshot.once(all_names))
-        yield Finding(
-            code=code,
-            severity=Severity.WARNING,
-            subject=f"room {latest.room}" if len(failures) == 1 else rank,
-            agents=tuple(dict.fromkeys((*names, rank, *latest.known_to))),
-            since_ns=latest.ago_ns,
-            weight=len(failures),
-            evidence={
-                "failed_rooms_total": len(failures),
-                "rooms": [one.room for one in failures[:8]],
-                "latest_ago_ns": latest.ago_ns,
-                "latest": latest.text,
-            },
-            cause=f"{counted(len(failures), 'room')} ran into the deadline on {rank}, last {duration(latest.ago_ns)} "
-            f"ago: {latest.text}",
-            remedy=f"`kvctl rooms show {latest.room}` shows what it waited for at both ends",
-        )
 
 
 def _alert(code: str) -> str:

@@ -49,8 +49,28 @@ def test_a_long_prompt_is_not_left_behind():
 
 def test_a_fleet_that_is_slow_as_a_whole_has_more_patience():
     fleet = left_behind()
-    fleet.status("decode-0", latency={"p99_ns": 5 * S, "count": 100})
+    fleet.status("decode-0", latency={"p99_ns": 12 * S, "count": 100})
     assert fleet.examine() == []
+
+
+def test_one_slow_room_at_the_start_does_not_hide_those_that_are_stuck():
+    """Of 22 rooms the slowest is the 99th of a hundred: the lanes were measured while it waited."""
+    fleet = left_behind()
+    fleet.room("decode-0", "7", state_age_ns=15 * S)
+    fleet.room("prefill-0", "7", forward_done_at_ns=NOW - 14 * S)
+    fleet.status("decode-0", latency={"p99_ns": 4 * S, "count": 22})
+    assert [one.code for one in fleet.examine()] == ["KV_ROOM_STUCK_TRANSFER"]
+
+
+def test_however_slow_a_fleet_is_there_is_time_left_before_the_deadline():
+    fleet = left_behind()
+    fleet.setting("waiting_timeout_s", 60.0)
+    fleet.room("decode-0", "7", state_age_ns=16 * S)
+    fleet.room("prefill-0", "7", forward_done_at_ns=NOW - 14 * S)
+    fleet.status("decode-0", latency={"p99_ns": 12 * S, "count": 22})
+    assert fleet.examine() == []
+    fleet.room("prefill-0", "7", forward_done_at_ns=NOW - 15 * S)
+    assert [one.code for one in fleet.examine()] == ["KV_ROOM_STUCK_TRANSFER"]
 
 
 def test_a_part_that_was_computed_and_never_sent():
@@ -149,6 +169,49 @@ def test_rooms_that_ran_into_their_deadline(kind):
     assert found.evidence["failed_rooms_total"] == 1
     assert found.agents[0] == "prefill-1"
     assert text in found.cause
+
+
+def over_at_all_ends(fleet: Fleet, room: str, ago_s: float = 20) -> None:
+    """prefill-1 never computed its half: each end gave the room up before it heard of the others."""
+    stuck = f"room {room} was stuck in Transferring for 60.0 s"
+    said = {
+        "prefill-0": f"{stuck}: no RoomDone from decode-0",
+        "decode-0": f"{stuck}: 8 cells of prefill-1 never landed",
+        "prefill-1": f"{stuck}: the engine gave no last pages: all layers have 32, and more were to come",
+    }
+    for name, text in said.items():
+        fleet.failed([name], room, "KV_ROOM_STUCK_TRANSFER", name, text, ago_s)
+
+
+def test_a_room_that_each_end_gave_up_is_one_finding_about_who_did_not_send():
+    fleet = Fleet()
+    over_at_all_ends(fleet, "7")
+    (found,) = fleet.examine()
+    assert (found.subject, found.weight, found.evidence["rooms"]) == ("room 7", 1, ["7"])
+    assert found.agents[0] == "prefill-1"
+    assert set(found.agents) == {"prefill-0", "prefill-1", "decode-0"}
+    assert "the engine gave no last pages" in found.cause
+    over_at_all_ends(fleet, "8", ago_s=5)
+    (found,) = fleet.examine()
+    assert (found.subject, found.weight, found.evidence["rooms"]) == ("prefill-1", 2, ["8", "7"])
+
+
+def test_rooms_that_wait_now_and_rooms_that_have_waited_for_one_culprit_are_one_finding():
+    fleet = left_behind()
+    (alone,) = fleet.examine()
+    over_at_all_ends(fleet, "6", ago_s=40)
+    (found,) = fleet.examine()
+    assert (found.subject, found.severity, found.weight) == (alone.subject, alone.severity, alone.weight)
+    assert found.evidence["failed_rooms_total"] == 1
+    assert found.cause == f"{alone.cause}; 1 room before it ran into the deadline, last 40 s ago"
+
+
+def test_a_room_that_one_end_has_given_up_and_another_waits_for_is_told_once():
+    fleet = left_behind()
+    text = "room 7 was stuck in Transferring for 60.0 s: no RoomDone from decode-0"
+    fleet.failed(["prefill-0"], "7", "KV_ROOM_STUCK_TRANSFER", "prefill-0", text, ago_s=1)
+    (found,) = fleet.find("KV_ROOM_STUCK_TRANSFER")
+    assert (found.subject, found.severity) == ("room 7", Severity.CRITICAL)
 
 
 def test_a_room_number_that_is_in_use():
