@@ -108,9 +108,10 @@ class Ledger:
         return self._pages[0][cell.first : cell.first + cell.count]
 
     def behind(self) -> str:
-        """Which layers lack which pages, for the text of a failure."""
-        most = max(end for _, _, end in self._spans)
-        return ", ".join(f"layers {lo}-{hi} were given {end} of {most} pages" for lo, hi, end in self._spans)
+        """Which layers lack which pages, for the text of a failure; how many all have where none is behind."""
+        most = self._given if self.total is None else self.total
+        short = [f"layers {lo}-{hi} were given {end} of {most} pages" for lo, hi, end in self._spans if end < most]
+        return ", ".join(short) or f"all layers have {most}, and more were to come"
 
     def _check_end(self, end: int, last: bool) -> None:
         if self.total is not None and (end > self.total or (last and end != self.total)):

@@ -99,7 +99,9 @@ def test_layers_that_stand_at_one_page_are_one_span() -> None:
     for layer in LAYERS:
         ledger.take((layer, layer + 1), PROMPT[:4], last=False)
     assert ledger.steps() == [Step(3, 8, 0, 4)]
-    assert ledger.behind() == "layers 3-8 were given 4 of 4 pages"
+    assert ledger.behind() == "all layers have 4, and more were to come"
+    ledger.take((3, 5), PROMPT[4:6], last=True)
+    assert ledger.behind() == "layers 5-8 were given 4 of 6 pages"
 
 
 def test_a_tail_rides_with_what_follows() -> None:
