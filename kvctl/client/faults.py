@@ -49,3 +49,11 @@ def exit_code(answered: int, faults: Iterable[Fault]) -> ExitCode:
     if answered:
         return ExitCode.PARTIAL
     return next(code for code in _RANKING if code in codes)
+
+
+def lines(faults: Iterable[Fault]) -> list[str]:
+    """`decode-0, decode-1: no answer within 2 s`: a line for each message, since a whole fleet often has the same."""
+    agents: dict[str, list[str]] = {}
+    for fault in faults:
+        agents.setdefault(fault.message, []).append(fault.agent)
+    return [": ".join(filter(None, (", ".join(names), message))) for message, names in agents.items()]

@@ -10,7 +10,7 @@ import click
 
 from kvctl.client.captured_bundle import checked, is_bundle
 from kvctl.client.captured_file import readable
-from kvctl.client.faults import exit_code
+from kvctl.client.faults import exit_code, lines
 from kvctl.client.fleet import Fleet
 from kvctl.client.recordings import whole_file
 from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, Bundled, Wish, write_bundle
@@ -83,8 +83,8 @@ def bundle(settings: Settings, path: Path | None, redact: bool, listed: bool) ->
 
 
 def _conclude(output: Output, path: Path, made: Bundled) -> ExitCode:
-    for fault in made.faults:
-        complain(f"{fault.agent}: {fault.message}")
+    for line in lines(made.faults):
+        complain(line)
     for text in made.failed:
         complain(f"not in the bundle: {text}")
     for text in made.left_out:

@@ -10,7 +10,7 @@ from typing import NoReturn
 import click
 
 from kvctl.client.calls import Call
-from kvctl.client.faults import Fault, FaultCode, exit_code
+from kvctl.client.faults import Fault, FaultCode, exit_code, lines
 from kvctl.client.fleet import Fleet, Survey
 from kvctl.client.source import Source
 from kvctl.commands.output import Output
@@ -85,8 +85,8 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
             survey = fleet.survey(calls())
             faults = tuple(survey.faults) or ((nobody(settings, survey),) if not survey.agents else ())
             if faults != complained:
-                for fault in faults:
-                    output.note(f"{fault.agent}: {fault.message}" if fault.agent else fault.message)
+                for line in lines(faults):
+                    output.note(line)
                 complained = faults
             with _understood(settings):
                 step(output, survey)
@@ -101,8 +101,8 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
         output.detail(f"{agent.name}: answered in {agent.rtt_ns / 1e6:.2f} ms ({agent.endpoint.address})")
     for endpoint in survey.discovery.stale:
         output.detail(f"{endpoint.name}: stale socket {endpoint.path}")
-    for fault in report.faults:
-        complain(f"{fault.agent}: {fault.message}")
+    for line in lines(report.faults):
+        complain(line)
     for note in (*survey.remarks, *report.notes):
         output.note(note)
     if report.failure is not None:

@@ -1,10 +1,10 @@
-"""Exit codes of every mixture of answers and faults."""
+"""Exit codes of every mixture of answers and faults, and faults in words."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvctl.client.faults import Fault, exit_code
+from kvctl.client.faults import Fault, exit_code, lines
 from kvctl.exit_codes import ExitCode
 
 
@@ -25,3 +25,9 @@ from kvctl.exit_codes import ExitCode
 )
 def test_the_exit_code_says_what_happened(answered: int, codes: list[str], expected: ExitCode) -> None:
     assert exit_code(answered, [Fault("a", code, "") for code in codes]) is expected
+
+
+def test_what_several_agents_say_is_said_once() -> None:
+    faults = [Fault("a", "timeout", "silent"), Fault("b", "internal", "broken"), Fault("c", "timeout", "silent")]
+    assert lines(faults) == ["a, c: silent", "b: broken"]
+    assert lines([Fault("", "unreachable", "no agent found")]) == ["no agent found"]
