@@ -46,6 +46,9 @@ class Size(click.ParamType[int]):
 def probe(settings: Settings, prefill: str | None, decode: str | None, nbytes: int | None, busy: bool) -> None:
     """Write from the PREFILL rank to the DECODE rank's scratch memory, and show what that costs by size of descriptor.
 
+    TAKES is a whole write. Every write takes some time whatever it holds, as the one of 64 bytes shows; EACH ADDS is
+    what a descriptor takes besides.
+
     Without names every prefill rank is asked, one after the other, about every decode rank that it is connected to. A
     lane takes about 0.2 s, more where it is slow. From then on kvctl peers shows what was found. Level: operate.
     """

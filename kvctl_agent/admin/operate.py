@@ -178,19 +178,25 @@ class Operator:
     # ---- parts ------------------------------------------------------------------------------------------------
 
     def _rows(self, peer: str, cost: LaneCost) -> list[ProbeRow]:
-        points = [(1, 64, cost.us_per_write)]
-        points += [(many, *point) for many, point in zip(cost.counts, cost.us_by_bytes, strict=True)]
-        points.append((1, cost.big_bytes, cost.big_bytes / cost.write_gb_per_s / 1e3))
+        fixed = cost.us_per_write
+        points = [(1, 64, fixed, fixed)]
+        points += [
+            (many, nbytes, each, fixed + many * each)
+            for many, (nbytes, each) in zip(cost.counts, cost.us_by_bytes, strict=True)
+        ]
+        moving = cost.big_bytes / cost.write_gb_per_s / 1e3
+        points.append((1, cost.big_bytes, moving, fixed + moving))
         return [
             {
                 "agent": self._agent.name,
                 "peer": peer,
                 "bytes": nbytes,
                 "descriptors": descriptors,
-                "descriptor_ns": round(microseconds * 1e3),
-                "gb_per_s": nbytes / max(microseconds, 1e-3) / 1e3,
+                "write_ns": round(write * 1e3),
+                "descriptor_ns": round(each * 1e3),
+                "gb_per_s": descriptors * nbytes / max(write, 1e-3) / 1e3,
             }
-            for descriptors, nbytes, microseconds in points
+            for descriptors, nbytes, each, write in points
         ]
 
     def _check_lease(self, name: str) -> None:

@@ -29,14 +29,15 @@ class Done(TypedDict):
 
 
 class ProbeRow(TypedDict):
-    """What writes of one size cost; the last row is one large contiguous write."""
+    """What writes of one size cost, the best of several; the last row is one large contiguous write."""
 
     agent: str
     peer: str
     bytes: int  # of one descriptor
     descriptors: int  # in one write
-    descriptor_ns: int
-    gb_per_s: float
+    write_ns: int  # from its post to its completion
+    descriptor_ns: int  # that each descriptor adds to what a write takes anyway; of 64 bytes, what a write takes
+    gb_per_s: float  # 10⁹ bytes a second of the whole write
 
 
 class Probe(TypedDict):

@@ -458,7 +458,14 @@ def operations(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
         who = {"agent": name, "peer": args.get("peer", "decode-0")}
         sizes = [(64, 1, 21_000), (512, 256, 950), (4096, 256, 1_400), (args.get("bytes", 16 << 20), 1, 2_100_000)]
         rows = [
-            {**who, "bytes": size, "descriptors": count, "descriptor_ns": ns, "gb_per_s": size / ns}
+            {
+                **who,
+                "bytes": size,
+                "descriptors": count,
+                "write_ns": count * ns,
+                "descriptor_ns": ns,
+                "gb_per_s": size / ns,
+            }
             for size, count, ns in sizes
         ]
         return {**who, "lane": "nixl", "running": False, "rows": rows}

@@ -347,7 +347,15 @@ class TestProbe:
         assert rows[-1]["descriptors"] == rows[0]["descriptors"] == 1
         shown = {row["peer"]: row for row in desk.ask(writer, "peers")}
         assert shown["decode-0"]["lane_gb_per_s"] is None
-        assert shown["decode-1"]["lane_gb_per_s"] == pytest.approx(rows[-1]["gb_per_s"])
+        assert [row["write_ns"] for row in rows] == [
+            pytest.approx(
+                rows[0]["write_ns"] * (row is not rows[0]) + row["descriptors"] * row["descriptor_ns"], abs=999
+            )
+            for row in rows
+        ]
+        moving_gb_per_s = rows[-1]["bytes"] / rows[-1]["descriptor_ns"]  # without what every write takes
+        assert shown["decode-1"]["lane_gb_per_s"] == pytest.approx(moving_gb_per_s, rel=1e-3)
+        assert rows[-1]["gb_per_s"] < moving_gb_per_s
         assert shown["decode-1"]["lane_descriptor_ns"] == pytest.approx(rows[1]["descriptor_ns"], abs=1)
         assert shown["decode-1"]["lane_measured_age_ns"] > 0
         assert shown["decode-1"]["same_host"]
