@@ -129,7 +129,8 @@ def mute(settings: Settings, target: str, time_: str, reason: str) -> None:
 
     Heard again when it gets worse: a higher severity, a larger weight or more findings than now. Muted findings stay
     visible as a count. Mutes are yours: they lie in $XDG_STATE_HOME/kvctl/mutes.json, and a check that another user
-    runs does not know them.
+    runs does not know them. They hold for every fleet that you ask, whatever -e and -c say: where you look after
+    several, name a SUBJECT that only one of them has.
     """
     code, subject = _target(target)
     lasts_ns = _lifetime(time_)
