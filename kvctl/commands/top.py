@@ -107,7 +107,7 @@ def top(
     # A recording is played from its start, and a snapshot is taken of its end.
     watched = interval if snapshot is None else None
     # Whoever hangs must not hold up the others' rows, unless that was asked for.
-    usual = settings.timeout_ns == parse_seconds(DEFAULT_TIMEOUT)
+    usual = snapshot is None and settings.timeout_ns == parse_seconds(DEFAULT_TIMEOUT)
     timeout_ns = min(settings.timeout_ns, interval) if usual else settings.timeout_ns
     asked = source(replace(settings, watch_ns=watched, timeout_ns=timeout_ns))
     name = "" if settings.from_file is None else settings.from_file.name

@@ -12,7 +12,9 @@ import pytest
 @pytest.mark.parametrize("view", ["overview", "events"])
 def test_text_has_the_size_that_was_asked_for(view: str, fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "screen.txt"
-    outcome = kvctl("top", "--snapshot", str(path), "--view", view, "--size", "100x30", "--interval", "100ms")
+    outcome = kvctl(
+        "top", "--snapshot", str(path), "--view", view, "--size", "100x30", "--interval", "100ms", "--timeout", "20s"
+    )
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
     lines = path.read_text().splitlines()
     assert len(lines) == 30
@@ -22,7 +24,7 @@ def test_text_has_the_size_that_was_asked_for(view: str, fleet: Any, kvctl: Any,
 
 def test_a_picture_is_well_formed(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "screen.svg"
-    assert kvctl("top", "--snapshot", str(path), "--interval", "100ms").code == 0
+    assert kvctl("top", "--snapshot", str(path), "--interval", "100ms", "--timeout", "20s").code == 0
     words = [each.text for each in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")]
     assert "kvctl top" in words
 
@@ -30,7 +32,7 @@ def test_a_picture_is_well_formed(fleet: Any, kvctl: Any, tmp_path: Path) -> Non
 def test_filters_and_order_of_the_command_line_hold(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "screen.txt"
     outcome = kvctl(
-        "top", "--snapshot", str(path), "--view", "rooms", "--interval", "100ms",
+        "top", "--snapshot", str(path), "--view", "rooms", "--interval", "100ms", "--timeout", "20s",
         "--filter", "state=WaitingForInput", "--filter", "role=decode", "--sort-by", "-agent",
     )  # fmt: skip
     assert outcome.code == 0
@@ -41,14 +43,14 @@ def test_filters_and_order_of_the_command_line_hold(fleet: Any, kvctl: Any, tmp_
 
 def test_no_agent_is_an_error_and_the_picture_shows_it(kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "screen.txt"
-    outcome = kvctl("top", "--snapshot", str(path), "--interval", "100ms")
+    outcome = kvctl("top", "--snapshot", str(path), "--interval", "100ms", "--timeout", "20s")
     assert outcome.code == 3
     assert "Start some here: kvctl demo" in outcome.err
     assert "Start some here: kvctl demo" in path.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_named(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
-    outcome = kvctl("top", "--snapshot", str(tmp_path / "no" / "screen.txt"), "--interval", "100ms")
+    outcome = kvctl("top", "--snapshot", str(tmp_path / "no" / "screen.txt"), "--interval", "100ms", "--timeout", "20s")
     assert outcome.code == 1
     assert "screen.txt: No such file or directory" in outcome.err
 
@@ -56,7 +58,19 @@ def test_a_file_that_cannot_be_written_is_named(fleet: Any, kvctl: Any, tmp_path
 def test_a_recording_shows_its_last_moment(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     recording, path = tmp_path / "fleet.kvrec", tmp_path / "screen.txt"
     assert kvctl("record", "-o", str(recording)).code == 0
-    outcome = kvctl("top", "--from", str(recording), "--snapshot", str(path), "--view", "peers", "--interval", "100ms")
+    outcome = kvctl(
+        "top",
+        "--from",
+        str(recording),
+        "--snapshot",
+        str(path),
+        "--view",
+        "peers",
+        "--interval",
+        "100ms",
+        "--timeout",
+        "20s",
+    )
     assert outcome.code == 0
     assert "fleet.kvrec: moment 1 of 1" in path.read_text()
     assert "decode-1" in path.read_text()
