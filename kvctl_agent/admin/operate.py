@@ -178,14 +178,13 @@ class Operator:
     # ---- parts ------------------------------------------------------------------------------------------------
 
     def _rows(self, peer: str, cost: LaneCost) -> list[ProbeRow]:
-        fixed = cost.us_per_write
-        points = [(1, 64, fixed, fixed)]
+        *many_us, big_us = cost.us_taken
+        points = [(1, 64, cost.us_per_write, cost.us_per_write)]
         points += [
-            (many, nbytes, each, fixed + many * each)
-            for many, (nbytes, each) in zip(cost.counts, cost.us_by_bytes, strict=True)
+            (many, nbytes, each, write)
+            for many, (nbytes, each), write in zip(cost.counts, cost.us_by_bytes, many_us, strict=True)
         ]
-        moving = cost.big_bytes / cost.write_gb_per_s / 1e3
-        points.append((1, cost.big_bytes, moving, fixed + moving))
+        points.append((1, cost.big_bytes, cost.big_bytes / cost.write_gb_per_s / 1e3, big_us))
         return [
             {
                 "agent": self._agent.name,

@@ -36,7 +36,7 @@ class ProbeRow(TypedDict):
     bytes: int  # of one descriptor
     descriptors: int  # in one write
     write_ns: int  # from its post to its completion
-    descriptor_ns: int  # that each descriptor adds to what a write takes anyway; of 64 bytes, what a write takes
+    descriptor_ns: int  # that each descriptor adds to what every write takes; of 64 bytes, what a write takes
     gb_per_s: float  # 10⁹ bytes a second of the whole write
 
 

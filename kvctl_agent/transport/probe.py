@@ -35,6 +35,7 @@ class LaneCost(NamedTuple):
         us_by_bytes: (bytes, µs) of one descriptor, by ascending size.
         counts: how many descriptors were in one write of each of these sizes.
         big_bytes: size of the large write.
+        us_taken: by whole writes as they were measured: one of each of these sizes, and the large one.
     """
 
     write_gb_per_s: float
@@ -42,6 +43,7 @@ class LaneCost(NamedTuple):
     us_by_bytes: tuple[tuple[int, float], ...]
     counts: tuple[int, ...] = ()
     big_bytes: int = 0
+    us_taken: tuple[float, ...] = ()
 
     def descriptor_us(self, nbytes: float) -> float:
         """Predicted µs of one descriptor: flat below the smallest size, the large rate above the largest."""
@@ -110,7 +112,8 @@ def measure_lane(
         each = max(us - one_us, us / 2) / count  # the half: where a write of one was never measured in peace
         points.append((size, max(each, points[-1][1] if points else 0.0)))  # more bytes never cost less
     rate = big_bytes / max(big_us - one_us, 0.001) / 1e3
-    return LaneCost(rate, one_us, tuple(points), tuple(count for count, _ in kinds[2:]), big_bytes)
+    counts = tuple(count for count, _ in kinds[2:])
+    return LaneCost(rate, one_us, tuple(points), counts, big_bytes, (*many_us, big_us))
 
 
 def _scattered(random: np.random.Generator, region: Region, count: int, size: int) -> Addresses:
