@@ -35,9 +35,7 @@ from kvctl_agent.paths.chooser import AUTO, Chooser
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.protocol.roster import Lookup, Register, Roster
 from kvctl_agent.protocol.roster import Rank as RegisteredRank
@@ -204,20 +202,8 @@ class Agent:
             self.transport,
             self.ring,
         )
-        timing = assembly.timing_of(self.settings)
-        inputs = self.inputs = InputLog(self.settings["record_inputs"])
-        if self.role == "decode":
-            return inputs.begin(DecodeMachine(self.local, timing, self.telemetry))
-        return inputs.begin(
-            PrefillMachine(
-                self.local,
-                timing,
-                self.telemetry,
-                choose=inputs.asked(lambda who, share, n, pages: self.chooser.choose(who.ring_bytes, share, n, pages)),
-                fallback=inputs.asked(lambda who, share, n, pages: self.chooser.without_ring(share)),
-                early_send=self.settings["pp_early_send"],
-            )
-        )
+        self.inputs = InputLog(self.settings["record_inputs"])
+        return assembly.machine_of(self.role, self.local, self.settings, self.telemetry, self.chooser, self.inputs)
 
     # ---- life -------------------------------------------------------------------------------------------------
 

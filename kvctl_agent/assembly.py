@@ -11,9 +11,15 @@ from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.parts import PIECE_BYTES
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.paths.chooser import Chooser
+from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.prefill import PrefillMachine
+from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.liveness import host_identity
+from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Region, Transport
 
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
@@ -96,3 +102,22 @@ def timing_of(settings: Settings) -> Timing:
 
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
+
+
+def machine_of(
+    role: str, local: Local, settings: Settings, telemetry: Telemetry, chooser: Chooser, inputs: InputLog
+) -> Machine:
+    """The rank's machine, recorded from its first moment on; what it asks of the chooser is recorded, too."""
+    timing = timing_of(settings)
+    if role == "decode":
+        return inputs.begin(DecodeMachine(local, timing, telemetry))
+    return inputs.begin(
+        PrefillMachine(
+            local,
+            timing,
+            telemetry,
+            choose=inputs.asked(lambda who, share, n, pages: chooser.choose(who.ring_bytes, share, n, pages)),
+            fallback=inputs.asked(lambda who, share, n, pages: chooser.without_ring(share)),
+            early_send=settings["pp_early_send"],
+        )
+    )
