@@ -27,6 +27,7 @@ from kvctl_agent.protocol.tombstones import RoomKey
 # What one peer, broken or hostile, can make us remember.
 MAX_LEGS = 1 << 17
 MAX_CHUNKS = 1 << 16  # of one room
+DRAINING = "KV_DRAINING"
 
 
 class PrefillOpenings(PrefillRooms):
@@ -143,6 +144,8 @@ class PrefillOpenings(PrefillRooms):
             return self._graves.find(key) or over
         if room is None:
             ended = self._ended.get(key.room)
+            if ended is not None and ended.failure is not None and ended.failure["code"] == DRAINING:
+                ended = None  # what was refused then may be asked for again, under another nonce
             if ended is None or key.peer in ended.openers:  # with another nonce it is another life of the number
                 return self._shut(key.room) if self.draining else None
             self._ended[key.room] = ended._replace(openers=ended.openers | {key.peer})
@@ -159,7 +162,7 @@ class PrefillOpenings(PrefillRooms):
 
     def _shut(self, number: int) -> Failure:
         """Nobody may wait for a room that our engine will not be given."""
-        failure = self.failure("KV_DRAINING", f"{self.local.name} is draining and takes no new rooms")
+        failure = self.failure(DRAINING, f"{self.local.name} is draining and takes no new rooms")
         self._never_opened(number, failure)
         return failure
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from moments import asked, compute, granted, run_until
 from scenarios import open_and_compute
-from simulation import SECOND, TIMING, UNIT, Broken, Instance, World, mixed
+from simulation import SECOND, TIMING, UNIT, Broken, Instance, World, direct, mixed
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
@@ -376,3 +376,22 @@ class TestRetime:
             assert machine.timing == wanted
             assert [peer.timing for peer in machine.peers.values()] == [wanted]
             assert machine._graves._lifetime_ns == 50 * SECOND
+
+
+def test_a_number_that_was_refused_while_draining_is_taken_after_it() -> None:
+    world = World(Side(), Side(), choose=direct)
+    world.connect()
+    world.feed("prefill-0", ev.Drain(True))
+    for _ in range(2):
+        world.receive(7, 4)
+        world.flush()
+        world.tick(4 * world.timing.resend_ns)
+        world.flush()
+        assert world.d().telemetry.rooms.history(1)[0]["failure"]["code"] == "KV_DRAINING"  # type: ignore[index]
+    world.feed("prefill-0", ev.Drain(False))
+    world.receive(7, 4)
+    world.flush()
+    assert [room.state for room in world.d().rooms.values()] == [RoomState.WAITING_FOR_INPUT]
+    world.send(7, 4)
+    world.settle()
+    world.check_empty()
