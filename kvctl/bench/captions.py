@@ -61,14 +61,14 @@ def floors(outcome: Outcome) -> str:
     return f"floors of this machine in the same run: memcpy {_rate(memcpy)} GB/s on one thread, one write {writes}"
 
 
-def observers(rows: Sequence[Row]) -> str:
-    """What it cost to be watched; "" where nobody did."""
+def observers(rows: Sequence[Row]) -> list[str]:
+    """What it cost to be watched; nothing where nobody did."""
     costs = [
         f"{row['path']} {row['observer_cost_ratio']:+.1%}" for row in rows if row["observer_cost_ratio"] is not None
     ]
     if not costs:
-        return ""
-    return f"\nthroughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: {', '.join(costs)}"
+        return []
+    return [f"throughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: {', '.join(costs)}"]
 
 
 def shape_text(shape: PlannedShape) -> str:

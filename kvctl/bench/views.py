@@ -192,14 +192,13 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
     Args:
         rows: lines of `view`, or, where that is None, rows of `BENCH`.
     """
-    head, foot = captions.head(outcome), captions.floors(outcome)
+    head, foot = captions.head(outcome), [captions.floors(outcome), *captions.observers(outcome.rows())]
     if view is None:
         head += captions.load(outcome, rows)
     head += captions.faults(outcome, outcome.rows())
-    foot += captions.observers(outcome.rows())
     table = Grid(view, rows) if view is not None else _table(rows)
     verdict = _verdict(outcome.rows())
-    return [Text([[(line, "")] for line in head]), table, Text([[(foot, "")], verdict])]
+    return [Text([[(line, "")] for line in head]), table, Text([*([(line, "")] for line in foot), verdict])]
 
 
 def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:

@@ -43,6 +43,8 @@ def _rate(value: Any) -> str:
     """Always as many digits, because a rate is read by comparing it with the line above."""
     if value is None:
         return units.UNKNOWN
+    if 0 < value < 0.005:
+        return "<0.01"  # 0.00 is for what stands still
     return f"{value:.2f}" if value < 99.995 else f"{value:,.0f}"
 
 

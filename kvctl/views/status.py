@@ -166,7 +166,8 @@ def _ranks(rows: Sequence[Row]) -> list[Line]:
         shapes = sorted({" ".join(f"{axis}{size}" for axis, size in row["sizes"].items() if size > 1) for row in ranks})
         engines = sorted({_engine(row["transport"]) for row in ranks})
         devices = sorted({row["device"] for row in ranks})
-        ranks_of = f"{len(ranks)} of {max(whole, len(ranks))} ranks of {' or '.join(each or 'one' for each in shapes)}"
+        shape = " or ".join(each or "one rank" for each in shapes)
+        ranks_of = f"{len(ranks)} of {max(whole, len(ranks))} ranks of {shape}"
         if shapes == [""]:
             ranks_of = f"{len(ranks)} single rank{'s' * (len(ranks) != 1)}"
         lines.append(

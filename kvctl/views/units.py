@@ -66,9 +66,9 @@ def size(value: float | None) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits at most, without trailing zeros or exponents: `0.72`, `12.3`, `412`."""
+    """Three significant digits at most, without trailing zeros or exponents: `0.72`, `12.3`, `412`, `0.0004`."""
     magnitude = abs(value)
-    decimals = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2
+    decimals = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.005 else 4
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if decimals else text
 

@@ -259,7 +259,7 @@ class TestObserved:
 
     def test_is_said_under_the_table(self) -> None:
         text = shown(outcome(measured(lap(self.ALONE, 30), lap(self.WATCHED, 50))))
-        assert "kvctl top and kvctl status -w 0.1, median of the pairs: staged +28.6%" in text
+        assert "\nthroughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: staged +28.6%\n" in text
         assert "WATCHED" in text.upper()
 
     def test_is_nothing_where_nobody_watched(self) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.views import units
+from kvctl.views.kinds import Kind
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,14 @@ def test_a_printed_duration_reads_back_to_three_digits(ns: int) -> None:
 def test_durations_and_sizes_stay_short(value: int) -> None:
     assert len(units.duration(value)) <= 11
     assert len(units.size(min(value, 999 << 40))) <= 8
+
+
+def test_little_is_not_nothing() -> None:
+    assert [units.three_digits(value) for value in (0.0, 0.0004, 0.0049, 0.005, 0.72)] == [
+        "0",
+        "0.0004",
+        "0.0049",
+        "0.01",
+        "0.72",
+    ]
+    assert [Kind.RATE.value.human(value) for value in (0.0, 0.004, 0.02)] == ["0.00", "<0.01", "0.02"]
