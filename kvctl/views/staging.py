@@ -29,7 +29,13 @@ def _oldest(row: Row, key: str) -> Any:
 
 def _used(row: Row) -> float | None:
     ring = row.get("ring")
-    return ring["used_bytes"] / ring["size_bytes"] if ring and ring["size_bytes"] else None
+    return min(1.0, ring["used_bytes"] / ring["size_bytes"]) if ring and ring["size_bytes"] else None
+
+
+def _ahead(row: Row) -> int | None:
+    """Bytes granted in later rounds: their writers wait until the ring comes round."""
+    ring = row.get("ring")
+    return max(0, ring["used_bytes"] - ring["size_bytes"]) if ring else None
 
 
 def _live(row: Row) -> int | None:
@@ -54,7 +60,7 @@ STAGING = View(
         Column("pieces_used", "buffers.pieces_used", Kind.COUNT, Width.NORMAL, header="PIECES"),
         Column("fallbacks", "fallbacks_total", Kind.COUNT, Width.NORMAL),
         Column("oldest_state", lambda row: _oldest(row, "state"), width=Width.WIDE),
-        Column("used_size", "ring.used_bytes", Kind.BYTES, Width.WIDE),
+        Column("ahead", _ahead, Kind.BYTES, Width.WIDE),
         Column("high_water", "ring.high_water_bytes", Kind.BYTES, Width.WIDE),
         Column("head", "ring.head_bytes", Kind.BYTES, Width.WIDE),
         Column("round", "ring.round", Kind.COUNT, Width.WIDE),

@@ -22,7 +22,7 @@ def ring_use(machine: Machine) -> RingUse | None:
     ring = machine.book.ring
     return {
         "size_bytes": ring.size_bytes,
-        "used_bytes": ring.used_bytes,
+        "used_bytes": min(ring.used_bytes, ring.size_bytes),
         "high_water_bytes": ring.high_water_bytes,
         "live": len(machine.book),
     }

@@ -83,7 +83,7 @@ class LatencySummary(TypedDict):
 
 class RingUse(TypedDict):
     size_bytes: int
-    used_bytes: int
+    used_bytes: int  # what is granted ahead of the ring's free bytes left out
     high_water_bytes: int
     live: int
 
@@ -235,7 +235,7 @@ class RingView(TypedDict):
     size_bytes: int
     head_bytes: int
     round: int
-    used_bytes: int
+    used_bytes: int  # of all allocations: more than the size where later rounds are granted ahead
     high_water_bytes: int
     watermark: Watermark
     allocations: list[RingAllocation]  # oldest first
