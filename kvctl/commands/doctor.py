@@ -64,6 +64,8 @@ def _report(look: Look | None, host: HostView | None) -> Report:
         )
     agents, quiet = len(snapshot.agents), len(look.judged.muted)
     looked_at = f"{agents} agent{'s' * (agents != 1)}" + (" and this host" if host is not None else "")
+    if not agents and host is not None:
+        looked_at = "this host only: no agent answered"
     return Report(
         DOCTOR,
         rows(look.judged.raised, silences(snapshot.survey, host), facts),

@@ -16,8 +16,11 @@ def facts(agents: Mapping[str, str]) -> Iterator[Fact]:
     """
     others = {name: version for name, version in agents.items() if version != VERSION}
     if not others:
-        all_of = f", as all {len(agents)} agents" if agents else ""
-        yield Fact("versions", f"kvctl {VERSION}{all_of}", "they understand each other")
+        if agents:
+            all_of = f"all {len(agents)} agents" if len(agents) > 1 else "the agent"
+            yield Fact("versions", f"kvctl {VERSION}, as {all_of}", "they understand each other")
+        else:
+            yield Fact("versions", f"kvctl {VERSION}", "agents of the same version understand it")
         return
     found = ", ".join(f"{name} {version}" for name, version in sorted(others.items()))
     mixed = len(set(agents.values())) > 1

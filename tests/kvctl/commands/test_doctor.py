@@ -84,6 +84,7 @@ def test_only_something_to_know(sound: None, toy_codes: None, start: Any, kvctl:
 def test_without_agents_the_host_is_looked_at_all_the_same(host: None, kvctl: Any) -> None:
     outcome = kvctl("doctor", "-o", "table")
     assert outcome.code == 3
+    assert "this host only: no agent answered" in outcome.out.splitlines()[0]
     assert "locked memory" in outcome.out
     assert "no agent found" in outcome.err
     assert "kvctl demo" in outcome.err

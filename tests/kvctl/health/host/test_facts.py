@@ -256,6 +256,7 @@ class TestSurroundings:
     ("agents", "severity", "words"),
     [
         ({}, Severity.INFO, f"kvctl {VERSION}"),
+        ({"a": VERSION}, Severity.INFO, f"kvctl {VERSION}, as the agent"),
         ({"a": VERSION, "b": VERSION}, Severity.INFO, "as all 2 agents"),
         ({"a": "9.0", "b": "9.0"}, Severity.INFO, "a 9.0, b 9.0"),
         ({"a": VERSION, "b": "9.0"}, Severity.WARNING, "b 9.0"),
