@@ -216,12 +216,12 @@ class RecvRoom:
             if landed != wanted:
                 layers = wanted & ~landed
                 first, last = (layers & -layers).bit_length() - 1, layers.bit_length()
-                return f"writer {writer} chunk {chunk} layers {first}-{last} did not arrive"
+                return f"chunk {chunk} layers {first}-{last} of {self.writers[writer]} did not arrive"
         for (writer, chunk), wanted in self.wanted.items():
             if self.scattered.get((writer, chunk), 0) != wanted:
                 where = "its digest was not taken" if self.checks else "is not in its pages"
                 return f"writer {writer} chunk {chunk} landed but {where}"
         for kind, key in sorted(self.finals):
             what = "the aux row" if kind is PartKind.AUX else f"state (segment {key.chunk}) layers {key.lo}-{key.hi}"
-            return f"{what} of writer {key.writer} did not arrive"
+            return f"{what} of {self.writers[key.writer]} did not arrive"
         return "the digests of final parts were not taken" if self.checks else "nothing is missing"

@@ -250,7 +250,7 @@ class TestDeadlines:
         world.receive(7, 2)
         text = self.failure(world, TIMING.waiting_ns)
         assert "KV_ROOM_STUCK" in text
-        assert "chunk 0 layers 0-2 did not arrive" in text or "gave 0 pages" in text
+        assert "chunk 0 layers 0-2 of prefill-0 did not arrive" in text or "gave 0 pages" in text
 
     def test_a_decode_rank_that_never_opens(self) -> None:
         world = World(Side(), Side(tp=2))
@@ -274,7 +274,7 @@ class TestDeadlines:
         world.source.update({("prefill-0", page): (7, page) for page in range(2)})
         world.feed("prefill-0", ev.SendPages(7, np.arange(2, dtype=np.int32), True, 1))
         text = self.failure(world, TIMING.waiting_ns)
-        assert "the aux row of writer 0 did not arrive" in text or "the engine did not finish it" in text
+        assert "the aux row of prefill-0 did not arrive" in text or "the engine did not finish it" in text
 
     def test_an_engine_that_does_not_finish_one_of_two_ranks(self) -> None:
         """Not "no RoomDone": the decode side cannot say so before the aux row is there."""

@@ -123,7 +123,7 @@ def test_a_state_that_never_comes_is_named_at_the_deadline() -> None:
             world.happen(world.pool.pop(places[0]))
         else:
             world.tick(TIMING.resend_ns)
-    assert "of writer 0 did not arrive" in room.failure["text"]
+    assert "of prefill-0 did not arrive" in room.failure["text"]
 
 
 @pytest.mark.parametrize(
