@@ -47,10 +47,8 @@ def _header(room: JoinedRoom) -> list[Line]:
         ("  ", ""),
         (room.state, palette.STATES.get(room.state, "")),
     ]
-    spans += [
-        (f"  age {units.duration(max(ages))}", ""),
-        (f"  {f'{units.count(tokens)} tokens  ' if tokens is not None else ''}{moved}", ""),
-    ]
+    length = f"{units.count(tokens)} tokens  " if tokens is not None else ""
+    spans += [(f"  age {units.duration(max(ages))}", ""), (f"  {length}{moved}", "")]
     if latency is not None:
         spans.append((f"  latency {units.duration(latency)}", ""))
     exposed = max((rank["exposed_ns"] for rank in room.ranks if rank["exposed_ns"] is not None), default=None)
