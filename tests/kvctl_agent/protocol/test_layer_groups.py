@@ -264,7 +264,10 @@ def test_an_engine_that_stops_between_groups_is_told_so_at_the_deadline() -> Non
     compute(world, 0, 4, (0, 2), last=True)
     world.settle(ticks=130)
     texts = {failure(world), world.rooms["decode-0", 7, 1000].failure["text"]}
-    assert any("layers 2-4 were given 0 of 4 pages" in text or "layers 2-4 of prefill-0 did not arrive" in text for text in texts)
+    assert any(
+        "layers 2-4 were given 0 of 4 pages" in text or "layers 2-4 of prefill-0 did not arrive" in text
+        for text in texts
+    )
 
 
 def test_final_parts_are_queued_only_after_every_group_of_every_chunk() -> None:
