@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -132,6 +133,7 @@ class Agent:
         self._desk = Desk(name, on_state)
         self._state: Literal["new", "running", "draining", "closed"] = "new"
         self._leaving = False  # the engine wants no more rooms, ever
+        self._turning = threading.Lock()  # an operator may resume while the engine closes
         self.transport = self._open_transport()
         self._mailbox = Mailbox()
         self.workers: list[TransferWorker] = []
@@ -336,11 +338,12 @@ class Agent:
         Raises:
             LocalProtocolError: it is not running.
         """
-        if self._state not in ("running", "draining"):
-            raise LocalProtocolError(f"agent {self.name} is {self._state}")
-        # In this order: an opening that comes between the two is refused, and our engine, if it comes too, is told.
-        self._mailbox.put(ev.Drain(True))
-        self._state = "draining"
+        with self._turning:
+            if self._state not in ("running", "draining"):
+                raise LocalProtocolError(f"agent {self.name} is {self._state}")
+            # In this order: an opening that comes between the two is refused, and our engine, if it comes too, is told.
+            self._mailbox.put(ev.Drain(True))
+            self._state = "draining"
 
     def resume(self) -> None:
         """Take new rooms again after `begin_drain`.
@@ -348,11 +351,12 @@ class Agent:
         Raises:
             LocalProtocolError: its engine has called `drain`, and is about to close it; or it is not running.
         """
-        if self._leaving or self._state not in ("running", "draining"):
-            state = "being closed by its engine" if self._leaving else self._state
-            raise LocalProtocolError(f"agent {self.name} is {state}")
-        self._state = "running"
-        self._mailbox.put(ev.Drain(False))
+        with self._turning:
+            if self._leaving or self._state not in ("running", "draining"):
+                state = "being closed by its engine" if self._leaving else self._state
+                raise LocalProtocolError(f"agent {self.name} is {state}")
+            self._state = "running"
+            self._mailbox.put(ev.Drain(False))
 
     def drain(self, timeout: float) -> None:
         """Take no new rooms and wait until those in flight have ended.
@@ -375,11 +379,14 @@ class Agent:
 
         In a process that was forked off it does nothing: all of it is the parent's.
         """
-        if self._state == "closed" or self.local.pid != os.getpid():
+        if self.local.pid != os.getpid():
             return
+        with self._turning:
+            if self._state == "closed":
+                return
+            started = self._state != "new"
+            self._state = "closed"
         deadline = time.monotonic() + timeout
-        started = self._state != "new"
-        self._state = "closed"
         if started:
             for room in self._desk.rooms:
                 self._mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))

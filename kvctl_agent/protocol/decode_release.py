@@ -43,10 +43,15 @@ class DecodeReleases(DecodeRooms):
             self.answer(ticket, "refused", f"{what}: {self._doubt([holding.room.peer])}")
         else:
             room = self.rooms.get(holding.room.room)
-            self._free([holding])
+            mine = room is not None and room.nonce == holding.room.nonce
+            if room is not None and mine:
+                # Its writer may come back and take these bytes for its own: nothing of the room is believed any more.
+                self._fail(room, self.failure("ABORTED", f"an operator freed {what} by force"))
+            if self.book.find(serial) is holding:
+                self._free([holding])
             self._unpin()
             held = ""
-            if room is not None and room.nonce == holding.room.nonce and room.failure is not None:
+            if room is not None and mine and room.room in self.rooms:
                 held = f"; its room still holds its pages: kvctl staging release --room {room.room}"
             self.answer(ticket, "released", f"{what} is freed by force{held}", freed=(serial,))
 
