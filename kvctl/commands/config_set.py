@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,16 +11,29 @@ from kvctl.commands.acting import act, named, yes_option
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.settings import Settings
 from kvctl.views.operations import DONE
-from kvctl_agent.contract.config import KEYS
+from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
 class RuntimeKey(click.ParamType[str]):
-    """A configuration key; those that can change while an agent runs complete, and the agents judge all others."""
+    """A configuration key; those that can change while an agent runs complete.
+
+    A key of an agent that is newer than this kvctl passes: the agents judge what is not like any known one.
+    """
 
     name = "key"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from kvctl_agent.contract.settings import near
+
+        known = KEYS_BY_NAME.get(str(value))
+        if known is not None and not known.runtime:
+            self.fail(f"{value} cannot change while an agent runs: set it where the agent is started", param, ctx)
+        if known is None and (hint := near(str(value), KEYS_BY_NAME)):
+            self.fail(f"no configuration key {value!r}{hint}", param, ctx)
+        return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
         from click.shell_completion import CompletionItem

@@ -115,7 +115,7 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     + ". Repeatable.",
 )
 @click.option("--list-faults", is_flag=True, help="Say what each scene and each fault does, and end.")
-@click.option("--faults", type=click.Choice(["random"]), help="All of them, at random; --seed repeats them.")
+@click.option("--faults", type=click.Choice(["random"]), metavar="random", help="All, at random; with --minutes.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N", help="End after so long: summary.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Rooms and faults as in another run.")
 @click.option(

@@ -6,18 +6,36 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.output import Output
 from kvctl.commands.reading import run
 from kvctl.commands.settings import Settings
-from kvctl.views.metrics import METRICS, exposition, sample_rows
+from kvctl.views.metrics import METRICS, SCHEMA, exposition, sample_rows
 from kvctl.views.report import Report
+from kvctl_agent.contract.metrics import METRICS as DECLARED
 
 
-@click.command(cls=KvctlCommand, view=METRICS)
+@click.group(cls=KvctlGroup, default="show")
+def metrics() -> None:
+    """Counters, gauges and histograms of the agents; `kvctl metrics` alone shows them."""
+
+
+@metrics.command(view=METRICS, short_help="Every sample; -o prom prints the Prometheus text format.")
 @pass_settings
-def metrics(settings: Settings) -> None:
+def show(settings: Settings) -> None:
     """Counters, gauges and histograms, one row per sample; -o prom prints the Prometheus text format."""
     run(settings, METRICS, (Call("metrics"),), _read)
+
+
+@metrics.command(view=SCHEMA, short_help="Every metric there is: kind, unit, labels, meaning.")
+@pass_settings
+def schema(settings: Settings) -> None:
+    """Every metric that an agent of this version has, with its kind, unit and labels; asks no agent."""
+    rows = [
+        {"name": one.name, "kind": one.kind, "unit": one.unit, "labels": list(one.labels), "help": one.help}
+        for one in DECLARED
+    ]
+    Output(settings).emit(Report(SCHEMA, rows, answered=0))
 
 
 def _read(survey: Survey) -> Report:

@@ -30,6 +30,17 @@ METRICS = View(
     sort=("name", "agent"),
 )
 
+SCHEMA = View(
+    "metrics_schema",
+    (
+        Column("name"),
+        Column("kind"),
+        Column("unit"),
+        Column("labels", kind=Kind.LIST),
+        Column("help", width=Width.NORMAL),
+    ),
+)
+
 
 def sample_rows(agent: str, families: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Flattens one agent's families into a row per sample."""

@@ -151,8 +151,16 @@ def _live(group: list[Stuck]) -> Finding:
             "rooms": [stuck.ends.room for stuck in group[:8]],
         },
         cause=cause,
-        remedy=f"`kvctl rooms show {ends.room}` shows both ends on one timeline; `kvctl rooms abort {ends.room}` fails "
-        "it everywhere and frees what it holds",
+        remedy=_remedy(first.code, ends),
+    )
+
+
+def _remedy(code: str, ends: Ends) -> str:
+    if code == BOOTSTRAP and text(ends.agent.status, "waiting_for"):
+        return "`kvctl bootstrap` shows which ranks have registered: start those that are missing"
+    return (
+        f"`kvctl rooms show {ends.room}` shows both ends on one timeline; `kvctl rooms abort {ends.room}` fails it "
+        "everywhere and frees what it holds"
     )
 
 
