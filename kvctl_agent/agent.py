@@ -21,6 +21,7 @@ from kvctl_agent.admin.operate import Operator
 from kvctl_agent.admin.remote import remote_of
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
+from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
 from kvctl_agent.export.exports import Exports
@@ -61,7 +62,6 @@ from kvctl_agent.security.strangers import Strangers
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
-from kvctl_agent.transport.probe import LaneCost
 from kvctl_agent.transport.registry import open_transport, parse_params
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -229,7 +229,7 @@ def _facts(costs: Costs, room: Room, load: Workload, chosen: Option) -> dict[str
     arrivals = "as fast as they fit" if load.rate is None else f"{load.rate:.3g} a second"
     return {
         "origin": costs.origin,
-        "lane": asdict(costs.lane),
+        "lane": {**costs.lane.cost._asdict(), "on_cpu": costs.lane.on_cpu},
         "memcpy_gb_per_s": costs.memcpy_gb_per_s,
         "cores": costs.cores,
         "room": {

@@ -141,7 +141,7 @@ def _grouping(
         return 0, None
     compute = load.layer_us * load.layers * parts_of(room, chunk_tokens)
     transfer = found.alone_us
-    by_groups = {n: exposed_us(compute, transfer, n, costs.lane.us_per_write + costs.room_us / 4) for n in _GROUPS}
+    by_groups = {n: exposed_us(compute, transfer, n, costs.lane.cost.us_per_write + costs.room_us / 4) for n in _GROUPS}
     groups = min(by_groups, key=lambda n: by_groups[n])
     if compute + by_groups[groups] > (compute + transfer) / _NEAR:
         return 0, 0.0

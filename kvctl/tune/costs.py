@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+from kvctl_agent.contract.lane import LaneCost
 
 _MIB = 1 << 20
 _MEASURED_ROWS = (512, 4096, 32768, 262144)
@@ -16,31 +17,11 @@ class Lane:
     """One writer's lane to one reader.
 
     Attributes:
-        gb_per_s: rate of one large write, 10⁹ bytes a second.
-        us_per_write: post and completion of a write, whatever it holds.
-        us_by_bytes: (bytes, µs) of one descriptor, by ascending size.
         on_cpu: whether moving the bytes is work of this machine's cores (shared memory, TCP), not of a device.
     """
 
-    gb_per_s: float
-    us_per_write: float
-    us_by_bytes: tuple[tuple[int, float], ...]
+    cost: LaneCost
     on_cpu: bool = True
-
-    def descriptor_us(self, nbytes: float) -> float:
-        """µs of one descriptor: flat below the smallest size measured, at the large rate above the largest."""
-        points = self.us_by_bytes
-        if nbytes <= points[0][0]:
-            return points[0][1]
-        for (below, low_us), (above, high_us) in pairwise(points):
-            if nbytes <= above:
-                return low_us + (high_us - low_us) * (nbytes - below) / (above - below)
-        largest, us = points[-1]
-        return us + (nbytes - largest) / (self.gb_per_s * 1e3)
-
-    def write_us(self, descriptors: int, nbytes: float) -> float:
-        """µs of a write of so many bytes in equal descriptors."""
-        return self.us_per_write + descriptors * self.descriptor_us(nbytes / max(1, descriptors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +81,7 @@ def given_lane(text: str) -> Lane:
         raise ValueError(example)
     gb_per_s, us = values["gbps"], values["us"]
     points = tuple((size, max(us, size / (gb_per_s * 1e3))) for size in _MEASURED_ROWS)
-    return Lane(gb_per_s, us, points, on_cpu)
+    return Lane(LaneCost(gb_per_s, us, points), on_cpu)
 
 
 def copies(points: Sequence[Sequence[float]]) -> Copies:

@@ -62,10 +62,10 @@ def part(owed: Owed, path: str, parts: int, costs: Costs) -> Part:
     """One of `parts` equal parts of a share on a path."""
     nbytes = owed.nbytes / parts
     if path != "staged":
-        return Part(0.0, costs.lane.write_us(max(1, owed.descriptors[path] // parts), nbytes), 0.0)
+        return Part(0.0, costs.lane.cost.write_us(max(1, owed.descriptors[path] // parts), nbytes), 0.0)
     return Part(
         costs.gather.us(nbytes, owed.src_row),
-        costs.lane.write_us(1, nbytes),
+        costs.lane.cost.write_us(1, nbytes),
         costs.scatter.us(nbytes, owed.dst_row),
     )
 
@@ -89,7 +89,7 @@ def cpu_us(room: Room, path: str, parts: int, costs: Costs) -> float:
     total = costs.rank_us * (len(room.writers) + len(room.readers))
     for each in room.owed:
         one = part(each, path, parts, costs)
-        write = one.write_us if costs.lane.on_cpu else costs.lane.us_per_write
+        write = one.write_us if costs.lane.on_cpu else costs.lane.cost.us_per_write
         total += parts * (one.gather_us + write + one.scatter_us)
     return total
 

@@ -9,6 +9,7 @@ from kvctl.bench.progress import Steps
 from kvctl.bench.session import Session
 from kvctl.fleet.planner import plan as make_plan
 from kvctl.tune.costs import Costs, Lane, copies
+from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.contract.rig import Load, PlanRequest, Sizes, Tokens
 
 _ROOMS = 64
@@ -45,13 +46,9 @@ def probe(transport: str, steps: Steps) -> Costs:
         found = fleet.probe()
         (row,) = session.results.rows()
         fleet.stop()
-    lane = Lane(
-        found["write_gb_per_s"],
-        found["us_per_write"],
-        tuple((int(size), float(us)) for size, us in found["us_by_bytes"]),
-    )
+    points = tuple((int(size), float(us)) for size, us in found["us_by_bytes"])
     return Costs(
-        lane=lane,
+        lane=Lane(LaneCost(found["write_gb_per_s"], found["us_per_write"], points)),
         gather=copies(found["gather"]),
         scatter=copies(found["scatter"]),
         memcpy_gb_per_s=found["memcpy_gb_per_s"],

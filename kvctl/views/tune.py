@@ -71,7 +71,7 @@ def _facts(facts: Mapping[str, Any]) -> list[Line]:
         _fact("probe", facts["origin"]),
         _fact(
             "lane",
-            f"{units.three_digits(lane['gb_per_s'])} GB/s in one write, {units.three_digits(each_us)} µs per "
+            f"{units.three_digits(lane['write_gb_per_s'])} GB/s in one write, {units.three_digits(each_us)} µs per "
             f"descriptor of {units.size(small)}, {units.three_digits(lane['us_per_write'])} µs per write",
         ),
         _fact(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.contract.operations import Done, Probe, ProbeRow, Result
 from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import Role
@@ -22,7 +23,6 @@ from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.tickets import Tickets
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.transport.probe import LaneCost
 
 _ANSWER_S = 1.5
 _MOST_PROBED_BYTES = 64 << 20

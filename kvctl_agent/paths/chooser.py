@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.layout.shape import ModelShape, segments
 from kvctl_agent.layout.share import Share
 from kvctl_agent.paths.base import BULK, SLICE, STAGED
-from kvctl_agent.transport.probe import LaneCost
 
 AUTO = "auto"
 # Request and grant over the control channel, and waking the scatter: measured between idle processes on one host.

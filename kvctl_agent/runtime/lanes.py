@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.errors import DeadlineExceeded, KvctlError, LocalProtocolError, TransportError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.memory.addresses import PoolAddresses
@@ -25,7 +26,7 @@ from kvctl_agent.protocol.messages import Introduction
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.recorder import FlightRecorder
 from kvctl_agent.transport.base import Region, Transport
-from kvctl_agent.transport.probe import BIG_BYTES, LEAST_ROUNDS, LaneCost, measure_lane
+from kvctl_agent.transport.probe import BIG_BYTES, LEAST_ROUNDS, measure_lane
 
 _MEASURE_S = 10.0
 _COPIES_BYTES = 64 << 20  # larger than the caches

@@ -42,7 +42,7 @@ def test_advice_from_a_real_probe_confirmed_by_the_bench(kvctl: Any) -> None:
         (path, size) for path in ("slice", "staged") for size in (16, 32)
     }
     assert found["settings"]["path"] == best["path"]
-    assert found["lane"]["gb_per_s"] > 0
+    assert found["lane"]["write_gb_per_s"] > 0
     assert {row["path"] for row in found["confirmed"]} == {"slice", "staged"}
     for row in found["confirmed"]:
         assert row["predicted_rooms_per_s"] > 0

@@ -15,13 +15,14 @@ from kvctl.tune.confirm import compared, remarks
 from kvctl.tune.costs import Copies, Costs, Lane, given_lane
 from kvctl.tune.model import Part, chain_us, cpu_us, exposed_us, parts_of, predict, ring_bytes
 from kvctl.tune.room import Room, room_of
+from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.contract.rig import Load, PlanRequest, Sizes, Tokens
 from kvctl_agent.rig.plan import make_plan
 
 MIB = 1 << 20
-LANE = Lane(10.0, 20.0, ((512, 2.0), (4096, 3.0), (32768, 8.0), (262144, 30.0)))
+LANE = LaneCost(10.0, 20.0, ((512, 2.0), (4096, 3.0), (32768, 8.0), (262144, 30.0)))
 COSTS = Costs(
-    lane=LANE,
+    lane=Lane(LANE),
     gather=Copies(((256, 400.0), (1024, 200.0), (8192, 100.0))),
     scatter=Copies(((256, 500.0), (1024, 250.0), (8192, 120.0))),
     memcpy_gb_per_s=12.0,
@@ -67,9 +68,9 @@ def test_a_copy_costs_what_the_next_smaller_row_does() -> None:
 
 def test_a_lane_given_by_hand() -> None:
     lane = given_lane("gbps=40,us=1.2,device")
-    assert (lane.gb_per_s, lane.us_per_write, lane.on_cpu) == (40.0, 1.2, False)
-    assert lane.descriptor_us(64) == pytest.approx(1.2)
-    assert lane.descriptor_us(4 << 20) == pytest.approx((4 << 20) / 40e3, rel=0.01)
+    assert (lane.cost.write_gb_per_s, lane.cost.us_per_write, lane.on_cpu) == (40.0, 1.2, False)
+    assert lane.cost.descriptor_us(64) == pytest.approx(1.2)
+    assert lane.cost.descriptor_us(4 << 20) == pytest.approx((4 << 20) / 40e3, rel=0.01)
     assert given_lane("us=1.2, gbps=40").on_cpu
 
 
@@ -125,7 +126,7 @@ def test_work_is_the_sum_of_all_ranks_work(split: Room) -> None:
     nbytes = 32 * MIB
     each = 32 * 100.0 + LANE.write_us(1, nbytes) + 32 * 500.0
     assert cpu_us(split, "staged", 1, COSTS) == pytest.approx(5 * 300.0 + 4 * each)
-    device = replace(COSTS, lane=replace(LANE, on_cpu=False))
+    device = replace(COSTS, lane=Lane(LANE, on_cpu=False))
     assert cpu_us(split, "staged", 1, device) == pytest.approx(5 * 300.0 + 4 * (32 * 600.0 + LANE.us_per_write))
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.layout.shape import ModelShape, StateShape, segments
 from kvctl_agent.layout.share import Share
 from kvctl_agent.memory.slab import Slab
 from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.paths.chooser import Chooser, CopyCost
-from kvctl_agent.transport.probe import LaneCost
 
 SHAPE = ModelShape(32, 8, 128, 128, 2, states=(StateShape("conv", (0, 1), 4, 8, 256),))
 KV, CONV = segments(SHAPE, 16)

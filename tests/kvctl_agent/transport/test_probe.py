@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport import Region
-from kvctl_agent.transport.probe import LaneCost, measure_lane
+from kvctl_agent.transport.probe import measure_lane
 
 
 def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best: Any) -> None:
