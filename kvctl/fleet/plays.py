@@ -18,7 +18,7 @@ _LATE = "slow-lane=200ms"
 _WRONG = "corrupt-write=5%"
 _NO_GRANTS = "message-loss=staging-grants"
 _NO_FAILURES = "message-loss=room-failed"
-_NO_WATERMARKS = "message-loss=watermark"
+_NO_NEWS_OF_THE_RING = "message-loss=watermark+room-abort"
 _NO_SCATTERS = "slow-scatter=10m"
 _TRIES = 20
 _BEHIND = 4
@@ -174,26 +174,28 @@ def stuck_scatter(stage: Stage) -> Iterator[float]:
 
 
 def gated_empty(stage: Stage) -> Iterator[float]:
-    """Somebody frees by force what a writer that only slept still has, and no watermark tells it so.
+    """Somebody frees by force what a writer that only slept still has, and the line keeps it from the writer.
 
-    Agents alone do not get here: a region is freed when its writer has written it, given it back or ended.
+    Agents alone do not get here: a region is freed when its writer has written it, given it back or ended, and a
+    writer whose region is freed by force is told that its room has failed.
     """
     traffic, writer, reader = stage.traffic, stage.prefill[0], stage.decode[0]
-    traffic.fault(writer, _NO_WATERMARKS, _FOR_GOOD_S)
+    traffic.shut = True  # what others are granted would make the ring move
+    while sum(traffic.ledger.in_flight.values()):
+        yield _SOON_S
+    traffic.fault(writer, _NO_NEWS_OF_THE_RING, _FOR_GOOD_S)
     held: list[int] = []
-    while True:  # until the writer has all the rooms that there may be, and waits with each of them
+    before: list[int] = []
+    while not held or held != before:  # a room or two are written yet, since their regions were never used
+        if not held:
+            traffic.open(traffic.fleet.plan.chunk_tokens)
         yield _BREATH_S
         before, held = held, [region["serial"] for region in stage.regions(reader)]
-        full = sum(traffic.ledger.in_flight.values()) >= traffic.fleet.plan.concurrency
-        if full and held and held == before:
-            break
     traffic.pause(writer)
     while not stage.misses(reader, writer):
         yield _BREATH_S
     for serial in held:
         stage.force(reader, serial)
     traffic.resume(writer)
-    stage.say(
-        f"{writer} hears no watermark of {reader}, and {len(held)} regions that it waits to write were freed by force"
-    )
+    stage.say(f"what {writer} waits to write into {reader}'s ring was freed by force, and no word of it gets through")
     yield _FOR_GOOD_S

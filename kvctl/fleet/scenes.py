@@ -110,7 +110,7 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         "oversized-chunk",
-        "A decode rank's ring is smaller than the parts of long prompts.",
+        "A decode rank's ring is smaller than long prompts' parts.",
         "KV_CHUNK_OVERSIZED",
         ("kvctl doctor", "kvctl staging", "kvctl rooms slow"),
         plays.oversized_chunk,
@@ -119,7 +119,7 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         "plan-mismatch",
-        "The engines of the two sides disagree on how long some prompts are.",
+        "Both sides' engines disagree on how long some prompts are.",
         "KV_PLAN_MISMATCH",
         ("kvctl doctor", "kvctl rooms history", "kvctl events"),
         plays.plan_mismatch,
@@ -142,12 +142,11 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         "gated-empty",
-        "What a deaf writer waits to write is freed by force.",
+        "A region that a deaf writer waits for is freed by force.",
         "KV_RING_GATED_EMPTY",
         ("kvctl doctor", "kvctl staging", "kvctl peers"),
         plays.gated_empty,
-        # The ring holds all rooms that there may be: nothing is asked back, and who waits does so for the line alone.
-        options={"prefill_tp": 1, "decode_dp": 1, "ring_mb": 64},
+        options={"prefill_tp": 1, "decode_dp": 1},
         config={"path": "staged", "waiting_timeout_s": 600.0},
     ),
     Scene(

@@ -70,6 +70,7 @@ class Traffic:
         self.struck: dict[tuple[str, int], dict[str, int]] = {}
         self.unasked_deaths: list[Event] = []
         self.starved_s = 0.0
+        self.shut = False
         self._router = Router(
             {name: rank.planned for name, rank in fleet.ranks.items()},
             seed=plan.seed,
@@ -164,7 +165,7 @@ class Traffic:
         now = time.monotonic()
         while self._later and self._later[0][0] <= now:
             heapq.heappop(self._later)[2]()
-        if not quiet:
+        if not (quiet or self.shut):
             self._open_due(now)
         if self._later:
             timeout_s = min(timeout_s, max(0.0, self._later[0][0] - now))

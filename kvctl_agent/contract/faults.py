@@ -84,7 +84,7 @@ _EXAMPLES = {
     "share": "5%",
     "time": "20ms",
     "jump": "-1h",
-    "messages": "staging-grants",
+    "messages": "watermark",
     "kill": "decode-1@5s+2s",
     "pause": "prefill-0@5s+3s",
 }

@@ -156,9 +156,9 @@ def test_parts_that_stay_in_the_ring(begun: Begun) -> None:
 
 def test_a_ring_that_gates_although_it_is_empty(begun: Begun) -> None:
     """Agents alone do not get here, so two things go wrong at once: a region that a writer still has is freed by
-    force, while it only sleeps, and the line loses every watermark on its way to that writer."""
+    force, while it only sleeps, and the line loses what would tell that writer: watermarks, and that its room failed."""
     fleet = begun["gated-empty"]
-    fleet.said("regions that it waits to write were freed by force")
+    fleet.said("what prefill-0 waits to write into decode-0's ring was freed by force")
     found = fleet.diagnosed("KV_RING_GATED_EMPTY")
     assert found["subject"] == "decode-0 ring"
     assert found["evidence"]["gated_writers"] == ["prefill-0"]

@@ -136,8 +136,10 @@ def test_what_has_landed_waits_for_its_copy_until_the_fault_ends(make_fleet: Any
     while not (here := decode.machine.rooms.get(1)) or not 0 < here.record.planned == here.record.landed:
         assert time.monotonic() < deadline, "all of the room has landed"
         time.sleep(0.005)
+    while not decode.faults.counts().get("slow-scatter"):
+        assert time.monotonic() < deadline, "the copy is held up"
+        time.sleep(0.005)
     assert here.record.scattered == 0
-    assert decode.faults.counts()["slow-scatter"] > 0
     decode.faults.clear()
     assert room.wait(60) == {RoomState.SUCCESS}
     fleet.expect(room)
