@@ -184,18 +184,15 @@ def gated_empty(stage: Stage) -> Iterator[float]:
     while sum(traffic.ledger.in_flight.values()):
         yield _SOON_S
     traffic.fault(writer, _NO_NEWS_OF_THE_RING, _FOR_GOOD_S)
-    held: list[int] = []
-    before: list[int] = []
-    while not held or held != before:  # a room or two are written yet, since their regions were never used
-        if not held:
+    while not stage.gated(writer):  # a room or two are written yet: the watermark that is known lets them
+        if not stage.regions(reader):
             traffic.open(traffic.fleet.plan.chunk_tokens)
         yield _BREATH_S
-        before, held = held, [region["serial"] for region in stage.regions(reader)]
     traffic.pause(writer)
     while not stage.misses(reader, writer):
         yield _BREATH_S
-    for serial in held:
-        stage.force(reader, serial)
+    for region in stage.regions(reader):
+        stage.force(reader, region["serial"])
     traffic.resume(writer)
     stage.say(f"what {writer} waits to write into {reader}'s ring was freed by force, and no word of it gets through")
     yield _FOR_GOOD_S

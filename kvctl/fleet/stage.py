@@ -43,6 +43,11 @@ class Stage:
             each for data in self._ask(rank, Call("staging")) if data["ring"] for each in data["ring"]["allocations"]
         ]
 
+    def gated(self, rank: str) -> bool:
+        """Whether a prefill rank has a part that waits for a watermark."""
+        parts = [part for data in self._ask(rank, Call("staging")) for part in data["gated"]]
+        return any(part["waiting_for"].startswith("watermark") for part in parts)
+
     def misses(self, rank: str, peer: str) -> bool:
         """Whether a rank says that it has not heard a peer for long."""
         rows = [row for data in self._ask(rank, Call("peers")) for row in data]

@@ -41,6 +41,7 @@ class Traffic:
         struck: how often each fault struck, by rank and life.
         unasked_deaths: ends of processes that nobody had killed.
         starved_s: time that this process waited for a processor, in stretches in which ranks may have been lost.
+        shut: no rooms are opened but those that somebody asks for.
     """
 
     def __init__(

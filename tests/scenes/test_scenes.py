@@ -156,7 +156,7 @@ def test_parts_that_stay_in_the_ring(begun: Begun) -> None:
 
 def test_a_ring_that_gates_although_it_is_empty(begun: Begun) -> None:
     """Agents alone do not get here, so two things go wrong at once: a region that a writer still has is freed by
-    force, while it only sleeps, and the line loses what would tell that writer: watermarks, and that its room failed."""
+    force, while it only sleeps, and the line loses what would tell it so: watermarks, and that its room has failed."""
     fleet = begun["gated-empty"]
     fleet.said("what prefill-0 waits to write into decode-0's ring was freed by force")
     found = fleet.diagnosed("KV_RING_GATED_EMPTY")
