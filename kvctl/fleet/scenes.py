@@ -110,7 +110,7 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         "oversized-chunk",
-        "A decode rank's ring is smaller than long prompts' parts.",
+        "A decode rank's ring is too small for long prompts.",
         "KV_CHUNK_OVERSIZED",
         ("kvctl doctor", "kvctl staging", "kvctl rooms slow"),
         plays.oversized_chunk,
@@ -119,14 +119,14 @@ SCENES: tuple[Scene, ...] = (
     ),
     Scene(
         "plan-mismatch",
-        "Both sides' engines disagree on how long some prompts are.",
+        "The two sides disagree on the length of some prompts.",
         "KV_PLAN_MISMATCH",
         ("kvctl doctor", "kvctl rooms history", "kvctl events"),
         plays.plan_mismatch,
     ),
     Scene(
         "stuck-waiting",
-        "A prefill rank fails rooms, and no decode rank hears of it.",
+        "A prefill rank fails rooms, and nobody hears of it.",
         "KV_ROOM_STUCK_WAITING",
         ("kvctl doctor", "kvctl rooms", "kvctl top"),
         plays.stuck_waiting,
