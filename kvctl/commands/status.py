@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import click
 
+from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.looking import Looking
 from kvctl.commands.options import KvctlCommand, pass_settings
@@ -22,6 +24,8 @@ from kvctl.views.status import MOMENTS, STATUS, moment, screen
 
 _CALLS = tuple(call for call in HEALTH_CALLS if call.command != "metrics")
 """What health reads, less the counters: they are half of all bytes, and say little without a reading before."""
+_BRIEFLY = (Call("status"),)
+_HEALTH_EVERY_NS = 2_000_000_000
 
 
 @click.command(cls=KvctlCommand, view=STATUS)
@@ -35,7 +39,8 @@ def status(settings: Settings) -> None:
     if settings.watch_ns is None:
         run(settings, STATUS, _CALLS, _Screen(settings))
     Output(settings).selection(MOMENTS)
-    follow(settings, lambda: _CALLS, _Line(settings))
+    line = _Line(settings)
+    follow(settings, line.calls, line)
 
 
 class _Screen:
@@ -74,15 +79,32 @@ def _codes_of(agent: str, findings: Iterable[Finding]) -> list[str]:
 
 
 class _Line:
-    """Remembers the reading before, to tell what happened since."""
+    """Remembers the reading before, to tell what happened since.
+
+    Health takes several answers of each agent and changes slowly: it is looked at every two seconds, however often the
+    rest is read, so that `-w 0.1` costs a fleet next to nothing. A file is another matter.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._looking = Looking(settings)
         self._before: tuple[FleetSummary, int] | None = None
+        self._every_ns = 0 if settings.from_file else _HEALTH_EVERY_NS
+        self._looked_ns: int | None = None
+        self._looks = True
+        self._ill = 0
+
+    def calls(self) -> tuple[Call, ...]:
+        """What the next reading asks."""
+        now = time.monotonic_ns()
+        self._looks = self._looked_ns is None or now - self._looked_ns >= self._every_ns
+        if self._looks:
+            self._looked_ns = now
+        return _CALLS if self._looks else _BRIEFLY
 
     def __call__(self, output: Output, survey: Survey) -> None:
         summary = summarise(data for _, data in survey.answers("status"))
         change = Rates() if self._before is None else rates(self._before[0], summary, survey.tick_ns - self._before[1])
         self._before = (summary, survey.tick_ns)
-        ill = sum(each.severity > Severity.INFO for each in self._looking(survey).judged.raised)
-        output.stream(MOMENTS, [moment(summary, change, survey.at_ns, ill)])
+        if self._looks:
+            self._ill = sum(each.severity > Severity.INFO for each in self._looking(survey).judged.raised)
+        output.stream(MOMENTS, [moment(summary, change, survey.at_ns, self._ill)])
