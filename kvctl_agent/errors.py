@@ -9,6 +9,8 @@ KvctlError
 ├── ProtocolError
 │   ├── LocalProtocolError   our own caller broke the order of calls
 │   └── RemoteProtocolError  a peer sent what it must not; carries nothing we act on
+├── DeviceError            a device (a GPU), its driver or its memory failed or cannot do what is asked
+│   └── DeviceUnavailable    there is none, or what drives it is not installed
 ├── TransportError         an engine failed
 │   ├── TransportUnavailable the engine or a system library it needs is not installed
 │   └── PeerDisconnected     the engine says that the peer is gone
@@ -53,6 +55,14 @@ class LocalProtocolError(ProtocolError):
 
 class RemoteProtocolError(ProtocolError):
     """A peer sent something malformed, oversized, unknown or out of place."""
+
+
+class DeviceError(KvctlError):
+    """A device, its driver or its memory failed, or cannot do what was asked; says what to change."""
+
+
+class DeviceUnavailable(DeviceError):
+    """There is no such device here, or what drives it is not installed; says which and how to get it."""
 
 
 class TransportError(KvctlError):

@@ -55,7 +55,24 @@ KEYS: tuple[Key, ...] = (
         str,
         "auto",
         "How parts move: fixed, or chosen per part by the calibrated cost model.",
-        choices=("auto", "bulk", "slice", "staged"),
+        choices=("auto", "bulk", "slice", "staged", "direct"),
+    ),
+    Key(
+        "direct_sms",
+        int,
+        None,
+        "Multiprocessors of the GPU that kernels of the direct path may use; automatic: as many as a lane is worth.",
+        minimum=1,
+        maximum=1024,
+    ),
+    Key(
+        "mem_pool",
+        str,
+        "default",
+        "Memory of staging and ring on a GPU: plain, or made by cuMemCreate so that other hosts of a multi-node NVLink "
+        "domain can map it (CUDA IPC handles do not cover that).",
+        choices=("default", "vmm"),
+        sglang="SGLANG_MOONCAKE_CUSTOM_MEM_POOL",
     ),
     Key(
         "staging",
@@ -68,8 +85,8 @@ KEYS: tuple[Key, ...] = (
     Key(
         "staging_buffer_mb",
         int,
-        64,
-        "Staging buffer of each transfer worker.",
+        None,
+        "Staging buffer of each transfer worker; automatic: 64, on a GPU 512.",
         unit="MiB",
         minimum=1,
         maximum=1 << 20,

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
+from kvctl_agent.contract.memory import HOST
+
 MAX_LINE_BYTES = 16 << 20
 """Longest line either side accepts: a run of 100,000 rooms fits."""
 
@@ -42,6 +44,15 @@ VERIFY_MODES = ("full", "sample", "off")
 PAGE_ORDERS = ("random", "contiguous")
 PIPELINES = ("off", "on", "measured")
 """Besides these, a number in decimal: that many layers per group."""
+
+DEVICES = ("cpu", "cuda")
+"""Where KV pools, staging and rings are."""
+
+COMPUTES = ("sleep", "gpu")
+"""What stands for a forward: a pause of so many milliseconds a layer, or the model's matrix products and attention."""
+
+FloorKind = Literal["memcpy", "write", "device", "peer"]
+"""One thread's memcpy; one write over the transport; a copy within the device; one to the first decode rank's."""
 
 Role = Literal["prefill", "decode"]
 StateKind = Literal["rows", "window", "pages"]
@@ -183,6 +194,11 @@ class PlanRequest:
         rate: requests per second, at random (Poisson); 0: closed loop.
         requests: what every load runs in place of drawn rooms, its concurrency bounding those in flight.
         faults: specs of `contract.faults`; in force while rooms run.
+        device: one of `DEVICES`.
+        compute: one of `COMPUTES`; in place of `layer_ms` where it is "gpu".
+        prefill_gpus, decode_gpus: numbers of the GPUs that the ranks of a side share, in turn; empty: with several
+            GPUs the first half for prefill and the rest for decode, with one that one for all.
+        direct_sms: of the agents' configuration.
     """
 
     prefill: tuple[Sizes, ...]
@@ -220,6 +236,11 @@ class PlanRequest:
     chunk_tokens: int | None = None
     workers: int | None = None
     faults: tuple[str, ...] = ()
+    device: str = "cpu"
+    compute: str = "sleep"
+    prefill_gpus: tuple[int, ...] = ()
+    decode_gpus: tuple[int, ...] = ()
+    direct_sms: int | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,6 +300,7 @@ class PlannedRank(TypedDict):
     pool_pages: int
     state_slots: dict[str, int]  # items of each state component
     pool_bytes: int
+    device: int  # number of its GPU; -1: host memory
 
 
 class PlannedShare(TypedDict):
@@ -328,6 +350,8 @@ class Plan(TypedDict):
     page_order: str
     chunk_tokens: int
     transport: str
+    device: str  # one of `DEVICES`
+    compute: str  # one of `COMPUTES`
     paths: list[str]
     pipelines: list[str]
     cp_mode: str
@@ -381,7 +405,7 @@ class Start:
     """First line down: who this rank is. Answered by `Ready` once it has met all its peers.
 
     `bootstraps` are the endpoints of the prefill instances; `instance` is -1 for a decode rank. `faulty`: its agent is
-    one that faults can be injected into.
+    one that faults can be injected into. `device` is the number of its GPU, or HOST; `compute` one of `COMPUTES`.
     """
 
     do: ClassVar[str] = "start"
@@ -403,14 +427,16 @@ class Start:
     config: dict[str, str | int | float | bool] = field(default_factory=dict)
     timeout_s: float = 60.0
     faulty: bool = False
+    device: int = HOST
+    compute: str = "sleep"
 
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Measure this machine while nothing else runs: one thread's memcpy, or one write over the transport."""
+    """Measure this machine while nothing else runs; of a prefill rank."""
 
     do: ClassVar[str] = "floors"
-    kind: Literal["memcpy", "write"]
+    kind: FloorKind
 
 
 @dataclass(frozen=True, slots=True)

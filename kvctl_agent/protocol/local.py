@@ -15,7 +15,7 @@ from kvctl_agent.layout.holding import Held, held
 from kvctl_agent.layout.inputs import PLAN_VERSION, PlanInputs, Wire, differences, shape_to_wire
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.side import Coord, Side
-from kvctl_agent.protocol.messages import Introduction, WireDict
+from kvctl_agent.protocol.messages import Introduction, SharedMemory, WireDict
 
 
 class Local(msgspec.Struct, frozen=True):
@@ -42,6 +42,7 @@ class Local(msgspec.Struct, frozen=True):
     ring_bytes: int = 0
     scratch_base: int = 0
     scratch_bytes: int = 0
+    shared: tuple[SharedMemory, ...] = ()
 
     @property
     def unique_rank(self) -> int:
@@ -77,6 +78,7 @@ class Local(msgspec.Struct, frozen=True):
             scratch_bytes=self.scratch_bytes,
             stages=list(self.side.stages),
             cp_mode=self.cp_mode,
+            shared=list(self.shared),
         )
 
     def _plan(self) -> Wire:

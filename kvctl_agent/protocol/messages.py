@@ -39,6 +39,16 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
     """Base of all control messages."""
 
 
+class SharedMemory(msgspec.Struct, frozen=True):
+    """One allocation of a device that a writer may map; see `device.base.Export`."""
+
+    addr: U64
+    nbytes: Size
+    kind: Name
+    handle: Annotated[bytes, msgspec.Meta(max_length=256)]
+    device: Name
+
+
 class Introduction(msgspec.Struct, frozen=True):
     """Who an agent is and what a peer needs to plan against it and write to it."""
 
@@ -59,6 +69,7 @@ class Introduction(msgspec.Struct, frozen=True):
     scratch_bytes: Size = 0
     stages: Stages = []  # layers of each pipeline stage; empty: even
     cp_mode: Name = "rank0"  # of a prefill instance: the decode side takes it over
+    shared: Annotated[list[SharedMemory], msgspec.Meta(max_length=1 << 12)] = []  # pool and ring, where on a device
 
 
 class Hello(Message, frozen=True, tag="hello"):

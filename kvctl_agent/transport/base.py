@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import TransportError
 
 Addresses = npt.NDArray[np.uint64]
@@ -43,10 +44,11 @@ MAX_TAG_BYTES = 4096
 
 
 class Region(NamedTuple):
-    """One contiguous piece of host memory of this process."""
+    """One contiguous piece of this process's memory; `device` is the number of the GPU it is on, or HOST."""
 
     addr: int
     nbytes: int
+    device: int = HOST
 
 
 class Arrival(NamedTuple):

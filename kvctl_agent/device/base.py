@@ -1,0 +1,239 @@
+"""What memory, paths and runtime need of a device; everything above is written against this file alone.
+
+A device has memory, which kernels of any stream read and write; streams, which run in order what is put on them; and
+events, which say how far a stream has come. No call here waits for a kernel, but for those that say so. Calls may come
+from any thread; a `Copies` belongs to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.contract.memory import HOST
+
+__all__ = ["HOST", "Batch", "Blocks", "Copies", "Device", "Event", "Export", "Geometry", "Mapping", "Memory", "Places"]
+
+Blocks = npt.NDArray[np.int64]
+"""int64 `[n, 5]`, see `Batch`."""
+
+Places = npt.NDArray[np.int32]
+"""Page numbers, int32 `[n]`."""
+
+
+class Event(Protocol):
+    """A moment on a stream: everything that was put there before it."""
+
+    def done(self) -> bool:
+        """Whether the stream has come so far; never waits. True for ever after.
+
+        Raises:
+            DeviceError: a kernel failed; so will everything else on this device.
+        """
+        ...
+
+    def wait(self, stream: Any) -> None:
+        """Makes an engine's stream wait for this moment; the caller does not.
+
+        Called this way by `torch.cuda.Stream.wait_event(event)`, too.
+
+        Args:
+            stream: a `torch.cuda.Stream`, or anything with `cuda_stream`, or the handle itself.
+        """
+        ...
+
+
+class Geometry(NamedTuple):
+    """How the rows of one launch lie, in bytes; launches of one geometry share a compiled kernel.
+
+    A side is *paged*: page p of a block begins at the block's address + p x rows x its row distance; or *packed*: the
+    block's pages follow each other, row after row without gaps.
+
+    Attributes:
+        rows: of a page.
+        width: what is copied of each row.
+        src_row, dst_row: from one row to the next in a paged side; `width` where that side is packed.
+        src_paged, dst_paged: which sides are paged.
+    """
+
+    rows: int
+    width: int
+    src_row: int
+    dst_row: int
+    src_paged: bool
+    dst_paged: bool
+
+
+class Batch(NamedTuple):
+    """What one launch copies: blocks of one geometry, all layers of K and V, say, and of several parts.
+
+    Attributes:
+        geometry: of all blocks.
+        blocks: int64 `[n, 5]`, for each: address of the source (of its page 0 where paged, first head included, else of
+            the first packed page); of the destination, likewise; where its source pages begin in the list of pages that
+            goes with the launch, and where its destination pages (unused for a packed side); number of pages.
+    """
+
+    geometry: Geometry
+    blocks: Blocks
+
+
+class Copies(Protocol):
+    """Copies rows in order, on a stream of its own."""
+
+    def prepare(self, geometries: Sequence[Geometry]) -> None:
+        """Compiles what is not compiled yet (about a second each, the first time on a machine), and waits for it."""
+        ...
+
+    def begin(
+        self, batches: Sequence[Batch], pages: Places, after: Event | None = None, programs: int | None = None
+    ) -> Event:
+        """Puts copies on the stream.
+
+        Args:
+            batches: none empty.
+            pages: page numbers that the batches' blocks point into; may be reused as soon as this returns.
+            after: begin no sooner than this moment, of whatever stream of this device.
+            programs: use at most so many thread blocks, and so about as many multiprocessors; None: all.
+
+        Returns:
+            When all of it is done, and visible to every later kernel of this device and to engines.
+
+        Raises:
+            DeviceError: it could not be launched.
+        """
+        ...
+
+    def close(self) -> None:
+        """Waits for what was begun, gives everything back; idempotent."""
+        ...
+
+
+class Memory(Protocol):
+    """Memory of a device that we own; or host memory, behind the same words."""
+
+    @property
+    def addr(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def close(self) -> None:
+        """Gives it back now; idempotent. Peers must have drained."""
+        ...
+
+
+class Export(NamedTuple):
+    """One allocation that other processes may map.
+
+    Attributes:
+        addr, nbytes: where it is in the exporting process; all of the allocation.
+        kind: how `handle` is meant: "ipc" (one host) or "fabric" (several hosts that share an NVLink domain).
+        handle: the driver's.
+        device: the driver's name for the device (its UUID).
+    """
+
+    addr: int
+    nbytes: int
+    kind: str
+    handle: bytes
+    device: str
+
+
+class Mapping(Protocol):
+    """A peer's memory in our address space.
+
+    Attributes:
+        lane: how it is reached: "same device", "nvlink", "pcie" or "fabric".
+    """
+
+    @property
+    def lane(self) -> str: ...
+
+    def translate(self, addr: int) -> int:
+        """Our address for one of the peer's.
+
+        Raises:
+            DeviceError: it lies in nothing that the peer exported.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unmaps; idempotent. Waits for no kernel: none may be running on it any more."""
+        ...
+
+
+class Device(Protocol):
+    """One device, in this process.
+
+    Attributes:
+        index: its number here, as the engine's tensors have it.
+        name: for people.
+    """
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def allocate(self, nbytes: int, pool: str = "default") -> Memory:
+        """Memory of our own, at least 256-byte aligned, not zeroed.
+
+        Args:
+            pool: "default", or "vmm": backed so that other hosts of an NVLink domain can map it, where there is one.
+
+        Raises:
+            DeviceError: says how much was asked for and how much is free.
+        """
+        ...
+
+    def copies(self) -> Copies:
+        """A stream of copies for one thread."""
+        ...
+
+    def event_of(self, given: Any) -> Event:
+        """An engine's event (`torch.cuda.Event`, anything with `cuda_event`, or a handle), which it keeps alive.
+
+        Raises:
+            DeviceError: it is none.
+        """
+        ...
+
+    def export(self, regions: Sequence[tuple[int, int]]) -> list[Export]:
+        """What a peer needs to map the allocations that these (address, bytes) lie in; each allocation once.
+
+        Raises:
+            DeviceError: one of them cannot be exported; says why and what to change.
+        """
+        ...
+
+    def open(self, exports: Sequence[Export], same_process: bool = False) -> Mapping:
+        """Maps a peer's allocations.
+
+        Args:
+            same_process: the peer is another agent of this process, whose addresses are ours.
+
+        Raises:
+            DeviceError: they cannot be reached from this device; says why.
+        """
+        ...
+
+    def fill(self, addr: int, nbytes: int, value: int) -> None:
+        """Sets every byte, and waits for it."""
+        ...
+
+    def upload(self, addr: int, data: npt.NDArray[np.uint8]) -> None:
+        """Copies from host memory, and waits for it."""
+        ...
+
+    def download(self, addr: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copies to host memory, and waits for it."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """For people: name, driver, memory, what it can do."""
+        ...
