@@ -161,6 +161,10 @@ class Mapping(Protocol):
         """
         ...
 
+    def translate_all(self, addrs: Blocks) -> Blocks:
+        """The same for many addresses, int64 of any shape."""
+        ...
+
     def close(self) -> None:
         """Unmaps; idempotent. Waits for no kernel: none may be running on it any more."""
         ...
@@ -188,6 +192,22 @@ class Device(Protocol):
 
         Raises:
             DeviceError: says how much was asked for and how much is free.
+        """
+        ...
+
+    def enter(self) -> None:
+        """Makes this device the current one of this thread, for engines that ask the driver; cheap where it is."""
+        ...
+
+    def now(self) -> Event:
+        """A moment on a stream of ours with nothing before it: for whoever wants an event of what is done already."""
+        ...
+
+    def copy(self, target: int, source: int, nbytes: int) -> Event:
+        """Copies contiguous bytes by the driver's own means, on a stream for this alone: the floor of all copies.
+
+        Args:
+            target, source: addresses of this device's memory or of a mapped peer's.
         """
         ...
 
