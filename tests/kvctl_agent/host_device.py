@@ -1,0 +1,268 @@
+"""A device of host memory for tests: what is begun happens later, so that nobody gets by without asking for events."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.device.base import HOST, Batch, Blocks, Copies, Event, Export, Geometry, Mapping, Memory, Places
+from kvctl_agent.errors import DeviceError
+from kvctl_agent.memory.slab import Slab
+
+JUNK = 0xA5
+"""What fresh memory is full of: memory of a device is not zeroed."""
+
+
+class Begun(NamedTuple):
+    """One `Copies.begin`, as it was called."""
+
+    batches: tuple[Batch, ...]
+    pages: Places
+    after: Event | None
+    programs: int | None
+
+
+class HostEvent:
+    """Done at its n-th `done()`, or when something later on its stream is; what it stands for happens then.
+
+    Attributes:
+        streams: what was made to wait for it; such a wait ends it, as if that stream had run.
+    """
+
+    def __init__(self, stream: HostStream | None, work: Callable[[], None], slow: int, after: Event | None) -> None:
+        self._stream, self._work, self._left, self._after = stream, work, slow, after
+        self.finished = False
+        self.failure: DeviceError | None = None
+        self.streams: list[Any] = []
+
+    def done(self) -> bool:
+        if self._after is not None and not self._after.done():
+            return False
+        self._left -= 1
+        if self._left <= 0:
+            self.finish()
+        if self.failure is not None and self.finished:
+            raise self.failure
+        return self.finished
+
+    def wait(self, stream: Any) -> None:
+        self.streams.append(stream)
+        self.finish()
+
+    def finish(self) -> None:
+        """Everything up to here happens now."""
+        if self._stream is not None:
+            self._stream.run_to(self)
+
+    def run(self) -> None:
+        while self._after is not None and not self._after.done():
+            pass
+        if self.failure is None:
+            self._work()
+        self.finished = True
+
+
+class HostStream:
+    """Does its work in order."""
+
+    def __init__(self, device: HostDevice) -> None:
+        self._device = device
+        self._lock = threading.RLock()
+        self._queue: deque[HostEvent] = deque()
+
+    def put(self, work: Callable[[], None], after: Event | None = None) -> HostEvent:
+        event = HostEvent(self, work, self._device.slow, after)
+        if self._device.fail_next > 0:
+            self._device.fail_next -= 1
+            event.failure = DeviceError("the stand-in device was told to fail this copy")
+        with self._lock:
+            self._queue.append(event)
+        return event
+
+    def run_to(self, event: HostEvent | None) -> None:
+        """Runs everything up to an event; None: everything."""
+        with self._lock:
+            while self._queue and (event is None or not event.finished):
+                self._queue.popleft().run()
+
+
+class HostCopies:
+    """Copies with numpy, when asked whether they are done."""
+
+    def __init__(self, device: HostDevice) -> None:
+        self._device = device
+        self._stream = HostStream(device)
+        self.closed = False
+
+    def prepare(self, geometries: Sequence[Geometry]) -> None:
+        self._device.prepared.extend(geometries)
+
+    def begin(
+        self, batches: Sequence[Batch], pages: Places, after: Event | None = None, programs: int | None = None
+    ) -> Event:
+        assert not self.closed, "a copy after close()"
+        assert pages.dtype == np.int32
+        assert all(len(batch.blocks) and batch.blocks.dtype == np.int64 for batch in batches)
+        # The caller may use its arrays again at once.
+        kept = tuple(Batch(batch.geometry, batch.blocks.copy()) for batch in batches)
+        begun = Begun(kept, pages.copy(), after, programs)
+        self._device.begun.append(begun)
+        return self._stream.put(lambda: _copy_all(begun), after)
+
+    def close(self) -> None:
+        self._stream.run_to(None)
+        self.closed = True
+
+
+class HostMapping:
+    """A peer's memory, which is ours, too; translates only what was exported.
+
+    Attributes:
+        closed: whether it was.
+    """
+
+    def __init__(self, exports: Sequence[Export], lane: str) -> None:
+        self._exports, self._lane = tuple(exports), lane
+        self.closed = False
+
+    @property
+    def lane(self) -> str:
+        return self._lane
+
+    def translate(self, addr: int) -> int:
+        assert not self.closed, "a translation after close()"
+        if not any(export.addr <= addr < export.addr + export.nbytes for export in self._exports):
+            raise DeviceError(f"address {addr:#x} lies in nothing that the peer exported")
+        return addr
+
+    def translate_all(self, addrs: Blocks) -> Blocks:
+        return np.array([self.translate(int(addr)) for addr in addrs.reshape(-1)], np.int64).reshape(addrs.shape)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class HostDevice:
+    """See the module.
+
+    Attributes:
+        slow: at which `done()` call something that was begun happens.
+        fail_next: so many of the next copies fail; `done()` of their events raises DeviceError.
+        why_no_export, why_no_open: why `export` and `open` refuse, where they shall.
+        lane: what mappings say.
+        begun: every copy, in order.
+        prepared: every geometry that was prepared.
+        mappings: every mapping that was opened.
+    """
+
+    def __init__(self, slow: int = 3, index: int = HOST, lane: str = "same device") -> None:
+        self.index = index
+        self.slow = slow
+        self.lane = lane
+        self.fail_next = 0
+        self.why_no_export = self.why_no_open = ""
+        self.begun: list[Begun] = []
+        self.prepared: list[Geometry] = []
+        self.mappings: list[HostMapping] = []
+        self._allocations: list[Slab] = []
+        self._driver = HostStream(self)
+        self._uuid = f"HOST-{next(_numbers)}"
+
+    @property
+    def name(self) -> str:
+        return "host stand-in"
+
+    def allocate(self, nbytes: int, pool: str = "default") -> Memory:
+        if pool not in ("default", "vmm"):
+            raise DeviceError(f"mem_pool {pool}: the stand-in has default and vmm")
+        slab = Slab(nbytes)
+        slab.array[:] = JUNK
+        self._allocations.append(slab)
+        return slab
+
+    def enter(self) -> None:
+        pass
+
+    def now(self) -> Event:
+        event = HostEvent(None, lambda: None, 0, None)
+        event.finished = True
+        return event
+
+    def copy(self, target: int, source: int, nbytes: int) -> Event:
+        return self._driver.put(lambda: ctypes.memmove(target, source, nbytes) and None)
+
+    def copies(self) -> Copies:
+        return HostCopies(self)
+
+    def event_of(self, given: Any) -> Event:
+        if isinstance(given, HostEvent):
+            return given
+        raise DeviceError(f"{type(given).__name__} is no event of this device")
+
+    def engine_event(self, work: Callable[[], None] = lambda: None, slow: int | None = None) -> HostEvent:
+        """What an engine records: `work` has happened when it is done."""
+        event = HostStream(self).put(work)
+        event._left = self.slow if slow is None else slow
+        return event
+
+    def export(self, regions: Sequence[tuple[int, int]]) -> list[Export]:
+        if self.why_no_export:
+            raise DeviceError(self.why_no_export)
+        return [
+            Export(slab.addr, slab.nbytes, "ipc", f"{os.getpid()}:{slab.addr}".encode(), self._uuid)
+            for slab in self._allocations
+            if any(slab.addr <= addr < slab.addr + slab.nbytes for addr, _ in regions)
+        ]
+
+    def open(self, exports: Sequence[Export], same_process: bool = False) -> Mapping:
+        if self.why_no_open:
+            raise DeviceError(self.why_no_open)
+        if any(not export.handle.startswith(f"{os.getpid()}:".encode()) for export in exports):
+            raise DeviceError("the stand-in maps memory of its own process alone")
+        self.mappings.append(HostMapping(exports, self.lane))
+        return self.mappings[-1]
+
+    def fill(self, addr: int, nbytes: int, value: int) -> None:
+        ctypes.memset(addr, value, nbytes)
+
+    def upload(self, addr: int, data: npt.NDArray[np.uint8]) -> None:
+        at(addr, data.nbytes)[:] = data.reshape(-1)
+
+    def download(self, addr: int, out: npt.NDArray[np.uint8]) -> None:
+        out.reshape(-1)[:] = at(addr, out.nbytes)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "index": self.index}
+
+
+_numbers = itertools.count()
+
+
+def at(addr: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Host memory by address."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(addr))
+
+
+def _copy_all(begun: Begun) -> None:
+    for (rows, width, src_row, dst_row, src_paged, dst_paged), blocks in begun.batches:
+        for source, target, source_at, target_at, count in blocks.tolist():
+            from_pages = begun.pages[source_at : source_at + count] if src_paged else np.arange(count)
+            to_pages = begun.pages[target_at : target_at + count] if dst_paged else np.arange(count)
+            assert len(from_pages) == len(to_pages) == count > 0
+            values = _view(source, from_pages, rows, width, src_row)[from_pages]
+            _view(target, to_pages, rows, width, dst_row)[to_pages] = values
+
+
+def _view(addr: int, pages: npt.NDArray[Any], rows: int, width: int, row: int) -> npt.NDArray[np.uint8]:
+    """uint8 `[pages up to the last one used, rows, width]`."""
+    last = int(pages.max())
+    flat = at(addr, (last * rows + rows - 1) * row + width)
+    return np.lib.stride_tricks.as_strided(flat, (last + 1, rows, width), (rows * row, row, 1))
