@@ -1,0 +1,136 @@
+"""The CUDA driver as Python sees it: loaded at first use, its errors in our words with one remedy each.
+
+Everything below `kvctl_agent.device` that speaks to a GPU calls the functions of the module that `load` returns (of
+`cuda.bindings.driver`) and gives what they return to `checked`. They hold no lock of the interpreter while they run.
+
+A context does not survive a fork: in a child all calls fail as "not initialized", which changes nothing here, and so
+needs no guard.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from kvctl_agent.errors import DeviceError, DeviceUnavailable
+
+_REMEDIES = {
+    "CUDA_ERROR_INVALID_VALUE": "the driver takes no such value or address: this memory is not the GPU's, or was freed",
+    "CUDA_ERROR_NOT_INITIALIZED": "a GPU cannot be used in a child forked by a process that has used it: start workers "
+    "by spawn",
+    "CUDA_ERROR_DEINITIALIZED": "the process is ending: close agents before",
+    "CUDA_ERROR_INVALID_CONTEXT": "the thread has another GPU's context, or one that was reset",
+    "CUDA_ERROR_INVALID_DEVICE": "there is no such GPU here: see nvidia-smi -L and CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has it for itself: set nvidia-smi -c DEFAULT",
+    "CUDA_ERROR_INVALID_HANDLE": "a stream, event or module of another GPU, or one that was freed",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the copy kernel was compiled for another GPU: remove Triton's cache "
+    "(TRITON_CACHE_DIR, ~/.triton/cache)",
+    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "these two GPUs cannot reach each other's memory: use path staged",
+    "CUDA_ERROR_TOO_MANY_PEERS": "the GPU has no peer mapping left: use path staged",
+    "CUDA_ERROR_MAP_FAILED": "the memory's exporter is gone, or a container hides it: share the IPC namespace "
+    "(docker --ipc=host)",
+    "CUDA_ERROR_NOT_PERMITTED": "the process may not: containers need the same IPC namespace (docker --ipc=host), fabric "
+    "handles an IMEX channel (/dev/nvidia-caps-imex-channels)",
+    "CUDA_ERROR_NOT_SUPPORTED": "this GPU or its driver cannot",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "the fabric manager is not running: systemctl start nvidia-fabricmanager",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver's library and kernel module differ: reboot, or reload the module",
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": "remove CUDA's compatibility libraries from LD_LIBRARY_PATH",
+    "CUDA_ERROR_STUB_LIBRARY": "remove CUDA's stubs folder from LD_LIBRARY_PATH",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "the GPU is lost to this process, whose pages or peers' memory were freed too early: "
+    "restart the worker",
+    "CUDA_ERROR_ECC_UNCORRECTABLE": "the GPU's memory is damaged: drain the host, see nvidia-smi -q -d ECC",
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE": "an NVLink failed: drain the host, see nvidia-smi nvlink -e",
+    "CUDA_ERROR_LAUNCH_FAILED": "the GPU is lost to this process: restart the worker",
+    "CUDA_ERROR_UNKNOWN": "see the kernel's log for Xid (dmesg)",
+}
+_NO_PACKAGE = "a KV pool on a GPU needs cuda-bindings: pip install 'kvctl[gpu]'"
+
+
+@cache
+def load() -> Any:
+    """The initialised `cuda.bindings.driver`.
+
+    Raises:
+        DeviceUnavailable: the package, the driver or a GPU is missing; says which.
+    """
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise DeviceUnavailable(f"{_NO_PACKAGE} ({error})") from error
+    try:
+        failed = driver.cuInit(0)[0]
+    # How the package says that it found no libcuda.so.1.
+    except RuntimeError as error:
+        raise DeviceUnavailable(
+            "there is no NVIDIA driver here (libcuda.so.1): install it, or start the container with --gpus all"
+        ) from error
+    if failed == driver.CUresult.CUDA_ERROR_NO_DEVICE:
+        raise DeviceUnavailable("the NVIDIA driver shows no GPU: see nvidia-smi -L and CUDA_VISIBLE_DEVICES")
+    if failed:
+        raise DeviceUnavailable(f"the NVIDIA driver does not start: {_explained(driver, failed)}")
+    return driver
+
+
+def checked(result: tuple[Any, ...], what: str) -> Any:
+    """What a driver's function returned beside its status: nothing, the one value, or a tuple of several.
+
+    Args:
+        what: what was tried, as the error begins: "GPU 0: cannot allocate 1.5 GiB".
+
+    Raises:
+        DeviceError: the status is not success; says `what`, the driver's words and what to change.
+    """
+    if result[0]:
+        raise DeviceError(f"{what}: {_explained(load(), result[0])}")
+    if len(result) == 2:
+        return result[1]
+    return result[1:] or None
+
+
+def _explained(driver: Any, status: Any) -> str:
+    """The driver's name and text of a status, and the remedy."""
+    known, text = driver.cuGetErrorString(status)
+    words = str(status) if known or not text else text.decode(errors="replace")
+    name = getattr(status, "name", str(status))
+    remedy = _smaller(driver) if name == "CUDA_ERROR_OUT_OF_MEMORY" else _REMEDIES.get(name, "")
+    return f"{words} ({name})" + (f"; {remedy}" if remedy else "")
+
+
+def _smaller(driver: Any) -> str:
+    """How much there is, and what takes less."""
+    failed, free, total = driver.cuMemGetInfo()
+    room = "" if failed else f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free; "
+    return f"{room}make staging_buffer_mb, workers or staging_ring_mb smaller, or leave less to the engine's own pool"
+
+
+class Context:
+    """The primary context of one device, the one that engines use too; kept for the process's life."""
+
+    def __init__(self, device: Any, label: str) -> None:
+        """
+        Args:
+            device: the driver's handle of it.
+            label: how errors call it.
+        """
+        self._driver = load()
+        self._label = label
+        self._handle = checked(self._driver.cuDevicePrimaryCtxRetain(device), f"{label}: no context")
+
+    def enter(self) -> None:
+        """Makes it the current one of this thread.
+
+        Asks the driver every time (a fraction of a microsecond): on a thread of the engine another may have become it.
+        """
+        checked(self._driver.cuCtxSetCurrent(self._handle), self._label)
+
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """Makes it the current one within a block: on an engine's thread, which keeps its own."""
+        checked(self._driver.cuCtxPushCurrent(self._handle), self._label)
+        try:
+            yield
+        finally:
+            self._driver.cuCtxPopCurrent()
