@@ -522,6 +522,14 @@ class Progress(TypedDict):
     doing: str
 
 
+class Gpu(TypedDict):
+    """A rank's GPU; "" for what is not known."""
+
+    name: str
+    driver: str  # version
+    cuda: str  # newest version that the driver serves
+
+
 class Ready(TypedDict):
     """Answer to `Start`."""
 
@@ -530,6 +538,7 @@ class Ready(TypedDict):
     staging_bytes: int
     peak_rss_bytes: int
     transport: dict[str, str | list[str]]
+    gpu: NotRequired[Gpu]  # where its pool is on one
 
 
 class FloorMeasured(TypedDict):
@@ -593,6 +602,9 @@ class RunReport(TypedDict):
     cpu_ns: int
     peak_rss_bytes: int
     faults: NotRequired[FaultReport]  # where there were any
+    # Prefill that computes on a GPU: [index, ns that the room's forward takes while nothing is sent], like `compute`
+    # in `rooms`, measured before the run for each prompt length.
+    compute_alone: NotRequired[list[list[int]]]
 
 
 class Mismatch(TypedDict):
