@@ -32,8 +32,8 @@ _REMEDIES = {
     "CUDA_ERROR_TOO_MANY_PEERS": "the GPU has no peer mapping left: use path staged",
     "CUDA_ERROR_MAP_FAILED": "the memory's exporter is gone, or a container hides it: share the IPC namespace "
     "(docker --ipc=host)",
-    "CUDA_ERROR_NOT_PERMITTED": "the process may not: containers need the same IPC namespace (docker --ipc=host), fabric "
-    "handles an IMEX channel (/dev/nvidia-caps-imex-channels)",
+    "CUDA_ERROR_NOT_PERMITTED": "the process may not: give containers one IPC namespace (docker --ipc=host), and for "
+    "fabric handles an IMEX channel (/dev/nvidia-caps-imex-channels)",
     "CUDA_ERROR_NOT_SUPPORTED": "this GPU or its driver cannot",
     "CUDA_ERROR_SYSTEM_NOT_READY": "the fabric manager is not running: systemctl start nvidia-fabricmanager",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver's library and kernel module differ: reboot, or reload the module",
@@ -46,7 +46,6 @@ _REMEDIES = {
     "CUDA_ERROR_LAUNCH_FAILED": "the GPU is lost to this process: restart the worker",
     "CUDA_ERROR_UNKNOWN": "see the kernel's log for Xid (dmesg)",
 }
-_NO_PACKAGE = "a KV pool on a GPU needs cuda-bindings: pip install 'kvctl[gpu]'"
 
 
 @cache
@@ -59,7 +58,7 @@ def load() -> Any:
     try:
         driver = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise DeviceUnavailable(f"{_NO_PACKAGE} ({error})") from error
+        raise DeviceUnavailable(f"a GPU needs cuda-bindings ({error}): pip install 'kvctl[gpu]'") from error
     try:
         failed = driver.cuInit(0)[0]
     # How the package says that it found no libcuda.so.1.
