@@ -16,7 +16,7 @@ class Ranges:
 
     def __init__(self, engine: str, regions: Sequence[Region]) -> None:
         self._engine = engine
-        ordered = np.array(sorted(regions), np.uint64).reshape(-1, 2)
+        ordered = np.array(sorted((addr, nbytes) for addr, nbytes, _ in regions), np.uint64).reshape(-1, 2)
         self._starts = ordered[:, 0]
         self._ends = ordered.sum(axis=1, dtype=np.uint64)
         self._bounds = self._starts.tolist(), self._ends.tolist()

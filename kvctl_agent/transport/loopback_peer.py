@@ -45,7 +45,7 @@ class Peer:
             self.ident = str(told["loopback"])
             self.pid = int(told["pid"])
             self._path = Path(told["socket"])
-            self.ranges = Ranges("loopback", [Region(int(addr), int(nbytes)) for addr, nbytes in told["regions"]])
+            self.ranges = Ranges("loopback", [Region(*map(int, region)) for region in told["regions"]])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise TransportError(f"loopback: the metadata of peer {key!r} is malformed: {error!r}") from error
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)

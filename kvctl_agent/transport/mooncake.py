@@ -240,7 +240,7 @@ class MooncakeTransport:
             ident, session, protocol = str(told["ident"]), str(told["session"]), str(told["protocol"])
             host, port = str(told["tags"][0]), int(told["tags"][1])
             secret = bytes.fromhex(told["secret"])
-            ranges = Ranges(self.name, [Region(int(addr), int(nbytes)) for addr, nbytes in told["regions"]])
+            ranges = Ranges(self.name, [Region(*map(int, region)) for region in told["regions"]])
             socket.inet_aton(host)
             if len(ident) != IDENT_BYTES or len(secret) != SECRET_BYTES or not 0 < port < 65536:
                 raise ValueError("wrong lengths")
@@ -307,8 +307,9 @@ def _merged(regions: Sequence[Region]) -> list[Region]:
     """The regions in order, neighbours joined."""
     merged: list[Region] = []
     for region in sorted(regions):
-        if merged and merged[-1].addr + merged[-1].nbytes == region.addr:
-            merged[-1] = Region(merged[-1].addr, merged[-1].nbytes + region.nbytes)
+        last = merged[-1] if merged else None
+        if last is not None and last.addr + last.nbytes == region.addr and last.device == region.device:
+            merged[-1] = Region(last.addr, last.nbytes + region.nbytes, last.device)
         else:
             merged.append(region)
     return merged

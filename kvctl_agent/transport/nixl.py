@@ -72,7 +72,7 @@ class NixlTransport:
         self._check_open()
         if not regions:
             return
-        table = np.array(regions, np.uint64)
+        table = np.array([(addr, nbytes) for addr, nbytes, _ in regions], np.uint64)
         descriptors = self._engine.binding.nixlRegDList(self._engine.binding.DRAM_SEG, _rows(table[:, 0], table[:, 1]))
         try:
             self._agent.registerMem(descriptors, [])
