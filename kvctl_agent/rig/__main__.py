@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvctl_agent.contract.rig import PlanError, PlanReply
-from kvctl_agent.errors import ConfigError, LayoutError, TransportUnavailable
+from kvctl_agent.errors import ConfigError, DeviceError, DeviceUnavailable, LayoutError, TransportUnavailable
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
@@ -65,10 +65,10 @@ def answer(request: bytes) -> PlanReply:
         from kvctl_agent.rig.plan import make_plan
 
         plan = make_plan(msgspec.json.decode(request, type=PlanRequest))
-        _require(plan["transport"])
+        _require(plan["transport"], plan["compute"])
     except (LayoutError, ConfigError) as error:
         return PlanReply(error=PlanError(code="usage", message=str(error)))
-    except TransportUnavailable as error:
+    except (TransportUnavailable, DeviceError) as error:
         return PlanReply(error=PlanError(code="unavailable", message=str(error)))
     except ModuleNotFoundError as error:
         message = f"the agent's side is not installed ({error}): pip install 'kvctl[agent]'"
@@ -76,12 +76,15 @@ def answer(request: bytes) -> PlanReply:
     return PlanReply(plan=plan)
 
 
-def _require(transport: str) -> None:
+def _require(transport: str, compute: str) -> None:
     """Refuse before a fleet is started; a library that NIXL lacks is found when it starts.
 
     Raises:
         TransportUnavailable: the engine's package is not installed, or not as it must be.
+        DeviceUnavailable: what computes on a GPU is not.
     """
+    if compute == "gpu" and find_spec("torch") is None:
+        raise DeviceUnavailable("--compute gpu needs PyTorch: pip install 'kvctl[agent]' with a CUDA build of torch")
     from kvctl_agent.transport.missing import unavailable
 
     if transport == "mooncake":

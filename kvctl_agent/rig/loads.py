@@ -9,7 +9,7 @@ from math import lcm
 from kvctl_agent.contract.rig import Load, PlannedLoad, PlannedRoom, PlanRequest, Request
 from kvctl_agent.rig import workload
 from kvctl_agent.rig.moving import Mover
-from kvctl_agent.rig.sizing import check_room_fits, pool_budget_bytes, pool_bytes, rooms_that_fit
+from kvctl_agent.rig.sizing import Budget, check_room_fits, pool_bytes, rooms_that_fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Needs:
         return max(end - first for first, end in self.load["lots"])
 
 
-def resolve_load(request: PlanRequest, mover: Mover, load: Load) -> Needs:
+def resolve_load(request: PlanRequest, mover: Mover, load: Load, budget: Budget) -> Needs:
     """One point of a sweep.
 
     Raises:
         LayoutError: not even one room fits.
     """
-    return _of_requests(request, mover, load) if request.requests else _drawn(request, mover, load)
+    return _of_requests(request, mover, load, budget) if request.requests else _drawn(request, mover, load, budget)
 
 
 def prefill_groups(mover: Mover) -> int:
@@ -75,10 +75,10 @@ def segment_items(mover: Mover, needs: Sequence[Needs], instance: int, role: str
     return most
 
 
-def _drawn(request: PlanRequest, mover: Mover, load: Load) -> Needs:
+def _drawn(request: PlanRequest, mover: Mover, load: Load, budget: Budget) -> Needs:
     """Rooms of drawn lengths, closed-loop or at a rate."""
     page_size, decode_dp = request.page_size, request.decode.dp
-    most = rooms_that_fit(request, mover, load)
+    most = rooms_that_fit(budget, mover, load)
     mean = max(1, round(workload.mean_tokens(load.tokens)))
     mean_bytes = mover.room_bytes(0, mean, 0).payload
     count = load.rooms or request.rooms or workload.default_rooms(mean_bytes, min(load.concurrency, most))
@@ -100,27 +100,28 @@ def _drawn(request: PlanRequest, mover: Mover, load: Load) -> Needs:
     ]
     notes = []
     if lot.in_flight < min(load.concurrency, count):
-        notes.append(f"concurrency {load.concurrency}: rooms in flight limited to {lot.in_flight} by memory")
+        limited = f"rooms in flight limited to {lot.in_flight} by memory{budget.detail}"
+        notes.append(f"concurrency {load.concurrency}: {limited}")
     elif count < load.concurrency:
         notes.append(f"concurrency {load.concurrency}: only {count} rooms to run")
     windows = workload.windows(lot.in_flight, decode_dp)
     return _needs(mover, load, asked, lots, windows, load.tokens.text, notes)
 
 
-def _of_requests(request: PlanRequest, mover: Mover, load: Load) -> Needs:
+def _of_requests(request: PlanRequest, mover: Mover, load: Load, budget: Budget) -> Needs:
     """The requests given, in lots of their real sizes: a trace's few long prompts must not make every lot small."""
     asked = list(request.requests[: load.rooms or request.rooms])
-    check_room_fits(request, mover, max(each.tokens for each in asked))
+    check_room_fits(budget, mover, max(each.tokens for each in asked))
     every = range(len(mover.inputs))
     sizes = {tokens: max(pool_bytes(mover, at, tokens) for at in every) for tokens in {each.tokens for each in asked}}
-    lots = workload.cut_to_fit([sizes[each.tokens] for each in asked], pool_budget_bytes(request))
+    lots = workload.cut_to_fit([sizes[each.tokens] for each in asked], budget.pool_bytes)
     placed = _placed(asked, lots, request.decode.dp)
     in_flight = min(load.concurrency, max(end - first for first, end in lots))
     notes = []
     if len(lots) > 1:
         notes.append(
-            f"{len(asked)} requests run in {len(lots)} lots, because memory does not hold all at once; arrivals start "
-            f"anew in each"
+            f"{len(asked)} requests run in {len(lots)} lots, because memory does not hold all at once{budget.detail}; "
+            f"arrivals start anew in each"
         )
     groups, sessions = [each.decode_dp for each in placed], [each.session for each in placed]
     each_group = -(-in_flight // workload.active_groups(in_flight, request.decode.dp))

@@ -12,7 +12,9 @@ from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.rig import Plan, PlannedRank, PlannedShare, PlanRequest, Role
 from kvctl_agent.layout.holding import held, segment_heads
 from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.rig.budget import gpu_budget, host_budget
 from kvctl_agent.rig.geometry import model_shape, resolve_shape
+from kvctl_agent.rig.gpus import Placement, place
 from kvctl_agent.rig.loads import Needs, prefill_groups, resolve_load, segment_items
 from kvctl_agent.rig.moving import Mover, Owed
 from kvctl_agent.rig.resolve import (
@@ -24,6 +26,7 @@ from kvctl_agent.rig.resolve import (
     resolve_pipelines,
 )
 from kvctl_agent.rig.sizing import MIB, rank_bytes, ring_bytes
+from kvctl_agent.rig.workload import most_tokens
 
 _PATIENCE_S = 3600
 
@@ -33,21 +36,24 @@ def make_plan(request: PlanRequest) -> Plan:
 
     Raises:
         LayoutError, ConfigError: what was asked for cannot be; the message has the arithmetic.
+        DeviceError: it needs GPUs, or what drives them, and they are not to be had.
     """
     check_load(request)
+    placement = place(request)
     shape = resolve_shape(request)
     chunk_tokens = resolve_chunk_tokens(request)
     inputs = instance_inputs(request, model_shape(shape, request.page_size), chunk_tokens)
     mover = Mover(inputs, shape)
-    paths = resolve_paths(request.paths, inputs)
+    paths = resolve_paths(request.paths, inputs, request.device)
     pipelines = resolve_pipelines(request.pipelines)
-    needs = [resolve_load(request, mover, load) for load in request.loads]
+    budget = gpu_budget(mover, placement, _longest_prompt(request)) if placement.every else host_budget(request)
+    needs = [resolve_load(request, mover, load, budget) for load in request.loads]
     # Where nothing is staged the smallest ring stays: with it comes the scratch memory that a lane is measured with.
     ring = MIB
     if any(path in STAGED_PATHS for path in paths):
         longest = [need.longest for need in needs]
         staged = max((need.window + 1) * need.reader_bytes for need in needs)
-        ring = ring_bytes(request, mover, longest, staged)
+        ring = ring_bytes(request, budget, mover, longest, staged)
     config: dict[str, str | int | float | bool] = {
         "transport": request.transport,
         "chunk_tokens": chunk_tokens,
@@ -57,6 +63,8 @@ def make_plan(request: PlanRequest) -> Plan:
         config["cp_mode"] = request.cp_mode
     if request.workers is not None:
         config["workers"] = request.workers
+    if request.direct_sms is not None:
+        config["direct_sms"] = request.direct_sms
     if request.requests or request.rate:
         # A room's number is known to both sides from the beginning of its lot; it may arrive much later.
         config["bootstrap_timeout_s"] = config["waiting_timeout_s"] = _PATIENCE_S
@@ -69,14 +77,16 @@ def make_plan(request: PlanRequest) -> Plan:
         page_order=request.page_order,
         chunk_tokens=chunk_tokens,
         transport=request.transport,
+        device=request.device,
+        compute=request.compute,
         paths=list(paths),
         pipelines=list(pipelines),
         cp_mode=request.cp_mode,
         ranks=[
-            *(rank for instance in instances for rank in _ranks("prefill", instance, mover, needs)),
-            *_ranks("decode", -1, mover, needs),
+            *(rank for instance in instances for rank in _ranks("prefill", instance, mover, needs, placement)),
+            *_ranks("decode", -1, mover, needs, placement),
         ],
-        shares=[share for instance in instances for share in _shares(mover, instance, needs[0])],
+        shares=[share for instance in instances for share in _shares(mover, instance, needs[0], request.device)],
         loads=[need.load for need in needs],
         ring_bytes=ring,
         # A multiple of every instance's dp, so that a room's position in its lot decides its prefill dp group.
@@ -87,10 +97,13 @@ def make_plan(request: PlanRequest) -> Plan:
     )
 
 
-def _ranks(role: Role, instance: int, mover: Mover, needs: Sequence[Needs]) -> Iterator[PlannedRank]:
+def _ranks(
+    role: Role, instance: int, mover: Mover, needs: Sequence[Needs], placement: Placement
+) -> Iterator[PlannedRank]:
     inputs = mover.inputs[max(0, instance)]
     side = inputs.prefill if role == "prefill" else inputs.decode
     items = segment_items(mover, needs, instance, role)
+    before = sum(each.prefill.size for each in mover.inputs[: max(0, instance)])
     for unique in range(side.size):
         at = side.coord(unique)
         here = held(inputs.shape, inputs.page_size, side, at)
@@ -108,20 +121,21 @@ def _ranks(role: Role, instance: int, mover: Mover, needs: Sequence[Needs]) -> I
             pool_pages=mine[0],
             state_slots={each.segment.name: mine[each.segment.index] for each in here if each.segment.state},
             pool_bytes=rank_bytes(mover, max(0, instance), role, at, mine),
+            device=placement.of(role, before + unique),
         )
 
 
-def _shares(mover: Mover, instance: int, need: Needs) -> Iterator[PlannedShare]:
+def _shares(mover: Mover, instance: int, need: Needs, device: str) -> Iterator[PlannedShare]:
     """Who owes what to whom for one of the load's longest rooms, to every decode dp group it may go to."""
     inputs = mover.inputs[instance]
     # Room numbers 0 to dp - 1 meet every prefill dp group.
     for room in range(inputs.prefill.dp):
         for decode_dp in range(inputs.decode.dp):
             for owed in mover.owed(instance, *need.longest, room, decode_dp):
-                yield _share(inputs, instance, owed)
+                yield _share(inputs, instance, owed, device)
 
 
-def _share(inputs: PlanInputs, instance: int, owed: Owed) -> PlannedShare:
+def _share(inputs: PlanInputs, instance: int, owed: Owed, device: str) -> PlannedShare:
     share = owed.share
     segment = inputs.segments[share.segment]
     first = segment_heads(segment, inputs.decode.tp, inputs.decode.coord(share.reader).tp).lo + share.dst_head
@@ -139,8 +153,16 @@ def _share(inputs: PlanInputs, instance: int, owed: Owed) -> PlannedShare:
             "bulk": share.num_layers * len(segment.planes) * pages if share.whole_rows else None,
             "slice": share.num_layers * sum(plane.rows for plane in segment.planes) * pages,
             "staged": len(owed.parts),
+            # None at all: what is counted here is kernels.
+            "direct": len(owed.parts) if device == "cuda" else None,
         },
     )
+
+
+def _longest_prompt(request: PlanRequest) -> int:
+    if request.requests:
+        return max(each.tokens for each in request.requests)
+    return max(most_tokens(load.tokens) for load in request.loads)
 
 
 def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[Needs]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from kvctl_agent.contract.config import KEYS_BY_NAME
-from kvctl_agent.contract.rig import PAGE_ORDERS, PIPELINES, PlanRequest, Request, Sizes
+from kvctl_agent.contract.rig import COMPUTES, DEVICES, PAGE_ORDERS, PIPELINES, PlanRequest, Request, Sizes
 from kvctl_agent.errors import ConfigError, LayoutError
 from kvctl_agent.layout.chunks import chunk_pages, page_count, prefix_pages
 from kvctl_agent.layout.inputs import PlanInputs
@@ -75,7 +75,16 @@ def check_load(request: PlanRequest) -> None:
             check_size("--tokens", tokens)
         if load.tokens.low > load.tokens.high:
             raise ConfigError(f"--tokens {load.tokens.text}: the range ends before it begins")
-    for option, value in (("--rooms", request.rooms), ("--ring-mb", request.ring_mb), ("--workers", request.workers)):
+    choose("--device", request.device, DEVICES)
+    choose("--compute", request.compute, COMPUTES)
+    if request.compute == "gpu" and request.device != "cuda":
+        raise ConfigError("--compute gpu: a forward is computed beside the pools; give --device cuda")
+    for option, value in (
+        ("--rooms", request.rooms),
+        ("--ring-mb", request.ring_mb),
+        ("--workers", request.workers),
+        ("--direct-sms", request.direct_sms),
+    ):
         if value is not None:
             check_size(option, value)
     if not 0 <= request.prefix_hit < 1:
@@ -105,17 +114,19 @@ def resolve_pipelines(pipelines: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(pipelines)) or ("off",)
 
 
-def resolve_paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...]) -> tuple[str, ...]:
+def resolve_paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...], device: str) -> tuple[str, ...]:
     """The paths to run side by side: those asked for, or the sensible comparison for the layouts.
 
     Raises:
-        ConfigError: an unknown path.
+        ConfigError: an unknown path, or one that needs GPUs where pools are in host memory.
         LayoutError: bulk between pools that hold different heads.
     """
     every = ((each, share) for each in inputs for dp in range(each.decode.dp) for share in shares(each, 0, dp))
     split = next(((each, share) for each, share in every if not share.whole_rows), None)
     for path in paths:
         choose("--path", path, KEYS_BY_NAME["path"].choices)
+        if path == "direct" and device != "cuda":
+            raise ConfigError("--path direct: a GPU's kernel writes into the decode rank's pool; give --device cuda")
         if path == "bulk" and split is not None:
             each, share = split
             segment = each.segments[share.segment]
@@ -126,7 +137,7 @@ def resolve_paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...]) -> tup
             )
     if paths:
         return tuple(dict.fromkeys(paths))
-    return ("slice" if split else "bulk", "staged", "auto")
+    return ("slice" if split else "bulk", "staged", *(("direct",) if device == "cuda" else ()), "auto")
 
 
 def choose(option: str, value: str, allowed: tuple[str, ...]) -> None:

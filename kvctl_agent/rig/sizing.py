@@ -7,6 +7,7 @@ hold a single room is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from kvctl_agent.contract.rig import Load, PlanRequest
@@ -17,37 +18,57 @@ from kvctl_agent.rig import workload
 from kvctl_agent.rig.moving import Mover
 
 MIB = 1 << 20
+GIB = 1 << 30
 # Rings together get at most this part of the memory, pools the rest.
 RING_SHARE = 4
-MAX_RING_BYTES = 512 * MIB
 
 
-def pool_budget_bytes(request: PlanRequest) -> int:
-    """What all pools may take together."""
-    return request.memory_bytes - request.memory_bytes // RING_SHARE
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much memory a fleet may take.
+
+    Attributes:
+        nbytes: of all pools and rings together.
+        most_ring_bytes: of one ring.
+        detail: what to say after naming it, "" where nothing.
+    """
+
+    nbytes: int
+    most_ring_bytes: int
+    detail: str = ""
+
+    @property
+    def pool_bytes(self) -> int:
+        """What all pools may take together."""
+        return self.nbytes - self.ring_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        """What all rings may take together."""
+        return self.nbytes // RING_SHARE
 
 
-def rooms_that_fit(request: PlanRequest, mover: Mover, load: Load) -> int:
+def rooms_that_fit(budget: Budget, mover: Mover, load: Load) -> int:
     """How many of the load's longest rooms all pools hold together, at least one.
 
     Raises:
         LayoutError: not even one.
     """
-    nbytes = check_room_fits(request, mover, workload.most_tokens(load.tokens))
-    return max(1, pool_budget_bytes(request) // nbytes)
+    nbytes = check_room_fits(budget, mover, workload.most_tokens(load.tokens))
+    return max(1, budget.pool_bytes // nbytes)
 
 
-def check_room_fits(request: PlanRequest, mover: Mover, tokens: int) -> int:
+def check_room_fits(budget: Budget, mover: Mover, tokens: int) -> int:
     """Bytes that a room of so many tokens takes in all pools, of the prefill instance where that is most.
 
     Raises:
         LayoutError: they are not to be had.
     """
     nbytes = max(pool_bytes(mover, instance, tokens) for instance in range(len(mover.inputs)))
-    if nbytes > request.memory_bytes:
+    if nbytes > budget.nbytes:
         raise LayoutError(
             f"one room of {tokens} tokens needs {nbytes} bytes of KV pools, prefill and decode together, but only "
-            f"{request.memory_bytes} are to be had: use fewer --tokens or a smaller shape"
+            f"{budget.nbytes} are to be had{budget.detail}: use fewer --tokens or a smaller shape"
         )
     return nbytes
 
@@ -75,7 +96,9 @@ def rank_bytes(mover: Mover, instance: int, role: str, at: Coord, items: Sequenc
     )
 
 
-def ring_bytes(request: PlanRequest, mover: Mover, longest: Sequence[tuple[int, int]], wanted: int) -> int:
+def ring_bytes(
+    request: PlanRequest, budget: Budget, mover: Mover, longest: Sequence[tuple[int, int]], wanted: int
+) -> int:
     """Each decode rank's ring: what its rooms in flight need and one more, within the rings' share of the memory.
 
     Args:
@@ -89,7 +112,7 @@ def ring_bytes(request: PlanRequest, mover: Mover, longest: Sequence[tuple[int, 
     part = max((mover.largest_part(instance, *room) for instance in instances for room in longest), key=lambda p: p[0])
     part_bytes, arithmetic = part
     if request.ring_mb is None:
-        share = min(MAX_RING_BYTES, request.memory_bytes // RING_SHARE // mover.inputs[0].decode.size)
+        share = min(budget.most_ring_bytes, budget.ring_bytes // mover.inputs[0].decode.size)
         return max(1, ceil(max(part_bytes, min(wanted, share)) / MIB)) * MIB
     if request.ring_mb * MIB < part_bytes:
         raise LayoutError(

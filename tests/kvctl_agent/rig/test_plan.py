@@ -64,7 +64,7 @@ def test_the_shares_say_who_owes_what_on_every_path():
         "layers": [0, 32],
         "bytes": 32 * MIB,
         "parts": 1,
-        "descriptors": {"bulk": None, "slice": 65536, "staged": 1},
+        "descriptors": {"bulk": None, "slice": 65536, "staged": 1, "direct": None},
     }
 
 
