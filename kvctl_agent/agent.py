@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import secrets
 import threading
@@ -39,12 +38,11 @@ from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.recording import InputLog
-from kvctl_agent.protocol.roster import Lookup, Register, Roster
-from kvctl_agent.protocol.roster import Rank as RegisteredRank
+from kvctl_agent.protocol.roster import Roster
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime import endpoints
 from kvctl_agent.runtime.arrivals import ArrivalLoop
-from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
+from kvctl_agent.runtime.bootstrap import Registries
 from kvctl_agent.runtime.control import ControlLoop
 from kvctl_agent.runtime.desk import Desk, OnState
 from kvctl_agent.runtime.handles import Bounds, Receive, Send
@@ -237,38 +235,11 @@ class Agent:
 
     def _build_control(self) -> ControlLoop:
         """Bind and connect the control sockets; the loop owns them from here on."""
-        with contextlib.ExitStack() as undo:
-            self.links = self._open_links()
-            undo.callback(self.links.close)
-            request: Register | Lookup = Lookup(self.name)
-            server: RegistryServer | None = None
-            if self.role == "prefill":
-                bootstrap = self._instances[0]
-                if self.local.unique_rank == 0:
-                    server = RegistryServer(self._context, bootstrap, self._keys)
-                    undo.callback(server.close)
-                endpoint = self.links.serve(endpoints.control_address(bootstrap, self.name))
-                side, coord = self.local.side, list(self.local.coord)
-                sizes = [side.dp, side.pp, side.cp, side.tp]
-                request = Register(RegisteredRank(self.name, endpoint, self.incarnation, coord, sizes))
-            self._registries = Registries(self._context, request, self._keys)
-            undo.callback(self._registries.close)
-            for instance in self._instances:
-                self._registries.ask(instance)
-            control = ControlLoop(
-                f"{self.name}-control",
-                self.machine,
-                self._hands,
-                self.links,
-                self._mailbox,
-                self._registries,
-                server,
-                self.telemetry,
-                self.local.host,
-                self.inputs if self.settings["record_inputs"] else None,
-            )
-            undo.pop_all()
-            return control
+        recorded = self.inputs if self.settings["record_inputs"] else None
+        parts = (self.machine, self._hands, self._mailbox, self.telemetry)
+        meeting = meet(self.local, self._instances, self._context, self._keys, self._open_links, parts, recorded)
+        self.links, self._registries = meeting.links, meeting.registries
+        return meeting.control
 
     def _start_threads(self) -> None:
         crew = self._crew = CopyCrew(assembly.threads(self.settings["copy_threads"], 2), f"{self.name}-copy")
