@@ -50,6 +50,7 @@ from kvctl_agent.runtime.hands import AgentHands
 from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.mailbox import Mailbox
+from kvctl_agent.runtime.meeting import meet
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.readiness import waiting_for
 from kvctl_agent.runtime.tickets import Tickets

@@ -1,4 +1,4 @@
-"""How an agent's control loop gets its sockets: its own address, the registries of its instances, and the peers' links."""
+"""How a control loop gets its sockets: the own address, the registries of its instances, the links to peers."""
 
 from __future__ import annotations
 
