@@ -1,0 +1,171 @@
+"""One NVIDIA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.device import reach
+from kvctl_agent.device.base import Copies, Event, Export, Mapping, Memory
+from kvctl_agent.device.driver import Context, checked, load
+from kvctl_agent.device.events import CudaEvent, EventPool, event_of
+from kvctl_agent.device.kernels import Kernels
+from kvctl_agent.device.memory import MadeMemory, PlainMemory, fabric_refusal
+from kvctl_agent.device.opened import FABRIC as FABRIC_HANDLE
+from kvctl_agent.device.opened import Opened
+from kvctl_agent.device.rows import CudaCopies
+from kvctl_agent.device.sharing import PeerMapping, SameProcess, exported
+from kvctl_agent.errors import DeviceError
+
+_NAME_BYTES = 128
+_FASTEST_FIRST = (reach.SAME, reach.NVLINK, reach.FABRIC, reach.PCIE)
+
+
+class CudaDevice:
+    """A `Device`; `open_device` makes it, once per process, and nothing ends it.
+
+    Attributes:
+        index: number of the GPU in this process.
+        name: with the driver's name for the kind of it.
+        uuid: the driver's name for this very one.
+        context: the one that engines use, too.
+        events: of streams of this device.
+        kernels: of all its `Copies`.
+    """
+
+    def __init__(self, index: int) -> None:
+        driver = load()
+        label = f"GPU {index}"
+        self.index = index
+        self._device = checked(driver.cuDeviceGet(index), label)
+        kind: bytes = checked(driver.cuDeviceGetName(_NAME_BYTES, self._device), label)
+        self.name = f"{label} ({kind.split(bytes(1), 1)[0].decode(errors='replace')})"
+        self.uuid = reach.uuid_of(self._device)
+        self.context = Context(self._device, label)
+        self.events = EventPool(self.context)
+        self.kernels = Kernels(self.context, self.capability)
+        self._opened = Opened(self.context, index)
+        with self.context.visit():
+            # Those of our own that are no `Copies`: fills and uploads; the floor's; one that nothing is ever put on.
+            self._plain, self._floor, self._idle = (self._stream() for _ in range(3))
+
+    def enter(self) -> None:
+        self.context.enter()
+
+    # ---- streams and events -------------------------------------------------------------------------------------
+
+    def now(self) -> Event:
+        return self.events.record(self._idle)
+
+    def copy(self, target: int, source: int, nbytes: int) -> Event:
+        self._do(load().cuMemcpyAsync, target, source, nbytes, self._floor)
+        return self.events.record(self._floor)
+
+    def copies(self) -> Copies:
+        return CudaCopies(self.context, self.kernels, self.events)
+
+    def event_of(self, given: Any) -> CudaEvent:
+        return event_of(self.context, given)
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, pool: str = "default") -> Memory:
+        if pool == "default":
+            return PlainMemory(self.context, nbytes, self.name)
+        return MadeMemory(
+            self.context, nbytes, self.name, self.index, [*reach.lanes(self.index)], not self._fabric_refusal
+        )
+
+    def fill(self, addr: int, nbytes: int, value: int) -> None:
+        self._do(load().cuMemsetD8Async, addr, value, nbytes, self._plain)
+        self._wait()
+
+    def upload(self, addr: int, data: npt.NDArray[np.uint8]) -> None:
+        data = np.ascontiguousarray(data)
+        self._do(load().cuMemcpyHtoDAsync, addr, data.ctypes.data, data.nbytes, self._plain)
+        self._wait()
+
+    def download(self, addr: int, out: npt.NDArray[np.uint8]) -> None:
+        if not (out.flags.c_contiguous and out.flags.writeable):
+            raise DeviceError(f"{self.name}: cannot download into an array that is read-only or not contiguous")
+        self._do(load().cuMemcpyDtoHAsync, out.ctypes.data, addr, out.nbytes, self._plain)
+        self._wait()
+
+    # ---- other processes ----------------------------------------------------------------------------------------
+
+    def export(self, regions: Sequence[tuple[int, int]]) -> list[Export]:
+        return exported(self.context, regions, self.uuid)
+
+    def open(self, exports: Sequence[Export], same_process: bool = False) -> Mapping:
+        lanes = {export.device: self._lane_to(export) for export in exports}
+        slowest = max(lanes.values(), key=_FASTEST_FIRST.index, default=reach.SAME)
+        if not same_process:
+            return PeerMapping(self._opened, exports, slowest)
+        ordinals = reach.ordinals()
+        for name in lanes:
+            if ordinals[name] != self.index:
+                reach.enable(self.context, self.index, ordinals[name])
+        return SameProcess(slowest)
+
+    def _lane_to(self, export: Export) -> str:
+        """How we reach an export's device; one of another host by the fabric that its handle is for."""
+        if export.kind == FABRIC_HANDLE and export.device not in reach.ordinals():
+            if self._fabric_refusal:
+                raise DeviceError(f"{self.name} cannot map memory of another host: {self._fabric_refusal}")
+            return reach.FABRIC
+        return reach.lane_to(self.index, export.device)
+
+    @cached_property
+    def _fabric_refusal(self) -> str:
+        return fabric_refusal(self.context, self._device, self.index)
+
+    # ---- for people ---------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Bytes for memory; `peers` by number of the GPU that is reached and how; `fabric` is true, or why not."""
+        driver = load()
+        version = checked(driver.cuDriverGetVersion(), self.name)
+        with self.context.visit():
+            free, total = checked(driver.cuMemGetInfo(), self.name)
+        return {
+            "name": self.name,
+            "uuid": self.uuid,
+            "driver_cuda": f"{version // 1000}.{version % 1000 // 10}",
+            "capability": f"{self.capability // 10}.{self.capability % 10}",
+            "multiprocessors": self.multiprocessors,
+            "memory_bytes": total,
+            "free_bytes": free,
+            "peers": reach.lanes(self.index),
+            "fabric": self._fabric_refusal or True,
+        }
+
+    @cached_property
+    def capability(self) -> int:
+        """Compute capability, 90 for 9.0."""
+        return 10 * self._attribute("COMPUTE_CAPABILITY_MAJOR") + self._attribute("COMPUTE_CAPABILITY_MINOR")
+
+    @cached_property
+    def multiprocessors(self) -> int:
+        return self._attribute("MULTIPROCESSOR_COUNT")
+
+    def _attribute(self, name: str) -> int:
+        driver = load()
+        attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(checked(driver.cuDeviceGetAttribute(attribute, self._device), f"{self.name}: {name}"))
+
+    # ---- the driver ---------------------------------------------------------------------------------------------
+
+    def _stream(self) -> Any:
+        driver = load()
+        return checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING), self.name)
+
+    def _do(self, function: Any, *args: Any) -> None:
+        with self.context.visit():
+            checked(function(*args), f"{self.name}: {function.__name__}")
+
+    def _wait(self) -> None:
+        self._do(load().cuStreamSynchronize, self._plain)

@@ -1,0 +1,128 @@
+"""Memory of one process in another's address space: what we export, and where a peer's addresses are here."""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvctl_agent.device.base import Blocks, Export
+from kvctl_agent.device.driver import Context, checked, load
+from kvctl_agent.device.opened import FABRIC, HANDLE_BYTES, IPC, Opened
+from kvctl_agent.errors import DeviceError
+
+
+def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) -> list[Export]:
+    """The allocations that regions (address, bytes) lie in, each once, in order of address.
+
+    Args:
+        device: UUID of the device that they are on.
+
+    Raises:
+        DeviceError: one of them cannot be exported; says why.
+    """
+    found: dict[int, Export] = {}
+    driver = load()
+    with context.visit():
+        for addr, nbytes in regions:
+            at = addr
+            # A region of several allocations: an engine's growing segment, made of `cuMemCreate` pieces.
+            while at < addr + nbytes:
+                what = f"{nbytes} bytes at {addr:#x} are no memory of {device}"
+                base, size = map(int, checked(driver.cuMemGetAddressRange(at), what))
+                if base not in found:
+                    found[base] = Export(base, size, *_handle(base), device)
+                at = base + size
+    return [found[base] for base in sorted(found)]
+
+
+def _handle(base: int) -> tuple[str, bytes]:
+    """Kind and bytes of what names an allocation to other processes."""
+    driver = load()
+    attributes = driver.CUpointer_attribute
+    legacy = attributes.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+    if checked(driver.cuPointerGetAttribute(legacy, base), "cannot be exported"):
+        handle = checked(driver.cuIpcGetMemHandle(base), "cannot be exported")
+        return IPC, ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+    fabric = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+    allowed = checked(driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, base), "kinds")
+    if int(allowed) & int(fabric):
+        allocation = checked(driver.cuMemRetainAllocationHandle(base), "cannot be exported")
+        try:
+            handle = checked(driver.cuMemExportToShareableHandle(allocation, fabric, 0), "cannot be exported")
+        finally:
+            # Ours alone: the allocation's owner keeps its own.
+            driver.cuMemRelease(allocation)
+        return FABRIC, bytes(handle.data)
+    raise DeviceError(
+        "memory made by cuMemCreate without a fabric handle cannot be exported to another process: set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False for an engine's pool, mem_pool=default for ours"
+    )
+
+
+class SameProcess:
+    """Memory of another agent of this process: its addresses are ours."""
+
+    def __init__(self, lane: str) -> None:
+        self.lane = lane
+
+    def translate(self, addr: int) -> int:
+        return addr
+
+    def translate_all(self, addrs: Blocks) -> Blocks:
+        return addrs
+
+    def close(self) -> None:
+        """Nothing was mapped."""
+
+
+class PeerMapping:
+    """A peer's allocations, opened here."""
+
+    def __init__(self, opened: Opened, exports: Sequence[Export], lane: str) -> None:
+        """
+        Raises:
+            DeviceError: one of them cannot be mapped; nothing of the others is left.
+        """
+        self.lane = lane
+        self._opened = opened
+        self._exports: list[Export] = []
+        addrs = []
+        try:
+            for export in sorted(exports):
+                addrs.append(opened.open(export))
+                self._exports.append(export)
+        except DeviceError:
+            self.close()
+            raise
+        theirs = [export.addr for export in self._exports]
+        self._theirs = theirs
+        self._ends = [export.addr + export.nbytes for export in self._exports]
+        self._shifts = [here - there for here, there in zip(addrs, theirs, strict=True)]
+        self._tables = [np.array(column, np.int64) for column in (theirs, self._ends, self._shifts)]
+
+    def translate(self, addr: int) -> int:
+        place = bisect_right(self._theirs, addr) - 1
+        if place < 0 or addr >= self._ends[place]:
+            raise self._unknown(addr)
+        return addr + self._shifts[place]
+
+    def translate_all(self, addrs: Blocks) -> Blocks:
+        theirs, ends, shifts = self._tables
+        place = np.searchsorted(theirs, addrs, "right") - 1
+        # A place of -1 is the last allocation, in which no address before the first one lies.
+        inside = (place >= 0) & (addrs < ends[place])
+        if not inside.all():
+            raise self._unknown(int(np.asarray(addrs)[~inside].flat[0]))
+        moved: Blocks = addrs + shifts[place]
+        return moved
+
+    def close(self) -> None:
+        while self._exports:
+            self._opened.close(self._exports.pop())
+
+    def _unknown(self, addr: Any) -> DeviceError:
+        return DeviceError(f"{addr:#x} lies in none of the {len(self._theirs)} allocations that the peer exported")
