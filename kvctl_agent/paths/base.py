@@ -11,56 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
+from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.paths.mapped import Mapped
+from kvctl_agent.paths.routes import Route
+from kvctl_agent.paths.sides import LaneSegment
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.transport.base import Prepared, Transport, Write
 
 BULK = "bulk"
 SLICE = "slice"
 STAGED = "staged"
-
-Numbers = npt.NDArray[np.int64]
-
-
-class LaneSegment:
-    """One segment of our pool and of a peer's, which hold different layers and heads of it, maybe.
-
-    Attributes:
-        ours, theirs: where each side's bytes are.
-        page_bytes: of each plane, where both hold the same heads; int64 `[planes]`.
-    """
-
-    def __init__(self, ours: SegmentAddresses, theirs: SegmentAddresses) -> None:
-        self.ours = ours
-        self.theirs = theirs
-        planes = len(theirs.held.segment.planes)
-        self.page_bytes = np.array([theirs.page_bytes(plane) for plane in range(planes)], np.int64)
-        self._ours = np.array(ours.bases, np.int64).reshape(-1, planes)
-        self._theirs = np.array(theirs.bases, np.int64).reshape(-1, planes)
-
-    def bases(self, lo: int, hi: int) -> tuple[Numbers, Numbers]:
-        """Addresses of page 0 of every plane of layers [lo, hi), here and there, int64 `[hi - lo, planes]`.
-
-        Raises:
-            MemoryLayoutError: as `check_layers`.
-        """
-        self.check_layers(lo, hi)
-        ours, theirs = self.ours.held.layer_lo, self.theirs.held.layer_lo
-        return self._ours[lo - ours : hi - ours], self._theirs[lo - theirs : hi - theirs]
-
-    def check_layers(self, lo: int, hi: int) -> None:
-        """Raises MemoryLayoutError unless both sides hold layers [lo, hi)."""
-        for held in (self.ours.held, self.theirs.held):
-            if not held.layer_lo <= lo < hi <= held.layer_hi:
-                raise MemoryLayoutError(
-                    f"{held.segment.name}: layers {lo}-{hi} are not those of a rank that has "
-                    f"{held.layer_lo}-{held.layer_hi}"
-                )
+DIRECT = "direct"
 
 
 class Lane:
@@ -73,9 +35,22 @@ class Lane:
         ring_base: address of the peer's staging ring; 0 where it has none.
         segments: both sides of each segment, in the model's order.
         prepared: descriptor lists of the peer's pool by (segment, first head, heads), made at first use.
+        mapping: of the peer's memory, for `direct`; None where there is none.
+        why_not: why there is none, for people.
+        routes: of `direct`, by (segment, source's first head, destination's, heads), made at first use.
     """
 
-    def __init__(self, peer: str, transport: Transport, pool: KVPool, theirs: PoolAddresses, ring_base: int) -> None:
+    def __init__(
+        self,
+        peer: str,
+        transport: Transport,
+        pool: KVPool,
+        theirs: PoolAddresses,
+        ring_base: int,
+        mapping: Mapped | None = None,
+        why_not: str = "",
+    ) -> None:
+        """Raises DeviceError where `mapping` does not cover the peer's pages."""
         self.peer = peer
         self.transport = transport
         self.pool = pool
@@ -83,8 +58,16 @@ class Lane:
         self.theirs = theirs
         self.ring_base = ring_base
         pairs = zip(self.ours.segments, theirs.segments, strict=True)
-        self.segments = tuple(LaneSegment(here, there) for here, there in pairs)
+        self.segments = tuple(LaneSegment(here, there, mapping) for here, there in pairs)
         self.prepared: dict[tuple[int, int, int], Prepared] = {}
+        self.mapping = mapping
+        self.why_not = why_not
+        self.routes: dict[tuple[int, int, int, int], tuple[Route, ...]] = {}
+
+    def close(self) -> None:
+        """Nothing new is begun on it; the peer's memory is unmapped when the last kernel on it has ended."""
+        if self.mapping is not None:
+            self.mapping.close()
 
 
 class Flight(ABC):
@@ -94,8 +77,8 @@ class Flight(ABC):
         began_ns: when a worker took it.
         gather_ns: time spent gathering.
         post_ns: time spent in the engine's post; on lanes that copy in the post, this is the copy.
-        descriptors: handed to the engine, before it merges.
-        posts: submissions to the engine.
+        descriptors: handed to the engine, before it merges; of `direct` the blocks that its kernels copy.
+        posts: submissions to the engine; of `direct` kernels.
     """
 
     def __init__(self, lane: Lane, order: Transfer, began_ns: int) -> None:

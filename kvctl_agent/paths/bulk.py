@@ -11,7 +11,8 @@ import numpy as np
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.runs import page_run_arrays
-from kvctl_agent.paths.base import Flight, Lane, Numbers, WriteFlight
+from kvctl_agent.paths.base import Flight, Lane, WriteFlight
+from kvctl_agent.paths.sides import Numbers
 from kvctl_agent.protocol.events import Transfer
 
 

@@ -1,0 +1,273 @@
+"""`direct` on the stand-in device: a kernel's copies, its event, its tag, and the mapping that it writes through."""
+
+from __future__ import annotations
+
+import timeit
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from host_device import HostDevice, HostMapping
+
+from kvctl_agent.device.base import Export
+from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
+from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.side import Side
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.paths.base import Lane
+from kvctl_agent.paths.direct import PROGRAMS, DirectPath
+from kvctl_agent.paths.mapped import Mapped
+from kvctl_agent.paths.routes import geometries
+from kvctl_agent.protocol.tag import PartKind
+
+CONV = StateShape("conv", (0, 2, 3), 3, 8, 4)  # cut over tp
+INDEX = StateShape("index", (1, 4), 1, 1, 20)  # the same on every rank
+MODELS = {
+    "K wider than V, draft, state": ModelShape(5, 8, 6, 4, 2, draft=ModelShape(1, 4, 4, 6, 2), states=(CONV, INDEX)),
+    "scales": ModelShape(5, 8, 8, 8, 1, k_scale_bytes=4, v_scale_bytes=2),
+    "latent with scales, state": ModelShape(5, 1, 18, 0, 1, kind="mla", k_scale_bytes=4, states=(INDEX,)),
+}
+SIDES = {
+    "tp2 to tp1": (Side(tp=2), Side()),
+    "tp1 to tp4 of dp2": (Side(), Side(dp=2, tp=4)),
+    "tp8 to tp2": (Side(tp=8), Side(tp=2)),
+    "tp4 to tp4": (Side(tp=4), Side(tp=4)),
+    "pp3 to uneven pp2 tp2": (Side(pp=3), Side(pp=2, tp=2, stages=(4, 1))),
+}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "odd intersections, tp6 to tp4": {"heads": 24, "prefill_tp": 6, "decode_tp": 4, "k_dim": 8, "v_dim": 8},
+    "replicated heads, tp8 to tp2": {"heads": 4, "prefill_tp": 8, "decode_tp": 2},
+    "one token a page": {"page_size": 1, "pages": 64},
+    "16 tokens a page": {"page_size": 16, "pages": 12, "prefill_tp": 4, "decode_tp": 2},
+    "single bytes": {"dtype_bytes": 1, "k_dim": 1, "v_dim": 3, "page_size": 3},
+}
+
+pytestmark = pytest.mark.parametrize("engine", ["loopback"])
+
+
+@pytest.fixture
+def device() -> HostDevice:
+    return HostDevice()
+
+
+def exports(pool: KVPool) -> list[Export]:
+    return [Export(region.addr, region.nbytes, "ipc", b"", "HOST") for region in pool.regions()]
+
+
+def lane(made: Any, share: Any) -> tuple[Lane, HostMapping]:
+    """A lane whose peer's memory is mapped, as the stand-in does it."""
+    reader = made.readers[share.reader]
+    mapping = HostMapping(exports(reader), "nvlink")
+    return Lane("reader", made.here, made.writers[share.writer], reader.addresses(), 0, Mapped(mapping)), mapping
+
+
+def moved(made: Any, share: Any) -> tuple[np.ndarray, np.ndarray]:
+    segment = made.geometry.inputs().segments[share.segment]
+    random, total = np.random.default_rng(share.segment), made.geometry.slots(segment)
+    count = 3 if segment.state else 9
+    return random.permutation(total)[:count], random.permutation(total)[:count]
+
+
+def send_all(made: Any, device: HostDevice) -> None:
+    """Every share of the plan, the first layer alone and then the rest, and the whole picture compared."""
+    path = DirectPath(device.copies())
+    for share in made.geometry.shares() + made.geometry.state_shares():
+        src, dst = moved(made, share)
+        way, mapping = lane(made, share)
+        kind = PartKind.STATE if made.geometry.inputs().segments[share.segment].state else PartKind.KV
+        cuts = sorted({share.layer_lo, min(share.layer_lo + 1, share.layer_hi), share.layer_hi})
+        for layers in pairwise(cuts):
+            made.expect(share, src, dst, layers)
+            flight = made.fly(path, share, src, dst, layers=layers, lane=way, kind=kind)
+            planes = len(way.segments[share.segment].ours.held.segment.planes)
+            assert flight.descriptors == planes * (layers[1] - layers[0])
+        assert {batch.geometry for begun in device.begun for batch in begun.batches} >= geometries(
+            [way.segments[share.segment]]
+        )
+        way.close()
+        assert mapping.closed
+    made.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_serves_any_two_layouts(ends: Any, geometry: Any, device: HostDevice, layout: str) -> None:
+    send_all(ends(geometry(**LAYOUTS[layout])), device)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_segment_lands_where_the_plan_says_and_nowhere_else(
+    ends: Any, geometry: Any, device: HostDevice, model: str, sides: str
+) -> None:
+    prefill, decode = SIDES[sides]
+    send_all(ends(geometry(model=MODELS[model], prefill=prefill, decode=decode, pages=20)), device)
+
+
+def test_planes_of_one_geometry_go_in_one_kernel_and_whole_pages_as_one_row(
+    ends: Any, geometry: Any, device: HostDevice
+) -> None:
+    for tp, rows, kernels in ((1, 1, 1), (2, 4, 1)):
+        made = ends(geometry(prefill_tp=tp))
+        share = made.geometry.shares()[0]
+        flight = made.fly(DirectPath(device.copies()), share, [1, 2], [3, 4], lane=lane(made, share)[0])
+        assert flight.posts == kernels
+        (batch,) = device.begun[-1].batches
+        assert (batch.geometry.rows, batch.geometry.src_paged, batch.geometry.dst_paged) == (rows, True, True)
+        assert device.begun[-1].pages.tolist() == [1, 2, 3, 4]
+
+
+def test_it_takes_as_many_multiprocessors_as_it_is_told(ends: Any, geometry: Any, device: HostDevice) -> None:
+    made = ends(geometry())
+    share = made.geometry.shares()[0]
+    for given, taken in ((None, PROGRAMS), (8, 8)):
+        made.fly(DirectPath(device.copies(), given), share, [1], [1], lane=lane(made, share)[0])
+        assert device.begun[-1].programs == taken
+
+
+class TestFlight:
+    def test_the_tag_goes_once_and_behind_the_kernel(
+        self, ends: Any, geometry: Any, device: HostDevice, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        told: list[bytes] = []
+        monkeypatch.setattr(made.here, "tell", lambda peer, tag: (made.check(), told.append(tag)))
+        flight = DirectPath(device.copies()).start(lane(made, share)[0], made.order(share, [1], [1]))
+        assert not flight.advance()
+        assert not flight.advance()
+        made.check()
+        assert not told
+        made.expect(share, [1], [1])
+        assert flight.advance()
+        assert flight.advance()
+        assert told == [b"tag"]
+        assert set(flight.moments()) == {"ready", "gate", "queue", "post", "wire"}
+
+    def test_behind_a_raised_fence_it_drains_and_tells_nobody(
+        self, ends: Any, geometry: Any, device: HostDevice
+    ) -> None:
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        order = made.order(share, [1], [1])
+        way, mapping = lane(made, share)
+        flight = DirectPath(device.copies()).start(way, order)
+        order.fence.raised = True
+        way.close()
+        assert not flight.advance()
+        assert not flight.give_up()
+        assert not mapping.closed
+        assert flight.give_up()
+        assert mapping.closed
+        assert made.tags(1, 0.05) == []
+
+    def test_what_a_device_has_failed_is_never_taken_for_drained(
+        self, ends: Any, geometry: Any, device: HostDevice
+    ) -> None:
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        way, mapping = lane(made, share)
+        device.fail_next = 1
+        flight = DirectPath(device.copies()).start(way, made.order(share, [1], [1]))
+        assert not flight.advance()
+        assert not flight.advance()
+        with pytest.raises(DeviceError, match="told to fail"):
+            flight.advance()
+        way.close()
+        assert not flight.give_up()
+        assert not mapping.closed
+
+    def test_a_kernel_that_cannot_be_begun_holds_nothing(
+        self, ends: Any, geometry: Any, device: HostDevice, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        way, mapping = lane(made, share)
+        copies = device.copies()
+
+        def refuse(*args: Any, **named: Any) -> Any:
+            raise DeviceError("no more launches")
+
+        monkeypatch.setattr(copies, "begin", refuse)
+        with pytest.raises(DeviceError, match="no more launches"):
+            DirectPath(copies).start(way, made.order(share, [1], [1]))
+        way.close()
+        assert mapping.closed
+
+
+class TestMapping:
+    def test_it_is_unmapped_behind_the_last_of_its_kernels(self, ends: Any, geometry: Any, device: HostDevice) -> None:
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        way, mapping = lane(made, share)
+        paths = [DirectPath(device.copies()) for _ in range(2)]  # of two workers
+        flights = [path.start(way, made.order(share, [1], [1])) for path in paths]
+        way.close()
+        way.close()
+        with pytest.raises(PeerDisconnected, match="no longer mapped"):
+            paths[0].start(way, made.order(share, [1], [1]))
+        for flight in flights:
+            assert not mapping.closed
+            while not flight.give_up():
+                pass
+        assert mapping.closed
+
+    def test_without_one_the_part_fails_and_says_why(self, ends: Any, geometry: Any, device: HostDevice) -> None:
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        theirs = made.readers[0].addresses()
+        way = Lane("reader", made.here, made.writers[0], theirs, 0, why_not="reader's pool is host memory")
+        with pytest.raises(DeviceError, match="no direct path to reader: reader's pool is host memory"):
+            DirectPath(device.copies()).start(way, made.order(share, [1], [1]))
+
+    def test_a_lane_refuses_one_that_does_not_cover_the_pool(self, ends: Any, geometry: Any) -> None:
+        made = ends(geometry())
+        (export,) = exports(made.readers[0])
+        middle = export.nbytes // 2
+        theirs = made.readers[0].addresses()
+        for short in ([export._replace(nbytes=middle)], [export._replace(addr=export.addr + middle)]):
+            with pytest.raises(DeviceError, match="lies in nothing"):
+                Lane("reader", made.here, made.writers[0], theirs, 0, Mapped(HostMapping(short, "nvlink")))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("src", "dst"), [([40], [1]), ([1], [40]), ([-1], [1]), ([1], [-1])])
+    def test_a_page_outside_the_pool_never_reaches_a_kernel(
+        self, ends: Any, geometry: Any, device: HostDevice, src: list[int], dst: list[int]
+    ) -> None:
+        made = ends(geometry())
+        share = made.geometry.shares()[0]
+        with pytest.raises(MemoryLayoutError, match=r"kv: pages -?\d+ to -?\d+ are not all in a pool of 40"):
+            DirectPath(device.copies()).start(lane(made, share)[0], made.order(share, src, dst))
+        assert not device.begun
+
+    def test_layers_that_one_side_does_not_have(self, ends: Any, geometry: Any, device: HostDevice) -> None:
+        made = ends(geometry(prefill=Side(pp=3), decode=Side()))
+        share = made.geometry.shares()[1]
+        with pytest.raises(MemoryLayoutError, match="kv: layers 0-2 are not those"):
+            DirectPath(device.copies()).start(lane(made, share)[0], made.order(share, [1], [1], (0, 2)))
+
+    def test_a_rank_that_owes_nothing(self, ends: Any, geometry: Any, device: HostDevice) -> None:
+        made = ends(geometry())
+        way = lane(made, made.geometry.shares()[0])[0]
+        with pytest.raises(MemoryLayoutError, match="owes no heads"):
+            DirectPath(device.copies()).start(way, made.order(None, [1], [1]))
+
+
+def test_building_a_launch_costs_microseconds(ends: Any, geometry: Any, engine: str) -> None:
+    """Far above what it takes, far below what a table for each part would: 80 layers of 64 pages."""
+
+    class Never:
+        def done(self) -> bool:
+            return False
+
+    class Nowhere:
+        def begin(self, batches: Any, pages: Any, after: Any = None, programs: Any = None) -> Never:
+            return Never()
+
+    made = ends(geometry(layers=80, pages=70, prefill_tp=4))
+    share = made.geometry.shares()[0]
+    way, path = lane(made, share)[0], DirectPath(Nowhere())  # type: ignore[arg-type]
+    order = made.order(share, np.arange(64), np.arange(64)[::-1])
+    best = min(timeit.repeat(lambda: path.start(way, order), number=100, repeat=20)) / 100
+    assert best < 100e-6, f"{best * 1e6:.1f} µs"
