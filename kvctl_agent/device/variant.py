@@ -1,4 +1,4 @@
-"""Which form of the copy kernel serves a geometry at given addresses: the widest words that both allow. Pure arithmetic."""
+"""The form of the copy kernel for a geometry at given addresses: the widest words that both allow. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def variant(geometry: Geometry, bits: int, tile: Tile) -> Variant:
         # A page is contiguous on both sides, and so one row.
         rows, width = 1, rows * width
         src_row = dst_row = width
-    align = _lowest_bit(width | src_row | dst_row | bits | _ACCESS)
+    align = alignment(width | src_row | dst_row | bits)
     # At most 32 words a lane: narrow words need smaller tiles, or the registers spill.
     tile_bytes = min(tile.nbytes, tile.warps * 32 * 32 * min(align, 8))
     # Whole powers of two, so that no lane idles: nine units of 128 bytes make a row of 1,152.
@@ -86,6 +86,11 @@ def variant(geometry: Geometry, bits: int, tile: Tile) -> Variant:
         tile_bytes // unit,
         tile.warps,
     )
+
+
+def alignment(bits: int) -> int:
+    """The largest power of two, up to one access, that divides every number made of these bits."""
+    return _lowest_bit(bits | _ACCESS)
 
 
 def _lowest_bit(number: int) -> int:

@@ -1,0 +1,48 @@
+"""Cuts what does not fit one upload into requests that do: thousands of pages of one token, say. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvctl_agent.device.base import Batch, Places
+
+BLOCK_BYTES = 5 * 8
+"""Of one row of `Batch.blocks`."""
+
+_PLACE_BYTES = 4
+
+
+def table_bytes(batches: Sequence[Batch], pages: Places) -> int:
+    """What a launch's tables take."""
+    return sum([len(batch.blocks) for batch in batches]) * BLOCK_BYTES + len(pages) * _PLACE_BYTES
+
+
+def split(batches: Sequence[Batch], pages: Places, nbytes: int) -> Iterator[tuple[Batch, Places]]:
+    """Yields one batch at a time, with its own list of pages; together they copy the same.
+
+    Args:
+        nbytes: at most so many of tables each.
+    """
+    rows = max(1, nbytes // 2 // BLOCK_BYTES)
+    window = max(1, nbytes // 2 // _PLACE_BYTES // 2)  # Each page may be listed for both sides.
+    for geometry, blocks in batches:
+        paged = geometry.src_paged, geometry.dst_paged
+        for lo in range(0, int(blocks[:, 4].max()), window):
+            rest = blocks[blocks[:, 4] > lo].copy()
+            rest[:, 4] = np.minimum(rest[:, 4] - lo, window)
+            for side in (0, 1):
+                if paged[side]:
+                    rest[:, 2 + side] += lo
+                else:
+                    rest[:, side] += lo * geometry.rows * geometry.width
+                    rest[:, 2 + side] = 0
+            for alike in np.unique(rest[:, 2:], axis=0):
+                group = rest[(rest[:, 2:] == alike).all(axis=1)]
+                begins, count = alike[:2].tolist(), int(alike[2])
+                listed = [pages[at : at + count] for at, given in zip(begins, paged, strict=True) if given]
+                group[:, 2] = 0
+                group[:, 3] = count if all(paged) else 0
+                for at in range(0, len(group), rows):
+                    yield Batch(geometry, group[at : at + rows]), np.concatenate(listed)
