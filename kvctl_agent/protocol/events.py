@@ -103,10 +103,24 @@ class Prefetch(Event, frozen=True):
     at_ns: int = 0
 
 
+class Launched(Event, frozen=True):
+    """Prefill engine: a forward runs on the device; SendPages follows when it is done, or ForwardFailed."""
+
+    room: int
+
+
+class ForwardFailed(Event, frozen=True):
+    """Prefill: the device failed the forward that was launched, so that no pages of it will come."""
+
+    room: int
+    text: str
+
+
 class SendPages(Event, frozen=True):
     """Prefill engine: the next pages of the prompt, in order from position 0, are computed.
 
-    `layers` is the layer group [lo, hi) they are computed in; None: all layers of this rank.
+    `layers` is the layer group [lo, hi) they are computed in; None: all layers of this rank. `launched`: it was told
+    before, by Launched, that they would be.
     """
 
     room: int
@@ -114,6 +128,7 @@ class SendPages(Event, frozen=True):
     last: bool
     at_ns: int
     layers: tuple[int, int] | None = None
+    launched: bool = False
 
 
 class Finish(Event, frozen=True):

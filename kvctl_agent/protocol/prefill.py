@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
 from kvctl_agent.layout.holding import held
 from kvctl_agent.protocol import events as ev
@@ -59,17 +60,36 @@ class PrefillMachine(PrefillOpenings):
             return
         room.groups = event.groups
         room.prefetched = True
-        if not room.ledger.given:  # else it is the next chunk's forward that begins
+        if not room.ledger.given and not room.launched:  # else it is the next chunk's forward that begins
             room.record.forward_begun_at = event.at_ns or self.now_ns
         self._request_all(room)
+
+    def on_launched(self, event: ev.Launched) -> None:
+        room = self._claimed(event.room)
+        if room is not None and room.failure is None:
+            room.launched += 1
+            self._wait_anew(room)
+
+    def on_forward_failed(self, event: ev.ForwardFailed) -> None:
+        room = self._claimed(event.room)
+        if room is not None and not room.state.finished:
+            self._fail(room, self.failure("KV_DEVICE", f"room {room.room}: {event.text}"))
 
     def on_send_pages(self, event: ev.SendPages) -> None:
         room = self._claimed(event.room)
         if room is None or room.failure is not None:
             return  # failed meanwhile; the handle says why
+        if event.launched:
+            room.launched -= 1
+            self._wait_anew(room)
         if self._holds_back and not room.finished:
             room.held.append(event)
             room.since_ns = self.now_ns
+        else:
+            self._take_pages(room, event)
+
+    def _take_pages(self, room: SendRoom, event: ev.SendPages) -> None:
+        if room.failure is not None:
             return
         try:
             steps = room.ledger.take(event.layers, event.pages, event.last)
@@ -94,9 +114,9 @@ class PrefillMachine(PrefillOpenings):
         room.aux_src, room.state_src = event.aux_index, event.states
         kept, room.held = room.held, []
         for pages in kept:
-            self.on_send_pages(pages)
+            self._take_pages(room, pages)
         if not room.ledger.complete:
-            self.on_send_pages(ev.SendPages(event.room, np.empty(0, np.int32), True, event.at_ns))
+            self._take_pages(room, ev.SendPages(event.room, np.empty(0, np.int32), True, event.at_ns))
         if room.failure is not None:
             return
         room.forward_done_ns = event.at_ns  # of what goes last; the forward's own end was told with its last pages
@@ -114,6 +134,11 @@ class PrefillMachine(PrefillOpenings):
             self.answer(event.ticket, "unchanged", f"room {event.room} is {room.state.label} already")
         else:
             self.answer(event.ticket, "unknown", "")
+
+    def _wait_anew(self, room: SendRoom) -> None:
+        """Our engine goes on with it; where decode does not, that does not count."""
+        if room.state is not RoomState.BOOTSTRAPPING:
+            room.since_ns = self.now_ns
 
     def _claimed(self, number: int) -> SendRoom | None:
         """The room that our engine computes; one that it has not come for is a later life of the number."""

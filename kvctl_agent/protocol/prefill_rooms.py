@@ -420,6 +420,8 @@ class PrefillRooms(Machine):
         self.note("room-undrained", text, "warning", room=room.room)
 
     def _missing(self, room: SendRoom) -> str:
+        if room.launched:
+            return "the event of its forward is not done"
         if room.held:
             return "finish() was not called, and until then this stage keeps its pages back (pp_early_send is off)"
         if not room.ledger.complete:

@@ -224,6 +224,7 @@ class SendRoom:
         "forward_done_ns",
         "groups",
         "held",
+        "launched",
         "ledger",
         "legs",
         "overdue",
@@ -247,6 +248,7 @@ class SendRoom:
         self.prefetched = False  # cells may be cut and staging asked for before their pages are ready
         self.groups: tuple[tuple[int, int], ...] = ()  # layer groups, where the engine has told them
         self.held: list[SendPages] = []  # an early stage's pages, where they are not to be sent early
+        self.launched = 0  # forwards that run on the device, whose pages follow
         self.expected = 0  # decode ranks that must open it; 0: none has yet
         self.legs: dict[str, Leg] = {}
         self.finished = False

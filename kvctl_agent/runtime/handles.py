@@ -11,8 +11,10 @@ import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.runtime.forwards import Forwards, Moment
 
 _MAX_PAGE = int(np.iinfo(np.int32).max)
 
@@ -41,6 +43,14 @@ class Handle:
     def abort(self, reason: str) -> None:
         """Give the room up; it fails on every rank with this as its first cause."""
         self._post(ev.AbortRoom(self.room, reason))
+
+    def post_unless_over(self, event: ev.Event) -> bool:
+        """Pass an event on; False where the room has ended, whose number may be another room's by now."""
+        with self._changed:
+            if self.state.finished:
+                return False
+            self._post(event)
+            return True
 
     def tell(self, state: RoomState, failure: Failure | None) -> None:
         """Called by the control loop."""
@@ -104,9 +114,13 @@ class Bounds(NamedTuple):
 class Send(Handle):
     """A room on a prefill rank. Calls come from the engine's scheduler thread; none blocks or synchronises."""
 
-    def __init__(self, room: int, post: Callable[[ev.Event], None], bounds: Bounds) -> None:
+    def __init__(
+        self, room: int, post: Callable[[ev.Event], None], bounds: Bounds, forwards: Forwards | None = None
+    ) -> None:
+        """`forwards` waits for the engine's events; None where the pool is host memory, which knows none."""
         super().__init__(room, post)
         self._bounds = bounds
+        self._forwards = forwards
         self._last = False
         self._finished = False
 
@@ -128,30 +142,34 @@ class Send(Handle):
         cut = tuple(self._bounds.group(self.room, group) for group in groups)
         self._post(ev.Prefetch(self.room, cut, time.monotonic_ns()))
 
-    def pages(self, indices: Any, last: bool = False) -> None:
-        """The next pages of the prompt are computed, in all layers of this rank.
+    def pages(self, indices: Any, last: bool = False, event: Any = None) -> None:
+        """The next pages of the prompt are computed, in all layers of this rank; or will be, once `event` is done.
 
         Args:
             indices: page numbers in this rank's pool (sequence, array or CPU tensor of integers), in prompt order from
                 position 0 on; pages that the decode side has cached are skipped here.
             last: nothing follows.
+            event: of a pool on a device: recorded behind the forward on the stream that it runs on
+                (`torch.cuda.Event`, anything with `cuda_event`, or a handle). Record it anew only once the room has
+                ended, or for a later forward of the same stream. None: they are computed.
 
         Raises:
-            LocalProtocolError: pages after the last ones, a page outside the pool, or no list of page numbers.
+            LocalProtocolError: pages after the last ones, a page outside the pool, no list of page numbers, or no
+                event of the pool's device.
         """
         if self._last:
             raise LocalProtocolError(f"room {self.room}: pages after the last ones")
-        pages = self._bounds.pages(self.room, indices)
+        self._computed(self._bounds.pages(self.room, indices), last, None, event)
         self._last = last
-        self._post(ev.SendPages(self.room, pages, last, time.monotonic_ns()))
 
-    def layers(self, layers: range, indices: Any, last: bool = False) -> None:
+    def layers(self, layers: range, indices: Any, last: bool = False, event: Any = None) -> None:
         """The next pages of the prompt are computed in one layer group; the others follow with the same pages.
 
         Args:
             layers: consecutive layers of this rank, by their global ids.
             indices: as for `pages`.
             last: no more pages follow; say so with every group of the last chunk.
+            event: as for `pages`, recorded behind this group.
 
         Raises:
             LocalProtocolError: layers that are not this rank's, the room is finished, or as `pages`.
@@ -159,8 +177,7 @@ class Send(Handle):
         if self._finished or self._last:
             raise LocalProtocolError(f"room {self.room}: layers after the last ones")
         group = self._bounds.group(self.room, layers)
-        pages = self._bounds.pages(self.room, indices)
-        self._post(ev.SendPages(self.room, pages, last, time.monotonic_ns(), group))
+        self._computed(self._bounds.pages(self.room, indices), last, group, event)
 
     def finish(self, aux_index: int | None = None, state_indices: Sequence[Any] = ()) -> None:
         """Nothing follows but the aux row `aux_index` and the state; also ends a room whose last chunk is empty.
@@ -177,11 +194,49 @@ class Send(Handle):
         aux = self._bounds.aux(self.room, aux_index)
         states = self._bounds.states(self.room, state_indices)
         self._last = self._finished = True
-        self._post(ev.Finish(self.room, aux, time.monotonic_ns(), states))
+        self._tell(lambda at_ns: ev.Finish(self.room, aux, at_ns, states))
+
+    def _computed(self, pages: ev.Pages, last: bool, group: tuple[int, int] | None, event: Any) -> None:
+        if event is None:
+            self._tell(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group))
+            return
+        if self._forwards is None:
+            raise LocalProtocolError(f"room {self.room}: event= is for pools on a device, this one is host memory")
+        moment = self._forwards.moment(self.room, event)
+        self._post(ev.Launched(self.room))
+        self._tell(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group, launched=True), moment)
+
+    def _tell(self, make: Callable[[int], ev.Event], moment: Moment | None = None) -> None:
+        """Behind everything that was said of the room before, and no sooner than the moment."""
+        if self._forwards is None:
+            self._post(make(time.monotonic_ns()))
+        else:
+            self._forwards.tell(self, moment, make)
 
 
 class Receive(Handle):
     """A room on a decode rank; `state` SUCCESS means that decode may start."""
+
+    def __init__(self, room: int, post: Callable[[ev.Event], None], device: Device | None = None) -> None:
+        """`device` is where the pool is; None: host memory."""
+        super().__init__(room, post)
+        self._device = device
+        self._event: Event | None = None
+
+    @property
+    def event(self) -> Event | None:
+        """What an engine's stream waits for before it reads the pages: `stream.wait_event(receive.event)`.
+
+        SUCCESS is said only when every kernel and write that filled them has ended and is visible to the device's next
+        kernel, whoever launches it. So there is nothing left to wait for, and this is a moment that has come; an
+        engine that orders its streams by events has one all the same. None before SUCCESS, and for host memory.
+
+        Raises:
+            DeviceError: a kernel has failed on the device.
+        """
+        if self._event is None and self._device is not None and self.state is RoomState.SUCCESS:
+            self._event = self._device.now()
+        return self._event
 
 
 def page_array(indices: Any) -> ev.Pages:
@@ -193,6 +248,10 @@ def page_array(indices: Any) -> ev.Pages:
     try:
         pages = np.asarray(indices)
     except (TypeError, ValueError) as error:  # ragged lists, tensors of another device
+        if hasattr(indices, "__cuda_array_interface__"):
+            raise LocalProtocolError(
+                "pages: an array on a GPU; give page numbers from host memory: reading them would synchronise"
+            ) from None
         raise LocalProtocolError(f"pages: {error}") from None
     if pages.size == 0:
         return np.empty(0, np.int32)

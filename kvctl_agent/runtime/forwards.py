@@ -1,0 +1,135 @@
+"""Waits for the engine's events, so that the engine need not: what it says of a forward is passed on once that is done.
+
+A device's events wake nobody, so a thread looks: often while some forward is awaited, never else. It has no deadlines
+of its own: the machine is told of each forward when it is launched, and of what a room waits for it knows best.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.device.base import Device, Event
+from kvctl_agent.errors import DeviceError, KvctlError, LocalProtocolError
+from kvctl_agent.protocol import events as ev
+
+_LOOK_S = 20e-6  # the kernel adds about as much again, and a part is not begun before
+
+
+class Moment(NamedTuple):
+    """An engine's event, as it was given and as the device knows it; engines give one for all rooms of a batch."""
+
+    given: Any
+    event: Event
+
+
+class Sender(Protocol):
+    """What is needed of a room's handle."""
+
+    room: int
+    state: RoomState
+
+    def post_unless_over(self, event: ev.Event) -> bool:
+        """Passes an event on; False: the room has ended, and nothing that was said of it matters any more."""
+        ...
+
+
+class _Said(NamedTuple):
+    moment: Moment | None
+    make: Callable[[int], ev.Event]
+
+
+class Forwards:
+    """One thread of a prefill rank whose pool is on a device; `told` is the engine's, from any thread.
+
+    What is said of one room is passed on in its order, whatever its events do; rooms do not wait for each other.
+    """
+
+    def __init__(self, name: str, device: Device) -> None:
+        self._device = device
+        self._said: dict[Sender, deque[_Said]] = {}  # never an empty one
+        self._changed = threading.Condition(threading.Lock())
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout: float) -> bool:
+        """Drop what is waited for and stop; True when the thread has ended."""
+        with self._changed:
+            self._stopping = True
+            self._said.clear()
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def waiting(self) -> int:
+        """Rooms of which something waits for a forward."""
+        return len(self._said)
+
+    def moment(self, room: int, given: Any) -> Moment:
+        """Raises LocalProtocolError where `given` is no event of this device."""
+        try:
+            return Moment(given, self._device.event_of(given))
+        except DeviceError as error:
+            raise LocalProtocolError(f"room {room}: event: {error}") from None
+
+    def tell(self, sender: Sender, moment: Moment | None, make: Callable[[int], ev.Event]) -> None:
+        """Pass on what `make` returns for the monotonic ns of that time, once the moment has come; None: at once,
+        unless something of this room is waited for."""
+        with self._changed:
+            waiting = self._said.get(sender)
+            if waiting is not None:
+                waiting.append(_Said(moment, make))
+            elif moment is None:
+                sender.post_unless_over(make(time.monotonic_ns()))
+            elif not self._stopping:
+                self._said[sender] = deque([_Said(moment, make)])
+                self._changed.notify()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            with self._changed:
+                while not self._said and not self._stopping:
+                    self._changed.wait()
+                waiting = list(self._said.items())
+            looked: dict[int, bool] = {}
+            for sender, said in waiting:
+                self._pass_on(sender, said, looked)
+            time.sleep(_LOOK_S)
+
+    def _pass_on(self, sender: Sender, said: deque[_Said], looked: dict[int, bool]) -> None:
+        """What was said of one room, as far as it need not wait. `looked`: which events were seen this time, by id."""
+        over = sender.state.finished
+        while not over:
+            moment = said[0].moment
+            try:
+                if moment is not None and not _come(moment, looked):
+                    return
+            except Exception as error:  # a kernel failed; or it is a bug, which must cost this room, not the thread
+                text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
+                sender.post_unless_over(ev.ForwardFailed(sender.room, f"its forward failed: {text}"))
+                break
+            with self._changed:
+                if self._stopping:
+                    return
+                over = not sender.post_unless_over(said.popleft().make(time.monotonic_ns()))
+                if not said:
+                    del self._said[sender]
+                    return
+        with self._changed:
+            self._said.pop(sender, None)
+
+
+def _come(moment: Moment, looked: dict[int, bool]) -> bool:
+    key = id(moment.given)
+    if key not in looked:
+        looked[key] = moment.event.done()
+    return looked[key]
