@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.contract.rig import Room, Start
+from kvctl_agent.device.registry import open_device
 from kvctl_agent.layout.heads import mix64
-from kvctl_agent.layout.holding import Held, held
-from kvctl_agent.layout.shape import Plane
+from kvctl_agent.layout.holding import held
 from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.rig.deck import Deck, decks_of
 from kvctl_agent.rig.geometry import model_shape, state_items
+from kvctl_agent.rig.mirror import MirrorStore
 from kvctl_agent.rig.pages import Pages, assign_pages
-from kvctl_agent.rig.pattern import POISON, Bytes, Rows, Sheet, Words, Writer, aux_row, row_bases
+from kvctl_agent.rig.pattern import POISON, Bytes, Words, aux_row, row_bases
 from kvctl_agent.rig.resolve import side_of
+from kvctl_agent.rig.store import HostStore, Store
 
 AUX_ROW_BYTES = 256
 
@@ -30,7 +33,11 @@ def own_coord(start: Start) -> Coord:
 
 
 def allocate_pool(start: Start) -> KVPool:
-    """The pool this rank was planned to have."""
+    """The pool this rank was planned to have, on its GPU where it has one.
+
+    Raises:
+        DeviceError: there is no such GPU, or not so much memory on it.
+    """
     shape = model_shape(start.shape, start.page_size)
     return KVPool.allocate(
         held(shape, start.page_size, own_side(start), own_coord(start)),
@@ -39,44 +46,8 @@ def allocate_pool(start: Start) -> KVPool:
         state_slots=start.state_slots,
         aux_slots=start.aux_slots,
         aux_row_bytes=AUX_ROW_BYTES,
+        device=None if start.device == HOST else open_device(start.device),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Deck:
-    """One plane of one segment on this rank, over all the layers it holds.
-
-    Attributes:
-        held: which layers and heads of the segment.
-        index, plane: of the plane in a layer.
-        writer: writes and checks rows of its geometry.
-    """
-
-    pool: KVPool
-    held: Held
-    index: int
-    plane: Plane
-    writer: Writer
-
-    @property
-    def num_slots(self) -> int:
-        """Pages (of a state: items) of each layer."""
-        return self.pool.segments[self.held.segment.index].num_slots
-
-    @property
-    def rows(self) -> Rows:
-        return self.writer.rows
-
-    @property
-    def name(self) -> str:
-        """What a mismatch calls it: "k", "latent", "draft k", a state component's name."""
-        return f"draft {self.plane.name}" if self.held.segment.name == "draft" else self.plane.name
-
-    def sheets(self) -> Iterator[tuple[Sheet, Bytes]]:
-        """Each layer's bytes, flat, in page order."""
-        memory = self.pool.segments[self.held.segment.index]
-        for layer in range(self.held.layer_lo, self.held.layer_hi):
-            yield Sheet(self.held.segment.index, layer, self.index), memory.block(layer, self.index)
 
 
 class Content:
@@ -85,6 +56,7 @@ class Content:
     Attributes:
         start: who this rank is.
         decks: every plane of every segment that this rank has layers of.
+        store: what writes and checks them.
         rooms: the rooms taken, by number, in the order they were given.
         items: of each, the page (of a state: item) indices in each segment, in the prompt's order.
     """
@@ -93,12 +65,8 @@ class Content:
         self._pool = pool
         self._filled: int | None = None
         self.start = start
-        self.decks = [
-            Deck(pool, memory.held, index, plane, Writer(_rows(memory.held, plane, start.shape["dtype_bytes"])))
-            for memory in pool.segments
-            if memory.held.num_layers
-            for index, plane in enumerate(memory.held.segment.planes)
-        ]
+        self.decks = decks_of(pool, start.shape["dtype_bytes"])
+        self.store = _store(pool)
         self.rooms: dict[int, Room] = {}
         self.items: dict[int, tuple[Pages, ...]] = {}
 
@@ -139,16 +107,13 @@ class Content:
     def fill_room(self, room: Room) -> None:
         """Write the pattern into one room's pages and aux row."""
         for deck, bases in self.with_bases(room):
-            items = self.items[room.number][deck.held.segment.index]
-            for sheet, block in deck.sheets():
-                deck.writer.fill(block, items, bases, sheet)
+            self.store.fill(deck, self.items[room.number][deck.held.segment.index], bases)
         self.aux()[room.slot] = aux_row(self.start.seed, room.index, AUX_ROW_BYTES)
 
     def poison(self) -> None:
         """Overwrite everything, so that whatever is right afterwards has been moved."""
         for deck in self.decks:
-            for _, block in deck.sheets():
-                block.fill(POISON)
+            self.store.poison(deck)
         self.aux().fill(POISON)
 
     def with_bases(self, room: Room) -> Iterator[tuple[Deck, Words]]:
@@ -170,13 +135,7 @@ class Content:
         return self._pool.aux
 
 
-def _rows(here: Held, plane: Plane, dtype_bytes: int) -> Rows:
-    # Scales and state have elements of their own size; bytes say enough there.
-    paged = not here.segment.state and plane.head_bytes % dtype_bytes == 0 and "scale" not in plane.name
-    return Rows(
-        per_page=plane.rows,
-        head_lo=here.head_lo,
-        heads=here.heads,
-        row_bytes=plane.head_bytes,
-        element_bytes=dtype_bytes if paged else 1,
-    )
+def _store(pool: KVPool) -> Store:
+    if pool.device is None:
+        return HostStore()
+    return MirrorStore(pool.device)

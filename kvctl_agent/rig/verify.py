@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from kvctl_agent.contract.rig import Mismatch, Room, VerifyReport
-from kvctl_agent.rig.content import AUX_ROW_BYTES, Content, Deck
+from kvctl_agent.rig.content import AUX_ROW_BYTES, Content
+from kvctl_agent.rig.deck import Deck
 from kvctl_agent.rig.pages import Pages, unused_pages
 from kvctl_agent.rig.pattern import POISON, Bytes, Sheet, Wrong, aux_row, trace
 
 MAX_MISMATCHES = 8
 # A sample looks at this part of the pages of each layer's planes.
 _SAMPLE = 8
-_PIECE_BYTES = 256 << 10
 
 
 def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyReport:
@@ -47,26 +47,26 @@ def verify_room(content: Content, room: Room, mode: str, report: VerifyReport) -
     for deck, bases in content.with_bases(room):
         items = content.items[room.number][deck.held.segment.index]
         cached = _cached(content, room, deck)
-        for sheet, block in deck.sheets():
-            first, end = cached, len(items)
-            if mode == "sample":
-                count = -(-(end - first) // _SAMPLE)
-                first = source.randint(first, end - count)
-                end = first + count
-            wrong = deck.writer.check(block, items[first:end], bases, sheet, first_page=first)
-            report["bytes"] += (end - first) * deck.rows.page_bytes
-            if wrong is not None:
-                return Mismatch(
-                    room=room.number,
-                    layer=sheet.layer,
-                    kv=deck.name,
-                    token=wrong.at,
-                    head=wrong.head,
-                    dim=wrong.dim,
-                    expected=wrong.expected.hex(),
-                    found=wrong.found.hex(),
-                    hint=_origin(content, deck, wrong),
-                )
+        layers, count = deck.held.num_layers, len(items) - cached
+        firsts = [cached] * layers
+        if mode == "sample":
+            count = -(-count // _SAMPLE)
+            firsts = [source.randint(cached, len(items) - count) for _ in range(layers)]
+        report["bytes"] += layers * count * deck.rows.page_bytes
+        found = content.store.check(deck, items, bases, firsts, count)
+        if found is not None:
+            sheet, wrong = found
+            return Mismatch(
+                room=room.number,
+                layer=sheet.layer,
+                kv=deck.name,
+                token=wrong.at,
+                head=wrong.head,
+                dim=wrong.dim,
+                expected=wrong.expected.hex(),
+                found=wrong.found.hex(),
+                hint=_origin(content, deck, wrong),
+            )
     return _verify_aux(content, room)
 
 
@@ -120,33 +120,18 @@ def _strays(content: Content) -> Iterator[Mismatch]:
     for deck in content.decks:
         rows, quiet = deck.rows, _quiet_pages(content, deck)
         what = "item" if deck.held.segment.state else "page"
-        for sheet, block in deck.sheets():
-            pages = block.reshape(-1, rows.page_bytes)
-            page = first_written(pages, quiet)
-            if page is not None:
-                at = int(np.flatnonzero(pages[page] != POISON)[0])
-                row, dim = divmod(at, rows.row_bytes)
-                in_page, head = divmod(row, rows.heads)
-                where = f"{deck.name} {what} {page} was owed nothing but was written to"
-                place = (sheet.layer, in_page, rows.head_lo + head, dim // rows.element_bytes)
-                yield _stray(pages[page, at:], where, *place)
+        for sheet, page, found in content.store.written(deck, quiet):
+            at = int(np.flatnonzero(found != POISON)[0])
+            row, dim = divmod(at, rows.row_bytes)
+            in_page, head = divmod(row, rows.heads)
+            where = f"{deck.name} {what} {page} was owed nothing but was written to"
+            yield _stray(found[at:], where, sheet.layer, in_page, rows.head_lo + head, dim // rows.element_bytes)
     used = {room.slot for room in content.rooms.values()}
     for slot in (slot for slot in range(content.start.aux_slots) if slot not in used):
         found = content.aux()[slot]
         if (found != POISON).any():
             at = int(np.flatnonzero(found != POISON)[0])
             yield _stray(found[at:], f"aux row {slot} was owed nothing but was written to", 0, 0, 0, at)
-
-
-def first_written(pages: Bytes, quiet: Pages) -> int | None:
-    """The first of the quiet pages that is not all poison; many small pages are looked at in one go."""
-    step = max(1, _PIECE_BYTES // pages.shape[1])
-    for first in range(0, len(quiet), step):
-        some = quiet[first : first + step]
-        written = np.flatnonzero((pages[some] != POISON).any(axis=1))
-        if len(written):
-            return int(some[written[0]])
-    return None
 
 
 def _quiet_pages(content: Content, deck: Deck) -> Pages:

@@ -17,7 +17,7 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rig.content import Content
 from kvctl_agent.rig.pages import Pages
 from kvctl_agent.rig.pattern import POISON
-from kvctl_agent.rig.verify import first_written, verify_room
+from kvctl_agent.rig.verify import verify_room
 
 
 class Tenancy:
@@ -99,13 +99,10 @@ class Tenancy:
     def _look(self, pages: Pages, slots: list[int]) -> None:
         """Note what is not poison in these, and make it poison."""
         for deck in self.content.decks:
-            for sheet, block in deck.sheets():
-                rows = block.reshape(-1, deck.rows.page_bytes)
-                page = first_written(rows, pages)
-                if page is not None:
-                    at = int(np.flatnonzero(rows[page] != POISON)[0])
-                    self._stray(f"layer {sheet.layer} {deck.name} page {page} byte {at}", int(rows[page, at]))
-                    self._poison(pages, [])
+            for sheet, page, found in self.content.store.written(deck, pages):
+                at = int(np.flatnonzero(found != POISON)[0])
+                self._stray(f"layer {sheet.layer} {deck.name} page {page} byte {at}", int(found[at]))
+                self._poison(pages, [])
         aux = self.content.aux()
         for slot in slots:
             if (aux[slot] != POISON).any():
@@ -118,7 +115,6 @@ class Tenancy:
 
     def _poison(self, pages: Pages, slots: list[int]) -> None:
         for deck in self.content.decks:
-            for _, block in deck.sheets():
-                block.reshape(-1, deck.rows.page_bytes)[pages] = POISON
+            self.content.store.poison(deck, pages)
         for slot in slots:
             self.content.aux()[slot] = POISON

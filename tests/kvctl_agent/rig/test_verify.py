@@ -7,13 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_device import HostDevice
 
 from kvctl_agent.contract.rig import PlannedShape, PlannedState, Room, Sizes, Start
-from kvctl_agent.rig.content import Content, Deck, allocate_pool
+from kvctl_agent.rig import content as of_content
+from kvctl_agent.rig.content import Content, allocate_pool
+from kvctl_agent.rig.deck import Deck
 from kvctl_agent.rig.pattern import POISON, Bytes
 from kvctl_agent.rig.verify import verify
 
 PAGE = 4
+
+WHERE = {"device": -1}
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with a pool in host memory and with one on a device."""
+    if request.param == "device":
+        monkeypatch.setattr(of_content, "open_device", lambda index: HostDevice())
+        monkeypatch.setitem(WHERE, "device", 0)
 
 
 SHAPE: PlannedShape = {
@@ -68,6 +81,7 @@ def start(shape: PlannedShape = SHAPE, **changes: Any) -> Start:
         "state_slots": {state["name"]: 7 for state in shape["states"]},
         "aux_slots": 3,
         "seed": 5,
+        **WHERE,
         **changes,
     }
     return Start(**wanted)
