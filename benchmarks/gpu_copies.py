@@ -1,0 +1,283 @@
+"""Print how long gathers, scatters and direct copies on a GPU take, as ratios of copies by the driver in the same run.
+
+Usage: python benchmarks/gpu_copies.py [--save FILE] [--repeats N]
+
+A time is what a transfer worker sees: from page numbers in host memory to the moment at which it sees the copy done.
+"Host" is how long the call takes that begins it. The floor is the time that the bytes take at the rate of one large
+copy within the GPU (each byte is read and written), or to the other GPU. Every case is verified before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from kvctl_agent.contract.rig import DTYPE_BYTES
+from kvctl_agent.device.base import Batch, Device, Event, Geometry
+from kvctl_agent.device.registry import open_device
+from kvctl_agent.errors import DeviceError
+from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.side import Coord, Side
+from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.copier import Landed
+from kvctl_agent.memory.device_copier import DeviceCopier
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.rows import RowIndex
+
+PAGE_SIZE = 16
+POOL_BYTES = 3 << 30  # far beyond the caches, whatever of it a case touches
+LISTS = 4  # page lists that take turns
+FLOOR_BYTES = 1 << 30
+
+
+class Case(NamedTuple):
+    """What one line measures.
+
+    Attributes:
+        name: as the claims have it.
+        kind: "gather", or "scatter" of as many parts as make up the pool's heads.
+        layers, tokens: of the part.
+        heads: of a part, out of `pool_heads` of the pool.
+        most: times the floor that is allowed; None: shown only.
+    """
+
+    name: str
+    kind: str
+    layers: int
+    tokens: int
+    heads: int
+    pool_heads: int
+    most: float | None = None
+    dtype: str = "bf16"
+    latent: bool = False
+
+
+CASES = (
+    Case("gather, 80 layers, 2 of 2 heads, 1,024 tokens", "gather", 80, 1024, 2, 2, 1.5),
+    Case("gather, 80 layers, 2 of 8 heads, 1,024 tokens", "gather", 80, 1024, 2, 8, 1.5),
+    Case("gather, 80 layers, 2 of 2 heads, 4,096 tokens", "gather", 80, 4096, 2, 2),
+    Case("gather, 32 layers, 2 of 2 heads, 1,024 tokens", "gather", 32, 1024, 2, 2, 2.0),
+    Case("gather, 32 layers, 2 of 8 heads, 1,024 tokens", "gather", 32, 1024, 2, 8, 2.0),
+    Case("gather, 80 layers, 2 of 8 heads, fp8", "gather", 80, 1024, 2, 8, dtype="fp8"),
+    Case("gather, 61 layers of latents, 4,096 tokens", "gather", 61, 4096, 1, 1, latent=True),
+    Case("scatter, 80 layers, 4 x 2 of 8 heads, 1,024 tokens", "scatter", 80, 1024, 2, 8, 1.25),
+    Case("scatter, 32 layers, 4 x 2 of 8 heads, 1,024 tokens", "scatter", 32, 1024, 2, 8),
+    Case("scatter, 80 layers, 1 of 4 writers, 1,024 tokens", "scatter", 80, 1024, 8, 8),
+)
+
+
+class Timed(NamedTuple):
+    """Medians in µs."""
+
+    host_us: float
+    wall_us: float
+    p99_us: float
+
+
+def timed(begin: Callable[[int], Callable[[], bool]], repeats: int, warm: int = 5) -> Timed:
+    """Time `begin(turn)`, which begins a copy and returns what asks whether it is done."""
+    hosts, walls = [], []
+    for turn in range(-warm, repeats):
+        since = time.perf_counter_ns()
+        done = begin(turn % LISTS)
+        begun = time.perf_counter_ns()
+        while not done():
+            pass
+        if turn >= 0:
+            walls.append((time.perf_counter_ns() - since) / 1e3)
+            hosts.append((begun - since) / 1e3)
+    return Timed(median(hosts), median(walls), quantiles(walls, n=100)[98])
+
+
+def copy_gb_per_s(device: Device, target: int, source: int, repeats: int) -> float:
+    """Rate of one large copy by the driver, 1e9 bytes of payload a second."""
+    took = timed(lambda _: device.copy(target, source, FLOOR_BYTES).done, max(5, repeats // 20))
+    return FLOOR_BYTES / took.wall_us / 1e3
+
+
+class Bench:
+    """One pool and one ring on a device, and a copier; a case is one shape of them."""
+
+    def __init__(self, device: Device, case: Case) -> None:
+        self.device, self.case = device, case
+        nbytes = DTYPE_BYTES[case.dtype]
+        kind = "mla" if case.latent else "mha"
+        dims = (576, 0) if case.latent else (128, 128)
+        shape = ModelShape(case.layers, case.pool_heads, *dims, nbytes, kind=kind)
+        here = held(shape, PAGE_SIZE, Side(), Coord(0, 0, 0, 0))
+        page_bytes = sum(plane.rows * plane.head_bytes for plane in here[0].segment.planes) * case.pool_heads
+        self.pages = case.tokens // PAGE_SIZE
+        self.pool = KVPool.allocate(here, PAGE_SIZE, POOL_BYTES // (page_bytes * case.layers), device=device)
+        self.memory = self.pool.segments[0]
+        self.layout = self.memory.part_layout(0, case.layers, self.pages, case.heads)
+        self.parts = case.pool_heads // case.heads if case.kind == "scatter" else 1
+        self.ring = RingMemory(self.parts * self.layout.region_bytes, device)
+        self.copier = DeviceCopier(device.copies())
+        self.copier.prepare(self.memory, 0, case.heads)
+        random = np.random.default_rng(0)
+        lists = [random.permutation(self.pool.num_pages)[: self.pages].astype(np.int32) for _ in range(LISTS)]
+        self.lists = lists
+        self.regions = [
+            self.ring.view(part * self.layout.region_bytes, self.layout.nbytes) for part in range(self.parts)
+        ]
+        (self.piece,) = self.layout.pieces(self.layout.nbytes)
+
+    def begin(self, turn: int) -> Callable[[], bool]:
+        pages, heads = self.lists[turn], self.case.heads
+        if self.case.kind == "gather":
+            rows = RowIndex(self.memory, pages, 0, heads)
+            return self.copier.gather(rows, [self.piece], self.regions).done
+        landed = [
+            Landed(RowIndex(self.memory, pages, part * heads, heads), self.layout, region)
+            for part, region in enumerate(self.regions)
+        ]
+        return self.copier.scatter(landed).done
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts * self.layout.nbytes
+
+    def verify(self) -> None:
+        """Move random bytes once and compare a few blocks with what the layout says; raises AssertionError."""
+        # A length that is no multiple of anything here, so that no two rows are alike.
+        noise = np.random.default_rng(1).integers(0, 256, 49_999_991, np.uint8)
+        source = self.pool.regions()[0] if self.case.kind == "gather" else self.ring.region()
+        for at in range(0, source.nbytes, len(noise)):
+            self.device.upload(source.addr + at, noise[: source.nbytes - at])
+        done = self.begin(0)
+        while not done():
+            pass
+        planes = self.memory.held.segment.planes
+        for layer in (0, self.case.layers // 2, self.case.layers - 1):
+            for plane in range(len(planes)):
+                for part in range(self.parts):
+                    packed = np.empty(self.layout.block(layer, plane)[1], np.uint8)
+                    self.device.download(self.regions[part].addr + self.layout.block(layer, plane)[0], packed)
+                    paged = np.empty(self.memory.addresses.page_bytes(plane) * self.memory.num_slots, np.uint8)
+                    self.device.download(self.memory.addresses.bases[layer][plane], paged)
+                    rows = paged.reshape(self.memory.num_slots, planes[plane].rows, self.case.pool_heads, -1)
+                    first = part * self.case.heads
+                    wanted = rows[self.lists[0], :, first : first + self.case.heads].reshape(-1)
+                    assert np.array_equal(packed, wanted), f"{self.case.name}: layer {layer} plane {plane} differs"
+
+    def close(self) -> None:
+        self.copier.close()
+        self.ring.close()
+        self.pool.close()
+
+
+def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for every case."""
+    for case in CASES:
+        with closing(Bench(device, case)) as bench:
+            bench.verify()
+            rate = copy_gb_per_s(
+                device, bench.pool.regions()[0].addr, bench.pool.regions()[0].addr + (3 << 30), repeats
+            )
+            took = timed(bench.begin, repeats)
+            yield row(case.name, bench.nbytes, took, bench.nbytes / rate / 1e3, case.most)
+
+
+def directs(here: Device, there: Device, repeats: int, name: str) -> Iterator[dict[str, Any]]:
+    """Pages of one device to pages of another, by one kernel, with fewer and fewer thread blocks."""
+    layers, own, theirs = 80, 512, 2048  # 2 heads there, 8 here, of 128 bf16
+    with ExitStack() as stack:
+        source = stack.enter_context(closing(here.allocate(POOL_BYTES)))
+        target = stack.enter_context(closing(there.allocate(POOL_BYTES)))
+        copier = stack.enter_context(closing(here.copies()))
+        mapping = stack.enter_context(closing(here.open(there.export([(target.addr, POOL_BYTES)]), same_process=True)))
+        base = mapping.translate(target.addr)
+        rate = copy_gb_per_s(here, base, source.addr, repeats)
+        slots = POOL_BYTES // (2 * layers * PAGE_SIZE * theirs)
+        geometry = Geometry(PAGE_SIZE, own, own, theirs, True, True)
+        copier.prepare([geometry])
+        random = np.random.default_rng(2)
+        for tokens, programs in ((1024, None), (4096, None), (4096, 64), (4096, 32), (4096, 16), (4096, 8)):
+            pages = tokens // PAGE_SIZE
+            numbers = np.arange(2 * layers)
+            blocks = np.zeros((2 * layers, 5), np.int64)
+            blocks[:, 0] = source.addr + numbers * slots * PAGE_SIZE * own
+            blocks[:, 1] = base + numbers * slots * PAGE_SIZE * theirs
+            blocks[:, 3:] = pages
+            lists = [
+                np.concatenate([random.permutation(slots)[:pages] for _ in range(2)]).astype(np.int32)
+                for _ in range(LISTS)
+            ]
+
+            def begin(
+                turn: int,
+                blocks: Any = blocks,
+                lists: Any = lists,
+                programs: int | None = programs,
+            ) -> Callable[[], bool]:
+                event: Event = copier.begin([Batch(geometry, blocks)], lists[turn], programs=programs)
+                return event.done
+
+            took = timed(begin, max(10, repeats // 4))
+            nbytes = 2 * layers * tokens * own
+            blocks_text = "all" if programs is None else str(programs)
+            most = 1 / 0.88 if programs is None and tokens == 4096 and here.index != there.index else None
+            yield row(
+                f"direct, {name}, {tokens:,} tokens, {blocks_text} blocks", nbytes, took, nbytes / rate / 1e3, most
+            )
+
+
+def row(name: str, nbytes: int, took: Timed, floor_us: float, most: float | None) -> dict[str, Any]:
+    return {
+        "name": name,
+        "bytes": nbytes,
+        "host_us": round(took.host_us, 1),
+        "wall_us": round(took.wall_us, 1),
+        "p99_us": round(took.p99_us, 1),
+        "floor_us": round(floor_us, 1),
+        "floor_ratio": round(took.wall_us / floor_us, 3),
+        "most": None if most is None else round(most, 3),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", type=Path, help="write the rows as JSON")
+    parser.add_argument("--repeats", type=int, default=200, help="of each case")
+    arguments = parser.parse_args()
+    try:
+        first = open_device(0)
+    except DeviceError as error:
+        print(f"gpu_copies: {error}", file=sys.stderr)
+        return 3
+    print(f"{'':54}{'MB':>7}{'host µs':>9}{'µs':>8}{'p99':>8}{'floor':>8}{'x floor':>9}")
+    rows = []
+
+    def show(found: Iterator[dict[str, Any]]) -> None:
+        for each in found:
+            rows.append(each)
+            verdict = "" if each["most"] is None else ("  ok" if each["floor_ratio"] <= each["most"] else "  OVER")
+            print(
+                f"{each['name']:54}{each['bytes'] / 1e6:7.0f}{each['host_us']:9.1f}{each['wall_us']:8.1f}"
+                f"{each['p99_us']:8.1f}{each['floor_us']:8.1f}{each['floor_ratio']:9.2f}{verdict}",
+                flush=True,
+            )
+
+    show(copies(first, arguments.repeats))
+    show(directs(first, first, arguments.repeats, "same GPU"))
+    try:
+        show(directs(first, open_device(1), arguments.repeats, "GPU 0 to GPU 1"))
+    except DeviceError as error:
+        print(f"GPU 0 to GPU 1: not run: {error}")
+    if arguments.save:
+        arguments.save.write_bytes(orjson.dumps({"device": first.describe(), "rows": rows}, option=orjson.OPT_INDENT_2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
