@@ -17,6 +17,7 @@ _KEY = (
     "path",
     "transport",
     "device",
+    "compute",
     "pipeline",
     "cp_mode",
     "concurrency",

@@ -25,8 +25,23 @@ def head(outcome: Outcome) -> list[str]:
     plan = plans[0]
     return [
         f"{' and '.join(layouts)} over {' and '.join(transports)} · {'; then '.join(shapes)} · "
-        f"pages of {plan['page_size']}, {plan['page_order']}"
+        f"pages of {plan['page_size']}, {plan['page_order']}",
+        *_gpus(outcome, plan),
     ]
+
+
+def _gpus(outcome: Outcome, plan: Plan) -> list[str]:
+    """Which side is on which GPU; nothing where KV is in host memory."""
+    if plan["device"] == "cpu":
+        return []
+    names = {number: gpu["name"] for number, gpu in outcome.gpus().items()}
+    sides = []
+    for role in ("prefill", "decode"):
+        used = sorted({rank["device"] for rank in plan["ranks"] if rank["role"] == role})
+        sides.append(f"{role} on GPU {' and '.join(map(str, used))}")
+    kinds = ", ".join(dict.fromkeys(names.values()))
+    line = ", ".join(sides) + (f" ({kinds})" if kinds else "")
+    return [line + (", forwards computed for real" if plan["compute"] == "gpu" else "")]
 
 
 def load(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
@@ -56,9 +71,26 @@ def faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
 def floors(outcome: Outcome) -> str:
     """What this machine's memory and transports can do."""
     found = outcome.floors()
-    memcpy = max((each["memcpy"] for each in found.values() if each["memcpy"] is not None), default=None)
     writes = ", ".join(f"over {transport} {_rate(each['write'])} GB/s" for transport, each in found.items())
-    return f"floors of this machine in the same run: memcpy {_rate(memcpy)} GB/s on one thread, one write {writes}"
+    copies = f"memcpy {_rate(outcome.best_floor('memcpy'))} GB/s on one thread"
+    if outcome.measured[0].session.results.plan["device"] != "cpu":
+        within, between = outcome.best_floor("device"), outcome.best_floor("peer")
+        copies = f"copy within the GPU {_rate(within)} GB/s, to the decode rank's {_rate(between)} GB/s"
+    return f"floors of this machine in the same run: {copies}, one write {writes}"
+
+
+def cut_short(rows: Sequence[Row]) -> list[str]:
+    """Which paths ran fewer rooms than planned because a point's time was up; nothing where none did."""
+    cut: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["rooms"] < row["planned_rooms"]:
+            cut.setdefault(row["path"], []).append(row)
+    told = [
+        f"{path} {units.count(sum(row['rooms'] for row in mine))} of "
+        f"{units.count(sum(row['planned_rooms'] for row in mine))} in {len(mine)} run{'s' * (len(mine) > 1)}"
+        for path, mine in cut.items()
+    ]
+    return [f"rooms left out because of --point-seconds: {', '.join(told)} (ROOMS of each is saved)"] if told else []
 
 
 def observers(rows: Sequence[Row]) -> list[str]:

@@ -23,6 +23,7 @@ from kvctl_agent.contract.faults import parse_fault
 from kvctl_agent.contract.rig import (
     FLEET_PREFIX,
     Command,
+    FloorKind,
     FloorMeasured,
     Floors,
     Plan,
@@ -52,6 +53,8 @@ _LATER_S = 15.0
 # The slowest transport in use moves ten times this.
 _SLOWEST_BYTES_PER_S = 10e6
 _LEAST_RUN_S = 30.0
+# A chunk's layer of the largest models takes a third of this on one GPU.
+_SLOWEST_LAYER_MS = 100.0
 # What was lost is said again after a second, and that may be lost too.
 _FAULTS_S = 60.0
 # Pools are poisoned, and searched for strays, as a whole, by ranks that share the cores and the memory's bandwidth.
@@ -105,11 +108,10 @@ class Fleet:
         orders = {name: self._order(name, rank, timeout_s) for name, rank in self.names.items()}
         return cast(dict[str, Ready], self._crew.ask(orders, timeout_s + _LATER_S, "start"))
 
-    def floor(self, kind: str) -> float | None:
+    def floor(self, kind: FloorKind) -> float | None:
         """Measure a limit of this machine on the first prefill rank, in GB/s; nothing else may run."""
         name = self.of_role("prefill")[0]
-        command = Floors("memcpy" if kind == "memcpy" else "write")
-        answer = self._crew.ask({name: command}, _FLOORS_S, f"{kind} floor")[name]
+        answer = self._crew.ask({name: Floors(kind)}, _FLOORS_S, f"{kind} floor")[name]
         return cast(FloorMeasured, answer)["gb_per_s"]
 
     def probe(self) -> Probed:
@@ -201,6 +203,8 @@ class Fleet:
             config=plan["config"],
             timeout_s=timeout_s,
             faulty=bool(self._faults),
+            device=rank["device"],
+            compute=plan["compute"],
         )
 
     def _tick(self) -> None:
@@ -216,8 +220,9 @@ class Fleet:
         return _LEAST_RUN_S + nbytes / _SLOWEST_BYTES_PER_S
 
     def _simulated_s(self, rooms: Sequence[Room], layer_ms: float, decode_ms: float) -> float:
-        """Seconds of pretended waiting and computing in these rooms, were nothing done at the same time."""
+        """Seconds of waiting and computing in these rooms, were nothing done at the same time."""
         chunks = sum(-(-room.tokens // self._plan["chunk_tokens"]) for room in rooms)
+        layer_ms = _SLOWEST_LAYER_MS if self._plan["compute"] == "gpu" else layer_ms
         compute_ms = chunks * self._plan["shape"]["layers"] * layer_ms
         compute_ms += sum(room.output_tokens for room in rooms) * decode_ms
         return (max((room.arrival_ms or 0.0 for room in rooms), default=0.0) + compute_ms) / 1e3

@@ -7,10 +7,13 @@ filled, run, verified.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvctl.bench.case import Case
 from kvctl.bench.fleet import Fleet
+from kvctl.bench.pace import Pace
 from kvctl.fleet.failures import FleetError
 from kvctl_agent.contract.rig import Plan, Room, RunReport, VerifyReport
 
@@ -20,26 +23,8 @@ LOAD_STRIDE = 1 << 24
 _REMEMBERED = 32
 _HOLD_ROOMS = 4
 _HOLD_PAUSE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is compared with others of the same fleet: one load on one path, pipelined in one way.
-
-    Attributes:
-        load: number of the plan's load.
-        layer_ms: simulated compute of one layer for one chunk.
-        turn: cases that ran in turns with each other have the same one, so that a machine's drift is not taken for a
-            difference between cases.
-        observed: people watch the fleet meanwhile.
-    """
-
-    load: int
-    path: str
-    pipeline: str = "off"
-    layer_ms: float = 0.0
-    turn: int = 0
-    observed: bool = False
+# The first room over a path meets kernels that are not compiled and lanes that are not open: only the second one tells.
+_TRIALS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +40,9 @@ class Lap:
     shown: int = -1
 
 
-def cases_of(plan: Plan, layer_ms: float, observe: bool = False) -> list[Case]:
-    """Every load on every path, pipelined in every way; with `observe` each of them alone and watched, in turns."""
-    return [
-        Case(load, path, pipeline, layer_ms, observed=observed)
-        for load in range(len(plan["loads"]))
-        for path in plan["paths"]
-        for pipeline in plan["pipelines"]
-        for observed in ((False, True) if observe else (False,))
-    ]
-
-
-def length(plan: Plan, cases: Sequence[Case]) -> int:
-    """Number of laps that these cases take once."""
-    return sum(len(plan["loads"][case.load]["lots"]) for case in cases)
+def _identity(load: int, lot: int, part: int) -> int:
+    """Number of a lot that no other has; `part`: of its first so many rooms, 0 of all. Other rooms, other pages."""
+    return part << 48 | load << 16 | lot
 
 
 class Course:
@@ -82,8 +56,15 @@ class Course:
         decode_ms: float,
         on_step: Callable[[str], None],
         watch: Callable[[bool], None] = lambda wanted: None,
+        point_s: float | None = None,
     ) -> None:
-        """`on_step` is told what is done next, in a few words; `watch`, whether people are to watch from now on."""
+        """
+        Args:
+            on_step: told what is done next, in a few words.
+            watch: told whether people are to watch from now on.
+            point_s: seconds that one case may run for, each time; None: until all its rooms have run.
+        """
+        self._pace = Pace(point_s)
         self._watch = watch
         self._fleet = fleet
         self._plan = plan
@@ -103,7 +84,13 @@ class Course:
         for again in range(repeat):
             for lot in range(max(lots.values(), default=0)):
                 for case in (case for case in cases if lot < lots[case]):
-                    yield self._lap(case, lot, again)
+                    first, end = self._plan["loads"][case.load]["lots"][lot]
+                    planned = self._plan["loads"][case.load]["rooms"][first:end]
+                    if self._pace.unknown(case):
+                        self._try(case, lot)
+                    count = self._pace.rooms(case, again, planned)
+                    if count:
+                        yield self._lap(case, lot, again, count)
 
     def hold(self) -> None:
         """Light traffic over a few rooms of the first lot, until interrupted.
@@ -120,19 +107,45 @@ class Course:
             self._fleet.run(windows, rooms, "hold")
             self._fleet.idle(_HOLD_PAUSE_S)
 
-    def _lap(self, case: Case, lot: int, repeat: int) -> Lap:
+    def _try(self, case: Case, lot: int) -> None:
+        """See how fast a path is, with the first room of a lot."""
+        planned = self._plan["loads"][case.load]
+        first = planned["lots"][lot][0]
+        doing = f"trying {case.path}"
+        self._on_step(doing)
+        for _ in range(_TRIALS):
+            rooms = self._rooms(case.load, first, first + 1)
+            self._fleet.prepare(
+                _identity(case.load, lot, 1), case.path, rooms, poison=False, doing=doing, pipeline=case.pipeline
+            )
+            started = time.monotonic()
+            self._check(self._fleet.run(planned["windows"], rooms, doing, case.layer_ms, self._decode_ms), doing)
+            self._pace.tried(case, planned["rooms"][first : first + 1], time.monotonic() - started)
+
+    def _lap(self, case: Case, lot: int, repeat: int, count: int) -> Lap:
+        """The first `count` rooms of a lot."""
         planned = self._plan["loads"][case.load]
         first, end = planned["lots"][lot]
-        rooms = self._rooms(case.load, first, end)
+        rooms = self._rooms(case.load, first, first + count)
         doing = self._words(case, lot)
-        lot_number = case.load << 16 | lot
+        number = _identity(case.load, lot, count if count < end - first else 0)
         self._on_step(f"filling for {doing}")
-        self._fleet.prepare(lot_number, case.path, rooms, poison=True, doing=doing, pipeline=case.pipeline)
+        self._fleet.prepare(number, case.path, rooms, poison=True, doing=doing, pipeline=case.pipeline)
         self._on_step(doing)
         # Neither the first room, which warms things up, nor the last, which has no company; agents forget early ones.
         shown = rooms[max(len(rooms) // 2, len(rooms) - _REMEMBERED)].index
         self._watch(case.observed)
+        started = time.monotonic()
         reports = self._fleet.run(planned["windows"], rooms, doing, case.layer_ms, self._decode_ms, shown)
+        self._pace.ran(case, repeat, planned["rooms"][first : first + count], time.monotonic() - started)
+        self._check(reports, doing)
+        verdicts: Mapping[str, VerifyReport] = {}
+        if self._verify != "off":
+            self._on_step(f"verifying {doing}")
+            verdicts = self._fleet.verify(self._verify, rooms, doing)
+        return Lap(case, lot, repeat, rooms, reports, verdicts, shown)
+
+    def _check(self, reports: Mapping[str, RunReport], doing: str) -> None:
         held = sorted({index for report in reports.values() for index in report["held"]})
         if held:
             causes = sorted({text for report in reports.values() for _, text in report["failures"]})
@@ -140,11 +153,6 @@ class Course:
                 f"{len(held)} rooms still hold pages after {doing}, so a write to them may be in flight and nothing "
                 f"can run after it; first causes: {'; '.join(causes[:3]) or 'none given'}"
             )
-        verdicts: Mapping[str, VerifyReport] = {}
-        if self._verify != "off":
-            self._on_step(f"verifying {doing}")
-            verdicts = self._fleet.verify(self._verify, rooms, doing)
-        return Lap(case, lot, repeat, rooms, reports, verdicts, shown)
 
     def _words(self, case: Case, lot: int) -> str:
         """What a lap is called while it runs and where it fails."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvctl.bench.case import Case
 from kvctl.bench.html.data import PartLife, RingLife, RoomLife
-from kvctl.bench.laps import Case, Lap
+from kvctl.bench.laps import Lap
 from kvctl.bench.passages import Finished
 from kvctl.bench.statistics import median
 from kvctl_agent.contract.rig import Plan, PlannedRank, Ready

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kvctl_agent.contract.rig import Gpu
 from kvctl_agent.contract.version import VERSION
 
 # Pools and rings get a third of what is free: the ranks' own memory, and whoever else is here, need some too.
@@ -14,6 +16,8 @@ _SHARE = 3
 _MOST_BYTES = 12 << 30
 _PACKAGES = {
     "torch": ("torch",),
+    "triton": ("triton",),
+    "cuda_bindings": ("cuda-bindings",),
     "nixl": ("nixl",),
     "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"),
 }
@@ -29,8 +33,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def fingerprint(device: str, lanes: list[str]) -> dict[str, object]:
-    """The `env` of a saved result: versions are "" where the package is not installed."""
+def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[str, object]:
+    """The `env` of a saved result: versions are "" where the package is not installed.
+
+    Args:
+        gpus: those in use, by number; their names take the place of `device`.
+    """
+    any_gpu = next(iter(gpus.values()), Gpu(name="", driver="", cuda=""))
     return {
         "kvctl": VERSION,
         "python": platform.python_version(),
@@ -38,7 +47,9 @@ def fingerprint(device: str, lanes: list[str]) -> dict[str, object]:
         "kernel": platform.release(),
         "cpu": _cpu_model(),
         "cores": cores(),
-        "device": device,
+        "device": ", ".join(f"{number}: {gpu['name']}" for number, gpu in gpus.items()) or device,
+        "driver": any_gpu["driver"],
+        "cuda": any_gpu["cuda"],
         "lanes": lanes,
     }
 

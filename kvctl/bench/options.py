@@ -94,6 +94,18 @@ def parse_names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """`0,1`: numbers of GPUs; "" is none.
+
+    Raises:
+        ValueError: something else.
+    """
+    words = parse_names(text)
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise ValueError(f"{text!r} are no numbers of GPUs: write 0,1 (nvidia-smi -L lists them)")
+    return tuple(map(int, words))
+
+
 def sweep_loads(concurrency: int, tokens: Tokens, sweeps: list[tuple[str, list[int]]]) -> tuple[Load, ...]:
     """Every combination of the sweeps' points; an axis that is not swept keeps its option's value.
 

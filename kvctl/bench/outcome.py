@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvctl.bench import floors as limits
 from kvctl.bench.deltas import with_delta
 from kvctl.bench.html.data import ReportData
 from kvctl.bench.lives import ring_lives, room_lives
 from kvctl.bench.machine import fingerprint
-from kvctl.bench.session import FLOORS, Session
+from kvctl.bench.session import Session
 from kvctl.bench.traffic import Source, hits
 from kvctl.bench.variants import Variant, sizes_text
+from kvctl_agent.contract.rig import FloorKind, Gpu
 
 SCHEMA = "kvctl.bench/1"
 
@@ -64,11 +66,19 @@ class Outcome:
         """The best figure of each kind that any fleet saw, by transport."""
         found: dict[str, dict[str, float | None]] = {}
         for each in self.measured:
-            seen = found.setdefault(each.variant.request.transport, dict.fromkeys(FLOORS))
-            for kind in FLOORS:
+            seen = found.setdefault(each.variant.request.transport, dict.fromkeys(limits.EVERY))
+            for kind in limits.EVERY:
                 figures = [figure for figure in (seen[kind], each.session.results.floor(kind)) if figure is not None]
                 seen[kind] = max(figures, default=None)
         return found
+
+    def best_floor(self, kind: FloorKind) -> float | None:
+        """The best figure of a kind that is no matter of the transport."""
+        return max((figure for each in self.floors().values() if (figure := each[kind]) is not None), default=None)
+
+    def gpus(self) -> dict[int, Gpu]:
+        """The GPUs that were used, by number; empty where none was, or they have not said yet."""
+        return {number: gpu for each in self.measured for number, gpu in each.session.gpus().items()}
 
     def document(self) -> dict[str, Any]:
         """The whole result, as `--save` writes it."""
@@ -81,14 +91,14 @@ class Outcome:
             "verified": self.verified,
             "shape": plan["shape"],
             "floors": {
-                "memcpy_gb_per_s": max((each["memcpy"] or 0.0 for each in floors.values()), default=0.0) or None,
+                "memcpy_gb_per_s": self.best_floor("memcpy"),
                 "transport_write_gb_per_s": first["write"],
                 "write_gb_per_s_by_transport": {name: each["write"] for name, each in floors.items()},
-                "device_copy_gb_per_s": None,
-                "p2p_gb_per_s": None,
+                "device_copy_gb_per_s": self.best_floor("device"),
+                "p2p_gb_per_s": self.best_floor("peer"),
             },
             "runs": self.rows(),
-            "env": fingerprint("cpu", lanes),
+            "env": fingerprint(plan["device"], lanes, self.gpus()),
         }
         if self._preset:
             document["preset"] = self._preset

@@ -20,6 +20,7 @@ class Passage:
         first_token_ns, last_token_ns: with success, where no decoding is simulated.
         hidden_ns: transfer before the forward was done, of the rank with most; None of rooms that were not sampled.
         nbytes: what had to move for it.
+        alone_ns: what its layers take on the slowest rank while nothing is sent; None where nobody computed for real.
     """
 
     room: Room
@@ -32,6 +33,12 @@ class Passage:
     last_token_ns: int
     hidden_ns: int | None
     nbytes: int
+    alone_ns: int | None = None
+
+    @property
+    def slowdown_ratio(self) -> float | None:
+        """How much longer its layers took beside transfers than alone, of 1; None where that is not known."""
+        return self.compute_ns / self.alone_ns - 1 if self.alone_ns else None
 
     @property
     def latency_ns(self) -> int:
@@ -93,6 +100,9 @@ def join(lap: Lap, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) 
     hidden: dict[int, int] = {}
     for index, before_ns, _ in (row for report in prefill for row in report["hidden"]):
         hidden[index] = max(hidden.get(index, 0), before_ns)
+    alone: dict[int, int] = {}
+    for index, alone_ns in (row for report in prefill for row in report.get("compute_alone", ())):
+        alone[index] = max(alone.get(index, 0), alone_ns)
     passages: dict[int, Passage] = {}
     for room in (room for room in lap.rooms if room.index not in failures and room.index not in explained):
         index = room.index
@@ -100,7 +110,17 @@ def join(lap: Lap, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) 
             started, done, _, compute = forwards[index]
             opened, success, first, last = arrivals[index]
             passages[index] = Passage(
-                room, opened, started, done, compute, success, first, last, hidden.get(index), nbytes[index]
+                room,
+                opened,
+                started,
+                done,
+                compute,
+                success,
+                first,
+                last,
+                hidden.get(index),
+                nbytes[index],
+                alone.get(index),
             )
         else:
             failures[index] = "no rank reported its end"

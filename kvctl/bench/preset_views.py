@@ -90,6 +90,29 @@ PIPELINE = View(
     ),
 )
 
+PIPELINE_COMPUTED = View(
+    "bench-pipeline-computed",
+    (
+        Column("tokens", kind=Kind.COUNT),
+        Column("path"),
+        Column("pipeline"),
+        Column("transport", width=Width.NORMAL),
+        Column("rooms", kind=Kind.COUNT, width=Width.WIDE),
+        Column("compute", milliseconds("compute_ms", "p50"), Kind.DURATION, header="C"),
+        Column("slowdown", "compute_slowdown_ratio", Kind.RATIO, header="SLOWER BY"),
+        Column("groups", kind=Kind.COUNT, header="N"),
+        Column("hidden", milliseconds("hidden_ms", "mean"), Kind.DURATION),
+        Column("exposed", milliseconds("exposed_ms", "p50"), Kind.DURATION),
+        Column("ttft_mean", ttft, Kind.DURATION, header="TTFT"),
+        Column("ttft_p95", milliseconds("ttft_ms", "p95"), Kind.DURATION, header="P95"),
+        Column("delta", "ttft_delta_ratio", Kind.RATIO, header="Δ TTFT"),
+        Column("tokens_per_s", kind=Kind.RATE, header="TOK/S"),
+        Column("floor", "floor_ratio", Kind.NUMBER, Width.WIDE, header="TIMES FLOOR"),
+        Column("decisions", "pipeline_decisions", Kind.MAP, Width.WIDE),
+        _VERIFIED,
+    ),
+)
+
 MULTI_TURN = View(
     "bench-multi-turn",
     (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from kvctl.bench.laps import Case, cases_of
+from kvctl.bench.case import Case, cases_of
 from kvctl_agent.contract.rig import Plan
 
 Latency = Callable[[Case], float | None]

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvctl.bench.laps import LOAD_STRIDE, Case, Lap
+from kvctl.bench import floors as limits
+from kvctl.bench.case import Case
+from kvctl.bench.laps import LOAD_STRIDE, Lap
 from kvctl.bench.passages import Finished, join, observer_cost
 from kvctl.bench.rows import mismatches, row_of
 from kvctl.bench.statistics import percentile
@@ -22,14 +24,14 @@ class Results:
         plan: what was planned for the fleet.
         names: its ranks.
         ready: what each rank said of itself when it was up.
-        floors: every figure measured, by kind: "memcpy", "write".
+        floors: every figure measured, by kind.
     """
 
     def __init__(self, plan: Plan, names: Mapping[str, PlannedRank], verify: str) -> None:
         self.plan = plan
         self.names = names
         self.ready: Mapping[str, Ready] = {}
-        self.floors: dict[str, list[float]] = {"memcpy": [], "write": []}
+        self.floors: dict[str, list[float]] = {kind: [] for kind in limits.EVERY}
         self._verify = verify
         self._laps: dict[Case, list[Finished]] = {}
         self._nbytes = {

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvctl.bench.costs import Costs
+from kvctl.bench.floors import copy_floor
 from kvctl.bench.lives import layer_groups
 from kvctl.bench.passages import Finished, Passage, by_repeat, rate
 from kvctl.bench.statistics import median, stage_us, summary_ms
@@ -47,7 +48,8 @@ def row_of(
     return {
         "path": case.path,
         "transport": plan["transport"],
-        "device": "cpu",
+        "device": plan["device"],
+        "compute": plan["compute"],
         "pipeline": case.pipeline,
         "cp_mode": plan["cp_mode"],
         "observed": case.observed,
@@ -60,6 +62,7 @@ def row_of(
         "layer_ms": case.layer_ms,
         "arrivals": "open" if any(room["arrival_ms"] is not None for room in planned["rooms"]) else "closed",
         "rooms": len(passages) + failed + explained.total(),
+        "planned_rooms": _planned_rooms(laps, planned),
         "ok": len(passages),
         "aborted": explained["aborted"],
         "failed_by_fault": explained["fault"],
@@ -69,8 +72,10 @@ def row_of(
         "verified_parts": parts if verified else None if verified is None else 0,
         **_rates(laps, planned, floors, sum(rank["role"] == "decode" for rank in names.values())),
         "bytes_per_room": sum(each.nbytes for each in passages) // max(1, len(passages)),
+        "floor_ratio": _over_floor(passages, copy_floor(plan, floors)),
         "prefix_hit_ratio": _prefix_hit(planned),
         **_times(passages),
+        "compute_slowdown_ratio": _slowdown(passages),
         "groups": _groups(laps, names, plan["shape"]["layers"]),
         "pipeline_decisions": costs.by_label("kvctl_pipeline_decisions_total", "prefill"),
         "descriptors_per_room": costs.per_room("kvctl_descriptors_total"),
@@ -100,7 +105,6 @@ def _rates(
     middle = median([each.gb_per_s for each in rates])
     typical = min(rates, key=lambda each: abs(each.gb_per_s - middle))
     best = max(range(len(rates)), key=lambda at: rates[at].gb_per_s)
-    memcpy, write = floors["memcpy"], floors["write"]
     return {
         "repeats": len(rates),
         **asdict(typical),
@@ -111,8 +115,15 @@ def _rates(
             "tokens_per_s": rates[best].rooms_per_s * planned["tokens_mean"],
             "ttft_ms": _ttft([passage for finished in repeats[best] for passage in finished.passages.values()]),
         },
-        "memcpy_ratio": typical.gb_per_s / memcpy if memcpy else None,
-        "write_ratio": typical.gb_per_s / write if write else None,
+        **{
+            f"{name}_ratio": typical.gb_per_s / floor if floor else None
+            for name, floor in (
+                ("memcpy", floors["memcpy"]),
+                ("write", floors["write"]),
+                ("device_copy", floors["device"]),
+                ("p2p", floors["peer"]),
+            )
+        },
     }
 
 
@@ -127,6 +138,25 @@ def _times(passages: Sequence[Passage]) -> dict[str, Any]:
         "ttft_ms": _ttft(passages),
         "tpot_ms": summary_ms(each.token_ns for each in passages if each.token_ns is not None),
     }
+
+
+def _over_floor(passages: Sequence[Passage], gb_per_s: float | None) -> float | None:
+    """Median over rooms of their latency against the time that one copy of as many bytes takes."""
+    if not gb_per_s or not passages:
+        return None
+    return median([each.latency_ns * gb_per_s / max(1, each.nbytes) for each in passages])
+
+
+def _slowdown(passages: Sequence[Passage]) -> float | None:
+    """Median over rooms of what transfers took from compute."""
+    known = [each.slowdown_ratio for each in passages if each.slowdown_ratio is not None]
+    return median(known) if known else None
+
+
+def _planned_rooms(laps: Sequence[Finished], planned: PlannedLoad) -> int:
+    """Rooms that would have run so far if every lot had run as a whole."""
+    repeats = len({finished.lap.repeat for finished in laps})
+    return repeats * sum(end - first for first, end in planned["lots"])
 
 
 def _ttft(passages: Sequence[Passage]) -> dict[str, float | None]:

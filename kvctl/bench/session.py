@@ -8,24 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvctl.bench import floors
+from kvctl.bench.case import length
 from kvctl.bench.fleet import Fleet
-from kvctl.bench.laps import Course, Lap, length
+from kvctl.bench.laps import Course, Lap
 from kvctl.bench.program import Program
 from kvctl.bench.progress import Steps
 from kvctl.bench.results import Results
 from kvctl.bench.watchers import Watchers
-from kvctl_agent.contract.rig import Plan
-
-FLOORS = ("memcpy", "write")
+from kvctl_agent.contract.rig import Gpu, Plan
 
 
 class Session:
     """One fleet; `results` holds what has been measured on it so far, however it ends."""
 
     def __init__(
-        self, fleet: Fleet, plan: Plan, program: Program, verify: str, decode_ms: float, label: str, steps: Steps
+        self,
+        fleet: Fleet,
+        plan: Plan,
+        program: Program,
+        verify: str,
+        decode_ms: float,
+        label: str,
+        steps: Steps,
+        point_s: float | None = None,
     ) -> None:
-        """`label` says which fleet this is where there are several, "" where there is one."""
+        """`label` says which fleet this is where there are several, "" where there is one; `point_s` as of `Course`."""
         self.results = Results(plan, fleet.names, verify)
         self.program = program
         self.label = label
@@ -33,7 +41,7 @@ class Session:
         self._plan = plan
         self._steps = steps
         self._watchers = Watchers(list(fleet.names))
-        self._course = Course(fleet, plan, verify, decode_ms, self._step, self._watchers.watch)
+        self._course = Course(fleet, plan, verify, decode_ms, self._step, self._watchers.watch, point_s)
 
     def start(self) -> None:
         """Start the fleet.
@@ -60,7 +68,7 @@ class Session:
 
     def floors(self) -> None:
         """Measure what this machine can do at best; nothing else may run."""
-        for kind in FLOORS:
+        for kind in floors.measured(self._plan):
             self._step(f"measuring the {kind} floor")
             figure = self.fleet.floor(kind)
             if figure is not None:
@@ -75,6 +83,11 @@ class Session:
         """The transport's lanes, as the ranks describe them."""
         described = [ready["transport"].get("lanes", []) for ready in self.results.ready.values()]
         return sorted({str(lane) for lanes in described for lane in ([lanes] if isinstance(lanes, str) else lanes)})
+
+    def gpus(self) -> dict[int, Gpu]:
+        """What each GPU in use says of itself, by number."""
+        found = {self.fleet.names[name]["device"]: ready.get("gpu") for name, ready in self.results.ready.items()}
+        return {number: gpu for number, gpu in sorted(found.items()) if gpu is not None}
 
     def _step(self, text: str) -> None:
         self._steps.step(f"{self.label}: {text}" if self.label else text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvctl.views import units
 from kvctl.views.kinds import Kind
 from kvctl.views.report import Block, Grid, Text
 from kvctl.views.view import Column, Row, View, Width
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.contract.rig import Plan
 
 # What can set rows of one load apart, besides the path; a terminal shows those that do.
@@ -58,6 +59,8 @@ BENCH = View(
         Column("delta", "delta_ratio", Kind.RATIO, header="Δ GB/S"),
         Column("memcpy", "memcpy_ratio", Kind.RATIO, Width.NORMAL, header="OF MEMCPY"),
         Column("write", "write_ratio", Kind.RATIO, Width.NORMAL, header="OF WRITE"),
+        Column("p2p", "p2p_ratio", Kind.RATIO, Width.WIDE, header="OF P2P"),
+        Column("floor", "floor_ratio", Kind.NUMBER, Width.WIDE, header="TIMES FLOOR"),
         Column("mean", _ns("latency_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
         Column("p50", _ns("latency_ms", "p50", 1e6), Kind.DURATION),
         Column("p90", _ns("latency_ms", "p90", 1e6), Kind.DURATION, Width.WIDE),
@@ -65,6 +68,7 @@ BENCH = View(
         Column("p99", _ns("latency_ms", "p99", 1e6), Kind.DURATION),
         Column("ttft_mean", _ns("ttft_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
         Column("ttft_p95", _ns("ttft_ms", "p95", 1e6), Kind.DURATION, Width.WIDE),
+        Column("slowdown", "compute_slowdown_ratio", Kind.RATIO, Width.WIDE, header="COMPUTE SLOWER"),
         Column("tpot", _ns("tpot_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
         Column("hidden", _ns("hidden_ms", "mean", 1e6), Kind.DURATION, Width.WIDE),
         Column("groups", kind=Kind.COUNT, width=Width.WIDE),
@@ -94,7 +98,9 @@ PLAN = View(
     (
         Column("fleet", width=Width.WIDE),
         Column("writer"),
+        Column("writer_gpu", kind=Kind.COUNT, width=Width.WIDE, header="GPU"),
         Column("reader"),
+        Column("reader_gpu", kind=Kind.COUNT, width=Width.WIDE, header="GPU"),
         Column("segment", width=Width.NORMAL),
         Column("heads", kind=Kind.LAYERS),
         Column("layers", kind=Kind.LAYERS),
@@ -103,6 +109,7 @@ PLAN = View(
         Column("bulk", "descriptors.bulk", Kind.COUNT),
         Column("slice", "descriptors.slice", Kind.COUNT),
         Column("staged", "descriptors.staged", Kind.COUNT),
+        Column("direct", "descriptors.direct", Kind.COUNT, Width.WIDE),
     ),
     empty="nothing is owed",
 )
@@ -131,7 +138,7 @@ def _rate(value: float | None) -> str:
 
 def _simulated(row: Row) -> bool:
     """Whether a request does something else than be transferred: queue, compute, decode."""
-    return bool(row["layer_ms"] or row["decode_ms"] or row["arrivals"] == "open")
+    return bool(row["layer_ms"] or row["compute"] == "gpu" or row["decode_ms"] or row["arrivals"] == "open")
 
 
 # Groups of lines, each with the rows that it has something to say of.
@@ -149,11 +156,27 @@ _LINES: tuple[tuple[tuple[_Line, ...], Callable[[Row], bool]], ...] = (
         (
             ("rooms/s", _plain("rooms_per_s", _rate), lambda row: float(row["rooms_per_s"])),
             ("GB/s", _plain("gb_per_s", _rate), lambda row: float(row["gb_per_s"])),
-            ("of one-thread memcpy", _plain("memcpy_ratio", units.percent), None),
+        ),
+        lambda row: True,
+    ),
+    ((("of one-thread memcpy", _plain("memcpy_ratio", units.percent), None),), lambda row: row["device"] == "cpu"),
+    (
+        (
+            ("of a copy between the GPUs", _plain("p2p_ratio", units.percent), None),
+            ("of a copy within one", _plain("device_copy_ratio", units.percent), None),
+        ),
+        lambda row: row["device"] != "cpu",
+    ),
+    (
+        (
             ("of one write", _plain("write_ratio", units.percent), None),
             *(_time("latency", "latency_ms", name) for name in ("mean", "p50", "p90", "p95", "p99")),
         ),
         lambda row: True,
+    ),
+    (
+        (("latency, times one copy's", _plain("floor_ratio", _rate), lambda row: row["floor_ratio"]),),
+        lambda row: row["floor_ratio"] is not None,
     ),
     ((_time("TTFT", "ttft_ms", "mean"), _time("TTFT", "ttft_ms", "p95")), _simulated),
     ((_time("TPOT", "tpot_ms", "mean"),), lambda row: row["tpot_ms"]["mean"] is not None),
@@ -164,7 +187,11 @@ _LINES: tuple[tuple[tuple[_Line, ...], Callable[[Row], bool]], ...] = (
             ("layer groups", _plain("groups", units.count), None),
             ("decided by", _plain("pipeline_decisions", lambda why: " ".join(why) or units.UNKNOWN), None),
         ),
-        lambda row: row["layer_ms"] > 0 or row["pipeline"] != "off",
+        lambda row: row["layer_ms"] > 0 or row["compute"] == "gpu" or row["pipeline"] != "off",
+    ),
+    (
+        (("compute slowed down by", _plain("compute_slowdown_ratio", units.percent), None),),
+        lambda row: row["compute_slowdown_ratio"] is not None,
     ),
     ((("prefix hits", _plain("prefix_hit_ratio", units.percent), None),), lambda row: row["prefix_hit_ratio"] > 0),
     (
@@ -192,27 +219,48 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
     Args:
         rows: lines of `view`, or, where that is None, rows of `BENCH`.
     """
-    head, foot = captions.head(outcome), [captions.floors(outcome), *captions.observers(outcome.rows())]
+    every = outcome.rows()
+    head = captions.head(outcome)
+    foot = [captions.floors(outcome), *captions.cut_short(every), *captions.observers(every)]
     if view is None:
         head += captions.load(outcome, rows)
-    head += captions.faults(outcome, outcome.rows())
+    head += captions.faults(outcome, every)
     table = Grid(view, rows) if view is not None else _table(rows)
-    verdict = _verdict(outcome.rows())
+    verdict = _verdict(every)
     return [Text([[(line, "")] for line in head]), table, Text([*([(line, "")] for line in foot), verdict])]
 
 
 def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
     """The plan's shares with the ranks' names."""
     several = any(rank["instance"] > 0 for rank in plan["ranks"])
+    on = {(rank["instance"], rank["unique"]): rank["device"] for rank in plan["ranks"]}
+
+    def gpu(instance: int, unique: int) -> int | None:
+        return None if (number := on[instance, unique]) == HOST else number
+
     return [
         {
             **share,
             "fleet": fleet,
             "writer": f"p{share['instance']}-prefill-{share['writer']}" if several else f"prefill-{share['writer']}",
+            "writer_gpu": gpu(share["instance"], share["writer"]),
             "reader": f"decode-{share['reader']}",
+            "reader_gpu": gpu(-1, share["reader"]),
         }
         for share in plan["shares"]
     ]
+
+
+def plan_table(rows: Sequence[Row]) -> View:
+    """`PLAN`, with what only GPUs have where there are any."""
+    on_gpus = any(row["writer_gpu"] is not None for row in rows)
+    return _with_core(PLAN, {"writer_gpu", "reader_gpu", "direct"} if on_gpus else set())
+
+
+def _with_core(view: View, names: Collection[str]) -> View:
+    """The view with these columns on every terminal."""
+    columns = (replace(each, width=Width.CORE) if each.name in names else each for each in view.columns)
+    return replace(view, columns=tuple(columns))
 
 
 def _table(rows: Sequence[Row]) -> Grid:
@@ -221,8 +269,9 @@ def _table(rows: Sequence[Row]) -> Grid:
     if len(loads) == 1 and len(rows) <= _MOST_COLUMNS:
         return Grid(_side_by_side(rows), _lines(rows))
     apart = {name for name in _APART if len({row[name] for row in rows}) > 1}
-    columns = (replace(each, width=Width.CORE) if each.name in apart else each for each in BENCH.columns)
-    return Grid(replace(BENCH, columns=tuple(columns)), rows)
+    apart |= {"floor"} if any(row["floor_ratio"] is not None for row in rows) else set()
+    apart |= {"slowdown"} if any(row["compute_slowdown_ratio"] is not None for row in rows) else set()
+    return Grid(_with_core(BENCH, apart), rows)
 
 
 def _side_by_side(rows: Sequence[Row]) -> View:

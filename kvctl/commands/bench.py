@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvctl.bench.baseline import load_baseline
-from kvctl.bench.views import PLAN, plan_rows
+from kvctl.bench.views import plan_rows, plan_table
 from kvctl.commands.bench_options import GroupedCommand, bench_options
 from kvctl.commands.bench_request import understand
 from kvctl.commands.bench_run import BenchRun, checked_columns, plan_all
@@ -42,8 +42,7 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     planned = plan_all(asked, output)
     if plan_only:
         fleets = [pair for _, pairs in planned for pair in pairs]
-        output.emit(
-            Report(PLAN, [row for variant, plan in fleets for row in plan_rows(plan, variant.name)], answered=1)
-        )
+        rows = [row for variant, plan in fleets for row in plan_rows(plan, variant.name)]
+        output.emit(Report(plan_table(rows), rows, answered=1))
         return
     raise click.exceptions.Exit(BenchRun(output, settings, asked, planned, baseline).run())

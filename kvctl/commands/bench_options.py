@@ -11,6 +11,7 @@ import click
 from kvctl.bench.options import (
     parse_bench_faults,
     parse_cp_modes,
+    parse_gpus,
     parse_instances,
     parse_names,
     parse_percent,
@@ -24,7 +25,7 @@ from kvctl.bench.options import (
 )
 from kvctl.bench.presets import PRESETS
 from kvctl.commands.options import KvctlCommand
-from kvctl_agent.contract.rig import DTYPE_BYTES, PAGE_ORDERS, VERIFY_MODES
+from kvctl_agent.contract.rig import COMPUTES, DEVICES, DTYPE_BYTES, PAGE_ORDERS, VERIFY_MODES
 
 _AXES = {
     "tp": "attention tensor-parallel ranks",
@@ -199,6 +200,14 @@ def _load() -> list[click.Option]:
         ),
         _option(
             group,
+            "--point-seconds",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="X",
+            help="Stop each path at each load after about so long: a slow one runs fewer rooms, which is said. "
+            "[default: no limit; 5 with --preset and --device cuda]",
+        ),
+        _option(
+            group,
             "--seed",
             type=click.IntRange(min=0),
             metavar="N",
@@ -277,7 +286,8 @@ def _engine() -> list[click.Option]:
             default="",
             metavar="A,B,…",
             parse=parse_names,
-            help="Paths to compare side by side: bulk, slice, staged, auto. [default: those that suit the layouts]",
+            help="Paths to compare side by side: bulk, slice, staged, direct (between GPUs), auto. [default: those "
+            "that suit the layouts]",
         ),
         _option(
             group,
@@ -291,9 +301,55 @@ def _engine() -> list[click.Option]:
     ]
 
 
-def _compute() -> list[click.Option]:
-    group = "Simulated compute"
+def _device() -> list[click.Option]:
+    group = "GPUs"
     return [
+        _option(
+            group,
+            "--device",
+            type=click.Choice(DEVICES),
+            default=DEVICES[0],
+            show_default=True,
+            help="Where KV pools and staging are: host memory, or the memory of NVIDIA GPUs.",
+        ),
+        _option(
+            group,
+            "--prefill-gpus",
+            default="",
+            metavar="A,B,…",
+            parse=parse_gpus,
+            help="Numbers of the GPUs that prefill ranks take in turn; 0,0 is the same as 0. [default: the first half]",
+        ),
+        _option(
+            group,
+            "--decode-gpus",
+            default="",
+            metavar="A,B,…",
+            parse=parse_gpus,
+            help="The same for decode ranks. [default: the other half; the same GPU where there is one]",
+        ),
+        _option(
+            group,
+            "--direct-sms",
+            type=_COUNT,
+            metavar="N",
+            help="Multiprocessors that a copy on path direct may take from compute. [default: the agent's]",
+        ),
+    ]
+
+
+def _compute() -> list[click.Option]:
+    group = "Compute"
+    return [
+        _option(
+            group,
+            "--compute",
+            type=click.Choice(COMPUTES),
+            default=COMPUTES[0],
+            show_default=True,
+            help="What stands for a forward: a pause of --layer-ms, or the model's matrix products and attention on "
+            "the prefill GPU.",
+        ),
         _option(
             group,
             "--pipeline",
@@ -387,4 +443,4 @@ def _result() -> list[click.Option]:
 
 def bench_options() -> list[click.Parameter]:
     """Fresh parameters in the order of the help."""
-    return [*_layout(), *_model(), *_load(), *_traffic(), *_engine(), *_compute(), *_result()]
+    return [*_layout(), *_model(), *_load(), *_traffic(), *_engine(), *_device(), *_compute(), *_result()]

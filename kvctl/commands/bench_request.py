@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from kvctl.bench import scale
+from kvctl.bench.gpu_presets import POINT_S, on_gpus
 from kvctl.bench.machine import cores, memory_budget_bytes
 from kvctl.bench.options import TRANSPORTS, sweep_loads
 from kvctl.bench.presets import PRESETS, Part, Preset
@@ -66,14 +67,22 @@ def understand(options: Mapping[str, Any], given: Collection[str]) -> Asked:
     Raises:
         click.UsageError: some contradict each other, or a file cannot be used.
     """
-    preset = PRESETS[options["preset"]] if options["preset"] else None
+    cuda = options["device"] == "cuda"
+    preset = None
+    if options["preset"]:
+        preset = on_gpus(options["preset"], options["compute"]) if cuda else PRESETS[options["preset"]]
     notes: list[str] = []
     parts = [(Part(), options)]
     if preset is not None:
         mine = {name: value for name, value in preset.options.items() if name not in given}
         if "sweep" in mine:
             mine["sweep"] = tuple((axis, values) for axis, values in mine["sweep"] if axis not in given)
-        fitted = [(part, *_scaled(preset, part, {**options, **mine}, given)) for part in preset.parts]
+        if cuda:  # the plan limits what GPUs do not hold; time is what a slow path would run out of
+            mine |= {} if "point_seconds" in given else {"point_seconds": POINT_S}
+            fitted: list[tuple[Part, Mapping[str, Any], str]]
+            fitted = [(part, {**options, **mine}, "") for part in preset.parts]
+        else:
+            fitted = [(part, *_scaled(preset, part, {**options, **mine}, given)) for part in preset.parts]
         parts = [(part, scaled) for part, scaled, _ in fitted]
         notes += [note for note in dict.fromkeys(note for _, _, note in fitted) if note]
         options, given = parts[0][1], {*given, *mine}
@@ -126,11 +135,28 @@ def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
             if f"prefill_{axis}" in given:
                 option = f"--prefill-{axis.replace('_', '-')}"
                 raise _wrong("--prefill-instances", f"it gives the sizes of every instance: leave out {option}")
+    _check_device(options, given)
     for role in ("prefill", "decode"):
         stages, size = options[f"{role}_pp_layers"], options[f"{role}_pp"]
         if stages and f"{role}_pp" in given and size != len(stages):
             text = ",".join(map(str, stages))
             raise _wrong(f"--{role}-pp-layers", f"{text} are {len(stages)} stages, but --{role}-pp is {size}")
+
+
+def _check_device(options: Mapping[str, Any], given: Collection[str]) -> None:
+    """Refuse what needs GPUs where there are to be none, and compute of two kinds at once."""
+    needs_cuda = (
+        ("compute", options["compute"] == "gpu"),
+        ("prefill_gpus", options["prefill_gpus"]),
+        ("decode_gpus", options["decode_gpus"]),
+        ("direct_sms", options["direct_sms"] is not None),
+        ("path", "direct" in options["paths"]),
+    )
+    for name, wanted in needs_cuda:
+        if wanted and options["device"] == "cpu":
+            raise _wrong(f"--{name.replace('_', '-')}", "it needs KV on GPUs: add --device cuda")
+    if options["compute"] == "gpu" and "layer_ms" in given:
+        raise _wrong("--layer-ms", "with --compute gpu layers take what they take: leave it out")
 
 
 def _settled(options: Mapping[str, Any], given: Collection[str], source: Source | None) -> dict[str, Any]:
@@ -252,7 +278,8 @@ def _request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, mem
     decodes = options["decode_ms"] > 0
     same = (
         "model layers kv_heads head_dim v_head_dim dtype draft_layers draft_heads draft_dim page_size page_order "
-        "prefix_hit rooms paths ring_mb chunk_tokens workers pipelines layer_ms decode_ms"
+        "prefix_hit rooms paths ring_mb chunk_tokens workers pipelines layer_ms decode_ms "
+        "device compute prefill_gpus decode_gpus direct_sms"
     )
     return PlanRequest(
         prefill=prefill,

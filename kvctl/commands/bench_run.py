@@ -121,7 +121,9 @@ class BenchRun:
         fleet = stack.enter_context(Fleet(plan, variant.request, variant.name if together else ""))
         label = variant.name if self._asked.several else ""
         decode_ms = variant.request.decode_ms
-        session = Session(fleet, plan, wave.program, self._options["verify"], decode_ms, label, steps)
+        session = Session(
+            fleet, plan, wave.program, self._options["verify"], decode_ms, label, steps, self._options["point_seconds"]
+        )
         self._outcome.measured.append(Measured(variant, session))
         return session
 

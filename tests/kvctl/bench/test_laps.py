@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.bench.laps import Case, Course, Lap, cases_of, length
+from kvctl.bench.case import Case, cases_of, length
+from kvctl.bench.laps import Course, Lap
 from kvctl.fleet.failures import FleetError
 from kvctl_agent.contract.rig import Room
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvctl.bench.laps import Case, Lap
+from kvctl.bench.case import Case
+from kvctl.bench.laps import Lap
 from kvctl.bench.lives import layer_groups, ring_lives, room_lives, typical
 from kvctl.bench.passages import Finished, Passage
 from kvctl_agent.contract.rig import Room

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.bench.laps import Case, Lap
+from kvctl.bench.case import Case
+from kvctl.bench.laps import Lap
 from kvctl.bench.outcome import Measured, Outcome
 from kvctl.bench.program import SideBySide
 from kvctl.bench.prompts import Prompt, Traffic
@@ -52,6 +53,9 @@ def plan(transport: str = "nixl", arrival_ms: float | None = None, prefix_tokens
         "page_size": 16,
         "page_order": "random",
         "transport": transport,
+        "device": "cpu",
+        "compute": "sleep",
+        "ranks": [],
         "paths": ["slice", "staged"],
         "pipelines": ["off", "on"],
         "cp_mode": "rank0",
@@ -96,6 +100,9 @@ class SessionOnPaper:
 
     def lanes(self) -> list[str]:
         return []
+
+    def gpus(self) -> dict[int, Any]:
+        return {}
 
 
 def measured(*laps: Lap, label: str = "", transport: str = "nixl", fleet: str = "", **planned: Any) -> Measured:
@@ -235,10 +242,11 @@ class TestPicture:
 
 def test_plans_of_several_instances_name_them():
     share = {"instance": 1, "writer": 0, "reader": 2, "segment": "kv"}
-    ranks = [{"instance": 0}, {"instance": 1}, {"instance": -1}]
+    places = ((0, 0), (1, 0), (-1, 2))
+    ranks = [{"instance": instance, "unique": unique, "device": -1} for instance, unique in places]
     several: Any = {"shares": [share], "ranks": ranks}
     assert plan_rows(several, "cp2")[0]["writer"] == "p1-prefill-0"
-    one: Any = {"shares": [{**share, "instance": 0}], "ranks": ranks[:1]}
+    one: Any = {"shares": [{**share, "instance": 0}], "ranks": [ranks[0], ranks[2]]}
     assert (plan_rows(one, "")[0]["writer"], plan_rows(one, "")[0]["reader"]) == ("prefill-0", "decode-2")
     assert PLAN.columns[0].name == "fleet"
     assert BENCH.columns[0].name == "path"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.bench.laps import Case
+from kvctl.bench.case import Case
 from kvctl.bench.program import Ratios, SideBySide, exposed_by_model
 
 

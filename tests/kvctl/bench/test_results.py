@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvctl.bench.baseline import compare, failures, load_baseline
+from kvctl.bench.case import Case
 from kvctl.bench.deltas import with_delta
-from kvctl.bench.laps import LOAD_STRIDE, Case, Lap
+from kvctl.bench.laps import LOAD_STRIDE, Lap
 from kvctl.bench.outcome import Measured, Outcome
 from kvctl.bench.passages import join, rate
 from kvctl.bench.program import SideBySide
@@ -57,6 +58,9 @@ def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
         "page_size": 16,
         "page_order": "random",
         "transport": "nixl",
+        "device": "cpu",
+        "compute": "sleep",
+        "ranks": [],
         "paths": list(paths),
         "pipelines": ["off"],
         "cp_mode": "rank0",
@@ -137,6 +141,9 @@ class SessionOnPaper:
     def __init__(self, results: Results) -> None:
         self.results = results
         self.program = SideBySide(0.0, 1)
+
+    def gpus(self) -> dict[int, Any]:
+        return {}
 
     def lanes(self) -> list[str]:
         return ["shm"]

@@ -246,7 +246,8 @@ def test_help_lists_every_option_under_its_group():
         "Load:",
         "Real traffic:",
         "Engine:",
-        "Simulated compute:",
+        "GPUs:",
+        "Compute:",
         "Result:",
         "Global options",
     ]
