@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
 from kvctl_agent.layout.holding import held
 from kvctl_agent.protocol import events as ev
@@ -68,7 +67,6 @@ class PrefillMachine(PrefillOpenings):
         room = self._claimed(event.room)
         if room is not None and room.failure is None:
             room.launched += 1
-            self._wait_anew(room)
 
     def on_forward_failed(self, event: ev.ForwardFailed) -> None:
         room = self._claimed(event.room)
@@ -81,7 +79,6 @@ class PrefillMachine(PrefillOpenings):
             return  # failed meanwhile; the handle says why
         if event.launched:
             room.launched -= 1
-            self._wait_anew(room)
         if self._holds_back and not room.finished:
             room.held.append(event)
             room.since_ns = self.now_ns
@@ -134,11 +131,6 @@ class PrefillMachine(PrefillOpenings):
             self.answer(event.ticket, "unchanged", f"room {event.room} is {room.state.label} already")
         else:
             self.answer(event.ticket, "unknown", "")
-
-    def _wait_anew(self, room: SendRoom) -> None:
-        """Our engine goes on with it; where decode does not, that does not count."""
-        if room.state is not RoomState.BOOTSTRAPPING:
-            room.since_ns = self.now_ns
 
     def _claimed(self, number: int) -> SendRoom | None:
         """The room that our engine computes; one that it has not come for is a later life of the number."""
