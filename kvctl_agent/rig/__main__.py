@@ -11,12 +11,9 @@ import argparse
 import json
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 from kvctl_agent.contract.rig import PlanError, PlanReply
 from kvctl_agent.errors import ConfigError, DeviceError, DeviceUnavailable, LayoutError, TransportUnavailable
-
-NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,13 +44,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _do_without_torch() -> None:
-    """Keep torch out of this process where there is no GPU to need it for.
+    """Keep torch out of this process: pools on GPUs need none either, and `compute_gpu`, which does, lets it in.
 
-    NIXL imports a CPU-only torch just to ask it for its CUDA version. A rank has no other use for it, and it costs each
-    of them two seconds of processor time and 190 MB.
+    Engines import it only to ask it for its CUDA version, which costs two seconds of processor time and 190 MB.
     """
-    if not NVIDIA_DRIVER.exists():
-        sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make its import fail
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make its import fail
 
 
 def answer(request: bytes) -> PlanReply:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from kvctl_agent.contract.rig import ShownPart
+from kvctl_agent.contract.rig import Gpu, ShownPart
 from kvctl_agent.contract.snapshots import LayerRow, MetricFamily
 from kvctl_agent.contract.states import STAGES
+from kvctl_agent.device.base import Device
 from kvctl_agent.errors import RequestRefused
 from kvctl_agent.telemetry.rooms import RoomRecord
 
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 MAX_SAMPLED_ROOMS = 64
 MAX_SHOWN_PARTS = 512
 
@@ -121,3 +124,12 @@ def forget_peak_rss() -> None:
     # Kernels without CONFIG_PROC_PAGE_MONITOR have no such file; the peak then includes the measurement.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def gpu(device: Device) -> Gpu:
+    """What a result says of the GPU it was measured on."""
+    said = device.describe()
+    version = None
+    with contextlib.suppress(OSError):
+        version = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER_VERSION.read_text())
+    return Gpu(name=str(said["name"]), driver=version[0] if version else "", cuda=str(said.get("driver_cuda", "")))

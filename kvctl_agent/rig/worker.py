@@ -38,6 +38,7 @@ from kvctl_agent.rig.content import Content, allocate_pool, own_coord, own_side
 from kvctl_agent.rig.faults import FaultyAgent
 from kvctl_agent.rig.faults.aborts import Aborts
 from kvctl_agent.rig.faults.trial import Trial
+from kvctl_agent.rig.floors import device_gb_per_s, peer_gb_per_s
 from kvctl_agent.rig.geometry import model_shape
 from kvctl_agent.runtime.handles import Handle
 
@@ -108,13 +109,16 @@ class Worker(ABC):
         self.agent.wait_ready(self.start.timeout_s)
         staging = self.agent.observe.staging()
         ring, buffers = staging["ring"], staging["buffers"]
-        return Ready(
+        ready = Ready(
             pool_bytes=self._pool.nbytes,
             ring_bytes=ring["size_bytes"] if ring else 0,
             staging_bytes=buffers["size_bytes"] if buffers else 0,
             peak_rss_bytes=measure.peak_rss_bytes(),
             transport=self.agent.observe.status()["transport"],
         )
+        if self._pool.device is not None:
+            ready["gpu"] = measure.gpu(self._pool.device)
+        return ready
 
     def floors(self, command: Floors) -> FloorMeasured:
         """Measure one of this machine's limits; nothing else may run meanwhile."""
@@ -122,6 +126,8 @@ class Worker(ABC):
             floor = memcpy_gb_per_s(seconds=0.2)
             measure.forget_peak_rss()
             return FloorMeasured(gb_per_s=floor)
+        if command.kind != "write":
+            return FloorMeasured(gb_per_s=self._device_floor(command.kind))
         return FloorMeasured(gb_per_s=self.agent.measure_lane().write_gb_per_s)
 
     def probe(self) -> Probed:
@@ -139,6 +145,14 @@ class Worker(ABC):
             scatter=list(zip(copies.row_bytes, copies.scatter_us_per_mib, strict=True)),
             memcpy_gb_per_s=floor,
         )
+
+    def _device_floor(self, kind: str) -> float | None:
+        device = self._pool.device
+        if device is None:
+            return None
+        if kind == "device":
+            return device_gb_per_s(device)
+        return peer_gb_per_s(device, next(iter(self.agent.lanes.by_peer.values()), None))
 
     @abstractmethod
     def bootstraps(self) -> tuple[str, ...]:
