@@ -28,6 +28,7 @@ from kvctl_agent.layout.chunks import prefix_pages
 from kvctl_agent.layout.grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.holding import held as layout_of
 from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.base import BULK, SLICE, STAGED, Path
@@ -137,8 +138,9 @@ class Agent:
         self._mailbox = Mailbox()
         self.workers: list[TransferWorker] = []
         self._crew: CopyCrew | None = None
+        self._copiers: list[Copier] = []
         try:
-            self.buffers, self.ring = assembly.staging_memory(role, settings)
+            self.buffers, self.ring = assembly.staging_memory(role, settings, pool.device)
             self.transport.register(assembly.regions(pool, self.buffers or self.ring))
             self.lanes = Lanes(name, self.transport, pool, self.buffers, self.chooser, self.telemetry.recorder)
             self.machine = self._build_machine()
@@ -186,7 +188,13 @@ class Agent:
 
     def _open_arrivals(self, kind: Callable[..., ArrivalLoop] = ArrivalLoop) -> ArrivalLoop:
         report, name = self._mailbox.put, f"{self.name}-arrivals"
-        return kind(name, self.transport, self.pool, self.ring, self._crew, report, self.telemetry)
+        return kind(name, self.transport, self.pool, self.ring, self._copier(), report, self.telemetry)
+
+    def _copier(self) -> Copier:
+        """For one thread."""
+        assert self._crew is not None
+        self._copiers.append(assembly.copier_of(self.pool.device, self._crew))
+        return self._copiers[-1]
 
     def _check_endpoint(self, endpoint: str) -> None:
         endpoints.check_endpoint(endpoint, insecure=self.settings["insecure"], keys=self._keys is not None)
@@ -243,14 +251,18 @@ class Agent:
         return meeting.control
 
     def _start_threads(self) -> None:
-        crew = self._crew = CopyCrew(assembly.threads(self.settings["copy_threads"], 2), f"{self.name}-copy")
+        self._crew = CopyCrew(assembly.threads(self.settings["copy_threads"], 2), f"{self.name}-copy")
         if self.role == "decode":
             self._hands.arrivals = self._open_arrivals()
             self._hands.arrivals.start()
             return
         assert self.buffers is not None
         for number in range(assembly.threads(self.settings["workers"], 4)):
-            paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: StagedPath(self.buffers, crew)}
+            paths: dict[str, Path] = {
+                BULK: BulkPath(),
+                SLICE: SlicePath(),
+                STAGED: StagedPath(self.buffers, self._copier()),
+            }
             worker = TransferWorker(
                 f"{self.name}-transfer-{number}",
                 paths,
@@ -384,6 +396,8 @@ class Agent:
         self._mailbox.close()
         atexit.unregister(self._at_exit)
         if ended:
+            for copier in self._copiers:
+                copier.close()
             if self._crew is not None:
                 self._crew.close()
             self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started

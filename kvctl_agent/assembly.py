@@ -6,10 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from kvctl_agent.device.base import Device
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
-from kvctl_agent.memory.parts import PIECE_BYTES
+from kvctl_agent.memory.copier import Copier
+from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.device_copier import DeviceCopier
+from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.chooser import Chooser
 from kvctl_agent.protocol.decode import DecodeMachine
@@ -23,6 +27,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Region, Transport
 
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
+_BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
 _FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
 
 Settings = Mapping[str, Any]
@@ -35,16 +40,29 @@ def threads(configured: int | None, most: int) -> int:
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else most
 
 
-def staging_memory(role: str, settings: Settings) -> tuple[StagingBuffers | None, RingMemory | None]:
-    """A writer's buffers, or a reader's ring (None where staging is off)."""
+def staging_memory(
+    role: str, settings: Settings, device: Device | None
+) -> tuple[StagingBuffers | None, RingMemory | None]:
+    """A writer's buffers, or a reader's ring (None where staging is off), where the pool is.
+
+    Raises:
+        DeviceError, MemoryLayoutError: they cannot be had; says how much was asked for.
+    """
+    mem_pool = settings["mem_pool"]
     if role == "prefill":
-        budget = settings["staging_buffer_mb"] << 20
-        piece_bytes = min(PIECE_BYTES, budget // 2)  # two at least: one is gathered while one is on the wire
+        copier = HostCopier if device is None else DeviceCopier
+        budget = (settings["staging_buffer_mb"] or (_BUFFER_MB if device is None else _DEVICE_BUFFER_MB)) << 20
+        piece_bytes = min(copier.piece_bytes, budget // 2)  # two at least: one is gathered while one is on the wire
         pieces = threads(settings["workers"], 4) * (budget // piece_bytes)
-        return StagingBuffers(pieces, piece_bytes), None
+        return StagingBuffers(pieces, piece_bytes, device, mem_pool), None
     if settings["staging"] == "off":
         return None, None
-    return None, RingMemory((settings["staging_ring_mb"] << 20) + _SCRATCH_BYTES)
+    return None, RingMemory((settings["staging_ring_mb"] << 20) + _SCRATCH_BYTES, device, mem_pool)
+
+
+def copier_of(device: Device | None, crew: CopyCrew) -> Copier:
+    """One thread's: by the crew in host memory, else by a stream of the device."""
+    return HostCopier(crew) if device is None else DeviceCopier(device.copies())
 
 
 def regions(pool: KVPool, staging: StagingBuffers | RingMemory | None) -> list[Region]:

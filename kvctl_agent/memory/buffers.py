@@ -5,36 +5,36 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from kvctl_agent.device.base import Device
 from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
-from kvctl_agent.memory.region import Region
-from kvctl_agent.memory.slab import Bytes, Slab
+from kvctl_agent.memory.allocation import allocate
+from kvctl_agent.memory.region import Region, Stretch
 
 _BUFFER_ALIGN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """One staging buffer: `array` is its memory, `addr` what a descriptor names."""
+    """One staging buffer."""
 
     index: int
-    addr: int
-    array: Bytes
+    stretch: Stretch
 
 
 class StagingBuffers:
-    """A fixed number of equal buffers in one slab, so that one registration covers them and none is ever waited for.
+    """A fixed number of equal buffers in one allocation, so that one registration covers them; never waited for.
 
     `acquire` and `release` may be called from any thread. A buffer whose write may still be in flight is simply
     not released: that is its quarantine, and `in_use` shows it.
     """
 
-    def __init__(self, count: int, buffer_bytes: int) -> None:
-        """Map `count` buffers of `buffer_bytes` each (rounded up to whole 4 KiB pages)."""
+    def __init__(self, count: int, buffer_bytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
+        """Make `count` buffers of `buffer_bytes` each (rounded up to whole 4 KiB pages); see `allocate`."""
         if count <= 0 or buffer_bytes <= 0:
             raise MemoryLayoutError(f"{count} staging buffers of {buffer_bytes} bytes; both must be positive")
         self.count = count
         self.buffer_bytes = -(-buffer_bytes // _BUFFER_ALIGN_BYTES) * _BUFFER_ALIGN_BYTES
-        self._slab = Slab(count * self.buffer_bytes)
+        self._memory = allocate(count * self.buffer_bytes, device, mem_pool)
         self._lock = threading.Lock()
         # The most recently released buffer goes out first: its lines are still in cache.
         self._free = [self._buffer(index) for index in reversed(range(count))]
@@ -66,40 +66,41 @@ class StagingBuffers:
 
     def region(self) -> Region:
         """What the transport registers."""
-        return self._slab.region
+        return self._memory.region
 
     def close(self) -> None:
-        """Release the slab; idempotent. Writes from it must have ended."""
+        """Release the memory; idempotent. Copies into it and writes from it must have ended."""
         with self._lock:
             self._free.clear()
-        self._slab.close()
+        self._memory.close()
 
     def _buffer(self, index: int) -> Buffer:
-        start = index * self.buffer_bytes
-        return Buffer(index, self._slab.addr + start, self._slab.array[start : start + self.buffer_bytes])
+        return Buffer(index, self._memory.stretch(index * self.buffer_bytes, self.buffer_bytes))
 
 
 class RingMemory:
     """The bytes of a decode rank's ring; who owns which of them is the protocol's affair."""
 
-    def __init__(self, nbytes: int) -> None:
-        """Map `nbytes` of ring."""
-        self._slab = Slab(nbytes)
+    def __init__(self, nbytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
+        """Make `nbytes` of ring; see `allocate`."""
+        self._memory = allocate(nbytes, device, mem_pool)
+        self._left = nbytes  # none once it is closed
         self.nbytes = nbytes
-        self.addr = self._slab.addr
+        self.addr = self._memory.region.addr
 
-    def view(self, offset: int, nbytes: int) -> Bytes:
-        """The bytes of one granted region; raises MemoryLayoutError when it does not lie in the ring."""
-        if offset < 0 or nbytes <= 0 or offset + nbytes > self._slab.array.nbytes:
+    def view(self, offset: int, nbytes: int) -> Stretch:
+        """One granted region; raises MemoryLayoutError when it does not lie in the ring."""
+        if offset < 0 or nbytes <= 0 or offset + nbytes > self._left:
             raise MemoryLayoutError(
-                f"ring region [{offset}, {offset + nbytes}) is outside the ring of {self._slab.array.nbytes} bytes"
+                f"ring region [{offset}, {offset + nbytes}) is outside the ring of {self._left} bytes"
             )
-        return self._slab.array[offset : offset + nbytes]
+        return self._memory.stretch(offset, nbytes)
 
     def region(self) -> Region:
         """What the transport registers."""
-        return self._slab.region
+        return self._memory.region
 
     def close(self) -> None:
-        """Release the slab; idempotent. Writers must have drained."""
-        self._slab.close()
+        """Release the memory; idempotent. Writers must have drained."""
+        self._left = 0
+        self._memory.close()

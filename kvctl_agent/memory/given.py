@@ -40,7 +40,7 @@ class StateTensors:
 
     Attributes:
         name: a word, the same on both sides.
-        tensors: per layer `[slots, ...]`, contiguous, on the CPU; none where this rank's stage has none.
+        tensors: per layer `[slots, ...]`, contiguous, on the device of the KV; none where this rank's stage has none.
         layers: for each of its layers the KV layer that it runs beside; None: the first layers. Only asked for
             where the agent is given no model.
         heads: size of the dimension that is cut over tensor-parallel ranks, over the whole model; 1: every rank has

@@ -1,25 +1,29 @@
 """The KV pool of one rank: what shape it must have, where its bytes are, what a transport registers.
 
-A pool is all the memory that rooms move in: KV, a draft model's KV, per-request state, aux rows; contiguous CPU memory.
-It is either an engine's own tensors (`from_tensors`, `mla`: torch or numpy; torch is never imported here) or one slab
-of ours (`allocate`: the synthetic worker). Everything is checked once, here, by name, so that kernels need not.
+A pool is all the memory that rooms move in: KV, a draft model's KV, per-request state, aux rows; contiguous memory of
+the host or of one device, but for aux rows, which are always the host's. It is either an engine's own tensors
+(`from_tensors`, `mla`: torch or numpy; torch is never imported here) or memory of ours (`allocate`: the synthetic
+worker). Everything is checked once, here, by name, so that kernels need not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvctl_agent.contract.memory import HOST
+from kvctl_agent.device.base import Device
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
 from kvctl_agent.memory.addresses import PoolAddresses
+from kvctl_agent.memory.allocation import Allocation, DeviceAllocation
 from kvctl_agent.memory.given import DraftKV, Given, StateTensors, Tensors, read_kv, read_state
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.slab import Bytes, Slab
-from kvctl_agent.memory.tensors import refuse_overlap, see
+from kvctl_agent.memory.tensors import one_device, refuse_overlap, see
 
 __all__ = ["DraftKV", "KVPool", "PoolAddresses", "StateTensors"]
 
@@ -39,6 +43,7 @@ class KVPool:
         aux: the aux rows, uint8 `[aux_slots, aux_row_bytes]`, or None.
         aux_slots, aux_row_bytes: 0 when there are none.
         nbytes: all bytes together.
+        device: where everything but the aux rows is; None: in the host's memory.
     """
 
     def __init__(
@@ -47,13 +52,16 @@ class KVPool:
         *,
         page_size: int,
         aux: Bytes | None,
-        owner: object,
+        device: Device | None = None,
+        owner: object = None,
+        allocations: Sequence[Allocation] = (),
         shapes: tuple[ModelShape | StateShape, ...] = (),
     ) -> None:
         """Wrap checked memory; use `from_tensors`, `mla` or `allocate`.
 
         Args:
-            owner: what keeps the memory alive; closed with the pool when it is a Slab.
+            owner: what keeps the memory of tensors alive.
+            allocations: memory of ours, all of it; closed with the pool.
             shapes: of each segment, with as many layers as there are here; empty where nobody said.
         """
         self.segments = tuple(segments)
@@ -62,7 +70,9 @@ class KVPool:
         self.aux_slots = 0 if aux is None else int(aux.shape[0])
         self.aux_row_bytes = 0 if aux is None else int(aux.shape[1])
         self.nbytes = sum(segment.nbytes for segment in self.segments) + (0 if aux is None else aux.nbytes)
+        self.device = device
         self._owner = owner
+        self._allocations = tuple(allocations)
         self._shapes = shapes
 
     @classmethod
@@ -82,7 +92,8 @@ class KVPool:
         """Wrap an engine's tensors, which stay the engine's; the pool keeps them alive until closed.
 
         Args:
-            k: per layer K, torch or numpy, `[tokens, heads_local, k_dim]`, contiguous, on the CPU.
+            k: per layer K, torch or numpy, `[tokens, heads_local, k_dim]`, contiguous, all on the CPU or all on
+                one GPU.
             v: per layer V, `[tokens, heads_local, v_dim]`, the same dtype.
             page_size: tokens per page; `tokens` is a multiple of it.
             total_kv_heads: KV heads of the model, from its config.
@@ -93,6 +104,7 @@ class KVPool:
 
         Raises:
             MemoryLayoutError: names the layer, the tensor and what is wrong with it.
+            DeviceUnavailable: they are on a GPU, and what drives one is not installed.
         """
         return cls._of_tensors(DraftKV(k, v, total_kv_heads, k_scale, v_scale), page_size, aux, draft, state)
 
@@ -110,7 +122,7 @@ class KVPool:
         """Wrap the tensors of a model with latent attention, which every tensor-parallel rank holds whole.
 
         Args:
-            latent: per layer the latent rows, `[tokens, dim]` or `[tokens, 1, dim]`, contiguous, on the CPU.
+            latent: per layer the latent rows, `[tokens, dim]` or `[tokens, 1, dim]`, contiguous, all on one device.
             scale: per layer the quantisation scales of each page, `[pages, ...]`.
 
         The rest, and what is raised, as for `from_tensors`.
@@ -133,18 +145,22 @@ class KVPool:
                 )
         given += [read_state(each) for each in state if len(each.tensors)]
         seen = [plane for each in given for layer in each.layers for plane in layer]
+        index = one_device(seen)
         rows = None
         if aux is not None:
             found = see(aux, "aux")
             if len(found.shape) != 2 or found.itemsize != 1 or "uint8" not in found.dtype:
                 raise MemoryLayoutError(f"aux: {found.dtype} {found.shape}, expected uint8 [slots, row_bytes]")
-            rows = found.bytes().reshape(found.shape)
+            if found.device != HOST:
+                raise MemoryLayoutError(f"aux: on {found.place}; aux rows are the host's: give them on the CPU")
+            rows = found.region.array().reshape(found.shape)
             seen.append(found)
         refuse_overlap(seen)
         return cls(
             (_all_of(index, each, page_size, given[0]) for index, each in enumerate(given)),
             page_size=page_size,
             aux=rows,
+            device=None if index == HOST else _open(index),
             owner=(kv, draft, tuple(state), aux),
             shapes=tuple(each.shape for each in given),
         )
@@ -158,13 +174,17 @@ class KVPool:
         state_slots: Mapping[str, int] | None = None,
         aux_slots: int = 0,
         aux_row_bytes: int = 0,
+        device: Device | None = None,
+        mem_pool: str = "default",
     ) -> KVPool:
-        """A pool in one slab, zeroed: segment by segment, layer by layer, K before V, aux rows last.
+        """A pool in one allocation, zeroed: segment by segment, layer by layer, K before V, aux rows last.
 
         Args:
             held: what the rank holds, of `layout.holding.held` for this `page_size`.
             num_pages: of KV and draft.
             state_slots: items of each state component, by name; needed for those that have layers here.
+            device: where it shall be, aux rows excepted; None: in the host's memory.
+            mem_pool: of the device, as `Device.allocate` takes it.
         """
         items = state_slots or {}
         slots = [items.get(each.segment.name, 0) if each.segment.state else num_pages for each in held]
@@ -184,20 +204,33 @@ class KVPool:
         blocks_bytes = sum(
             each.num_layers * sum(map(_aligned, planes)) for each, planes in zip(held, sizes, strict=True)
         )
-        slab = Slab(blocks_bytes + aux_bytes)
-        at = 0
+        # Aux rows lie behind the blocks where those are the host's, and beside them in memory of the host where not.
+        allocations: list[Allocation] = []
+        if device is not None:
+            allocations.append(DeviceAllocation(device, blocks_bytes, mem_pool))
+            device.fill(allocations[0].region.addr, blocks_bytes, 0)
+        slab = Slab((blocks_bytes if device is None else 0) + aux_bytes) if device is None or aux_bytes else None
+        if slab is not None:
+            allocations.append(slab)
+        view: Callable[[Region], Bytes] = Region.array if device is not None or slab is None else slab.view
+        at, _, index = allocations[0].region
         segments = []
         for each, count, planes in zip(held, slots, sizes, strict=True):
             blocks = []
             for _ in range(each.num_layers):
                 layer = []
                 for nbytes in planes:
-                    layer.append(slab.array[at : at + nbytes])
+                    layer.append(Region(at, nbytes, index))
                     at += _aligned(nbytes)
                 blocks.append(tuple(layer))
-            segments.append(SegmentMemory(each, count, blocks))
-        aux = slab.array[blocks_bytes:].reshape(aux_slots, aux_row_bytes) if aux_bytes else None
-        return cls(segments, page_size=page_size, aux=aux, owner=slab)
+            segments.append(SegmentMemory(each, count, blocks, view))
+        return cls(
+            segments,
+            page_size=page_size,
+            aux=slab.array[-aux_bytes:].reshape(aux_slots, aux_row_bytes) if slab is not None and aux_bytes else None,
+            device=device,
+            allocations=allocations,
+        )
 
     @property
     def num_pages(self) -> int:
@@ -238,22 +271,30 @@ class KVPool:
         return PoolAddresses(segments, base, self.aux_row_bytes, self.aux_slots)
 
     def regions(self) -> list[Region]:
-        """What a transport registers: one region per slab, or per run of tensors that touch."""
-        if isinstance(self._owner, Slab):
-            return [self._owner.region]
-        arrays = [block for segment in self.segments for layer in segment.blocks for block in layer]
+        """What a transport registers: one region per allocation, or per run of tensors that touch."""
+        if self._allocations:
+            return [allocation.region for allocation in self._allocations]
+        regions = [block for segment in self.segments for layer in segment.blocks for block in layer]
         if self.aux is not None:
-            arrays.append(self.aux)
-        return merge_adjacent(Region(array.ctypes.data, array.nbytes) for array in arrays)
+            regions.append(Region(self.aux.ctypes.data, self.aux.nbytes))
+        return merge_adjacent(regions)
 
     def close(self) -> None:
-        """Let go of the memory; a slab of ours goes back to the kernel now. Idempotent."""
-        owner, self._owner = self._owner, None
+        """Let go of the memory; what is ours is given back now. Idempotent."""
+        self._owner = None
         self.aux = None
         for segment in self.segments:
             segment.close()
-        if isinstance(owner, Slab):
-            owner.close()
+        for allocation in self._allocations:
+            allocation.close()
+        self._allocations = ()
+
+
+def _open(index: int) -> Device:
+    # Only pools on a GPU need what drives one.
+    from kvctl_agent.device.registry import open_device
+
+    return open_device(index)
 
 
 def _all_of(index: int, given: Given, page_size: int, target: Given) -> SegmentMemory:
@@ -267,7 +308,7 @@ def _all_of(index: int, given: Given, page_size: int, target: Given) -> SegmentM
         planes = given.shape.planes(page_size)
         segment = Segment(index, given.name, first, first + count, given.shape.num_kv_heads, planes)
     held = Held(segment, segment.layer_lo, segment.layer_hi, 0, given.heads)
-    return SegmentMemory(held, given.num_slots, [tuple(plane.bytes() for plane in layer) for layer in given.layers])
+    return SegmentMemory(held, given.num_slots, [tuple(plane.region for plane in layer) for layer in given.layers])
 
 
 def _placed(memory: SegmentMemory | None, held: Held) -> SegmentMemory:
@@ -289,7 +330,7 @@ def _placed(memory: SegmentMemory | None, held: Held) -> SegmentMemory:
     for what, here, planned in compared:
         if here != planned:
             raise MemoryLayoutError(f"{name}: the pool has {here} {what}, but the plan says {planned}")
-    return SegmentMemory(held, memory.num_slots, memory.blocks)
+    return SegmentMemory(held, memory.num_slots, memory.blocks, memory.view)
 
 
 def _words(planes: tuple[Plane, ...]) -> str:

@@ -1,11 +1,19 @@
-"""What a transport registers: an address, a length and a device. A plain tuple, so any transport can take it."""
+"""Spans of memory: what a transport registers, and what kernels copy from and to.
+
+Plain tuples, so any transport can take them.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvctl_agent.contract.memory import HOST
+from kvctl_agent.errors import MemoryLayoutError
 
 
 class Region(NamedTuple):
@@ -14,6 +22,24 @@ class Region(NamedTuple):
     addr: int
     nbytes: int
     device: int = HOST
+
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The bytes, by address: they must outlive the array.
+
+        Raises:
+            MemoryLayoutError: they are on a device.
+        """
+        if self.device != HOST:
+            raise MemoryLayoutError(f"{self.nbytes} bytes on GPU {self.device} cannot be read from the host")
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.addr))
+
+
+class Stretch(NamedTuple):
+    """Contiguous staging memory, of a buffer or of the ring; `array` is None on a device."""
+
+    addr: int
+    nbytes: int
+    array: npt.NDArray[np.uint8] | None
 
 
 def merge_adjacent(regions: Iterable[Region]) -> list[Region]:

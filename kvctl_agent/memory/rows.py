@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from kvctl_agent.device.base import Places
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import Indices
+from kvctl_agent.memory.head_slice import HeadSlice
 from kvctl_agent.memory.segment import SegmentMemory
 
 # Page runs at least this long are copied as runs: below it, a Python call per run costs more than it saves.
@@ -23,13 +26,12 @@ class RowIndex:
     """The pages (of a state: items) of one part and its head slice in one segment.
 
     Kernels index with clipping or trust, so the bounds check is here. Pages may repeat when gathering; a scatter
-    with repeated pages leaves it open which copy wins.
+    with repeated pages leaves it open which copy wins. What only numpy's copies need is made when they ask for it.
 
     Attributes:
+        memory: the segment's.
+        head, heads: local heads [head, head + heads).
         pages: int64 `[num_pages]`, in the part's order.
-        slice: the views of the head slice in every layer.
-        run_count: ascending runs that the pages fall into.
-        as_runs: for each plane, whether the pages lie mostly in long ascending runs, which copy faster as runs.
     """
 
     def __init__(self, memory: SegmentMemory, pages: npt.ArrayLike, head: int, heads: int) -> None:
@@ -44,20 +46,43 @@ class RowIndex:
                 f"{memory.name}: {what} {low if low < 0 else high} is outside the pool of {memory.num_slots} {what}s; "
                 "the indices belong to another pool, or are stale"
             )
-        self.slice = memory.head_slice(head, heads)
+        memory.check_heads(head, heads)
+        self.memory = memory
+        self.head, self.heads = head, heads
         self.pages: Indices = np.ascontiguousarray(given, dtype=np.int64)
-        steps = self.pages[1:] - self.pages[:-1]
-        self._run_starts = np.concatenate((_ZERO, np.flatnonzero(steps != 1) + 1))
-        self.run_count = len(self._run_starts)
-        self.as_runs = tuple(
-            self.run_count == 1 or len(self.pages) * page_bytes >= self.run_count * _RUN_BYTES
-            for page_bytes in self.slice.page_bytes
-        )
         self._units: dict[int, Indices] = {}
 
     def __len__(self) -> int:
         """Number of pages."""
         return len(self.pages)
+
+    @property
+    def places(self) -> Places:
+        """The pages, as launches take them."""
+        return self.pages.astype(np.int32)
+
+    @cached_property
+    def slice(self) -> HeadSlice:
+        """The views of the head slice in every layer, in host memory."""
+        return self.memory.head_slice(self.head, self.heads)
+
+    @property
+    def run_count(self) -> int:
+        """Ascending runs that the pages fall into."""
+        return len(self._run_starts)
+
+    @cached_property
+    def as_runs(self) -> tuple[bool, ...]:
+        """For each plane, whether the pages lie mostly in long ascending runs, which copy faster as runs."""
+        return tuple(
+            self.run_count == 1 or len(self.pages) * page_bytes >= self.run_count * _RUN_BYTES
+            for page_bytes in self.slice.page_bytes
+        )
+
+    @cached_property
+    def _run_starts(self) -> Indices:
+        steps = self.pages[1:] - self.pages[:-1]
+        return np.concatenate((_ZERO, np.flatnonzero(steps != 1) + 1))
 
     def takes(self, plane: int, page_lo: int, page_hi: int) -> Indices:
         """Positions [page_lo, page_hi) as an index into that plane's `slice.takes`, in staging order."""

@@ -5,13 +5,15 @@ Layers have the segment's numbers, as transfers name them: two ranks of differen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.memory.addresses import SegmentAddresses
+from kvctl_agent.memory.block_table import BlockTable
 from kvctl_agent.memory.head_slice import HeadSlice
 from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.region import Region
 from kvctl_agent.memory.slab import Bytes
 
 
@@ -21,19 +23,28 @@ class SegmentMemory:
     Attributes:
         held: which layers and heads; no layers where its pipeline stage has none.
         num_slots: pages (of a state: items) of each block; 0 without layers.
-        blocks: for each layer held, the flat bytes of each plane, in page order.
-        addresses: where they are.
+        blocks: for each layer held, the memory of each plane, in page order.
+        view: gives the bytes of a block, where they are in host memory.
+        addresses: where the blocks are.
     """
 
-    def __init__(self, held: Held, num_slots: int, blocks: Sequence[tuple[Bytes, ...]]) -> None:
+    def __init__(
+        self,
+        held: Held,
+        num_slots: int,
+        blocks: Sequence[tuple[Region, ...]],
+        view: Callable[[Region], Bytes] = Region.array,
+    ) -> None:
         """Wrap checked memory: a block is `num_slots` pages of its plane."""
         self.held = held
         self.num_slots = num_slots
         self.blocks = tuple(blocks)
-        bases = tuple(tuple(block.ctypes.data for block in layer) for layer in self.blocks)
+        self.view = view
+        bases = tuple(tuple(block.addr for block in layer) for layer in self.blocks)
         self.addresses = SegmentAddresses(held, num_slots, bases)
         self.nbytes = sum(block.nbytes for layer in self.blocks for block in layer)
         self._slices: dict[tuple[int, int], HeadSlice] = {}
+        self._tables: dict[tuple[int, int], BlockTable] = {}
 
     @property
     def name(self) -> str:
@@ -41,22 +52,35 @@ class SegmentMemory:
         return self.held.segment.name
 
     def block(self, layer: int, plane: int) -> Bytes:
-        """All bytes of one layer's plane, flat, in page order."""
+        """All bytes of one layer's plane, flat, in page order; raises MemoryLayoutError where they are on a device."""
         self._check_layers(layer, layer + 1)
-        return self.blocks[layer - self.held.layer_lo][plane]
+        return self.view(self.blocks[layer - self.held.layer_lo][plane])
 
     def head_slice(self, head: int, heads: int) -> HeadSlice:
         """Views of local heads [head, head + heads) in every layer, made once and kept while the pool is open."""
         found = self._slices.get((head, heads))
         if found is None:
-            if not self.blocks:
-                raise MemoryLayoutError(f"{self.name}: heads [{head}, {head + heads}) asked for, but {self._empty()}")
-            if head < 0 or heads <= 0 or head + heads > self.held.heads:
-                raise MemoryLayoutError(
-                    f"{self.name}: heads [{head}, {head + heads}) are outside the {self.held.heads} heads of this rank"
-                )
-            found = self._slices[head, heads] = HeadSlice(self.blocks, self.addresses, head, heads)
+            self.check_heads(head, heads)
+            views = [tuple(map(self.view, layer)) for layer in self.blocks]
+            found = self._slices[head, heads] = HeadSlice(views, self.addresses, head, heads)
         return found
+
+    def block_table(self, head: int, heads: int) -> BlockTable:
+        """The same for launches on a device."""
+        found = self._tables.get((head, heads))
+        if found is None:
+            self.check_heads(head, heads)
+            found = self._tables[head, heads] = BlockTable(self.addresses, head, heads)
+        return found
+
+    def check_heads(self, head: int, heads: int) -> None:
+        """Raises MemoryLayoutError unless this rank has local heads [head, head + heads)."""
+        if not self.blocks:
+            raise MemoryLayoutError(f"{self.name}: heads [{head}, {head + heads}) asked for, but {self._empty()}")
+        if head < 0 or heads <= 0 or head + heads > self.held.heads:
+            raise MemoryLayoutError(
+                f"{self.name}: heads [{head}, {head + heads}) are outside the {self.held.heads} heads of this rank"
+            )
 
     def part_layout(self, layer_lo: int, layer_hi: int, num_pages: int, heads: int) -> PartLayout:
         """How a part of these layers, pages and heads lies in its contiguous region."""
@@ -68,6 +92,7 @@ class SegmentMemory:
         """Let go of the memory."""
         self.blocks = ()
         self._slices.clear()
+        self._tables.clear()
 
     def _check_layers(self, lo: int, hi: int) -> None:
         if not self.blocks or not self.held.layer_lo <= lo < hi <= self.held.layer_hi:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.region import Region
+from kvctl_agent.memory.region import Region, Stretch
 
 HUGE_PAGE_BYTES = 2 << 20
 _SMALL_PAGE_BYTES = 4096
@@ -63,6 +63,15 @@ class Slab:
     def region(self) -> Region:
         """What a transport registers."""
         return Region(self.addr, self.nbytes)
+
+    def view(self, region: Region) -> Bytes:
+        """The bytes of a span that lies in it; unlike `Region.array` it outlives `close`."""
+        start = region.addr - self.addr
+        return self.array[start : start + region.nbytes]
+
+    def stretch(self, offset: int, nbytes: int) -> Stretch:
+        """Bytes [offset, offset + nbytes) for kernels."""
+        return Stretch(self.addr + offset, nbytes, self.array[offset : offset + nbytes])
 
     def close(self) -> None:
         """Give the memory back to the kernel now; idempotent.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.slab import Bytes
+from kvctl_agent.memory.region import Region
 
 
 class Seen(NamedTuple):
@@ -22,10 +22,17 @@ class Seen(NamedTuple):
     itemsize: int
     addr: int
     nbytes: int
+    device: int = HOST
 
-    def bytes(self) -> Bytes:
-        """Its memory, flat, by address: the one way that needs no torch and takes dtypes numpy lacks (bf16, fp8)."""
-        return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.addr))
+    @property
+    def region(self) -> Region:
+        """Its memory: by address, the one way that needs no torch and takes dtypes numpy lacks (bf16, fp8)."""
+        return Region(self.addr, self.nbytes, self.device)
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        return "the CPU" if self.device == HOST else f"cuda:{self.device}"
 
     def expect(self, shape: tuple[int, ...], like: Seen) -> None:
         """Raises MemoryLayoutError unless it has this shape and the dtype of `like`."""
@@ -75,21 +82,35 @@ def see_latent(tensor: Any, name: str, page_size: int) -> Seen:
 
 
 def see(tensor: Any, name: str) -> Seen:
-    """Address and size of CPU memory that we may write to; raises MemoryLayoutError otherwise."""
+    """Address and size of memory that we may write to, on the CPU or a GPU; raises MemoryLayoutError otherwise."""
     shape = _shape(tensor, name)
+    device = HOST
     if isinstance(tensor, np.ndarray):
         contiguous, addr, itemsize = tensor.flags.c_contiguous, tensor.ctypes.data, tensor.itemsize
         if not tensor.flags.writeable:
             raise MemoryLayoutError(f"{name}: the array is read-only; a pool must be writable")
     else:
-        if tensor.device.type != "cpu":
-            raise MemoryLayoutError(f"{name}: on device {tensor.device}; only CPU pools are served")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise MemoryLayoutError(f"{name}: on device {tensor.device}; only pools on the CPU or a GPU are served")
+        if tensor.device.type == "cuda":
+            device = tensor.device.index or 0
         contiguous, addr, itemsize = tensor.is_contiguous(), tensor.data_ptr(), tensor.element_size()
     if min(shape, default=0) == 0:
         raise MemoryLayoutError(f"{name}: shape {shape} holds nothing")
     if not contiguous:
         raise MemoryLayoutError(f"{name}: shape {shape} is not contiguous; pass the whole pool, not a slice")
-    return Seen(name, shape, str(tensor.dtype), itemsize, addr, itemsize * int(np.prod(shape)))
+    return Seen(name, shape, str(tensor.dtype), itemsize, addr, itemsize * int(np.prod(shape)), device)
+
+
+def one_device(seen: Iterable[Seen]) -> int:
+    """The device that all are on, or HOST; raises MemoryLayoutError naming two that are not on the same."""
+    first, *others = seen
+    for each in others:
+        if each.device != first.device:
+            raise MemoryLayoutError(
+                f"{first.name} is on {first.place}, {each.name} on {each.place}; give all KV on one device"
+            )
+    return first.device
 
 
 def refuse_overlap(seen: Iterable[Seen]) -> None:

@@ -1,23 +1,22 @@
 """`staged`: gather into staging, write contiguously into the reader's ring, where the reader scatters.
 
 A part is one contiguous region of the ring, so it costs one descriptor per piece however scattered its pages are.
-It is cut into pieces that stay in cache: while one is on the wire the next is gathered. The tag travels with the last
-piece, and only after all others are complete, because tags of different writes may overtake each other.
+It is cut into pieces that stay in cache (on a device: as large as writes want to be): while one is on the wire the next
+is gathered. The tag travels with the last piece, and only after all others are complete, because tags of different
+writes may overtake each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from functools import partial
 
 import numpy as np
 
-from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.errors import KvctlError, MemoryLayoutError
 from kvctl_agent.layout.share import Share
 from kvctl_agent.memory.buffers import Buffer, StagingBuffers
-from kvctl_agent.memory.copy import gather_piece
-from kvctl_agent.memory.crew import CopyCrew
-from kvctl_agent.memory.parts import PIECE_BYTES
+from kvctl_agent.memory.copier import Copier, Work
 from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.paths.base import Flight, Lane
 from kvctl_agent.protocol.events import Transfer
@@ -32,7 +31,7 @@ class StagedFlight(Flight):
     """A part that moves piece by piece; when all buffers are in use it simply waits its turn."""
 
     def __init__(
-        self, lane: Lane, order: Transfer, buffers: StagingBuffers, crew: CopyCrew, share: Share, grant: Grant
+        self, lane: Lane, order: Transfer, buffers: StagingBuffers, copier: Copier, share: Share, grant: Grant
     ) -> None:
         super().__init__(lane, order, time.monotonic_ns())
         memory, key = lane.pool.segments[share.segment], order.key
@@ -40,19 +39,22 @@ class StagedFlight(Flight):
         if layout.region_bytes > grant.end - grant.offset:
             raise MemoryLayoutError(f"{key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")
         self._buffers = buffers
-        self._crew = crew
+        self._copier = copier
         self._rows = RowIndex(memory, order.src_pages, share.src_head, share.heads)
         self._target = lane.ring_base + grant.offset
-        self._pieces = layout.pieces(min(PIECE_BYTES, buffers.buffer_bytes))
+        self._pieces = layout.pieces(min(copier.piece_bytes, buffers.buffer_bytes))
         self._next = 0
         self._wired: list[tuple[Write, Buffer]] = []
+        self._work: Work | None = None  # the gather into these:
+        self._filling: list[Buffer] = []
+        self._since_ns = 0
         self._held: list[Buffer] = []  # gathered, not yet posted; the last piece waits here for all others
 
     def advance(self) -> bool:
         self._reap()
         fence = self.order.fence
         while self._next < len(self._pieces) and not fence.raised:
-            if not self._held and (len(self._wired) >= _IN_FLIGHT or not self._gather()):
+            if not self._held and not (self._begin() and self._gathered()):
                 return False
             self._reap()
             last = self._next == len(self._pieces) - 1
@@ -60,36 +62,54 @@ class StagedFlight(Flight):
                 return False
             self._post(self.order.tag if last else None)
         if fence.raised:
-            self._drop_held()
+            self._drop()
         self._reap()
-        return not self._wired
+        return not self._wired and self._work is None
 
     def give_up(self) -> bool:
-        self._drop_held()
+        self._drop()
         # Buffers that the engine may still read stay out of use until it lets go.
         for write, buffer in self._wired[:]:
             if write.release():
                 self._buffers.release(buffer)
                 self._wired.remove((write, buffer))
-        return not self._wired
+        return not self._wired and self._work is None
 
-    def _gather(self) -> bool:
-        """Gather the next piece, or as many as there are threads; False when no buffer is free."""
-        pieces = self._pieces[self._next : self._next + self._crew.threads]
+    def _begin(self) -> bool:
+        """Gather the next piece, or as many as go together; False when none can begin and none has."""
+        if self._work is not None:
+            return True
+        if len(self._wired) >= _IN_FLIGHT:
+            return False
+        pieces = self._pieces[self._next : self._next + self._copier.pieces_at_once]
         for _ in pieces:
             buffer = self._buffers.acquire()
             if buffer is None:
                 break
-            self._held.append(buffer)
-        since = time.monotonic_ns()
-        work = zip(pieces, self._held, strict=False)  # as many pieces as there were buffers
-        self._crew.run([partial(gather_piece, piece, self._rows, buffer.array) for piece, buffer in work])
-        self.gather_ns += time.monotonic_ns() - since
-        return bool(self._held)
+            self._filling.append(buffer)
+        if not self._filling:
+            return False
+        self._since_ns = time.monotonic_ns()
+        into = [buffer.stretch for buffer in self._filling]
+        self._work = self._copier.gather(self._rows, pieces[: len(into)], into)
+        return True
+
+    def _gathered(self) -> bool:
+        """Whether the gather that was begun is done; then its buffers are held."""
+        assert self._work is not None
+        try:
+            if not self._work.done():
+                return False
+        except KvctlError:
+            self._work = None  # it touches nothing any more
+            raise
+        self.gather_ns += time.monotonic_ns() - self._since_ns
+        self._held, self._filling, self._work = self._filling, [], None
+        return True
 
     def _post(self, tag: bytes | None) -> None:
         buffer, piece = self._held[0], self._pieces[self._next]
-        here = np.array([buffer.addr], np.uint64)
+        here = np.array([buffer.stretch.addr], np.uint64)
         there = np.array([self._target + piece.offset], np.uint64)
         since = time.monotonic_ns()
         write = self.lane.transport.write(self.lane.peer, here, there, np.array([piece.nbytes], np.uint64), tag)
@@ -104,19 +124,26 @@ class StagedFlight(Flight):
                 self._wired.remove((write, buffer))
                 self._buffers.release(buffer)
 
-    def _drop_held(self) -> None:
+    def _drop(self) -> None:
+        """Give back the buffers that no write has; those of a gather that still runs stay out."""
+        if self._work is not None:
+            with contextlib.suppress(KvctlError):  # the part is over, and why is known
+                self._gathered()
+        if self._work is None:
+            self._held += self._filling  # of a gather that failed
+            self._filling = []
         while self._held:
             self._buffers.release(self._held.pop())
 
 
 class StagedPath:
-    """Gathers into `buffers`, at least one piece each, with the threads of `crew`."""
+    """Gathers into `buffers`, at least one piece each, by `copier`, which is the worker's."""
 
-    def __init__(self, buffers: StagingBuffers, crew: CopyCrew) -> None:
+    def __init__(self, buffers: StagingBuffers, copier: Copier) -> None:
         self._buffers = buffers
-        self._crew = crew
+        self._copier = copier
 
     def start(self, lane: Lane, order: Transfer) -> Flight:
         if order.share is None or order.grant is None:
             raise MemoryLayoutError(f"{order.key} has no staging grant")
-        return StagedFlight(lane, order, self._buffers, self._crew, order.share, order.grant)
+        return StagedFlight(lane, order, self._buffers, self._copier, order.share, order.grant)

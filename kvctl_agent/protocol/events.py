@@ -230,6 +230,13 @@ class Scattered(Event, frozen=True):
     at_ns: int
 
 
+class ScatterFailed(Event, frozen=True):
+    """A landed part is not in its pages, and nothing copies it any more: the device failed."""
+
+    serial: int
+    text: str
+
+
 class Checked(Event, frozen=True):
     """A part that is in its pages was compared with its digest; `found` is what its bytes have."""
 
@@ -307,7 +314,7 @@ class Transfer(Action, frozen=True):
 
 
 class Scatter(Action, frozen=True):
-    """Copy a landed part from the ring to its pages; answered by Scattered."""
+    """Copy a landed part from the ring to its pages; answered by Scattered or ScatterFailed."""
 
     serial: int
     offset: int

@@ -44,7 +44,7 @@ class DecodeWatch:
         self._ring = RingWatch(self._local.ring_bytes, self._before, doubtful=bool(machine.rooms))
 
     def possible(self, event: ev.Event) -> bool:
-        if isinstance(event, ev.Scattered):
+        if isinstance(event, ev.Scattered | ev.ScatterFailed):
             region = self._ring.live.get(event.serial)
             return event.serial <= self._before if region is None else region.scattering
         if isinstance(event, ev.Checked):
@@ -61,7 +61,9 @@ class DecodeWatch:
             case ev.Arrived():
                 self._told(event.tag)
             case ev.Scattered():
-                self._scattered(event.serial)
+                self._scattered(event.serial, copied=True)
+            case ev.ScatterFailed():
+                self._scattered(event.serial, copied=False)
             case ev.Checked():
                 self._checks.discard((event.room, event.nonce, event.kind, event.key))
             case ev.Received():
@@ -201,7 +203,7 @@ class DecodeWatch:
             if room.failed and not region.scattering:
                 self._ring.free(region)  # written, and nobody wants it
 
-    def _scattered(self, serial: int) -> None:
+    def _scattered(self, serial: int, *, copied: bool) -> None:
         region = self._ring.live.get(serial)
         if region is None or not region.scattering:
             return
@@ -209,7 +211,8 @@ class DecodeWatch:
         room = self._rooms.get(region.room.room)
         if room is not None and room.opening.nonce == region.room.nonce:
             room.scattering.discard(serial)
-            room.put(region.key)
+            if copied:
+                room.put(region.key)
 
     # ---- what it says -------------------------------------------------------------------------------------------
 

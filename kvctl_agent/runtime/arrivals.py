@@ -3,6 +3,9 @@
 Engines have no way to wake us, so it looks: often while bytes are expected, seldom otherwise. Looking costs about
 10 µs, and several ranks share a core, so the pause grows with the time since the last arrival. The pause is part of a
 writer's latency too: UCX acknowledges a flushed write only when the reader looks.
+
+A scatter on a device is begun and then looked for, too, while tags go on being heard: without a pause while it is young,
+since most take less than a pause would, and with short ones afterwards.
 """
 
 from __future__ import annotations
@@ -10,17 +13,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NamedTuple, TypeVar
 
-from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.errors import DeviceError, RemoteProtocolError
 from kvctl_agent.memory.buffers import RingMemory
-from kvctl_agent.memory.copy import scatter_piece
-from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.copier import Copier, Landed, Work
 from kvctl_agent.memory.digest import aux_digest, part_digest
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
-from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered
+from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
@@ -30,11 +32,30 @@ _SHORTEST_S = 50e-6  # a room that is alone; with more in flight none of them wa
 _MANY_ROOMS = 8
 _LONGEST_S = 1e-3
 _SHARE_OF_SILENCE = 1 / 8
+_YOUNG_S = 200e-6
+_COPYING_S = 20e-6
 _RECORD_EVERY_NS = 60_000_000_000  # an engine that stays broken must not fill the recorder
 
 
+_Order = TypeVar("_Order", Scatter, Check)
+_Found = TypeVar("_Found")
+
+
+class _Begun(NamedTuple):
+    """Parts that are being scattered."""
+
+    work: Work
+    orders: list[Scatter]
+
+
 class ArrivalLoop:
-    """One thread; the control loop tells it how many rooms are open."""
+    """One thread; the control loop tells it how many rooms are open.
+
+    Args:
+        ring: None where nothing is staged.
+        copier: this loop's alone.
+        report: puts events into the control loop's mailbox.
+    """
 
     def __init__(
         self,
@@ -42,17 +63,19 @@ class ArrivalLoop:
         transport: Transport,
         pool: KVPool,
         ring: RingMemory | None,
-        crew: CopyCrew,
+        copier: Copier,
         report: Callable[..., None],
         telemetry: Telemetry,
     ) -> None:
         self._transport = transport
         self._pool = pool
         self._ring = ring
-        self._crew = crew
+        self._copier = copier
         self._report = report
         self._telemetry = telemetry
         self._orders: SimpleQueue[Scatter | Check | None] = SimpleQueue()
+        self._begun: list[_Begun] = []
+        self._begun_s = 0.0  # when the last of them was
         self._rooms = 0
         self._stopping = False
         self._record_ns = 0
@@ -80,23 +103,37 @@ class ArrivalLoop:
 
     def _run(self) -> None:
         heard = time.monotonic()
-        while not self._stopping:
+        while not (self._stopping and not self._begun):
             if self._hear():
                 heard = time.monotonic()
-            pause = _IDLE_S
-            if self._rooms:
-                silence = time.monotonic() - heard
-                shortest = _SHORTEST_S * min(self._rooms, _MANY_ROOMS)
-                pause = min(max(silence * _SHARE_OF_SILENCE, shortest), _LONGEST_S)
-            try:
-                order = self._orders.get(timeout=pause)
-                while True:
-                    if order is not None:
-                        self._try(order)
-                        heard = time.monotonic()
-                    order = self._orders.get_nowait()
-            except Empty:
-                pass
+            orders = self._take(self._pause(heard))
+            self._serve(orders)
+            self._end()
+            if orders:
+                heard = time.monotonic()
+
+    def _pause(self, heard: float) -> float:
+        """Seconds until the next look, where no order comes before."""
+        now = time.monotonic()
+        if self._begun:
+            return 0.0 if now - self._begun_s < _YOUNG_S else _COPYING_S
+        if not self._rooms:
+            return _IDLE_S
+        shortest = _SHORTEST_S * min(self._rooms, _MANY_ROOMS)
+        return min(max((now - heard) * _SHARE_OF_SILENCE, shortest), _LONGEST_S)
+
+    def _take(self, pause: float) -> list[Scatter | Check]:
+        """All orders that wait; waits for the first."""
+        orders: list[Scatter | Check | None] = []
+        try:
+            if pause:
+                orders.append(self._orders.get(timeout=pause))
+            else:
+                time.sleep(0)  # other threads of this process have work, too
+            while True:
+                orders.append(self._orders.get_nowait())
+        except Empty:
+            return [order for order in orders if order is not None]
 
     def _hear(self) -> bool:
         try:
@@ -120,16 +157,19 @@ class ArrivalLoop:
         self._report(*events)
         return True
 
-    def _try(self, order: Scatter | Check) -> None:
-        try:
+    def _serve(self, orders: list[Scatter | Check]) -> None:
+        """Scatter together what goes together; digests are taken one by one."""
+        together: list[Scatter] = []
+        for order in orders:
             if isinstance(order, Check):
-                self._check(order)
-            else:
-                self._scatter(order)
-        except Exception as error:
-            # Its pages were checked when the room was opened, so this is a bug of ours: the thread must outlive it.
-            kind = type(order).__name__.lower()
-            self._telemetry.recorder.record(kind, f"{order.key}: {error}", "error", order.room)
+                self._try(order, self._check)
+                continue
+            together.append(order)
+            if len(together) >= self._copier.parts_at_once:
+                self._scatter(together)
+                together = []
+        if together:
+            self._scatter(together)
 
     def _check(self, order: Check) -> None:
         share, key = order.share, order.key
@@ -139,12 +179,59 @@ class ArrivalLoop:
             found = part_digest(self._pool, share, order.pages, share.dst_head, key.lo, key.hi)
         self._report(Checked(order.room, order.nonce, order.kind, key, found, time.monotonic_ns()))
 
-    def _scatter(self, order: Scatter) -> None:
+    def _scatter(self, orders: list[Scatter]) -> None:
+        landed, known = [], []
+        for order in orders:
+            if (part := self._try(order, self._landed)) is not None:
+                landed.append(part)
+                known.append(order)
+        if not known:
+            return
+        try:
+            work = self._copier.scatter(landed)
+        except Exception as error:
+            self._failed(known, error)
+            return
+        self._begun.append(_Begun(work, known))
+        self._begun_s = time.monotonic()
+        self._end()
+
+    def _landed(self, order: Scatter) -> Landed:
         share, key = order.share, order.key
         memory = self._pool.segments[share.segment]
         layout = memory.part_layout(key.lo, key.hi, len(order.pages), share.heads)
         assert self._ring is not None
         rows = RowIndex(memory, order.pages, share.dst_head, share.heads)
-        region = self._ring.view(order.offset, layout.region_bytes)
-        self._crew.run([partial(scatter_piece, piece, rows, region[piece.offset :]) for piece in layout.pieces()])
-        self._report(Scattered(order.serial, time.monotonic_ns()))
+        return Landed(rows, layout, self._ring.view(order.offset, layout.region_bytes))
+
+    def _end(self) -> None:
+        """Report what is in its pages by now; scatters end in the order in which they were begun."""
+        while self._begun:
+            work, orders = self._begun[0]
+            try:
+                if not work.done():
+                    return
+            except Exception as error:
+                self._failed(orders, error)
+            else:
+                now = time.monotonic_ns()
+                self._report(*(Scattered(order.serial, now) for order in orders))
+            del self._begun[0]
+
+    def _try(self, order: _Order, serve: Callable[[_Order], _Found]) -> _Found | None:
+        try:
+            return serve(order)
+        except Exception as error:
+            # Its pages were checked when the room was opened, so this is a bug of ours: the thread must outlive it.
+            self._record(order, error)
+            return None
+
+    def _failed(self, orders: list[Scatter], error: Exception) -> None:
+        for order in orders:
+            self._record(order, error)
+        if isinstance(error, DeviceError):
+            self._report(*(ScatterFailed(order.serial, str(error)) for order in orders))
+
+    def _record(self, order: Scatter | Check, error: Exception) -> None:
+        kind = type(order).__name__.lower()
+        self._telemetry.recorder.record(kind, f"{order.key}: {error}", "error", order.room)

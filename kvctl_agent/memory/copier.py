@@ -1,0 +1,73 @@
+"""The one seam between what moves parts and where memory is: gathers and scatters that are begun and then done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvctl_agent.memory.parts import PartLayout, Piece
+from kvctl_agent.memory.region import Stretch
+from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.segment import SegmentMemory
+
+__all__ = ["Copier", "Landed", "Stretch", "Work"]
+
+
+class Work(Protocol):
+    """A copy that was begun."""
+
+    def done(self) -> bool:
+        """Whether it is through; never waits. True for ever after.
+
+        Raises:
+            KvctlError: it failed, and touches nothing any more.
+        """
+        ...
+
+
+class Landed(NamedTuple):
+    """A part in the ring, and the pages it belongs in."""
+
+    rows: RowIndex
+    layout: PartLayout
+    region: Stretch
+
+
+class Copier(Protocol):
+    """Copies between a pool's pages and staging; belongs to one thread.
+
+    Attributes:
+        piece_bytes: largest piece that a part should be cut into.
+        pieces_at_once: pieces that are worth gathering together.
+        parts_at_once: parts that are worth scattering together.
+    """
+
+    @property
+    def piece_bytes(self) -> int: ...
+
+    @property
+    def pieces_at_once(self) -> int: ...
+
+    @property
+    def parts_at_once(self) -> int: ...
+
+    def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[Stretch]) -> Work:
+        """Begin to copy pieces of one part, each to the start of its stretch.
+
+        Raises:
+            MemoryLayoutError: a piece lies outside the rank's layers or its stretch.
+            DeviceError: it could not be begun.
+        """
+        ...
+
+    def scatter(self, landed: Sequence[Landed]) -> Work:
+        """Begin to copy parts to their pages; raises as `gather` does."""
+        ...
+
+    def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
+        """Compile ahead what parts of these local heads need, and wait for it; nothing on the host."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what was begun, and let go of what was held for it; idempotent."""
+        ...
