@@ -65,7 +65,13 @@ class Opened:
         handle = driver.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), export.handle, HANDLE_BYTES)
         lazily = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-        return int(checked(driver.cuIpcOpenMemHandle(handle, lazily), self._refusal(export)))
+        addr = int(checked(driver.cuIpcOpenMemHandle(handle, lazily), self._refusal(export)))
+        failed, base, size = driver.cuMemGetAddressRange(addr)
+        # A kernel that believed a peer's wrong size would take the device from this process.
+        if not failed and addr + export.nbytes > int(base) + size:
+            driver.cuIpcCloseMemHandle(addr)
+            raise DeviceError(f"{self._refusal(export)}: it is only {int(base) + size - addr} bytes long")
+        return addr
 
     def _import(self, export: Export) -> int:
         driver = load()

@@ -42,24 +42,25 @@ def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) 
 def _handle(base: int) -> tuple[str, bytes]:
     """Kind and bytes of what names an allocation to other processes."""
     driver = load()
+    what = "memory of a GPU cannot be exported to another process"
     attributes = driver.CUpointer_attribute
     legacy = attributes.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-    if checked(driver.cuPointerGetAttribute(legacy, base), "cannot be exported"):
-        handle = checked(driver.cuIpcGetMemHandle(base), "cannot be exported")
+    if checked(driver.cuPointerGetAttribute(legacy, base), what):
+        handle = checked(driver.cuIpcGetMemHandle(base), what)
         return IPC, ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
     fabric = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
-    allowed = checked(driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, base), "kinds")
+    allowed = checked(driver.cuPointerGetAttribute(attributes.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, base), what)
     if int(allowed) & int(fabric):
-        allocation = checked(driver.cuMemRetainAllocationHandle(base), "cannot be exported")
+        allocation = checked(driver.cuMemRetainAllocationHandle(base), what)
         try:
-            handle = checked(driver.cuMemExportToShareableHandle(allocation, fabric, 0), "cannot be exported")
+            handle = checked(driver.cuMemExportToShareableHandle(allocation, fabric, 0), what)
         finally:
             # Ours alone: the allocation's owner keeps its own.
             driver.cuMemRelease(allocation)
         return FABRIC, bytes(handle.data)
     raise DeviceError(
-        "memory made by cuMemCreate without a fabric handle cannot be exported to another process: set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False for an engine's pool, mem_pool=default for ours"
+        f"{what}: it was made by cuMemCreate without a fabric handle; set mem_pool=default, for an engine's own pool "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
     )
 
 

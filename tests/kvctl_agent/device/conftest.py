@@ -1,0 +1,27 @@
+"""The stand-in for the CUDA driver, where a test asks for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_driver import FakeDriver
+
+from kvctl_agent.device import driver as binding
+from kvctl_agent.device import registry
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """In place of cuda-bindings' driver; nothing that other tests opened is seen, nor what this one opens."""
+    fake = FakeDriver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+    monkeypatch.setattr(registry, "_opened", {})
+    binding.load.cache_clear()
+    yield fake
+    binding.load.cache_clear()
