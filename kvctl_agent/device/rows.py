@@ -143,11 +143,8 @@ class CudaCopies:
             )
         pages_at, blocks_at = slot.device + 8 * at, slot.device
         for geometry, blocks in batches:
-            source, target, _, _, most = np.bitwise_or.reduce(blocks).tolist()
-            # Or-ed numbers are the largest only where they are alike, as they mostly are.
-            if most != blocks[0, 4]:
-                most = int(blocks[:, 4].max())
-            launch = self._kernel(geometry, source | target, programs is not None)
+            launch = self._kernel(geometry, int(np.bitwise_or.reduce(blocks[:, :2], axis=None)), programs is not None)
+            most = int(blocks[:, 4].max())
             tiles = launch.variant.tiles(most)
             items = tiles * len(blocks)
             # The kernel counts in 32 bits.

@@ -70,8 +70,8 @@ def variant(geometry: Geometry, bits: int, tile: Tile) -> Variant:
         rows, width = 1, rows * width
         src_row = dst_row = width
     align = alignment(width | src_row | dst_row | bits)
-    # At most 32 words a lane: narrow words need smaller tiles, or the registers spill.
-    tile_bytes = min(tile.nbytes, tile.warps * 32 * 32 * min(align, 8))
+    # At most 16 accesses a lane: narrow ones need smaller tiles, or registers spill.
+    tile_bytes = min(tile.nbytes, tile.warps * 32 * 16 * align)
     # Whole powers of two, so that no lane idles: nine units of 128 bytes make a row of 1,152.
     unit = min(_lowest_bit(width), tile_bytes)
     return Variant(

@@ -1,0 +1,247 @@
+"""The copy kernel in Triton's interpreter, on host memory, against a copy row by row."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.device.base import Batch, Geometry
+from kvctl_agent.device.compiler import constants
+from kvctl_agent.device.tables import split, table_bytes
+from kvctl_agent.device.variant import Tile, variant
+from kvctl_agent.errors import DeviceError
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+GATHER, SCATTER, DIRECT = (True, False), (False, True), (True, True)
+SMALL = Tile(1024, 1)
+
+
+@pytest.fixture(autouse=True)
+def indices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 makes an index of an array of one, which numpy 2.4 no longer does."""
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def interpret(batch: Batch, pages: np.ndarray, tile: Tile = SMALL, programs: int = 3) -> None:
+    """One launch, as `CudaCopies` makes it."""
+    from kvctl_agent.device.kernel import copy_rows
+
+    blocks = np.ascontiguousarray(batch.blocks)
+    chosen = variant(batch.geometry, int(np.bitwise_or.reduce(blocks[:, :2], axis=None)), tile)
+    tiles = chosen.tiles(int(blocks[:, 4].max()))
+    kernel: Any = interpreter.InterpretedFunction(copy_rows)
+    kernel[(programs,)](blocks.ctypes.data, pages.ctypes.data, len(blocks) * tiles, tiles, **constants(chosen))
+
+
+def row_by_row(batch: Batch, pages: np.ndarray) -> None:
+    """What a launch must do."""
+    rows, width, src_row, dst_row, src_paged, dst_paged = batch.geometry
+    for src, dst, src_at, dst_at, count in batch.blocks.tolist():
+        for page, row in product(range(count), range(rows)):
+            packed = (page * rows + row) * width
+            source = src + ((int(pages[src_at + page]) * rows + row) * src_row if src_paged else packed)
+            target = dst + ((int(pages[dst_at + page]) * rows + row) * dst_row if dst_paged else packed)
+            ctypes.memmove(target, source, width)
+
+
+@dataclass
+class Side:
+    """Memory of one side: blocks of `slots` pages, or packed pages one after the other.
+
+    Attributes:
+        shift: bytes that its first block lies off a multiple of 4,096.
+    """
+
+    geometry: Geometry
+    paged: bool
+    row: int
+    slots: int
+    blocks: int
+    start: int = 0
+    shift: int = 0
+    memory: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        arena = np.random.default_rng(self.row).integers(
+            0, 256, self.shift + self.blocks * self.nbytes + 8192, np.uint8
+        )
+        at = -arena.ctypes.data % 4096 + self.shift
+        self.memory = arena[at : at + self.blocks * self.nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.geometry.rows * self.row
+
+    def address(self, block: int, page: int = 0) -> int:
+        """Of a paged block's first head, of a packed block's page."""
+        inside = self.start if self.paged else page * self.geometry.rows * self.row
+        return int(self.memory.ctypes.data) + block * self.nbytes + inside
+
+
+def sides(
+    rows: int,
+    heads: int,
+    head: int,
+    count: int,
+    head_bytes: int,
+    way: tuple[bool, bool],
+    shift: int = 0,
+    blocks: int = 2,
+) -> tuple[Geometry, list[Side]]:
+    """A slice of `count` of `heads` heads, from `head` on, where paged."""
+    width, row = count * head_bytes, heads * head_bytes
+    geometry = Geometry(rows, width, *(row if paged else width for paged in way), *way)
+    made = [
+        Side(geometry, paged, row if paged else width, 9, blocks, head * head_bytes, shift if not side else 0)
+        for side, paged in enumerate(way)
+    ]
+    return geometry, made
+
+
+def check(geometry: Geometry, source: Side, target: Side, counts: list[int], **how: Any) -> None:
+    """Copies parts with so many pages each, all blocks of all parts in one launch, and compares all memory."""
+    random = np.random.default_rng(sum(counts))
+    order = [random.permutation(source.slots)[: sum(counts)] for _ in (source, target)]
+    pages = np.concatenate(order).astype(np.int32)
+    begins = np.cumsum([0, *counts]).tolist()
+    rows = [
+        (source.address(block, lo), target.address(block, lo), lo, len(order[0]) + lo, hi - lo)
+        for lo, hi in pairwise(begins)
+        for block in range(source.blocks)
+    ]
+    compare(Batch(geometry, np.array(rows, np.int64)), pages, target, **how)
+
+
+def compare(batch: Batch, pages: np.ndarray, target: Side, **how: Any) -> None:
+    before = target.memory.copy()
+    row_by_row(batch, pages)
+    wanted = target.memory.copy()
+    target.memory[:] = before
+    interpret(batch, pages, **how)
+    assert np.array_equal(target.memory, wanted)
+    assert not np.array_equal(before, wanted)
+
+
+# (heads, head, count, head elements): of multi-head attention; of one shared latent.
+SLICES = [(8, 0, 8, 16), (8, 0, 2, 16), (8, 6, 2, 16), (8, 3, 3, 16), (5, 1, 3, 10), (4, 1, 1, 24), (1, 0, 1, 576)]
+
+
+@pytest.mark.parametrize("way", [GATHER, SCATTER, DIRECT], ids=["gather", "scatter", "direct"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype_bytes", [1, 2, 4])
+@pytest.mark.parametrize("heads", SLICES, ids=str)
+def test_every_shape(
+    heads: tuple[int, int, int, int], dtype_bytes: int, page_size: int, way: tuple[bool, bool]
+) -> None:
+    total, head, count, elements = heads
+    geometry, (source, target) = sides(page_size, total, head, count, elements * dtype_bytes, way)
+    # Few words at a time keep the interpreter busy only where tiles end.
+    check(geometry, source, target, [3, 1], tile=Tile(16 << 10, 16))
+
+
+@pytest.mark.parametrize("way", [GATHER, SCATTER, DIRECT], ids=["gather", "scatter", "direct"])
+@pytest.mark.parametrize("shift", [1, 2, 4, 8, 24])
+def test_addresses_decide_how_wide_words_may_be(shift: int, way: tuple[bool, bool]) -> None:
+    geometry, (source, target) = sides(4, 4, 1, 2, 32, way, shift)
+    check(geometry, source, target, [2, 3])
+
+
+@pytest.mark.parametrize("way", [GATHER, SCATTER, DIRECT], ids=["gather", "scatter", "direct"])
+@pytest.mark.parametrize("counts", [[1], [9], [1, 1, 1], [5, 1, 3], [2, 7]], ids=str)
+def test_parts_of_one_launch_differ_in_pages(counts: list[int], way: tuple[bool, bool]) -> None:
+    geometry, (source, target) = sides(4, 4, 2, 2, 64, way)
+    check(geometry, source, target, counts)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 100])
+def test_any_number_of_programs_does_it_all(programs: int) -> None:
+    geometry, (source, target) = sides(8, 4, 2, 2, 64, GATHER)
+    check(geometry, source, target, [4, 5], programs=programs)
+
+
+@pytest.mark.parametrize("tile", [Tile(256, 1), Tile(1024, 1), Tile(16 << 10, 4), Tile(64 << 10, 16)], ids=str)
+def test_any_tile_gives_the_same(tile: Tile) -> None:
+    geometry, (source, target) = sides(16, 1, 0, 1, 288, DIRECT)
+    check(geometry, source, target, [3, 6], tile=tile)
+
+
+def test_both_sides_may_hold_different_heads() -> None:
+    """TP4 to TP1: a writer's two heads are its whole row here and two of eight there."""
+    geometry = Geometry(16, 128, 128, 512, True, True)
+    source = Side(geometry, True, 128, 9, 2)
+    target = Side(geometry, True, 512, 9, 2, start=256)
+    check(geometry, source, target, [4, 2])
+
+
+def test_k_and_v_of_different_widths_are_two_batches() -> None:
+    for width in (192, 128):
+        geometry, (source, target) = sides(4, 8, 2, 2, width, GATHER)
+        check(geometry, source, target, [3])
+
+
+def test_pages_may_repeat_in_a_gather() -> None:
+    geometry, (source, target) = sides(4, 4, 1, 2, 32, GATHER, blocks=1)
+    pages = np.array([7, 7, 2, 7], np.int32)
+    compare(Batch(geometry, np.array([[source.address(0), target.address(0), 0, 0, 4]])), pages, target)
+
+
+# ---- what does not fit one upload -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [80, 128, 256, 1024])
+@pytest.mark.parametrize("way", [GATHER, SCATTER, DIRECT], ids=["gather", "scatter", "direct"])
+def test_requests_that_were_split_copy_the_same(way: tuple[bool, bool], nbytes: int) -> None:
+    geometry, (source, target) = sides(2, 4, 1, 2, 16, way, blocks=3)
+    order = np.random.default_rng(4).permutation(9)
+    pages = np.concatenate((order, order[::-1])).astype(np.int32)
+    rows = [
+        (source.address(block, lo), target.address(block, lo), lo, 9 + lo, hi - lo)
+        for lo, hi in ((0, 7), (7, 9))
+        for block in range(3)
+    ]
+    batch = Batch(geometry, np.array(rows, np.int64))
+    before = target.memory.copy()
+    row_by_row(batch, pages)
+    wanted = target.memory.copy()
+    target.memory[:] = before
+    for some, listed in split([batch], pages, nbytes):
+        assert table_bytes([some], listed) <= nbytes
+        row_by_row(some, listed)
+    assert np.array_equal(target.memory, wanted)
+
+
+# ---- variants ----------------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_is_contiguous_on_both_sides_is_one_row() -> None:
+    chosen = variant(Geometry(16, 1024, 1024, 1024, True, False), 0, Tile(16 << 10, 4))
+    assert (chosen.rows, chosen.split, chosen.unit, chosen.tile_units) == (1, 1, 16 << 10, 1)
+
+
+def test_rows_split_into_powers_of_two() -> None:
+    chosen = variant(Geometry(16, 1152, 2304, 1152, True, False), 0, Tile(16 << 10, 4))
+    assert (chosen.rows, chosen.split, chosen.unit, chosen.align) == (16, 9, 128, 16)
+    assert chosen.page_units == 144
+    assert chosen.tiles(8) == 9
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [Geometry(0, 8, 8, 8, True, False), Geometry(4, 0, 8, 8, True, False), Geometry(4, 16, 8, 16, True, False)],
+    ids=str,
+)
+def test_rows_that_cannot_be_are_refused(wrong: Geometry) -> None:
+    with pytest.raises(DeviceError, match="rows that cannot be"):
+        variant(wrong, 0, SMALL)
