@@ -22,9 +22,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Region, Sizes, check_tag
 from kvctl_agent.transport.descriptors import CheckedList, Ranges, pair
+from kvctl_agent.transport.device_map import device_name
 from kvctl_agent.transport.loopback_memory import allow_siblings, copy
 from kvctl_agent.transport.loopback_peer import Peer, pack_metadata
 
@@ -91,6 +93,11 @@ class LoopbackTransport:
 
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
+        device = max((region.device for region in regions), default=HOST)
+        if device != HOST:
+            raise TransportError(
+                f"loopback: the kernel copies the host's memory, not that of {device_name(device)}; --transport nixl"
+            )
         self._regions += regions
         self._ranges = Ranges("loopback", self._regions)
 

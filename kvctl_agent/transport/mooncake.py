@@ -45,6 +45,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import ConfigError, TransportError
 from kvctl_agent.transport import mooncake_engine
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Region, Sizes, check_tag
@@ -198,10 +199,12 @@ class MooncakeTransport:
         return landed
 
     def describe(self) -> dict[str, Any]:
+        # Over TCP, a GPU's bytes are copied to the host, sent, and copied again.
+        through_host = self._protocol == "tcp" and any(region.device != HOST for region in self._regions)
         return {
             "engine": f"mooncake ({self._engine.wheel})",
             "backend": self._protocol,
-            "lanes": [f"{self._protocol} for bytes", "tcp for tags"],
+            "lanes": [f"{self._protocol} for bytes{', through the host' if through_host else ''}", "tcp for tags"],
             "session": self._engine.session,
             "reachable": "from this host" if self._engine.private else "on all interfaces",
         }

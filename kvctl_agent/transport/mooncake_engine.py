@@ -15,7 +15,6 @@ import contextlib
 import os
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +22,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import ConfigError, TransportError, TransportUnavailable
 from kvctl_agent.transport.base import Region
+from kvctl_agent.transport.device_map import device_name
 from kvctl_agent.transport.forks import spare_in_children
-from kvctl_agent.transport.mooncake_wheels import import_engine
+from kvctl_agent.transport.mooncake_wheels import CPU_WHEEL, import_engine
+from kvctl_agent.transport.overheard import overheard
+from kvctl_agent.transport.refusals import why_refused
 
 LOOPBACK_HOST = "127.0.0.1"
 
@@ -61,15 +64,17 @@ class Engine:
         wheel: the wheel it comes from, with its version.
         session: "host:port" by which peers know it.
         private: its listeners accept this host's connections only.
+        cuda: it was built to reach GPU memory; which memory is such, it asks the driver.
         submit: (session, local address, remote address, bytes) → number of a posted entry, 0 if it was refused.
             Never waits for a peer whose session is open.
         check: entry → 1 done (frees it), -1 failed (frees it), 0 or -2 still in flight.
     """
 
-    def __init__(self, wheel: str, engine: Any, session: str, listeners: list[int], private: bool) -> None:
+    def __init__(self, wheel: str, engine: Any, session: str, listeners: list[int], private: bool, cuda: bool) -> None:
         self.wheel = wheel
         self.session = session
         self.private = private
+        self.cuda = cuda
         self.submit: Callable[[str, int, int, int], int] = engine.transfer_submit_write
         self.check: Callable[[int], int] = engine.transfer_check_status
         self._engine = engine
@@ -81,14 +86,23 @@ class Engine:
         """Registers memory; adjacent regions are one by now.
 
         Raises:
-            TransportError: it overlaps what is registered, or the device refuses it.
+            TransportUnavailable: it is a GPU's, and this build would take it for the host's.
+            TransportError: it overlaps what is registered, or the network card or the driver refuses it.
         """
+        device = max((region.device for region in regions), default=HOST)
+        if device != HOST and not self.cuda:
+            raise TransportUnavailable(
+                f"mooncake: {self.wheel} cannot reach memory of {device_name(device)}: pip uninstall -y {CPU_WHEEL} && "
+                f"pip install mooncake-transfer-engine-cuda13 (mooncake-transfer-engine for CUDA 12)"
+            )
         addrs = [region.addr for region in regions]
-        code = self._engine.batch_register_memory(addrs, [region.nbytes for region in regions])
+        with overheard() as said:
+            code = self._engine.batch_register_memory(addrs, [region.nbytes for region in regions])
         if code:
+            why = why_refused(said.decode("utf-8", "replace"), device)
             raise TransportError(
                 f"mooncake: cannot register {len(regions)} regions, {sum(region.nbytes for region in regions)} bytes "
-                f"(code {code}): they must not overlap each other or what was registered before"
+                f"(code {code}){why or ': they must not overlap each other or what was registered before'}"
             )
         self._registered += addrs
 
@@ -141,7 +155,7 @@ def start(protocol: str, device: str, host: str) -> Engine:
         raise ConfigError(f"transport_params: mooncake has no protocol {protocol!r}; allowed: {', '.join(PROTOCOLS)}")
     module, wheel = import_engine()
     _check_protocol(module, wheel, protocol, device)
-    with _starting, _environment(PROTOCOLS[protocol].variable), _listening() as said:
+    with _starting, _environment(PROTOCOLS[protocol].variable), overheard(less=_FALSE_ALARMS) as said:
         before = {number for number, one in _sockets(close=True)}
         engine = module.TransferEngine()
         spare_in_children(engine)
@@ -152,7 +166,12 @@ def start(protocol: str, device: str, host: str) -> Engine:
         text = said.decode("utf-8", "replace").strip()
         raise TransportError(f"{wheel} could not start with protocol {protocol} at {host} (code {code}): {text}")
     bound = [_bind_to_loopback(number) for number in fresh] if host == LOOPBACK_HOST else []
-    return Engine(wheel, engine, f"{host}:{port}", fresh, bool(bound) and all(bound))
+    return Engine(wheel, engine, f"{host}:{port}", fresh, bool(bound) and all(bound), _knows_cuda(module, wheel))
+
+
+def _knows_cuda(module: ModuleType, wheel: str) -> bool:
+    """Older builds do not say."""
+    return bool(getattr(module, "SUPPORT_CUDA", not wheel.startswith(CPU_WHEEL)))
 
 
 def _check_protocol(module: ModuleType, wheel: str, protocol: str, device: str) -> None:
@@ -186,25 +205,6 @@ def _environment(variable: str) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[bytearray]:
-    """Keeps what the engine writes to stderr meanwhile, less its false alarms; passes it on at the end."""
-    said = bytearray()
-    with tempfile.TemporaryFile() as heard:
-        stderr = os.dup(2)
-        os.dup2(heard.fileno(), 2)
-        try:
-            yield said
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            heard.seek(0)
-            for line in heard:
-                if not any(alarm in line for alarm in _FALSE_ALARMS):
-                    said += line
-            os.write(2, said)
 
 
 def _sockets(close: bool = False) -> list[tuple[int, socket.socket]]:

@@ -1,4 +1,4 @@
-"""The `nixl` transport: NIXL agents writing into each other's registered host memory, tags as notifications.
+"""The `nixl` transport: NIXL agents writing into each other's registered memory, tags as notifications.
 
 What NIXL asks of its user and where it is met: progress, locks and delays in `nixl_binding`; the duty to poll and
 the life of handles in `nixl_requests`; names and metadata here:
@@ -7,6 +7,8 @@ the life of handles in `nixl_requests`; names and metadata here:
   is refused until the old one is removed. So every agent gets an ASCII name that is never used again (the
   caller's name, quoted, and a random part), and what we call our peers stays on our side.
 - Metadata is parsed by C++ that trusts its lengths: a checksum in front refuses what was damaged.
+- Every list of descriptors names one kind of memory (the host's, or a GPU's), the peer's lists too: metadata carries
+  which of its addresses are of which.
 - A dead peer shows once as "remote disconnect"; after that NIXL has dropped it, and other writes to it end as
   "not found". Both become `PeerDisconnected`.
 
@@ -18,6 +20,7 @@ for the next `arrivals`. Between two processes of one host:
 - Later the bytes are copied by the writer's own post. But NIXL then flushes the lane, and on the socket that carried
   an earlier tag UCX asks the target's UCX for an acknowledgement: without a call of the target within that time the
   write is not complete, and its tag not sent.
+- Between GPUs the bytes are copied by their engines after the post returned; that they are done, UCX sees in calls.
 - The tag leaves in the `Write.poll` (or `arrivals` and `progress`, for released writes) that finds the flush done.
   A complete write's tag is in the socket; what did not fit there, our next calls send on.
 """
@@ -38,13 +41,19 @@ from urllib.parse import quote, unquote
 import numpy as np
 import numpy.typing as npt
 
+from kvctl_agent.contract.memory import HOST
+from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.transport import nixl_binding
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Region, Sizes, check_tag
+from kvctl_agent.transport.device_map import DeviceMap, device_name
 from kvctl_agent.transport.nixl_requests import InFlight, NixlPrepared, NixlWrite, Peer
+from kvctl_agent.transport.overheard import overheard
+from kvctl_agent.transport.refusals import why_refused
 
-_MAGIC = b"kvctl-nixl-1"
+_MAGIC = b"kvctl-nixl-2"
 _LINGER_S = 0.1
+_OURS = "our own memory"
 
 
 class NixlTransport:
@@ -52,11 +61,12 @@ class NixlTransport:
 
     name = "nixl"
 
-    def __init__(self, agent_name: str, params: Mapping[str, str]) -> None:
+    def __init__(self, agent_name: str, params: Mapping[str, str], device: Device | None = None) -> None:
         backend_params = dict(params)
         self._backend = backend_params.pop("backend", "UCX")
         own_name = f"{quote(agent_name, safe='', errors='surrogatepass')}#{secrets.token_hex(8)}"
-        self._engine = nixl_binding.start(own_name, self._backend, backend_params)
+        enter = device.enter if device is not None else _no_device
+        self._engine = nixl_binding.start(own_name, self._backend, backend_params, enter)
         self._agent = self._engine.agent
         self._in_flight = InFlight(self._engine)
         self._closed = False
@@ -64,30 +74,28 @@ class NixlTransport:
         self._keys: dict[str, str] = {}
         self._prepared: list[NixlPrepared] = []
         self._registered: list[Any] = []
+        self._regions: list[Region] = []
+        self._memory = DeviceMap([])
         self._peers_lock = threading.RLock()
         self._landed: deque[Arrival] = deque()
         self._told_until = 0.0
 
     def register(self, regions: Sequence[Region]) -> None:
-        self._check_open()
-        if not regions:
-            return
-        table = np.array([(addr, nbytes) for addr, nbytes, _ in regions], np.uint64)
-        descriptors = self._engine.binding.nixlRegDList(self._engine.binding.DRAM_SEG, _rows(table[:, 0], table[:, 1]))
-        try:
-            self._agent.registerMem(descriptors, [])
-        except self._engine.errors as error:
-            raise TransportError(f"nixl: cannot register {len(regions)} regions: {error}") from error
-        self._registered.append(descriptors)
+        self._begin()
+        for device in sorted({region.device for region in regions}):
+            alike = [region for region in regions if region.device == device]
+            self._registered.append(self._register(device, alike))
+            self._regions += alike
+        self._memory = DeviceMap(self._regions)
 
     def metadata(self) -> bytes:
-        self._check_open()
-        body: bytes = self._agent.getLocalMD()
+        self._begin()
+        body: bytes = self._memory.pack() + self._agent.getLocalMD()
         return _MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        self._check_open()
-        body = _checked(peer, metadata)
+        self._begin()
+        memory, body = _checked(peer, metadata)
         with self._peers_lock:
             known = self._peers.get(peer)
             if known is not None and known.metadata == metadata:
@@ -99,7 +107,7 @@ class NixlTransport:
                 if engine_name in self._keys:
                     raise TransportError(f"nixl: peer {peer!r} has the metadata of {self._keys[engine_name]!r}")
                 self._keys[engine_name] = peer
-                self._peers[peer] = Peer(peer, engine_name, metadata)
+                self._peers[peer] = Peer(peer, engine_name, metadata, memory)
                 # Starts wiring up now, so that the first write does not pay for it; does not wait for the peer.
                 self._agent.makeConnection(engine_name, [])
             except self._engine.errors as error:
@@ -116,21 +124,23 @@ class NixlTransport:
             if known is None:
                 return
             self._keys.pop(known.engine_name, None)
+            self._engine.enter()
             for prepared in known.prepared:
                 prepared.release(self._engine)
             # NIXL may have dropped a dead peer itself; that comes back as a status, not as an exception.
             self._agent.invalidateRemoteMD(known.engine_name)
 
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> NixlPrepared:
-        self._check_open()
-        handle = self._prepare(self._engine.binding.NIXL_INIT_AGENT, addrs, sizes, "our own memory")
+        self._begin()
+        handle = self._prepare(self._engine.binding.NIXL_INIT_AGENT, self._memory, addrs, sizes, _OURS)
         prepared = NixlPrepared(handle, sizes, None)
         self._prepared.append(prepared)
         return prepared
 
     def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> NixlPrepared:
         known = self._peer(peer)
-        prepared = NixlPrepared(self._prepare(known.engine_name, addrs, sizes, f"peer {peer!r}"), sizes, known)
+        handle = self._prepare(known.engine_name, known.memory, addrs, sizes, f"peer {peer!r}")
+        prepared = NixlPrepared(handle, sizes, known)
         known.prepared.append(prepared)
         return prepared
 
@@ -138,11 +148,13 @@ class NixlTransport:
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
     ) -> NixlWrite:
         known = self._peer(peer)
+        here = self._descriptors(self._memory, local_addrs, sizes, _OURS)
+        there = self._descriptors(known.memory, remote_addrs, sizes, f"peer {peer!r}")
         try:
             handle = self._agent.createXferReq(
                 self._engine.binding.NIXL_WRITE,
-                self._descriptors(local_addrs, sizes),
-                self._descriptors(remote_addrs, sizes),
+                here,
+                there,
                 known.engine_name,
                 check_tag(tag) if tag is not None else b"",
                 [],
@@ -221,6 +233,7 @@ class NixlTransport:
             self.progress()
             time.sleep(0.0005)
         self._closed = True
+        self._engine.enter()
         self._in_flight.close()
         for peer in list(self._peers):
             self.disconnect(peer)
@@ -235,7 +248,7 @@ class NixlTransport:
 
     def _notified(self) -> list[Arrival]:
         """Drives the engine, and what was released, on; what the engine then has to tell."""
-        self._check_open()
+        self._begin()
         self._in_flight.drain_on()
         try:
             # The only call of the binding that drives UCX whatever is in flight; it hands out tags, wanted or not.
@@ -248,22 +261,48 @@ class NixlTransport:
             for tag in tags
         ]
 
-    def _prepare(self, owner: str, addrs: Addresses, sizes: Sizes, whose: str) -> int:
+    def _register(self, device: int, regions: list[Region]) -> Any:
+        addrs, sizes = (np.array(column, np.uint64) for column in list(zip(*regions, strict=True))[:2])
+        descriptors = self._engine.binding.nixlRegDList(self._segment(device), _rows(addrs, sizes, device))
         try:
-            handle: int = self._agent.prepXferDlist(owner, self._descriptors(addrs, sizes), [])
+            self._agent.registerMem(descriptors, [])
+        except self._engine.errors:
+            # Why, it said on stderr alone. What fails leaves nothing behind, so it is asked again.
+            failure: Exception | None = None
+            with overheard(quiet=True) as said:
+                try:
+                    self._agent.registerMem(descriptors, [])
+                except self._engine.errors as error:
+                    failure = error
+            if failure is not None:
+                why = why_refused(said.decode("utf-8", "replace"), device)
+                raise TransportError(
+                    f"nixl: cannot register {len(regions)} regions of {device_name(device)}, {int(sizes.sum())} bytes "
+                    f"({failure}){why}"
+                ) from failure
+        return descriptors
+
+    def _prepare(self, owner: str, memory: DeviceMap, addrs: Addresses, sizes: Sizes, whose: str) -> int:
+        descriptors = self._descriptors(memory, addrs, sizes, whose)
+        try:
+            handle: int = self._agent.prepXferDlist(owner, descriptors, [])
         except self._engine.errors as error:
             raise TransportError(
                 f"nixl: cannot prepare {len(addrs)} descriptors of {whose}: {error} (is the memory registered?)"
             ) from error
         return handle
 
-    def _descriptors(self, addrs: Addresses, sizes: Sizes) -> Any:
+    def _descriptors(self, memory: DeviceMap, addrs: Addresses, sizes: Sizes, whose: str) -> Any:
         if len(addrs) == 0 or len(addrs) != len(sizes):
             raise TransportError(f"nixl: {len(addrs)} addresses, {len(sizes)} sizes; at least one of each")
-        return self._engine.binding.nixlXferDList(self._engine.binding.DRAM_SEG, _rows(addrs, sizes))
+        device = memory.of(addrs, whose)
+        return self._engine.binding.nixlXferDList(self._segment(device), _rows(addrs, sizes, device))
+
+    def _segment(self, device: int) -> Any:
+        return self._engine.binding.DRAM_SEG if device == HOST else self._engine.binding.VRAM_SEG
 
     def _peer(self, peer: str) -> Peer:
-        self._check_open()
+        self._begin()
         known = self._peers.get(peer)
         if known is None:
             raise TransportError(f"nixl: peer {peer!r} is not connected")
@@ -272,24 +311,35 @@ class NixlTransport:
     def _error(self, error: Exception, what: str, peer: Peer) -> TransportError:
         return nixl_binding.translate(self._engine, error, what, peer.key, peer.engine_name)
 
-    def _check_open(self) -> None:
+    def _begin(self) -> None:
+        """What every call of the engine begins with."""
         if self._closed:
             raise TransportError("nixl: the transport is closed")
+        self._engine.enter()
 
 
-def _rows(addrs: Addresses, sizes: Sizes) -> npt.NDArray[np.uint64]:
-    """(address, bytes, device 0) per descriptor: NIXL takes an N x 3 array four times faster than tuples."""
-    rows = np.zeros((len(addrs), 3), np.uint64)
+def _no_device() -> None:
+    """Host memory is every thread's."""
+
+
+def _rows(addrs: Addresses, sizes: Sizes, device: int) -> npt.NDArray[np.uint64]:
+    """(address, bytes, device) per descriptor: NIXL takes an N x 3 array four times faster than tuples."""
+    rows = np.empty((len(addrs), 3), np.uint64)
     rows[:, 0] = addrs
     rows[:, 1] = sizes
+    rows[:, 2] = 0 if device == HOST else device
     return rows
 
 
-def _checked(peer: str, metadata: bytes) -> bytes:
+def _checked(peer: str, metadata: bytes) -> tuple[DeviceMap, bytes]:
+    """Where the peer's memory is, and the engine's part of its metadata."""
     magic, checksum, body = metadata[: len(_MAGIC)], metadata[len(_MAGIC) :][:4], metadata[len(_MAGIC) + 4 :]
     if magic != _MAGIC or checksum != zlib.crc32(body).to_bytes(4, "little"):
         raise TransportError(f"nixl: {len(metadata)} bytes of metadata for peer {peer!r} are not nixl's or damaged")
-    return body
+    try:
+        return DeviceMap.unpack(body)
+    except ValueError as error:
+        raise TransportError(f"nixl: the metadata of peer {peer!r} is malformed: {error}") from error
 
 
 def _agent_name(engine_name: str) -> str:

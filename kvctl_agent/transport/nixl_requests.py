@@ -12,6 +12,7 @@ import time
 
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport.base import Indices, Sizes
+from kvctl_agent.transport.device_map import DeviceMap
 from kvctl_agent.transport.draining import Draining
 from kvctl_agent.transport.nixl_binding import Engine, translate
 
@@ -26,14 +27,16 @@ class Peer:
         key: our name for it.
         engine_name: NIXL's name for it.
         metadata: what it was made from.
+        memory: where its memory is.
         reached: a write to it was posted without an error.
         prepared: lists of its descriptors.
     """
 
-    def __init__(self, key: str, engine_name: str, metadata: bytes) -> None:
+    def __init__(self, key: str, engine_name: str, metadata: bytes, memory: DeviceMap) -> None:
         self.key = key
         self.engine_name = engine_name
         self.metadata = metadata
+        self.memory = memory
         self.reached = False
         self.prepared: list[NixlPrepared] = []
 
@@ -117,6 +120,7 @@ class InFlight(Draining[NixlWrite]):
         """Drives a request on; True when the engine has nothing of it any more, why is then in its `error`."""
         if write.handle is None:
             return True
+        self._engine.enter()
         try:
             if self._agent.getXferStatus(write.handle) != self._done:
                 return False

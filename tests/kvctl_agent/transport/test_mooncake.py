@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import kvctl_agent
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError, TransportUnavailable
 from kvctl_agent.transport import Arrival, Region, mooncake_engine, open_transport
 from kvctl_agent.transport import mooncake as transport_module
@@ -281,7 +282,7 @@ def test_regions_that_touch_are_registered_as_one(crew: Any) -> None:
     more = np.zeros(3 * 4096, np.uint8)
     start = more.ctypes.data
     agent.transport.register([Region(start + 8192, 4096), Region(start, 4096), Region(start + 4096, 4096)])
-    assert [start, 3 * 4096] in told(agent.transport.metadata())["regions"]
+    assert [start, 3 * 4096, HOST] in told(agent.transport.metadata())["regions"]
     with pytest.raises(TransportError, match="must not overlap"):
         agent.transport.register([Region(start + 100, 8)])
 
@@ -338,7 +339,7 @@ def test_an_engine_that_completes_nothing_is_not_waited_for_for_ever(monkeypatch
             return 0
 
     monkeypatch.setattr(mooncake_engine, "_EMPTY_S", 0.05)
-    engine = mooncake_engine.Engine("a wheel", Stuck(), "127.0.0.1:1", [], True)
+    engine = mooncake_engine.Engine("a wheel", Stuck(), "127.0.0.1:1", [], True, False)
     assert engine.open("127.0.0.1:2") == "127.0.0.1:2 did not complete an entry of no bytes within 0.05 s"
 
 

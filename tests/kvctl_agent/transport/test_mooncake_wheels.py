@@ -37,7 +37,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch) -> str:
     with pytest.raises(TransportUnavailable) as refused:
         open_transport("mooncake", "a")
     with pytest.raises(TransportUnavailable) as refused_fleet:
-        _require("mooncake")
+        _require("mooncake", "cpu")
     assert str(refused_fleet.value) == str(refused.value)
     return str(refused.value)
 

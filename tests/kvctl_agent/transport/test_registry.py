@@ -25,9 +25,10 @@ def test_an_endless_agent_name_is_refused() -> None:
 
 
 def test_an_engine_that_is_not_installed_names_the_extra_and_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "nixl"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("nixl", "nixl_cu13", "nixl_cu12")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "nixl", None)
+    for name in ("nixl", "nixl_cu13", "nixl_cu12"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TransportUnavailable, match=r"pip install 'kvctl\[nixl\]'.*--transport loopback"):
         open_transport("nixl", "a")
 

@@ -53,7 +53,7 @@ class SharedEngine:
         transport.register(self._regions)
         self.metadata = transport.metadata()
 
-    def open(self, agent_name: str, params: Mapping[str, str]) -> Facade:
+    def open(self, agent_name: str, params: Mapping[str, str], device: Any = None) -> Facade:
         """A facade for one rank; what stands in the registry of transports."""
         with self._lock:
             number = next(self._numbers)
