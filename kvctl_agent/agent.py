@@ -22,18 +22,21 @@ from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.contract.settings import load_settings
+from kvctl_agent.device.base import Copies
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
 from kvctl_agent.export.exports import Exports
 from kvctl_agent.layout.chunks import prefix_pages
 from kvctl_agent.layout.grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.holding import held as layout_of
 from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.memory.buffers import StagingBuffers
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.base import BULK, SLICE, STAGED, Path
+from kvctl_agent.paths.base import BULK, DIRECT, SLICE, STAGED, Path
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
-from kvctl_agent.paths.chooser import AUTO, Chooser
+from kvctl_agent.paths.chooser import Chooser
+from kvctl_agent.paths.direct import DirectPath
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol import events as ev
@@ -46,6 +49,7 @@ from kvctl_agent.runtime.arrivals import ArrivalLoop
 from kvctl_agent.runtime.bootstrap import Registries
 from kvctl_agent.runtime.control import ControlLoop
 from kvctl_agent.runtime.desk import Desk, OnState
+from kvctl_agent.runtime.forwards import Forwards
 from kvctl_agent.runtime.handles import Bounds, Receive, Send
 from kvctl_agent.runtime.hands import AgentHands
 from kvctl_agent.runtime.lanes import Lanes
@@ -129,8 +133,12 @@ class Agent:
         self.shape = model or pool.shape()
         held = layout_of(self.shape, pool.page_size, rank.side, rank.coord)
         pool.place(held)
+        assembly.check_settings(settings, pool)
         self.chooser = Chooser(self.shape, pool.page_size, settings["path"], settings["staging"])
         self._desk = Desk(name, on_state)
+        self._forwards: Forwards | None = None
+        if role == "prefill" and pool.device is not None:
+            self._forwards = Forwards(f"{name}-forwards", pool.device)
         self._state: Literal["new", "running", "draining", "closed"] = "new"
         self._leaving = False  # the engine wants no more rooms, ever
         self._turning = threading.Lock()  # an operator may resume while the engine closes
@@ -138,11 +146,12 @@ class Agent:
         self._mailbox = Mailbox()
         self.workers: list[TransferWorker] = []
         self._crew: CopyCrew | None = None
-        self._copiers: list[Copier] = []
+        self._copiers: list[Copier | Copies] = []
         try:
             self.buffers, self.ring = assembly.staging_memory(role, settings, pool.device)
             self.transport.register(assembly.regions(pool, self.buffers or self.ring))
-            self.lanes = Lanes(name, self.transport, pool, self.buffers, self.chooser, self.telemetry.recorder)
+            told = self.chooser, self.telemetry.recorder, settings["direct_sms"]
+            self.lanes = Lanes(name, self.transport, pool, self.buffers, *told)
             self.machine = self._build_machine()
             self.pipelining = Pipelining(self.local.layers, pool.page_size, settings, self.telemetry.metrics)
             tickets = Tickets()
@@ -193,8 +202,18 @@ class Agent:
     def _copier(self) -> Copier:
         """For one thread."""
         assert self._crew is not None
-        self._copiers.append(assembly.copier_of(self.pool.device, self._crew))
-        return self._copiers[-1]
+        copier = assembly.copier_of(self.pool.device, self._crew)
+        self._copiers.append(copier)
+        return copier
+
+    def _paths(self, buffers: StagingBuffers) -> dict[str, Path]:
+        """Of one worker."""
+        paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: StagedPath(buffers, self._copier())}
+        if self.pool.device is not None:
+            copies = self.pool.device.copies()
+            self._copiers.append(copies)
+            paths[DIRECT] = DirectPath(copies, self.settings["direct_sms"])
+        return paths
 
     def _check_endpoint(self, endpoint: str) -> None:
         endpoints.check_endpoint(endpoint, insecure=self.settings["insecure"], keys=self._keys is not None)
@@ -212,7 +231,8 @@ class Agent:
             self.ring,
         )
         self.inputs = InputLog(self.settings["record_inputs"])
-        return assembly.machine_of(self.role, self.local, self.settings, self.telemetry, self.chooser, self.inputs)
+        parts = (self.telemetry, self.chooser, self.inputs, self.lanes.reaches)
+        return assembly.machine_of(self.role, self.local, self.settings, *parts)
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -257,15 +277,12 @@ class Agent:
             self._hands.arrivals.start()
             return
         assert self.buffers is not None
+        if self._forwards is not None:
+            self._forwards.start()
         for number in range(assembly.threads(self.settings["workers"], 4)):
-            paths: dict[str, Path] = {
-                BULK: BulkPath(),
-                SLICE: SlicePath(),
-                STAGED: StagedPath(self.buffers, self._copier()),
-            }
             worker = TransferWorker(
                 f"{self.name}-transfer-{number}",
-                paths,
+                self._paths(self.buffers),
                 AuxPath(),
                 self.lanes.by_peer,
                 self.transport.progress,
@@ -376,7 +393,7 @@ class Agent:
                 self._mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
             while self._desk.rooms and time.monotonic() < deadline - timeout / 2:
                 time.sleep(0.002)
-        ended = True
+        ended = self._forwards is None or self._forwards.close(max(0.1, deadline - time.monotonic()))
         for worker in self.workers:
             ended &= worker.close(max(0.1, deadline - time.monotonic()))
         if self._hands.arrivals is not None:
@@ -396,8 +413,10 @@ class Agent:
         self._mailbox.close()
         atexit.unregister(self._at_exit)
         if ended:
+            self.lanes.close()
             for copier in self._copiers:
                 copier.close()
+            self.lanes.close()
             if self._crew is not None:
                 self._crew.close()
             self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
@@ -433,7 +452,7 @@ class Agent:
             LocalProtocolError: the room is in use here, or this is no running prefill agent.
         """
         self._check_running("prefill", begun=fake or self.machine.knows(room))
-        handle = Send(room, _discard if fake else self._mailbox.put, self._bounds())
+        handle = Send(room, _discard if fake else self._mailbox.put, self._bounds(), self._forwards)
         self._take(handle, fake)
         if not fake:
             self._mailbox.put(ev.SendRoom(room))
@@ -487,7 +506,7 @@ class Agent:
         )
         if prefill_only and opening.total_pages:
             raise LocalProtocolError(f"room {room}: a prefill-only room has no pages and no prefix here")
-        handle = Receive(room, _discard if fake else self._mailbox.put)
+        handle = Receive(room, _discard if fake else self._mailbox.put, self.pool.device)
         self._take(handle, fake)
         if not fake:
             self._mailbox.put(opening)
@@ -514,8 +533,7 @@ class Agent:
 
     def set_path(self, path: str) -> None:
         """Change how parts move from now on: bulk, slice, staged or auto."""
-        if path not in (AUTO, BULK, SLICE, STAGED):
-            raise ConfigError(f"path {path!r}: must be auto, bulk, slice or staged")
+        assembly.check_path(path, self.pool)
         self.chooser.path = path
         self.lanes.calibrate_once(self.workers[0] if self.workers else None)
 

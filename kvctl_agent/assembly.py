@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvctl_agent.device.base import Device
+from kvctl_agent.errors import ConfigError, DeviceError
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
@@ -15,10 +16,12 @@ from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.chooser import Chooser
+from kvctl_agent.paths.base import BULK, DIRECT, SLICE, STAGED
+from kvctl_agent.paths.chooser import AUTO, Chooser
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.messages import SharedMemory
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
@@ -28,9 +31,17 @@ from kvctl_agent.transport.base import Region, Transport
 
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
 _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
+_PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
 _FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
 
 Settings = Mapping[str, Any]
+
+
+def check_settings(settings: Settings, pool: KVPool) -> None:
+    """Raises ConfigError for what does not go with where the pool is."""
+    check_path(settings["path"], pool)
+    if pool.device is not None and settings["digest"]:
+        raise ConfigError("digest: on a GPU parts have none, because it would read every byte back; set digest = false")
 
 
 def threads(configured: int | None, most: int) -> int:
@@ -38,6 +49,14 @@ def threads(configured: int | None, most: int) -> int:
     if configured is not None:
         return configured
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else most
+
+
+def check_path(path: str, pool: KVPool) -> None:
+    """Raises ConfigError for a path that there is not, or not for this pool."""
+    if path not in _PATHS:
+        raise ConfigError(f"path {path!r}: must be {', '.join(_PATHS)}")
+    if path == DIRECT and pool.device is None:
+        raise ConfigError("path direct needs a pool on a GPU, and this one is host memory; auto serves both")
 
 
 def staging_memory(
@@ -84,6 +103,7 @@ def local_of(
 ) -> Local:
     """What an agent knows of itself."""
     ring_bytes = ring.nbytes - _SCRATCH_BYTES if ring else 0
+    shared, unshared = _shared(pool, ring) if role == "decode" else ((), "")
     return Local(
         name=name,
         role=role,
@@ -103,7 +123,21 @@ def local_of(
         ring_bytes=ring_bytes,
         scratch_base=ring.addr + ring_bytes if ring else 0,
         scratch_bytes=_SCRATCH_BYTES if ring else 0,
+        shared=shared,
+        unshared=unshared,
     )
+
+
+def _shared(pool: KVPool, ring: RingMemory | None) -> tuple[tuple[SharedMemory, ...], str]:
+    """What writers may map of a decode rank's memory on a device; or why they cannot."""
+    device = pool.device
+    if device is None:
+        return (), ""
+    found = [(region.addr, region.nbytes) for region in regions(pool, ring) if region.device == device.index]
+    try:
+        return tuple(SharedMemory(*export) for export in device.export(found)), ""
+    except DeviceError as error:
+        return (), str(error)
 
 
 def timing_of(settings: Settings) -> Timing:
@@ -123,10 +157,22 @@ def _ns(seconds: float) -> int:
 
 
 def machine_of(
-    role: str, local: Local, settings: Settings, telemetry: Telemetry, chooser: Chooser, inputs: InputLog
+    role: str,
+    local: Local,
+    settings: Settings,
+    telemetry: Telemetry,
+    chooser: Chooser,
+    inputs: InputLog,
+    reaches: Callable[[str], bool],
 ) -> Machine:
-    """The rank's machine, recorded from its first moment on; what it asks of the chooser is recorded, too."""
+    """The rank's machine, recorded from its first moment on; what it asks of the chooser is recorded, too.
+
+    Args:
+        reaches: whether the memory of the peer of this name is mapped here.
+    """
     timing = timing_of(settings)
+    if local.unshared:
+        telemetry.recorder.record("direct", f"no writer can map our memory: {local.unshared}", "warning")
     if role == "decode":
         return inputs.begin(DecodeMachine(local, timing, telemetry))
     return inputs.begin(
@@ -134,8 +180,10 @@ def machine_of(
             local,
             timing,
             telemetry,
-            choose=inputs.asked(lambda who, share, n, pages: chooser.choose(who.ring_bytes, share, n, pages)),
-            fallback=inputs.asked(lambda who, share, n, pages: chooser.without_ring(share)),
+            choose=inputs.asked(
+                lambda who, share, n, pages: chooser.choose(who.ring_bytes, share, n, pages, reaches(who.name))
+            ),
+            fallback=inputs.asked(lambda who, share, n, pages: chooser.without_ring(share, reaches(who.name))),
             early_send=settings["pp_early_send"],
         )
     )
