@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 
 from msgspec.structs import replace
 
-from kvctl_agent.errors import KvctlError
+from kvctl_agent.errors import DeviceError, KvctlError, TransportError
 from kvctl_agent.memory.digest import aux_digest, part_digest
 from kvctl_agent.paths.base import Flight, Lane, Path
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
@@ -29,6 +29,9 @@ _ACTIVE_SLOW = 2  # to a peer that takes its time: enough to keep a slow lane bu
 _STUCK_NS = 50_000_000
 _SPIN_S = 20e-6
 _SLEEP_S = 500e-6
+# A GPU moves a part in less time than a pause that has grown takes, and nobody there lacks the core that looks for it.
+_YOUNG_NS = 1_000_000
+_SHARE_OF_AGE = 1 / 64
 _DRAIN_S = 0.01
 # An engine without work of its own still has tags to send and peers to answer, and does so only when it is called.
 _AFTERMATH_S = 5e-3
@@ -48,6 +51,7 @@ class TransferWorker:
         progress: lets the engine work; called now and then while there is nothing else to do.
         report: puts events into the control loop's mailbox.
         digest: send with every part the digest of its bytes.
+        on_device: parts are moved by a GPU: look for their end often.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class TransferWorker:
         report: Callable[[Event], None],
         metrics: Metrics,
         digest: bool = False,
+        on_device: bool = False,
     ) -> None:
         self._digest = digest
+        self._on_device = on_device
         self._paths = paths
         self._aux = aux
         self._lanes = lanes
@@ -117,6 +123,9 @@ class TransferWorker:
             self._drain()
             if moved or not self._active:
                 patience = _SPIN_S
+            elif self._on_device:
+                age_ns = time.monotonic_ns() - self._active[-1].began_ns
+                time.sleep(0 if age_ns < _YOUNG_NS else min(age_ns * 1e-9 * _SHARE_OF_AGE, _SLEEP_S))
             else:
                 time.sleep(patience)
                 patience = min(2 * patience, _SLEEP_S)
@@ -194,7 +203,7 @@ class TransferWorker:
             return
         lane = self._lanes.get(order.peer)
         if lane is None:
-            self._failed(order, f"no connection to {order.peer}", in_flight=False)
+            self._failed(order, TransportError(f"no connection to {order.peer}"), in_flight=False)
             return
         path = self._aux if order.kind is PartKind.AUX else self._paths[order.path]
         try:
@@ -202,7 +211,7 @@ class TransferWorker:
                 order = replace(order, tag=with_digest(order.tag, _digest(lane, order)))
             self._active.append(path.start(lane, order))
         except Exception as error:
-            self._failed(order, _said(error), in_flight=False)
+            self._failed(order, error, in_flight=False)
 
     def _advance(self, flight: Flight) -> bool:
         """Drive one flight; True when it is no longer active."""
@@ -210,10 +219,10 @@ class TransferWorker:
         try:
             done = flight.advance()
         except Exception as error:
-            drained = flight.give_up()
+            drained = _given_up(flight)
             if not drained:
                 self._draining.append(flight)
-            self._failed(order, _said(error), in_flight=not drained)
+            self._failed(order, error, in_flight=not drained)
             return True
         if order.fence.raised and not done:
             self._draining.append(flight)
@@ -237,13 +246,15 @@ class TransferWorker:
 
     def _drain(self) -> None:
         for flight in self._draining[:]:
-            if flight.give_up():
+            if _given_up(flight):
                 self._draining.remove(flight)
                 order = flight.order
                 self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
 
-    def _failed(self, order: Transfer, text: str, *, in_flight: bool) -> None:
-        self._metrics.add("kvctl_transport_errors_total", 1)
+    def _failed(self, order: Transfer, error: Exception, *, in_flight: bool) -> None:
+        code = "KV_DEVICE" if isinstance(error, DeviceError) else "KV_TRANSPORT"
+        if code == "KV_TRANSPORT":
+            self._metrics.add("kvctl_transport_errors_total", 1)
         where = f"{order.key} to {order.peer} by {order.path}"
         self._report(
             PartFailed(
@@ -252,8 +263,8 @@ class TransferWorker:
                 order.nonce,
                 order.kind,
                 order.key,
-                "KV_TRANSPORT",
-                f"{where}: {text}",
+                code,
+                f"{where}: {_said(error)}",
                 in_flight,
             )
         )
@@ -265,6 +276,14 @@ def _digest(lane: Lane, order: Transfer) -> int:
     if share is None:
         return aux_digest(lane.pool, int(order.src_pages[0]))
     return part_digest(lane.pool, share, order.src_pages, share.src_head, key.lo, key.hi)
+
+
+def _given_up(flight: Flight) -> bool:
+    """Whether nothing of it can land any more. An error proves nothing, and must not cost the thread."""
+    try:
+        return flight.give_up()
+    except Exception:
+        return False
 
 
 def _said(error: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvctl_agent.errors import MemoryLayoutError, TransportError
+from kvctl_agent.errors import DeviceError, MemoryLayoutError, TransportError
 from kvctl_agent.paths.base import Flight, Lane
 from kvctl_agent.protocol.events import Event, Fence, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.tag import PartKey, PartKind
@@ -33,7 +33,7 @@ class Wire:
         self.done = True
         self.error: Exception | None = None
         self.start_error: Exception | None = None
-        self.drained = True
+        self.drained: bool | None = True  # None: nobody can tell
         self.started: list[int] = []
         self.threads: set[str] = set()
 
@@ -51,19 +51,22 @@ class StandInFlight(Flight):
         return self.wire.done
 
     def give_up(self) -> bool:
+        if self.wire.drained is None:
+            raise DeviceError("the device is gone")
         return self.wire.drained
 
 
 class Bench:
     """A worker, its peers' wires, and what it reported."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, on_device: bool = False) -> None:
         self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
         self.reported: Queue[Event] = Queue()
         self.progressed = 0
         lanes = {name: cast(Lane, SimpleNamespace(peer=name)) for name in self.wires}
+        paths, report = {"bulk": self, "staged": self}, self.reported.put
         self.worker = TransferWorker(
-            "transfer", {"bulk": self, "staged": self}, self, lanes, self.progress, self.reported.put, telemetry.metrics
+            "transfer", paths, self, lanes, self.progress, report, telemetry.metrics, on_device=on_device
         )
 
     def progress(self) -> None:
@@ -98,6 +101,14 @@ class Bench:
 @pytest.fixture
 def bench(telemetry: Telemetry) -> Iterator[Bench]:
     bench = Bench(telemetry)
+    bench.worker.start()
+    yield bench
+    assert bench.worker.close(60)
+
+
+@pytest.fixture
+def on_device(telemetry: Telemetry) -> Iterator[Bench]:
+    bench = Bench(telemetry, on_device=True)
     bench.worker.start()
     yield bench
     assert bench.worker.close(60)
@@ -208,6 +219,36 @@ class TestFence:
         assert bench.report().dropped
 
 
+class TestOnADevice:
+    @pytest.mark.parametrize(("after_s", "late_s"), [(0.0005, 60e-6), (0.004, 200e-6)])
+    def test_the_end_of_a_part_is_seen_soon(
+        self, on_device: Bench, at_best: AtBest, after_s: float, late_s: float
+    ) -> None:
+        def late() -> float:
+            wire = on_device.wires["good"]
+            wire.done = False
+            on_device.order("good", 1)
+            time.sleep(after_s)
+            ended_ns, wire.done = time.monotonic_ns(), True
+            return float(on_device.report().moments["wire"] - ended_ns) / 1e9
+
+        at_best(late, late_s)
+
+    def test_one_that_does_not_end_costs_little(self, on_device: Bench, at_best: AtBest) -> None:
+        on_device.wires["bad"].done = False
+        on_device.order("bad", 1)
+        time.sleep(0.05)
+
+        def used() -> float:
+            before = time.process_time()
+            time.sleep(0.1)
+            return time.process_time() - before
+
+        at_best(used, 0.02)
+        on_device.wires["bad"].done = True
+        on_device.report()
+
+
 class TestFailure:
     def test_an_engine_error_fails_the_part_with_its_text(self, bench: Bench, telemetry: Telemetry) -> None:
         bench.wires["bad"].error = TransportError("nixl: the lane broke")
@@ -219,6 +260,13 @@ class TestFailure:
         assert telemetry.metrics.total("kvctl_transport_errors_total") == 1
         assert bench.nothing_reported()
 
+    def test_a_device_that_fails_is_no_error_of_the_engine(self, bench: Bench, telemetry: Telemetry) -> None:
+        bench.wires["bad"].error = DeviceError("an illegal address was met")
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert (failed.code, failed.text.split(": ")[1]) == ("KV_DEVICE", "an illegal address was met")
+        assert telemetry.metrics.total("kvctl_transport_errors_total") == 0
+
     def test_what_may_still_land_is_said_and_followed_until_it_cannot(self, bench: Bench) -> None:
         wire = bench.wires["bad"]
         wire.error, wire.drained = TransportError("broken"), False
@@ -229,6 +277,16 @@ class TestFailure:
         wire.drained = True
         over = bench.report()
         assert (type(over), over.dropped) == (PartSent, True)
+
+    def test_an_error_of_giving_up_proves_nothing_and_costs_nobody_else(self, bench: Bench) -> None:
+        wire = bench.wires["bad"]
+        wire.error, wire.drained = DeviceError("an illegal address"), None
+        bench.order("bad", 1)
+        assert bench.report().in_flight
+        bench.order("good", 2)
+        assert bench.report().room == 2
+        wire.drained = True
+        assert bench.report().dropped
 
     def test_an_order_that_does_not_fit_fails(self, bench: Bench) -> None:
         bench.wires["bad"].start_error = MemoryLayoutError("its grant is smaller")
