@@ -23,6 +23,7 @@ _PREFIXES: tuple[tuple[str, str], ...] = (
     ("KV_QUARANTINE", "staging"),
     ("KV_LANE", "transport"),
     ("KV_DESCRIPTOR", "transport"),
+    ("KV_DEVICE", "transport"),
     ("KV_REGISTER", "transport"),
     ("KV_FDS", "transport"),
     ("KV_PORTS", "transport"),

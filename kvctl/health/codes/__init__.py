@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvctl.health.codes.corruption import DIGEST_MISMATCH, PAGE_REUSED, READY_VIOLATION
+from kvctl.health.codes.devices import DEVICE
 from kvctl.health.codes.fit import COMPAT_MISMATCH, PLAN_MISMATCH
 from kvctl.health.codes.grants import CHUNK_OVERSIZED, GRANT_UNANSWERED
 from kvctl.health.codes.lanes import DESCRIPTOR_FLOOD, LANE_SLOW, READY_GAP
@@ -22,6 +23,7 @@ CODES: tuple[Code, ...] = (
     DIGEST_MISMATCH,
     PAGE_REUSED,
     READY_VIOLATION,
+    DEVICE,
     REGISTER_FAILED,
     PORT_CLASH,
     COMPAT_MISMATCH,

@@ -156,6 +156,17 @@ def test_an_engine_that_fails_rooms():
     assert found.evidence["transport_errors_total"] == 2
 
 
+def test_a_gpu_that_fails_rooms():
+    fleet = Fleet()
+    for room, ago_s in (("7", 9), ("8", 4)):
+        fleet.failed(["prefill-0", "decode-0"], room, "KV_DEVICE", "prefill-0", "an illegal address", ago_s=ago_s)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == ("KV_DEVICE", "prefill-0", Severity.CRITICAL)
+    assert (found.weight, found.evidence["latest_room"]) == (2, "8")
+    assert "failed 2 rooms, last 4 s ago: an illegal address" in found.cause
+    assert found.remedy.startswith("`dmesg | grep -i xid` on the host of prefill-0")
+
+
 def test_a_bug_of_an_agent():
     fleet = Fleet()
     fleet.metric("decode-1", "kvctl_internal_errors_total", 2)
