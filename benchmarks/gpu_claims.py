@@ -1,0 +1,253 @@
+"""What `kvctl bench` must show on GPUs: which commands show it, and which figure of a saved result is held to what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Document = Mapping[str, Any]
+"""What `kvctl bench --save` writes."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure and its bound; without a bound it is only shown.
+
+    Attributes:
+        measure: the figure; None where the result does not have it.
+        show: how it is printed.
+    """
+
+    text: str
+    measure: Callable[[Document], float | None]
+    at_least: float | None = None
+    at_most: float | None = None
+    show: str = "{:.2f}"
+
+    @property
+    def target(self) -> str:
+        """The bound in words."""
+        if self.at_least is not None:
+            return f"at least {self.show.format(self.at_least)}"
+        return "shown" if self.at_most is None else f"at most {self.show.format(self.at_most)}"
+
+    def holds(self, value: float) -> bool:
+        """Whether a figure is within the bound."""
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One call of `kvctl bench`.
+
+    Attributes:
+        options: without where it runs; what it runs on is added.
+        tiny: in place of `options`' sizes, for a rehearsal on a machine without GPUs.
+        least_s: it is not begun with less time than this.
+    """
+
+    name: str
+    options: str
+    claims: tuple[Claim, ...]
+    tiny: str
+    least_s: float = 40.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def runs(document: Document, **wanted: object) -> list[Mapping[str, Any]]:
+    """The runs with these values."""
+    return [run for run in document["runs"] if all(run.get(name) == value for name, value in wanted.items())]
+
+
+def figure(document: Document, name: str, **wanted: object) -> float | None:
+    """A figure of the only run with these values; None where there is none."""
+    found = runs(document, **wanted)
+    value: float | None = found[0].get(name) if len(found) == 1 else None
+    return value
+
+
+def over(name: str, path: str, base: str) -> Callable[[Document], float | None]:
+    """How many times as large a figure is on one path as on another."""
+
+    def measure(document: Document) -> float | None:
+        value, against = figure(document, name, path=path), figure(document, name, path=base)
+        return value / against if value is not None and against else None
+
+    return measure
+
+
+def of(name: str, **wanted: object) -> Callable[[Document], float | None]:
+    """A figure of the run with these values."""
+    return lambda document: figure(document, name, **wanted)
+
+
+def auto_of_best(document: Document) -> float | None:
+    """Throughput of auto, of that of the best fixed path."""
+    auto = figure(document, "gb_per_s", path="auto")
+    fixed = [run["gb_per_s"] for run in document["runs"] if run["path"] != "auto"]
+    return auto / max(fixed) if auto is not None and fixed else None
+
+
+def ttft_at(concurrency: int, path: str, base: str) -> Callable[[Document], float | None]:
+    """Mean time to first token on one path, of that on another, with so many rooms in flight."""
+
+    def measure(document: Document) -> float | None:
+        means = [
+            found[0]["ttft_ms"]["mean"] if (found := runs(document, path=each, concurrency=concurrency)) else None
+            for each in (path, base)
+        ]
+        return means[0] / means[1] if means[0] is not None and means[1] else None
+
+    return measure
+
+
+def pipelined(document: Document) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Pairs of runs that differ in nothing but the pipeline: off, then on."""
+    for off in runs(document, pipeline="off"):
+        on = runs(document, pipeline="on", path=off["path"], tokens=off["tokens"], concurrency=off["concurrency"])
+        if len(on) == 1 and all(each["ttft_ms"]["mean"] for each in (off, on[0])):
+            yield off, on[0]
+
+
+def _gain(off: Mapping[str, Any], on: Mapping[str, Any]) -> float:
+    return float(on["ttft_ms"]["mean"] / off["ttft_ms"]["mean"] - 1)
+
+
+def ttft_where_even(document: Document) -> float | None:
+    """What pipelining changes of TTFT where transfer takes about as long as compute."""
+    pairs = [pair for pair in pipelined(document) if pair[0]["compute_ms"]["p50"] and pair[0]["exposed_ms"]["p50"]]
+    if not pairs:
+        return None
+
+    def uneven(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> float:
+        ratio: float = pair[0]["exposed_ms"]["p50"] / pair[0]["compute_ms"]["p50"]
+        return max(ratio, 1 / ratio)
+
+    return _gain(*min(pairs, key=uneven))
+
+
+def worst_ttft(document: Document) -> float | None:
+    """The most that pipelining adds to TTFT, over all lengths and paths."""
+    return max((_gain(*pair) for pair in pipelined(document)), default=None)
+
+
+def slowdown(path: str, pipeline: str) -> Callable[[Document], float | None]:
+    """The most that transfers slow compute down, over all lengths."""
+
+    def measure(document: Document) -> float | None:
+        found = (run.get("compute_slowdown_ratio") for run in runs(document, path=path, pipeline=pipeline))
+        return max((each for each in found if each is not None), default=None)
+
+    return measure
+
+
+_PERCENT = "{:+.1%}"
+_TIMES = "{:.2f} x"
+_BIG = "--model llama-3.1-70b --page-size 16 --page-order random"
+_TINY = "--layers 2 --kv-heads 4 --head-dim 16 --page-size 16"
+_SWEEP = "--preset pipeline-sweep --sweep tokens=1024,2048,4096,8192,16384"
+_TINY_SWEEP = "--model llama-3.1-8b --layers 4 --kv-heads 2 --head-dim 16 --path staged --pipeline off,2 --layer-ms 1"
+_SLOWDOWNS = tuple(
+    Claim(f"compute slowed down, {path}, pipeline {how}", slowdown(path, how), show=_PERCENT)
+    for path in ("staged", "direct")
+    for how in ("off", "on")
+)
+
+
+def _equal(page_size: int) -> Bench:
+    return Bench(
+        f"equal-page-{page_size}",
+        f"--model llama-3.1-70b --prefill-tp 4 --decode-tp 4 --page-size {page_size} --page-order random "
+        f"--tokens 1024 --path bulk,staged,direct,auto --concurrency 1 --rooms 12 --point-seconds 6",
+        (
+            Claim(
+                f"TP4 to TP4, page {page_size}: auto against bulk",
+                over("gb_per_s", "auto", "bulk"),
+                at_least=20,
+                show=_TIMES,
+            ),
+            Claim(f"TP4 to TP4, page {page_size}: auto of the best path", auto_of_best, at_least=0.95),
+        ),
+        f"{_TINY} --prefill-tp 2 --decode-tp 2 --tokens 64 --path bulk,staged,auto --rooms 4",
+    )
+
+
+def _pipelined(name: str, transport: str, paths: str, *claims: Claim, **environment: str) -> Bench:
+    return Bench(
+        name,
+        f"{_SWEEP} --compute gpu --transport {transport} --path {paths} --point-seconds 4",
+        claims,
+        f"{_TINY_SWEEP} --tokens 1024 --rooms 2",
+        60.0,
+        environment,
+    )
+
+
+def benches(slow: str) -> Sequence[Bench]:
+    """The list, what matters most first.
+
+    Args:
+        slow: the slow lane: "mooncake" (over TCP) or "ucx-tcp" (NIXL without cuda_ipc, through the host).
+    """
+    transport = "mooncake" if slow == "mooncake" else "nixl"
+    environment = {} if slow == "mooncake" else {"UCX_TLS": "tcp,cuda_copy"}
+    return (
+        Bench(
+            "unequal-1024",
+            f"{_BIG} --prefill-tp 4 --decode-tp 1 --tokens 1024 --path slice,staged,direct,auto --concurrency 1 "
+            "--rooms 24 --point-seconds 8",
+            (
+                Claim(
+                    "TP4 to TP1: staged against slice", over("gb_per_s", "staged", "slice"), at_least=100, show=_TIMES
+                ),
+                Claim(
+                    "TP4 to TP1: staged, latency of the floor",
+                    of("floor_ratio", path="staged"),
+                    at_most=1.6,
+                    show=_TIMES,
+                ),
+                Claim(
+                    "TP4 to TP1: direct, latency of the floor",
+                    of("floor_ratio", path="direct"),
+                    at_most=1.2,
+                    show=_TIMES,
+                ),
+                Claim("TP4 to TP1: auto of the best path", auto_of_best, at_least=0.95),
+            ),
+            f"{_TINY} --prefill-tp 4 --decode-tp 1 --tokens 64 --path slice,staged,auto --rooms 4",
+        ),
+        Bench(
+            "direct-4096",
+            f"{_BIG} --prefill-tp 4 --decode-tp 1 --tokens 4096 --path staged,direct --concurrency 4 --rooms 24",
+            (Claim("TP4 to TP1, 4,096 tokens: direct, of a copy", of("p2p_ratio", path="direct"), at_least=0.88),),
+            f"{_TINY} --prefill-tp 4 --decode-tp 1 --tokens 128 --path staged --rooms 4",
+        ),
+        _equal(16),
+        _equal(64),
+        Bench(
+            "staging-sweep",
+            "--preset staging-sweep --point-seconds 5",
+            (
+                Claim("staging sweep at 512: TTFT, staged of slice", ttft_at(512, "staged", "slice"), at_most=0.1),
+                Claim("staging sweep at 512: TTFT, direct of slice", ttft_at(512, "direct", "slice")),
+            ),
+            "--preset staging-sweep --sweep concurrency=1,2 --rooms 2 --tokens 64",
+            90.0,
+        ),
+        _pipelined(
+            "pipeline-fast",
+            "nixl",
+            "staged,direct",
+            Claim("pipelined on the fast lane: TTFT at worst", worst_ttft, at_most=0.01, show=_PERCENT),
+            *_SLOWDOWNS,
+        ),
+        _pipelined(
+            "pipeline-slow",
+            transport,
+            "staged",
+            Claim(f"pipelined over {slow}: TTFT where T is about C", ttft_where_even, at_most=-0.4, show=_PERCENT),
+            Claim(f"pipelined over {slow}: TTFT at worst", worst_ttft, show=_PERCENT),
+            **environment,
+        ),
+    )

@@ -1,0 +1,194 @@
+"""Runs what `kvctl bench` must show on GPUs, one command after another, and prints one table: claim, target, measured.
+
+Every result is saved beside `list.json`, which has the table as data. What the time does not suffice for is not run,
+and the table says so. `benchmarks/gpu.sh` calls it on a GPU host; `--rehearse` runs tiny shapes on host memory.
+
+    python benchmarks/gpu_list.py --seconds 500 --out results
+    python benchmarks/gpu_list.py --only unequal-1024,direct-4096 --prefill-gpus 0 --decode-gpus 0
+    python benchmarks/gpu_list.py --rehearse --transport loopback
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu_claims import Bench, Claim, benches
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = "kvctl.gpu-list/1"
+# A bench that is told to stop prints and saves what it has, and ends its ranks.
+_STOP_S = 30.0
+
+
+@dataclass
+class Ran:
+    """What became of one command; `status` is None where it was not begun."""
+
+    bench: Bench
+    command: list[str]
+    status: int | None = None
+    seconds: float = 0.0
+    why_not: str = ""
+    stopped: bool = False
+    document: dict[str, Any] | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the list; 0 where every claim that was measured holds, every byte verified and no bench failed."""
+    asked = _options().parse_args(arguments)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + asked.seconds
+    wanted = [bench for bench in benches(asked.slow) if not asked.only or bench.name in asked.only]
+    ran = [_run(bench, asked, ends) for bench in wanted]
+    lines = [line for each in ran for line in _lines(each, asked.rehearse)]
+    saved = {
+        "schema": SCHEMA,
+        "at": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "rehearsal": asked.rehearse,
+        "env": next((each.document["env"] for each in ran if each.document is not None), {}),
+        "claims": lines,
+        "benches": [
+            {
+                "name": each.bench.name,
+                "command": shlex.join(each.command),
+                "environment": dict(each.bench.environment),
+                "status": each.status,
+                "seconds": round(each.seconds, 1),
+                "why_not": each.why_not,
+                "floors": each.document["floors"] if each.document is not None else {},
+            }
+            for each in ran
+        ],
+    }
+    (asked.out / "list.json").write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    print(_table(lines))
+    print(f"saved in {asked.out}: list.json, and each bench's result and table")
+    failed = any(each.status for each in ran if not each.stopped)
+    return int(failed or any(line["result"] == "FAIL" for line in lines))
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=540.0, help="time for everything together")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for results")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="names of benches, with commas")
+    parser.add_argument("--prefill-gpus", default="0")
+    parser.add_argument("--decode-gpus", default="1")
+    parser.add_argument("--transport", default="", help="in place of nixl, but for the slow lane")
+    parser.add_argument("--slow", choices=("mooncake", "ucx-tcp"), default="mooncake", help="the slow lane")
+    parser.add_argument("--verify", choices=("full", "sample", "off"), default="full")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on host memory: nothing is judged")
+    return parser
+
+
+def _command(bench: Bench, asked: argparse.Namespace, save: Path) -> list[str]:
+    where = f"--device cuda --prefill-gpus {asked.prefill_gpus} --decode-gpus {asked.decode_gpus}"
+    words = shlex.split(bench.tiny if asked.rehearse else f"{bench.options} {where}")
+    if asked.transport and "--transport" not in words:
+        words += ["--transport", asked.transport]
+    save_as = ["--save", str(save), "--html", str(save.with_suffix(".html"))]
+    return [sys.executable, "-m", "kvctl", "bench", *words, "--verify", asked.verify, "-o", "table", *save_as]
+
+
+def _run(bench: Bench, asked: argparse.Namespace, ends: float) -> Ran:
+    """One command, stopped in time."""
+    save = asked.out / f"{bench.name}.json"
+    save.unlink(missing_ok=True)
+    ran = Ran(bench, _command(bench, asked, save))
+    left_s = ends - time.monotonic()
+    if left_s < (1.0 if asked.rehearse else bench.least_s):
+        ran.why_not = f"{max(0.0, left_s):.0f} s were left"
+        print(f"\n== {bench.name}: not run, {ran.why_not}", flush=True)
+        return ran
+    print(f"\n== {bench.name}: {shlex.join(ran.command[1:])}", flush=True)
+    environment = {**os.environ, **bench.environment, "PYTHONPATH": _python_path(), "COLUMNS": "160"}
+    started = time.monotonic()
+    with subprocess.Popen(
+        ran.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            out, _ = process.communicate(timeout=left_s)
+        except subprocess.TimeoutExpired:
+            ran.stopped, ran.why_not = True, "its time was up, what it had measured counts"
+            process.send_signal(signal.SIGINT)
+            try:
+                out, _ = process.communicate(timeout=_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, _ = process.communicate()
+    ran.seconds, ran.status = time.monotonic() - started, process.returncode
+    print(f"{out.rstrip()}\n-- exit {ran.status} after {ran.seconds:.0f} s {ran.why_not}".rstrip(), flush=True)
+    save.with_suffix(".txt").write_text(out, encoding="utf-8")
+    if save.exists():
+        ran.document = json.loads(save.read_bytes())
+    elif not ran.why_not:
+        ran.why_not = f"exit {ran.status}, see above"
+    return ran
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+
+
+def _lines(ran: Ran, rehearsal: bool) -> list[dict[str, Any]]:
+    """The table's lines on one bench."""
+    lines = [_line(ran, claim) for claim in ran.bench.claims]
+    if ran.document is not None:
+        verified = ran.document["verified"]
+        words = {True: ("yes", "PASS"), False: ("NO", "FAIL"), None: ("not looked at", "")}[verified]
+        lines.append(
+            {
+                "bench": ran.bench.name,
+                "claim": f"{ran.bench.name}: every byte verified",
+                "target": "yes",
+                "value": verified,
+                "measured": words[0],
+                "result": words[1],
+            }
+        )
+    if rehearsal:
+        for line in lines:
+            line["result"] = "" if line["result"] in {"PASS", "FAIL"} and line["value"] is not False else line["result"]
+    return lines
+
+
+def _line(ran: Ran, claim: Claim) -> dict[str, Any]:
+    value = claim.measure(ran.document) if ran.document is not None else None
+    if value is None:
+        measured, result = "-", "not run" + (f": {ran.why_not}" if ran.why_not else "")
+    else:
+        bound = claim.at_least is not None or claim.at_most is not None
+        measured = claim.show.format(value)
+        result = ("PASS" if claim.holds(value) else "FAIL") if bound else ""
+    return {
+        "bench": ran.bench.name,
+        "claim": claim.text,
+        "target": claim.target,
+        "value": value,
+        "measured": measured,
+        "result": result,
+    }
+
+
+def _table(lines: Sequence[dict[str, Any]]) -> str:
+    heads = ("claim", "target", "measured", "result")
+    widths = {head: max(len(head), *(len(line[head]) for line in lines)) if lines else len(head) for head in heads}
+    rows = [{head: head.upper() for head in heads}, *lines]
+    return "\n" + "\n".join("  ".join(row[head].ljust(widths[head]) for head in heads).rstrip() for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
