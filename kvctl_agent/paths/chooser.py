@@ -4,6 +4,7 @@ The model adds up what a part costs both ends, in µs:
 
 - bulk, slice: one write of n descriptors (`LaneCost.write_us`).
 - staged: gather + one contiguous write + scatter, plus the round trip for the grant and the hand-over to the scatter.
+- direct, to a peer whose memory is mapped here: one kernel, so much for itself and so much per MiB (`DirectCost`).
 
 On one host all of this competes for the same cores, so the sum and not the longest stage is what counts.
 """
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.layout.shape import ModelShape, segments
 from kvctl_agent.layout.share import Share
-from kvctl_agent.paths.base import BULK, SLICE, STAGED
+from kvctl_agent.paths.base import BULK, DIRECT, SLICE, STAGED
 
 AUTO = "auto"
 # Request and grant over the control channel, and waking the scatter: measured between idle processes on one host.
@@ -44,14 +45,34 @@ class CopyCost:
         return max(0, bisect_right(self.row_bytes, row_bytes) - 1)
 
 
+@dataclass(frozen=True, slots=True)
+class DirectCost:
+    """A part by kernels that write into the peer's pages.
+
+    Attributes:
+        us_per_part: to begin them, and to learn that they have ended.
+        us_per_mib: for the bytes, with as many multiprocessors as such kernels may take.
+    """
+
+    us_per_part: float
+    us_per_mib: float
+
+    def us(self, nbytes: int) -> float:
+        return self.us_per_part + nbytes / (1 << 20) * self.us_per_mib
+
+
 class Chooser:
     """The answer for one agent; `path` may be changed while running.
 
     Args:
-        path: bulk, slice, staged or auto.
+        path: bulk, slice, staged, direct or auto.
         staging: off, on or auto; off removes staged from the choices, on prefers it.
-        lane: what writes cost; None until it was measured, and then staged is taken where it is allowed.
+
+    Attributes:
+        lane: what writes cost; None until it was measured, and then parts go direct to peers whose memory is mapped,
+            and are staged where that is allowed to others.
         copy: what gather and scatter cost.
+        direct: what the direct path costs; None until it was measured.
     """
 
     def __init__(self, shape: ModelShape, page_size: int, path: str, staging: str) -> None:
@@ -60,25 +81,42 @@ class Chooser:
         self.staging = staging
         self.lane: LaneCost | None = None
         self.copy: CopyCost | None = None
+        self.direct: DirectCost | None = None
 
-    def choose(self, ring_bytes: int, share: Share, layers: int, dst_pages: npt.NDArray[np.int32]) -> str:
-        """The path of one part of KV; the reader's page runs stand for both sides, since ours are not known yet."""
+    def choose(
+        self, ring_bytes: int, share: Share, layers: int, dst_pages: npt.NDArray[np.int32], direct: bool = False
+    ) -> str:
+        """The path of one part of KV; the reader's page runs stand for both sides, since ours are not known yet.
+
+        Args:
+            ring_bytes: of the peer's ring; 0: it has none.
+            direct: the peer's memory is mapped here.
+        """
         if self.path == BULK and not share.whole_rows:
             return SLICE  # bulk cannot serve these heads at all
         if self.path != AUTO:
             return self.path
-        if not ring_bytes or self.staging == "off":
-            return self.without_ring(share)
-        if self.staging == "on" or self.lane is None or self.copy is None:
+        staged = ring_bytes > 0 and self.staging != "off"
+        if staged and self.staging == "on":
             return STAGED
-        costs = self.costs(share, layers, dst_pages)
+        if not staged and not direct:
+            return self.without_ring(share)
+        if self.lane is None or self.copy is None or (direct and self.direct is None):
+            return DIRECT if direct else STAGED
+        costs = self.costs(share, layers, dst_pages, direct)
+        if not staged:
+            del costs[STAGED]
         return min(costs, key=lambda path: costs[path])
 
-    def without_ring(self, share: Share) -> str:
+    def without_ring(self, share: Share, direct: bool = False) -> str:
         """The path of a part that can have no ring region: state has none, since it is small and lies anywhere."""
+        if self.path == DIRECT or (self.path == AUTO and direct):
+            return DIRECT
         return BULK if share.whole_rows and self.path != SLICE else SLICE
 
-    def costs(self, share: Share, layers: int, dst_pages: npt.NDArray[np.int32]) -> dict[str, float]:
+    def costs(
+        self, share: Share, layers: int, dst_pages: npt.NDArray[np.int32], direct: bool = False
+    ) -> dict[str, float]:
         """Predicted µs of one part by path."""
         assert self.lane is not None
         assert self.copy is not None
@@ -97,4 +135,6 @@ class Chooser:
             costs[BULK] = self.lane.write_us(len(planes) * layers * runs, nbytes)
         else:
             costs[SLICE] = self.lane.write_us(sum(plane.rows for plane in planes) * cells, nbytes)
+        if direct and self.direct is not None:
+            costs[DIRECT] = self.direct.us(nbytes)
         return costs

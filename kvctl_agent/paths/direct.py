@@ -69,7 +69,7 @@ class DirectFlight(Flight):
 
 
 class DirectPath:
-    """Copies on the stream of one worker.
+    """Copies on a stream of one worker.
 
     Args:
         programs: thread blocks, and so multiprocessors, that a kernel may take; None: `PROGRAMS`.

@@ -26,6 +26,8 @@ from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
 from kvctl_agent.telemetry.hub import Telemetry
 
 DIGEST = "KV_DIGEST_MISMATCH"
+IN_PLACE = "in-place"
+"""What parts are shown by that went straight to their pages: by which path is their writer's affair alone."""
 
 
 class DecodeRooms(Machine):
@@ -221,7 +223,7 @@ class DecodeRooms(Machine):
             return "duplicate"
         room.land(key)
         if tag.digest is not None:
-            room.checks[tag.kind, key] = PartDigest(tag.digest, {}, "direct")
+            room.checks[tag.kind, key] = PartDigest(tag.digest, {}, IN_PLACE)
         self._begun(room)
         if holding is not None and tag.serial:
             self.book.land(holding, at_ns)
@@ -230,7 +232,7 @@ class DecodeRooms(Machine):
             return None
         if holding is not None:
             self._free([holding])  # the writer took another path after it was granted, and says that it is done
-        self._in_pages(room, key, {"arrive": at_ns}, "direct")
+        self._in_pages(room, key, {"arrive": at_ns}, IN_PLACE)
         return None
 
     def _take_final(self, room: RecvRoom, tag: Tag, at_ns: int) -> str | None:
@@ -240,7 +242,7 @@ class DecodeRooms(Machine):
         room.record.event("aux" if tag.kind is PartKind.AUX else "state", at_ns, writer=tag.key.writer)
         self._begun(room)
         if tag.digest is not None and room.failure is None:
-            room.checks[final] = PartDigest(tag.digest, {}, "direct")
+            room.checks[final] = PartDigest(tag.digest, {}, IN_PLACE)
             share, pages = room.final_parts[final]
             self.act(ev.Check(room.room, room.nonce, *final, share, pages))
         self._complete(room)
@@ -262,6 +264,18 @@ class DecodeRooms(Machine):
             return
         room.checks[final] = PartDigest(check.digest, moments, path)
         self.act(ev.Check(room.room, room.nonce, *final, room.share_of(key), room.pages_at(key)))
+
+    def on_scatter_failed(self, event: ev.ScatterFailed) -> None:
+        holding = self.book.find(event.serial)
+        if holding is None or holding.state is not RegionState.LANDED:
+            return
+        self._free([holding])
+        room = self.rooms[holding.room.room]  # a room outlives the regions it holds
+        if room.failure is not None:
+            self._settle(room)
+            return
+        text = f"{holding.key} from {holding.room.peer} landed, but could not be copied to its pages: {event.text}"
+        self._fail(room, self.failure("KV_DEVICE", text))
 
     def on_checked(self, event: ev.Checked) -> None:
         room = self.rooms.get(event.room)

@@ -43,6 +43,7 @@ class Local(msgspec.Struct, frozen=True):
     scratch_base: int = 0
     scratch_bytes: int = 0
     shared: tuple[SharedMemory, ...] = ()
+    unshared: str = ""
 
     @property
     def unique_rank(self) -> int:
@@ -79,6 +80,7 @@ class Local(msgspec.Struct, frozen=True):
             stages=list(self.side.stages),
             cp_mode=self.cp_mode,
             shared=list(self.shared),
+            unshared=self.unshared,
         )
 
     def _plan(self) -> Wire:

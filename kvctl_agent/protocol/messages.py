@@ -70,6 +70,7 @@ class Introduction(msgspec.Struct, frozen=True):
     stages: Stages = []  # layers of each pipeline stage; empty: even
     cp_mode: Name = "rank0"  # of a prefill instance: the decode side takes it over
     shared: Annotated[list[SharedMemory], msgspec.Meta(max_length=1 << 12)] = []  # pool and ring, where on a device
+    unshared: Text = ""  # why they are not shared, although they are on one
 
 
 class Hello(Message, frozen=True, tag="hello"):

@@ -12,17 +12,23 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvctl_agent.contract.lane import LaneCost
-from kvctl_agent.errors import DeadlineExceeded, KvctlError, LocalProtocolError, TransportError
+from kvctl_agent.device.base import Geometry
+from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.buffers import StagingBuffers
 from kvctl_agent.memory.floor import halves_gb_per_s
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.slab import Slab
-from kvctl_agent.paths.base import Lane
+from kvctl_agent.paths.base import DIRECT, Lane
 from kvctl_agent.paths.calibration import measure_copies
-from kvctl_agent.paths.chooser import AUTO, Chooser
+from kvctl_agent.paths.chooser import AUTO, Chooser, DirectCost
+from kvctl_agent.paths.device_calibration import measure_device_copies, measure_direct
+from kvctl_agent.paths.direct import PROGRAMS
+from kvctl_agent.paths.mapped import Mapped
+from kvctl_agent.paths.routes import geometries
 from kvctl_agent.protocol.messages import Introduction
+from kvctl_agent.runtime.reach import reach
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.recorder import FlightRecorder
 from kvctl_agent.transport.base import Region, Transport
@@ -94,7 +100,9 @@ class Lanes:
         buffers: StagingBuffers | None,
         chooser: Chooser,
         recorder: FlightRecorder,
+        direct_programs: int | None = None,
     ) -> None:
+        """`direct_programs`: how much of the device the direct path may take, as `DirectPath`."""
         self.by_peer: dict[str, Lane] = {}
         self.measured: dict[str, Measured] = {}
         self.memory_gb_per_s: float | None = None
@@ -105,22 +113,53 @@ class Lanes:
         self._buffers = buffers
         self._chooser = chooser
         self._recorder = recorder
+        self._direct_programs = direct_programs or PROGRAMS
         self._calibrating = False
+        self._compiled: set[Geometry] = set()
 
     def connect(self, peer: str, who: Introduction, held: tuple[Held, ...], worker: TransferWorker | None) -> None:
         """Make `peer`, which holds `held` of the model, writable; raises KvctlError where it cannot be."""
         theirs = PoolAddresses.from_wire(who.pool, held)
         self._transport.connect(peer, who.metadata)
         self._scratch[peer] = Region(who.scratch_base, who.scratch_bytes)
-        self.by_peer[peer] = Lane(peer, self._transport, self._pool, theirs, who.ring_base)
+        before = self.by_peer.get(peer)
+        self.by_peer[peer] = self._lane(peer, who, theirs)
+        if before is not None:
+            before.close()
         self.calibrate_once(worker)
 
     def drop(self, peer: str) -> None:
-        """Forget `peer`; unknown names are fine."""
-        self.by_peer.pop(peer, None)
+        """Forget `peer`; unknown names are fine. Its memory stays mapped for the kernels that are on it."""
+        lane = self.by_peer.pop(peer, None)
+        if lane is not None:
+            lane.close()
         self.measured.pop(peer, None)
         self._scratch.pop(peer, None)
         self._transport.disconnect(peer)
+
+    def close(self) -> None:
+        """Forget all peers' memory, once the workers have ended."""
+        for lane in list(self.by_peer.values()):
+            lane.close()
+
+    def reaches(self, peer: str) -> bool:
+        """Whether its memory is mapped here, so that parts can go direct. Safe from any thread."""
+        lane = self.by_peer.get(peer)
+        return lane is not None and lane.mapping is not None
+
+    def _lane(self, peer: str, who: Introduction, theirs: PoolAddresses) -> Lane:
+        mapping, why_not = reach(self._pool.device, who)
+        made = self._transport, self._pool, theirs, who.ring_base
+        try:
+            lane = Lane(peer, *made, mapping, why_not)
+        except DeviceError as error:
+            if mapping is not None:
+                mapping.close()
+            lane = Lane(peer, *made, why_not=str(error))
+        if self._pool.device is not None:
+            way = f"direct by {lane.mapping.lane}" if lane.mapping else f"not direct: {lane.why_not}"
+            self._recorder.record("direct", f"lane to {peer}: {way}", peer=peer)
+        return lane
 
     def measure(self, worker: TransferWorker) -> LaneCost:
         """Measure the lane to the first connected peer, between parts.
@@ -157,7 +196,12 @@ class Lanes:
         return measuring
 
     def calibrate_once(self, worker: TransferWorker | None) -> None:
-        """Have the worker measure, when the first peer is there and costs decide; the first rooms wait for it."""
+        """Have the worker measure, when the first peer is there and costs decide; the first rooms wait for it.
+
+        On a device they wait for its compiler, too, and not in the middle of a part.
+        """
+        if self._pool.device is not None and worker is not None and self._chooser.path in (AUTO, DIRECT):
+            worker.put(self._compile)
         costs_decide = self._chooser.path == AUTO and self._chooser.staging == "auto"
         if costs_decide and worker is not None and self.by_peer and not self._calibrating:
             self._calibrating = True
@@ -170,15 +214,64 @@ class Lanes:
         try:
             lane = self._first()
             cost = self._measure(lane)
+            self._calibrate_copies(lane)
         except KvctlError as error:
-            self._recorder.record("calibration", f"auto stages everything: {error}", "warning")
+            self._recorder.record("calibration", f"auto stages everything that cannot go direct: {error}", "warning")
             return
-        with Slab(_COPIES_BYTES) as memory:
-            self._chooser.copy = measure_copies(memory.array)
-            self.memory_gb_per_s = halves_gb_per_s(memory.array)
         self._chooser.lane = cost
         text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
+        if (direct := self._chooser.direct) is not None:
+            text += f", direct {direct.us_per_part:.0f} µs a part and {direct.us_per_mib:.2f} µs a MiB"
         self._recorder.record("calibration", f"lane to {lane.peer}: {text}")
+
+    def _calibrate_copies(self, lane: Lane) -> None:
+        """What row copies cost, on the memory that they are for."""
+        with Slab(_COPIES_BYTES) as memory:
+            self.memory_gb_per_s = halves_gb_per_s(memory.array)
+            if self._pool.device is None:
+                self._chooser.copy = measure_copies(memory.array)
+                return
+        assert self._buffers is not None
+        copies = self._pool.device.copies()
+        buffer = self._buffers.acquire()
+        try:
+            if buffer is None:
+                raise LocalProtocolError(f"{self._name}: no staging buffer was free to measure copies with")
+            staging = Region(buffer.stretch.addr, buffer.stretch.nbytes)
+            self._chooser.copy = measure_device_copies(copies, self._source(), staging)
+            scratch = self._scratch.get(lane.peer)
+            if lane.mapping is not None and scratch is not None:
+                self._chooser.direct = self._measure_direct(lane.mapping, scratch)
+        finally:
+            copies.close()  # waits: only then may others have the buffer
+            if buffer is not None:
+                self._buffers.release(buffer)
+
+    def _measure_direct(self, mapping: Mapped, scratch: Region) -> DirectCost:
+        assert self._pool.device is not None
+        mapping.take()
+        copies = self._pool.device.copies()
+        try:
+            there = Region(mapping.translate(scratch.addr), scratch.nbytes)
+            return measure_direct(copies, self._source(), there, self._direct_programs)
+        finally:
+            copies.close()  # waits: only then may it be unmapped
+            mapping.give()
+
+    def _compile(self) -> None:
+        """On a worker: every kernel that parts on the lanes so far can need."""
+        device = self._pool.device
+        wanted = {each for lane in list(self.by_peer.values()) if lane.mapping for each in geometries(lane.segments)}
+        if device is None or not wanted - self._compiled:
+            return
+        copies = device.copies()
+        try:
+            copies.prepare(sorted(wanted - self._compiled))
+            self._compiled |= wanted
+        except KvctlError as error:
+            self._recorder.record("direct", f"its kernels could not be compiled: {error}", "error")
+        finally:
+            copies.close()
 
     def _first(self) -> Lane:
         for lane in list(self.by_peer.values()):
@@ -189,9 +282,11 @@ class Lanes:
         scratch = self._scratch.get(lane.peer)
         if scratch is None or not scratch.nbytes or self._buffers is None:
             raise LocalProtocolError(f"{lane.peer} offers no scratch memory to measure the lane with")
-        # Read from the pool where it is large: its pages are as cold as those that will be sent.
-        sources = [*self._pool.regions(), self._buffers.region()]
-        source = max(sources, key=lambda region: region.nbytes)
-        cost = measure_lane(self._transport, lane.peer, Region(*source), scratch, big_bytes, least_rounds)
+        cost = measure_lane(self._transport, lane.peer, self._source(), scratch, big_bytes, least_rounds)
         self.measured[lane.peer] = Measured(cost, time.monotonic_ns())
         return cost
+
+    def _source(self) -> Region:
+        """To read from: the pool where it is large, since its pages are as cold as those that will be sent."""
+        assert self._buffers is not None
+        return Region(*max(*self._pool.regions(), self._buffers.region(), key=lambda region: region.nbytes))

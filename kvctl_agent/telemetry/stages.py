@@ -100,7 +100,7 @@ class StageTimes:
 
         Args:
             layers: [lo, hi).
-            path: bulk, slice, staged, direct.
+            path: bulk, slice, staged, direct; on a decode rank staged, or in-place for all others.
             nbytes: KV bytes of the part.
             moments: stage name to the monotonic ns at which it *ended*; stages not seen are absent.
             forward_done_ns: when the compute that the part ran beside was done, where that is known.

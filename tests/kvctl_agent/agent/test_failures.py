@@ -291,7 +291,7 @@ class TestCalls:
                 call()
         with pytest.raises(LayoutError, match="not page-aligned"):
             decode.receive(1, [0], prefix_tokens=3)
-        with pytest.raises(ConfigError, match="must be auto, bulk, slice or staged"):
+        with pytest.raises(ConfigError, match="must be auto, bulk, slice, staged, direct"):
             prefill.set_path("teleport")
         first = decode.receive(2**64 - 1, [0])
         with pytest.raises(LocalProtocolError, match="room 18446744073709551615 is in use on decode-0"):

@@ -1,0 +1,99 @@
+"""Measures what row copies cost on a device, and into a peer's memory, for the cost model.
+
+Rows are a half of what lies in memory, as in a head slice, and pages lie anywhere. Each measurement is what a part is:
+kernels begun and asked for until they have ended.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from kvctl_agent.device.base import Batch, Copies, Geometry
+from kvctl_agent.errors import DeadlineExceeded, DeviceError
+from kvctl_agent.paths.chooser import CopyCost, DirectCost
+from kvctl_agent.transport.base import Region
+
+_ROWS = (256, 1024, 4096)
+_DIRECT_ROW = 512
+_PAGE_ROWS = 16
+_BLOCKS = 32  # as if so many layers
+_SMALL, _BIG = 1 << 20, 16 << 20
+_ROUNDS = 6
+_WAIT_S = 5.0
+
+
+def measure_device_copies(copies: Copies, source: Region, target: Region) -> CopyCost:
+    """What a gather costs; a scatter, the same the other way round, is taken to cost as much.
+
+    Args:
+        source: read from: the pool, or what is as cold.
+        target: of the same device, overwritten.
+
+    Raises:
+        DeviceError, DeadlineExceeded: it failed, or did not end.
+    """
+    rates = []
+    for row in _ROWS:
+        geometry = Geometry(_PAGE_ROWS, row, 2 * row, row, True, False)
+        copies.prepare([geometry])
+        # The launch is in the hand-over that staging is charged with anyway.
+        nbytes = _usable(geometry, source, target, _BIG)
+        rates.append(_best_us(copies, geometry, source, target, nbytes, None) / nbytes * (1 << 20))
+    return CopyCost(_ROWS, tuple(rates), tuple(rates))
+
+
+def measure_direct(copies: Copies, source: Region, target: Region, programs: int) -> DirectCost:
+    """What a part costs that goes direct.
+
+    Args:
+        source: read from: the pool, or what is as cold.
+        target: a peer's scratch memory, in our address space; overwritten.
+        programs: as `Copies.begin`.
+
+    Raises:
+        DeviceError, DeadlineExceeded: it failed, or did not end.
+    """
+    geometry = Geometry(_PAGE_ROWS, _DIRECT_ROW, 2 * _DIRECT_ROW, 2 * _DIRECT_ROW, True, True)
+    copies.prepare([geometry])
+    small, big = (_usable(geometry, source, target, nbytes) for nbytes in (_SMALL, _BIG))
+    if small == big:
+        raise DeviceError(f"measuring the direct path needs more than {target.nbytes} bytes of scratch")
+    small_us, big_us = (_best_us(copies, geometry, source, target, nbytes, programs) for nbytes in (small, big))
+    us_per_mib = max(0.0, big_us - small_us) / (big - small) * (1 << 20)
+    return DirectCost(max(1.0, small_us - us_per_mib * small / (1 << 20)), us_per_mib)
+
+
+def _usable(geometry: Geometry, source: Region, target: Region, nbytes: int) -> int:
+    """Payload of the whole pages, the same number in each block, that `nbytes` and both regions have room for."""
+    row = geometry.dst_row if geometry.dst_paged else geometry.width
+    most = min(nbytes // geometry.width, target.nbytes // row) // (geometry.rows * _BLOCKS)
+    if not most or source.nbytes < geometry.rows * geometry.src_row:
+        raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure copies with")
+    return most * geometry.rows * _BLOCKS * geometry.width
+
+
+def _best_us(
+    copies: Copies, geometry: Geometry, source: Region, target: Region, nbytes: int, programs: int | None
+) -> float:
+    page = geometry.rows * geometry.width
+    count = nbytes // page
+    random = np.random.default_rng(0)
+    blocks = np.empty((_BLOCKS, 5), np.int64)
+    first = np.arange(_BLOCKS, dtype=np.int64) * (count // _BLOCKS)
+    blocks[:, 0] = source.addr
+    blocks[:, 1] = target.addr + (0 if geometry.dst_paged else first * page)
+    blocks[:, 2], blocks[:, 3], blocks[:, 4] = first, count + first, count // _BLOCKS
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        sources = random.integers(source.nbytes // (geometry.rows * geometry.src_row), size=count, dtype=np.int32)
+        targets = random.permutation(np.arange(count, dtype=np.int32))
+        pages = np.concatenate((sources, targets))
+        since = time.perf_counter()
+        event = copies.begin([Batch(geometry, blocks)], pages, programs=programs)
+        while not event.done():
+            if time.perf_counter() - since > _WAIT_S:
+                raise DeadlineExceeded(f"a copy of {nbytes} bytes had not ended after {_WAIT_S:g} s")
+        best = min(best, time.perf_counter() - since)
+    return best * 1e6
