@@ -91,27 +91,32 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
     pieces = part.pieces(piece_bytes)
     buffers = StagingBuffers(threads, max(piece.nbytes for piece in pieces))
     ring = RingMemory(part.region_bytes)
+    landing = ring.view(0, part.region_bytes).array
+    assert landing is not None
     crew = CopyCrew(threads)
 
     def gathered(piece: Piece) -> None:
         buffer = buffers.acquire()
         assert buffer is not None
-        gather_piece(piece, rows, buffer.array)
+        assert buffer.stretch.array is not None
+        gather_piece(piece, rows, buffer.stretch.array)
         buffers.release(buffer)
 
     def scattered(piece: Piece) -> None:
         buffer = buffers.acquire()
         assert buffer is not None
-        scatter_piece(piece, rows, buffer.array)
+        assert buffer.stretch.array is not None
+        scatter_piece(piece, rows, buffer.stretch.array)
         buffers.release(buffer)
 
     def sent(piece: Piece) -> None:
         buffer = buffers.acquire()
         assert buffer is not None
-        gather_piece(piece, rows, buffer.array)
-        np.copyto(ring.view(piece.offset, piece.nbytes), buffer.array[: piece.nbytes])
+        assert buffer.stretch.array is not None
+        gather_piece(piece, rows, buffer.stretch.array)
+        np.copyto(landing[piece.offset : piece.offset + piece.nbytes], buffer.stretch.array[: piece.nbytes])
         buffers.release(buffer)
-        scatter_piece(piece, rows, ring.view(piece.offset, piece.nbytes))
+        scatter_piece(piece, rows, landing[piece.offset : piece.offset + piece.nbytes])
 
     def over(step: Callable[[Piece], None]) -> float:
         jobs = [partial(step, piece) for piece in pieces]

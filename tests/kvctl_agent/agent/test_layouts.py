@@ -132,8 +132,8 @@ def _truth(memory: Any, layer: int, plane: int) -> np.ndarray:
 def _fill(agent: Agent, *, truth: bool) -> None:
     for memory in agent.pool.segments:
         for layer in range(memory.held.layer_lo, memory.held.layer_hi):
-            for plane, block in enumerate(memory.blocks[layer - memory.held.layer_lo]):
-                block[:] = _truth(memory, layer, plane).reshape(-1) if truth else POISON
+            for plane in range(len(memory.held.segment.planes)):
+                memory.block(layer, plane)[:] = _truth(memory, layer, plane).reshape(-1) if truth else POISON
 
 
 def groups_of(agent: Agent, size: int = 2) -> list[range]:

@@ -17,14 +17,16 @@ def test_buffers_are_disjoint_and_lie_in_the_registered_region() -> None:
     spans = []
     for buffer in buffers:
         assert buffer is not None
-        assert buffer.array.ctypes.data == buffer.addr
-        assert buffer.array.nbytes == staging.buffer_bytes >= 5000
-        spans.append((buffer.addr, buffer.addr + buffer.array.nbytes))
+        addr, nbytes, array = buffer.stretch
+        assert array is not None
+        assert (array.ctypes.data, array.nbytes) == (addr, nbytes)
+        assert nbytes == staging.buffer_bytes >= 5000
+        spans.append((addr, addr + nbytes))
     spans.sort()
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert region.addr <= spans[0][0]
     assert spans[-1][1] <= region.addr + region.nbytes
-    del buffer, buffers
+    del array, buffer, buffers
     staging.close()
     staging.close()
 

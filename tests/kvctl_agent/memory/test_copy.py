@@ -43,7 +43,7 @@ def filled(layers: range, pages: int, heads: int, planes: Planes, seed: int = 1)
     random = np.random.default_rng(seed)
     for layer in pool.segments[0].blocks:
         for block in layer:
-            block[:] = random.integers(0, 256, block.nbytes, dtype=np.uint8)
+            block.array()[:] = random.integers(0, 256, block.nbytes, dtype=np.uint8)
     try:
         yield pool.segments[0]
     finally:

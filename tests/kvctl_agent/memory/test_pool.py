@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.holding import Held, held
 from kvctl_agent.layout.shape import ModelShape, StateShape
@@ -58,12 +59,12 @@ class TestFromTensors:
 
     def test_each_tensor_that_stands_alone_is_a_region(self) -> None:
         k, v = layers(2, (4, 2, 4)), layers(2, (4, 2, 4))
-        assert sorted(wrap(k, v).regions()) == sorted((t.data_ptr(), t.numel() * 2) for t in k + v)
+        assert sorted(wrap(k, v).regions()) == sorted((t.data_ptr(), t.numel() * 2, HOST) for t in k + v)
 
     def test_layers_cut_from_one_tensor_are_one_region(self) -> None:
         whole = torch.zeros((2, 2, 4, 2, 4), dtype=torch.bfloat16)
         pool = wrap(list(whole[:, 0]), list(whole[:, 1]))
-        assert pool.regions() == [(whole.data_ptr(), whole.numel() * 2)]
+        assert pool.regions() == [(whole.data_ptr(), whole.numel() * 2, HOST)]
 
     def test_the_pool_keeps_the_tensors_alive_until_it_is_closed(self) -> None:
         k, v = layers(1, (4, 2, 4)), layers(1, (4, 2, 4))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.floor import memcpy_gb_per_s
@@ -33,7 +34,7 @@ def test_a_slab_is_aligned_zeroed_and_exactly_as_large_as_asked() -> None:
         assert slab.addr % HUGE_PAGE_BYTES == 0
         assert slab.array.nbytes == slab.nbytes == 3 * HUGE_PAGE_BYTES + 17
         assert slab.array.ctypes.data == slab.addr
-        assert slab.region == (slab.addr, slab.nbytes)
+        assert slab.region == (slab.addr, slab.nbytes, HOST)
         assert not slab.array.any()
         slab.array[-1] = 7
         assert slab.array[-1] == 7
@@ -81,17 +82,21 @@ def test_a_size_that_cannot_be_mapped_is_refused_with_the_size(nbytes: int) -> N
 
 def test_regions_that_touch_are_joined_and_others_stay_apart() -> None:
     regions = [Region(300, 50), Region(100, 100), Region(200, 50), Region(350, 1)]
-    assert merge_adjacent(regions) == [(100, 150), (300, 51)]
+    assert merge_adjacent(regions) == [(100, 150, HOST), (300, 51, HOST)]
+    assert merge_adjacent([Region(100, 50, 1), Region(150, 50, 0)]) == [(100, 50, 1), (150, 50, 0)]
     assert merge_adjacent([]) == []
 
 
 def test_a_ring_gives_views_inside_itself_only() -> None:
     ring = RingMemory(1 << 20)
     try:
-        ring.view(256, 4).view(np.uint32)[0] = 0x01020304
-        assert ring.view(256, 1)[0] == 4
-        assert ring.region() == (ring.addr, 1 << 20)
-        assert ring.view(256, 4).ctypes.data == ring.addr + 256
+        four, one = ring.view(256, 4), ring.view(256, 1)
+        assert four.array is not None
+        assert one.array is not None
+        four.array.view(np.uint32)[0] = 0x01020304
+        assert one.array[0] == 4
+        assert ring.region() == (ring.addr, 1 << 20, HOST)
+        assert (four.addr, four.array.ctypes.data, four.nbytes) == (ring.addr + 256, ring.addr + 256, 4)
         for offset, nbytes in [(-1, 4), (0, 0), ((1 << 20) - 3, 4)]:
             with pytest.raises(MemoryLayoutError, match="outside the ring"):
                 ring.view(offset, nbytes)

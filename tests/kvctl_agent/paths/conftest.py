@@ -173,7 +173,8 @@ class Ends:
         part = self.layout(share, len(dst), layers or (share.layer_lo, share.layer_hi))
         memory = self.readers[share.reader].segments[share.segment]
         rows = RowIndex(memory, np.asarray(dst, np.int32), share.dst_head, share.heads)
-        region = self.ring.view(offset, part.region_bytes)
+        region = self.ring.view(offset, part.region_bytes).array
+        assert region is not None
         for piece in part.pieces():
             scatter_piece(piece, rows, region[piece.offset :])
 

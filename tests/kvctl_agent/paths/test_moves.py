@@ -10,6 +10,7 @@ import pytest
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.buffers import StagingBuffers
 from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
@@ -44,7 +45,7 @@ def test_slice_and_staged_serve_any_two_layouts(
 ) -> None:
     made = ends(geometry(**LAYOUTS[layout]))
     by_writer = [SlicePath() for _ in made.writers]  # a slice path belongs to one rank's pool
-    staged = StagedPath(buffers, CopyCrew(1))
+    staged = StagedPath(buffers, HostCopier(CopyCrew(1)))
     for name in ("slice", "staged"):
         made.poison()
         for share in made.geometry.shares():

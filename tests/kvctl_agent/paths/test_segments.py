@@ -18,6 +18,7 @@ from kvctl_agent.layout.side import Side
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.buffers import StagingBuffers
 from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.paths.base import Lane
 from kvctl_agent.paths.bulk import BulkPath
 from kvctl_agent.paths.slice import SlicePath
@@ -76,7 +77,7 @@ def test_every_segment_lands_where_the_plan_says_and_nowhere_else(
     prefill, decode = SIDES[sides]
     made = ends(geometry(model=MODELS[model], prefill=prefill, decode=decode, pages=20))
     by_writer = [SlicePath() for _ in made.writers]
-    staged = StagedPath(buffers, CopyCrew(1))
+    staged = StagedPath(buffers, HostCopier(CopyCrew(1)))
     for share in made.geometry.shares() + made.geometry.state_shares():
         state = made.geometry.inputs().segments[share.segment].state
         src, dst = moved(made, share)

@@ -20,6 +20,7 @@ from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copy import gather_piece
 from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.digest import part_digest
+from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.memory.parts import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
@@ -62,7 +63,7 @@ class Rig:
             self.tags,
             self.pool,
             self.ring,
-            CopyCrew(1),
+            HostCopier(CopyCrew(1)),
             lambda *events: [self.reported.put(event) for event in events],
             telemetry,
         )  # type: ignore[arg-type]
@@ -153,9 +154,9 @@ class TestScatter:
         random = np.random.default_rng(1)
         for layer in range(4):
             for block in source.segments[0].blocks[layer]:
-                block[:] = random.integers(0, 256, block.shape, np.uint8)
+                block.array()[:] = random.integers(0, 256, block.nbytes, np.uint8)
         part = PartLayout(1, 2, 2, (4 * 2 * 16, 4 * 2 * 12))
-        region = rig.ring.view(512, part.region_bytes)
+        region = rig.ring.view(512, part.region_bytes).array
         for piece in part.pieces():
             gather_piece(piece, RowIndex(source.segments[0], np.array([5, 2], np.int32), 0, 2), region[piece.offset :])
         rig.loop.put(scatter())

@@ -142,10 +142,10 @@ def _answer(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]
         return False, traceback.format_exc()
 
 
-def _rings_of(nbytes: int) -> Callable[[int], RingMemory]:
+def _rings_of(nbytes: int) -> Callable[..., RingMemory]:
     """Rings smaller than the configuration can say."""
     whole = -(-nbytes // _RING_ALIGN_BYTES) * _RING_ALIGN_BYTES
-    return lambda asked: RingMemory(asked - (loads.RING_MIB << 20) + whole)
+    return lambda asked, *more: RingMemory(asked - (loads.RING_MIB << 20) + whole, *more)
 
 
 def _settle_in() -> None:
