@@ -168,7 +168,8 @@ def _lines(ran: Ran, rehearsal: bool) -> list[dict[str, Any]]:
 def _line(ran: Ran, claim: Claim) -> dict[str, Any]:
     value = claim.measure(ran.document) if ran.document is not None else None
     if value is None:
-        measured, result = "-", "not run" + (f": {ran.why_not}" if ran.why_not else "")
+        done = "not measured" if ran.document is not None else "not run"
+        measured, result = "-", f"{done}: {ran.why_not}" if ran.why_not else done
     else:
         bound = claim.at_least is not None or claim.at_most is not None
         measured = claim.show.format(value)

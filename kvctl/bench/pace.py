@@ -30,10 +30,11 @@ class Pace:
         if self._point_s is None:
             return len(lot)
         used = self._used.get((case, repeat))
-        left = (self._point_s - (used or 0.0)) / self._per_token[case.path, case.pipeline]
+        per_token = self._per_token[case.path, case.pipeline]
+        left = self._point_s - (used or 0.0)
         fitting = 0
         for room in lot:
-            left -= room["tokens"]
+            left -= room["tokens"] * per_token
             if left < 0:
                 break
             fitting += 1

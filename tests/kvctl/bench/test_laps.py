@@ -31,7 +31,13 @@ class FleetOnPaper:
         self.pipelines.append(pipeline)
 
     def run(
-        self, windows: Sequence[int], rooms: Sequence[Room], doing: str, layer_ms: float, decode_ms: float, show: int
+        self,
+        windows: Sequence[int],
+        rooms: Sequence[Room],
+        doing: str,
+        layer_ms: float,
+        decode_ms: float,
+        show: int = -1,
     ) -> dict[str, Any]:
         self.paces.append((layer_ms, decode_ms))
         self.shown.append(show)
@@ -136,3 +142,49 @@ def test_verification_can_be_left_out():
 def test_nothing_runs_after_rooms_that_hold_their_pages():
     with pytest.raises(FleetError, match=r"1 rooms still hold pages after slice.*decode-0: peer lost"):
         laps(FleetOnPaper(held=[0]), lots=([[0, 3]],))
+
+
+class TestLimitedTime:
+    """`--point-seconds`: a path that is too slow for a lot runs its first rooms."""
+
+    class SlowSlice(FleetOnPaper):
+        """One second a room on slice, nothing on staged."""
+
+        def __init__(self, clock: list[float]) -> None:
+            super().__init__()
+            self.clock = clock
+
+        def run(self, windows: Sequence[int], rooms: Sequence[Room], *more: Any) -> dict[str, Any]:
+            self.clock[0] += len(rooms) * (self.prepared[-1][1] == "slice")
+            return super().run(windows, rooms, *more)
+
+    @pytest.fixture
+    def fleet(self, monkeypatch: pytest.MonkeyPatch) -> FleetOnPaper:
+        clock = [0.0]
+        monkeypatch.setattr("kvctl.bench.laps.time.monotonic", lambda: clock[0])
+        return self.SlowSlice(clock)
+
+    def course(self, fleet: FleetOnPaper, point_s: float) -> list[Lap]:
+        whole = plan(lots=([[0, 3], [3, 5]],))
+        return list(Course(fleet, whole, "full", 0.0, lambda text: None, point_s=point_s).laps(cases_of(whole, 0.0), 1))
+
+    def test_the_slow_path_runs_the_first_of_the_same_rooms(self, fleet: FleetOnPaper):
+        ran = [(lap.case.path, lap.lot, [room.index for room in lap.rooms]) for lap in self.course(fleet, 2.0)]
+        assert ran == [("slice", 0, [0, 1]), ("staged", 0, [0, 1, 2]), ("staged", 1, [3, 4])]
+
+    def test_a_slow_path_that_has_time_runs_all(self, fleet: FleetOnPaper):
+        assert [len(lap.rooms) for lap in self.course(fleet, 5.0)] == [3, 3, 2, 2]
+
+    def test_trials_are_no_laps_and_are_not_verified(self, fleet: FleetOnPaper):
+        assert len(self.course(fleet, 2.0)) == fleet.verified == 3
+        assert [len(rooms) for _, _, rooms in fleet.prepared] == [1, 1, 2, 1, 1, 3, 2]
+
+    def test_other_rooms_are_another_lot(self, fleet: FleetOnPaper):
+        self.course(fleet, 2.0)
+        contents = {(lot, tuple(room.index for room in rooms)) for lot, _, rooms in fleet.prepared}
+        assert len(contents) == len({lot for lot, _ in contents}) == 4
+
+    def test_trials_do_not_hide_rooms_that_hold_their_pages(self, fleet: FleetOnPaper):
+        fleet.held = [0]
+        with pytest.raises(FleetError, match="still hold pages after trying slice"):
+            self.course(fleet, 2.0)

@@ -185,9 +185,51 @@ class TestPresets:
         assert [load.concurrency for load in fleet.request.loads] == [1, 3]
 
 
+class TestGpus:
+    def test_pools_are_in_host_memory_unless_asked(self):
+        asked = request()
+        assert (asked.device, asked.compute, asked.prefill_gpus, asked.direct_sms) == ("cpu", "sleep", (), None)
+
+    def test_every_option_arrives(self):
+        where = "--device cuda --compute gpu --prefill-gpus 0,0 --decode-gpus 1 --direct-sms 16 --path direct"
+        asked = request(*where.split())
+        assert (asked.device, asked.compute, asked.direct_sms) == ("cuda", "gpu", 16)
+        assert (asked.prefill_gpus, asked.decode_gpus, asked.paths) == ((0, 0), (1,), ("direct",))
+
+    def test_presets_compare_direct_too_and_are_not_scaled_but_limited_in_time(self):
+        asked = ask("--preset", "staging-sweep", "--device", "cuda")
+        assert asked.notes == ()
+        assert asked.options["point_seconds"] == 5
+        (fleet,) = asked.waves[0].variants
+        assert fleet.request.paths == ("slice", "staged", "direct")
+        assert (fleet.request.layers, [load.rooms for load in fleet.request.loads][-1]) == (None, 1024)
+
+    def test_the_time_can_be_given(self):
+        assert ask("--preset", "stress", "--device", "cuda", "--point-seconds", "9").options["point_seconds"] == 9
+        assert ask("--preset", "stress").options["point_seconds"] is None
+
+    def test_the_pipeline_sweep_computes_a_large_models_forwards(self):
+        (wave,) = ask("--preset", "pipeline-sweep", "--device", "cuda", "--compute", "gpu").waves
+        assert isinstance(wave.program, SideBySide)
+        asked = wave.variants[0].request
+        assert (asked.model, asked.pipelines, asked.paths) == ("qwen2.5-72b", ("off", "on"), ("staged",))
+        assert [load.tokens.values for load in asked.loads] == [(1024,), (2048,), (4096,), (8192,), (16384,)]
+        assert {load.concurrency for load in asked.loads} == {1}
+
+    def test_without_real_compute_it_is_the_published_one(self):
+        first, _ = ask("--preset", "pipeline-sweep", "--device", "cuda").waves
+        assert isinstance(first.program, Ratios)
+
+
 @pytest.mark.parametrize(
     ("args", "option", "text"),
     [
+        ("--compute gpu", "--compute", "add --device cuda"),
+        ("--prefill-gpus 0", "--prefill-gpus", "add --device cuda"),
+        ("--decode-gpus 0", "--decode-gpus", "add --device cuda"),
+        ("--direct-sms 4", "--direct-sms", "add --device cuda"),
+        ("--path staged,direct", "--path", "add --device cuda"),
+        ("--device cuda --compute gpu --layer-ms 1", "--layer-ms", "leave it out"),
         ("--sessions 2 --trace {trace}", "--trace", "leave out --sessions"),
         ("--speedup 2", "--speedup", "it needs --trace"),
         ("--strict", "--strict", "it needs --trace"),
@@ -225,6 +267,9 @@ def test_contradictions_name_the_option_and_the_way_out(args: str, option: str, 
         ("--cp-mode some", "'some' is unknown; allowed: rank0, all, all-chunk, room-hash"),
         ("--pipeline onn", "did you mean on"),
         ("--rate 0", "not in the range"),
+        ("--device gpu", "'gpu' is not one of"),
+        ("--device cuda --prefill-gpus a", "nvidia-smi -L lists them"),
+        ("--point-seconds 0", "not in the range"),
         ("--layer-ms -1", "not in the range"),
         ("--preset staging", "'staging' is not one of"),
         ("--tokens-scale 0", "'0' is no factor"),
