@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
@@ -55,12 +56,36 @@ def program(variant: Variant, capability: int) -> Program:
 @lru_cache(maxsize=256)
 def _program(variant: Variant, capability: int) -> Program:
     try:
-        compiled = _compile(variant, capability)
+        from kvctl_agent.device.kernel import copy_rows
+
+        values = constants(variant)
+    except ImportError as error:
+        raise DeviceUnavailable(f"{_MISSING} ({error})") from error
+    return assemble(copy_rows, ARGUMENTS, values, variant.warps, capability)
+
+
+def assemble(
+    function: Callable[..., None], arguments: Mapping[str, str], values: Mapping[str, Any], warps: int, capability: int
+) -> Program:
+    """Compiles a kernel, or takes it from Triton's cache.
+
+    Args:
+        function: the kernel's Python; may refer to nothing but `triton.language`.
+        arguments: of a launch: their types, by name, in order.
+        values: of all its other parameters, by name: constants of the program.
+        warps: of a thread block.
+        capability: as for `program`.
+
+    Raises:
+        DeviceUnavailable: as for `program`.
+    """
+    try:
+        compiled = _compile(function, arguments, values, warps, capability)
     except ImportError as error:
         raise DeviceUnavailable(f"{_MISSING} ({error})") from error
     except Exception as error:  # Triton's own, ptxas's, and the file system's of its cache.
         raise DeviceUnavailable(
-            f"Triton cannot compile the copy kernel for compute capability {capability / 10}: {error}; try a newer "
+            f"Triton cannot compile {function.__name__} for compute capability {capability / 10}: {error}; try a newer "
             "Triton, or a folder that can be written as TRITON_CACHE_DIR"
         ) from error
     ptx: str = compiled.asm["ptx"]
@@ -71,7 +96,7 @@ def _program(variant: Variant, capability: int) -> Program:
         ptx,
         metadata.num_warps * 32,
         metadata.shared,
-        _parameters(ptx, metadata.name) - len(ARGUMENTS),
+        _parameters(ptx, metadata.name) - len(arguments),
     )
 
 
@@ -94,20 +119,20 @@ def constants(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _compile(variant: Variant, capability: int) -> Any:
+def _compile(
+    function: Callable[..., None], arguments: Mapping[str, str], values: Mapping[str, Any], warps: int, capability: int
+) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvctl_agent.device.kernel import copy_rows
-
-    kernel = triton.JITFunction(copy_rows)
-    values = {(kernel.arg_names.index(name),): value for name, value in constants(variant).items()}
-    signature = {name: ARGUMENTS.get(name, "constexpr") for name in kernel.arg_names}
+    kernel = triton.JITFunction(function)
+    constant = {(kernel.arg_names.index(name),): value for name, value in values.items()}
+    signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
     return triton.compile(
-        ASTSource(kernel, signature, values, {}),
+        ASTSource(kernel, signature, constant, {}),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": variant.warps},
+        options={"num_warps": warps},
     )
 
 

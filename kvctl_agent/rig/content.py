@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.contract.rig import Room, Start
+from kvctl_agent.device.cuda import CudaDevice
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.layout.heads import mix64
 from kvctl_agent.layout.holding import held
@@ -13,6 +14,7 @@ from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rig.deck import Deck, decks_of
 from kvctl_agent.rig.geometry import model_shape, state_items
+from kvctl_agent.rig.gpu_store import GpuStore
 from kvctl_agent.rig.mirror import MirrorStore
 from kvctl_agent.rig.pages import Pages, assign_pages
 from kvctl_agent.rig.pattern import POISON, Bytes, Words, aux_row, row_bases
@@ -138,4 +140,6 @@ class Content:
 def _store(pool: KVPool) -> Store:
     if pool.device is None:
         return HostStore()
+    if isinstance(pool.device, CudaDevice):
+        return GpuStore(pool.device)
     return MirrorStore(pool.device)
