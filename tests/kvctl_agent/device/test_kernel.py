@@ -9,40 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interpreted import interpret
 
 from kvctl_agent.device.base import Batch, Geometry
-from kvctl_agent.device.compiler import constants
 from kvctl_agent.device.tables import split, table_bytes
 from kvctl_agent.device.variant import Tile, variant
 from kvctl_agent.errors import DeviceError
-
-interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 GATHER, SCATTER, DIRECT = (True, False), (False, True), (True, True)
 SMALL = Tile(1024, 1)
 
 
-@pytest.fixture(autouse=True)
-def indices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 makes an index of an array of one, which numpy 2.4 no longer does."""
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
-def interpret(batch: Batch, pages: np.ndarray, tile: Tile = SMALL, programs: int = 3) -> None:
-    """One launch, as `CudaCopies` makes it."""
-    from kvctl_agent.device.kernel import copy_rows
-
+def launch(batch: Batch, pages: np.ndarray, tile: Tile = SMALL, programs: int = 3) -> None:
+    """One batch, as `CudaCopies` does it."""
     blocks = np.ascontiguousarray(batch.blocks)
     chosen = variant(batch.geometry, int(np.bitwise_or.reduce(blocks[:, :2], axis=None)), tile)
     tiles = chosen.tiles(int(blocks[:, 4].max()))
-    kernel: Any = interpreter.InterpretedFunction(copy_rows)
-    kernel[(programs,)](blocks.ctypes.data, pages.ctypes.data, len(blocks) * tiles, tiles, **constants(chosen))
+    interpret(chosen, programs, blocks.ctypes.data, pages.ctypes.data, len(blocks) * tiles, tiles)
 
 
 def row_by_row(batch: Batch, pages: np.ndarray) -> None:
@@ -102,7 +85,8 @@ def sides(
 ) -> tuple[Geometry, list[Side]]:
     """A slice of `count` of `heads` heads, from `head` on, where paged."""
     width, row = count * head_bytes, heads * head_bytes
-    geometry = Geometry(rows, width, *(row if paged else width for paged in way), *way)
+    src_row, dst_row = (row if paged else width for paged in way)
+    geometry = Geometry(rows, width, src_row, dst_row, *way)
     made = [
         Side(geometry, paged, row if paged else width, 9, blocks, head * head_bytes, shift if not side else 0)
         for side, paged in enumerate(way)
@@ -129,7 +113,7 @@ def compare(batch: Batch, pages: np.ndarray, target: Side, **how: Any) -> None:
     row_by_row(batch, pages)
     wanted = target.memory.copy()
     target.memory[:] = before
-    interpret(batch, pages, **how)
+    launch(batch, pages, **how)
     assert np.array_equal(target.memory, wanted)
     assert not np.array_equal(before, wanted)
 
