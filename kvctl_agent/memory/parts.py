@@ -88,6 +88,10 @@ class PartLayout:
 # Parts are many and their shapes few: most rooms of a prompt length share one.
 @lru_cache(maxsize=256)
 def _pieces(part: PartLayout, target_bytes: int) -> tuple[Piece, ...]:
+    if part.nbytes <= target_bytes:  # usual on a device, where targets are large and page counts too many to keep
+        layers, planes = range(part.first_layer, part.first_layer + part.num_layers), range(len(part.page_bytes))
+        spans = tuple(Span(layer, plane, 0, part.num_pages) for layer in layers for plane in planes)
+        return (Piece(0, part.nbytes, spans),)
     pieces: list[Piece] = []
     group: list[Span] = []
     start = end = 0

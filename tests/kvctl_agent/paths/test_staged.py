@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_device import HostDevice
 
-from kvctl_agent.errors import MemoryLayoutError, PeerDisconnected
+from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.layout.share import Share
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
+from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.copy import gather_piece
 from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.device_copier import DeviceCopier
+from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.memory.parts import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
@@ -76,22 +80,25 @@ class LateTransport:
 
 
 class Bench:
-    def __init__(self) -> None:
-        self.pool = KVPool.allocate((HELD,), 4, 16)
+    """With a device that copies at the first question it is all the same as on the host."""
+
+    def __init__(self, device: HostDevice | None = None) -> None:
+        self.device = device
+        self.pool = KVPool.allocate((HELD,), 4, 16, device=device)
         random = np.random.default_rng(1)
         for layer in self.pool.segments[0].blocks:
             for block in layer:
-                block[:] = random.integers(0, 256, block.nbytes, np.uint8)
+                block.array()[:] = random.integers(0, 256, block.nbytes, np.uint8)
         self.ring = RingMemory(1 << 20)
         self.transport = LateTransport()
         self.fence = Fence()
         self.buffers = StagingBuffers(1, 1)
-        self.crew = CopyCrew(1)
+        self.copier: Copier = HostCopier(CopyCrew(1)) if device is None else DeviceCopier(device.copies())
 
     def staging(self, count: int, nbytes: int = 4096) -> StagedPath:
         self.buffers.close()
-        self.buffers = StagingBuffers(count, nbytes)
-        return StagedPath(self.buffers, self.crew)
+        self.buffers = StagingBuffers(count, nbytes, self.device)
+        return StagedPath(self.buffers, self.copier)
 
     def start(self, path: StagedPath, offset: int = 512, **changes: Any) -> Flight:
         order: dict[str, Any] = {
@@ -113,21 +120,36 @@ class Bench:
         lane = Lane("reader", self.transport, self.pool, self.pool.addresses(), self.ring.addr)  # type: ignore[arg-type]
         return path.start(lane, Transfer(**{**order, **changes}))
 
+    def view(self, offset: int, nbytes: int) -> Any:
+        return self.ring.view(offset, nbytes).array
+
     def landed(self, offset: int = 512) -> bool:
         """Whether the region holds the whole part and the ring nothing else."""
         wanted = np.zeros(1 << 20, np.uint8)
         region = wanted[offset : offset + PART.region_bytes]
         for piece in PART.pieces():
             gather_piece(piece, RowIndex(self.pool.segments[0], PAGES, 1, 2), region[piece.offset :])
-        return bool(np.array_equal(self.ring.view(0, 1 << 20), wanted))
+        return bool(np.array_equal(self.view(0, 1 << 20), wanted))
+
+
+def close(bench: Bench) -> None:
+    for closing in (bench.copier, bench.buffers, bench.ring, bench.pool):
+        closing.close()
+
+
+@pytest.fixture(params=["host", "device"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(None if request.param == "host" else HostDevice(slow=1))
+    yield bench
+    close(bench)
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
+def late() -> Iterator[Bench]:
+    """A device that takes its time."""
+    bench = Bench(HostDevice(slow=3))
     yield bench
-    for closing in (bench.buffers, bench.ring, bench.pool):
-        closing.close()
+    close(bench)
 
 
 def drive(bench: Bench, flight: Flight, pick: Callable[[list[LateWrite]], LateWrite]) -> list[LateWrite]:
@@ -186,8 +208,8 @@ def test_a_buffer_is_not_filled_again_before_its_write_is_complete(bench: Bench)
         assert len(set(addresses)) == len(addresses) <= 3
         if bench.transport.open:
             bench.transport.open[-1].complete()
-    region = bench.ring.view(512, PART.nbytes).copy()
-    assert np.array_equal(bench.ring.view(1 << 16, PART.nbytes), region)
+    region = bench.view(512, PART.nbytes).copy()
+    assert np.array_equal(bench.view(1 << 16, PART.nbytes), region)
     assert bench.buffers.in_use == 0
 
 
@@ -285,12 +307,75 @@ class TestFailure:
         def broken(*args: Any) -> None:
             raise MemoryLayoutError("a page is gone")
 
-        monkeypatch.setattr("kvctl_agent.paths.staged.gather_piece", broken)
+        monkeypatch.setattr(bench.copier, "gather", broken)
         flight = bench.start(bench.staging(2))
         with pytest.raises(MemoryLayoutError, match="a page is gone"):
             flight.advance()
         assert flight.give_up()
         assert bench.buffers.in_use == 0
+
+
+class TestCopiesThatTakeTheirTime:
+    def advance(self, flight: Flight, times: int) -> None:
+        for _ in range(times):
+            assert not flight.advance()
+
+    def test_a_piece_is_posted_when_its_gather_is_done(self, late: Bench) -> None:
+        flight = late.start(late.staging(4))
+        self.advance(flight, 2)
+        assert late.device is not None
+        assert (len(late.device.begun), late.transport.writes, late.buffers.in_use) == (1, [], 1)
+        self.advance(flight, 1)
+        assert len(late.transport.writes) == 1
+        assert len(late.device.begun) == 2, "the next one is gathered while it is on the wire"
+        while not flight.advance():
+            for write in late.transport.open:
+                write.complete()
+        assert late.landed()
+        assert late.buffers.in_use == 0
+        assert flight.gather_ns > 0
+
+    def test_a_gather_of_a_part_that_was_given_up_keeps_its_buffer_until_it_is_done(self, late: Bench) -> None:
+        flight = late.start(late.staging(4))
+        self.advance(flight, 1)
+        late.fence.raised = True
+        assert not flight.advance()
+        assert not late.transport.writes
+        assert late.buffers.in_use == 1, "a kernel writes to it"
+        assert flight.give_up()
+        assert late.buffers.in_use == 0
+        assert late.transport.writes == []
+
+    def test_a_write_that_fails_meanwhile_leaves_it_running_too(self, late: Bench) -> None:
+        flight = late.start(late.staging(4))
+        self.advance(flight, 3)
+        late.transport.open[0].error = PeerDisconnected("gone")
+        with pytest.raises(PeerDisconnected):
+            flight.advance()
+        assert not flight.give_up()
+        assert late.buffers.in_use == 1
+        assert flight.give_up()
+        assert late.buffers.in_use == 0
+
+    def test_a_device_that_fails_fails_the_part(self, late: Bench) -> None:
+        assert late.device is not None
+        late.device.fail_next = 1
+        flight = late.start(late.staging(4))
+        self.advance(flight, 2)
+        with pytest.raises(DeviceError, match="told to fail"):
+            flight.advance()
+        assert flight.give_up()
+        assert late.buffers.in_use == 0
+
+    def test_and_is_silent_of_one_that_was_given_up(self, late: Bench) -> None:
+        assert late.device is not None
+        late.device.fail_next = 1
+        flight = late.start(late.staging(4))
+        self.advance(flight, 1)
+        late.fence.raised = True
+        assert not flight.give_up()
+        assert flight.give_up()
+        assert late.buffers.in_use == 0
 
 
 class TestRefusal:
