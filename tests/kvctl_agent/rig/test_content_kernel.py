@@ -13,8 +13,10 @@ from kvctl_agent.rig import content as of_content
 from kvctl_agent.rig.content import Content, allocate_pool
 from kvctl_agent.rig.content_launch import ARGUMENTS, CHECK, FILL, QUIET, WARPS, Launch, launch
 from kvctl_agent.rig.deck import Deck
+from kvctl_agent.rig.gpu_store import GpuStore
 from kvctl_agent.rig.pattern import POISON
 from kvctl_agent.rig.store import HostStore
+from kvctl_agent.rig.verify import verify
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -92,6 +94,16 @@ def interpret(work: Launch, programs: int = 3) -> np.ndarray:
     return tables[work.firsts_at :][: 4 * work.layers].view(np.int32)
 
 
+class Interpreted(GpuStore):
+    """Without a GPU: tables and pools are the stand-in's."""
+
+    def _run(self, work: Launch) -> int:
+        address = self._upload(work)
+        tables = at(address, work.tables.nbytes)
+        tables[work.firsts_at :][: 4 * work.layers] = interpret(work).view(np.uint8)
+        return address
+
+
 def whole(deck: Deck) -> list[np.ndarray]:
     return [at(base, deck.num_slots * deck.rows.page_bytes).copy() for _, base in deck.places()]
 
@@ -155,3 +167,42 @@ def test_it_compiles_for_a_gpu(content: Content, task: str):
     assert code.threads == 32 * WARPS
     assert code.shared < 48 << 10
     assert ("atom.global" in code.ptx) == (task != FILL)
+
+
+def written_to(content: Content, name: str, layer: int, page: int, byte: int) -> None:
+    deck = next(deck for deck in content.decks if deck.name == name)
+    at(list(deck.places())[layer][1] + page * deck.rows.page_bytes + byte, 1)[0] ^= 8
+
+
+@pytest.mark.parametrize("mode", ["full", "sample"])
+@pytest.mark.parametrize(
+    "wrongs",
+    [
+        [],
+        [("v", 2, 100, 3, 9), ("v", 1, 100, 5, 0)],
+        [("odd", 0, 101, 7, 13), ("k_scale", 1, 100, 0, 7)],
+        [("k", 0, 0, 0, 77), ("conv", 2, 0, 0, 4)],
+    ],
+)
+def test_it_verifies_as_the_host_does(content: Content, mode: str, wrongs: list[Any]):
+    content.fill(0)
+    for name, layer, room, page, byte in wrongs:
+        segment = next(deck for deck in content.decks if deck.name == name).held.segment.index
+        number = int(content.items[room][segment][page]) if room else 0
+        written_to(content, name, layer, number, byte)
+    wanted = verify(content, mode)
+    content.store = Interpreted(HostDevice())
+    assert verify(content, mode) == wanted
+    assert bool(wanted["mismatches"]) or mode == "sample" or not wrongs
+
+
+def test_whoever_mends_a_stray_is_told_of_the_first_alone(content: Content):
+    content.store = Interpreted(HostDevice())
+    deck = content.decks[0]
+    for layer in (0, 1):
+        written_to(content, "k", layer, 7, 3)
+    found = []
+    for stray in content.store.written(deck, np.array([9, 7])):
+        found.append((stray.sheet.layer, stray.page))
+        content.store.poison(deck, np.array([7]))
+    assert found == [(0, 7)]
