@@ -20,6 +20,7 @@ PEERS = View(
         Column("control_queue", kind=Kind.COUNT, width=Width.NORMAL, header="QUEUE"),
         Column("differences", kind=Kind.LIST, width=Width.NORMAL),
         Column("last_error", width=Width.NORMAL),
+        Column("lane_kind", width=Width.WIDE, header="CARRIED BY"),
         Column("lane_gb_per_s", kind=Kind.RATE, width=Width.WIDE, header="LANE GB/S"),
         Column("lane_descriptor", kind=Kind.DURATION, width=Width.WIDE, header="DESCRIPTOR"),
         Column("lane_measured_age", kind=Kind.DURATION, width=Width.WIDE, header="MEASURED"),

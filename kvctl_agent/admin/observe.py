@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from kvctl_agent.admin.evidence import add_evidence
 from kvctl_agent.admin.inputs import page
+from kvctl_agent.admin.lanes import kind_of, kinds_in_use
 from kvctl_agent.admin.process import process_use
 from kvctl_agent.admin.rosters import instances
 from kvctl_agent.admin.staging import gated_parts, ring_use, ring_view
@@ -137,8 +138,10 @@ class Observer:
         coord, side, pool = agent.local.coord, agent.local.side, agent.pool
         if self._lanes is None:
             self._lanes = {key: _shown(value) for key, value in agent.transport.describe().items()}
+        met = list(agent.machine.peers.values())
+        in_use = kinds_in_use(agent.lanes, pool, agent.local, met)
         peers: dict[str, int] = {}
-        for peer in list(agent.machine.peers.values()):
+        for peer in met:
             peers[peer.state.value] = peers.get(peer.state.value, 0) + 1
         total = telemetry.metrics.total
         return {
@@ -150,8 +153,8 @@ class Observer:
             "incarnation": f"{agent.incarnation:016x}",
             "version": VERSION,
             "uptime_ns": time.monotonic_ns() - self._started_ns,
-            "transport": self._lanes,
-            "device": "cpu",
+            "transport": {**self._lanes, "lanes": [*self._lanes["lanes"], *in_use]},
+            "device": "cpu" if pool.device is None else pool.device.name,
             "rooms": telemetry.rooms.states(),
             "rooms_finished_total": {
                 state.label: int(total("kvctl_rooms_finished_total", state.label))
@@ -273,6 +276,8 @@ class Observer:
         agent, gate, who = self._agent, peer.gate, peer.who
         seen = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
         measured = agent.lanes.measured.get(peer.name)
+        lane = agent.lanes.by_peer.get(peer.name)
+        kind = kind_of(agent.lanes, agent.pool, agent.local, peer)
         role: Role = "decode" if agent.role == "prefill" else "prefill"
         return {
             "agent": agent.name,
@@ -292,6 +297,10 @@ class Observer:
             "lane_gb_per_s": measured.cost.write_gb_per_s if measured else None,
             "lane_descriptor_ns": int(measured.cost.descriptor_us(_DESCRIPTOR_BYTES) * 1e3) if measured else None,
             "lane_measured_age_ns": time.monotonic_ns() - measured.at_ns if measured else None,
+            "lane_kind": kind.name if kind else None,
+            "lane_expected": kind.expected if kind else None,
+            "lane_direct": lane.mapping.lane if lane and lane.mapping else None,
+            "lane_why_not": lane.why_not if lane and agent.pool.device is not None and not lane.mapping else None,
             "same_host": who.host == agent.local.host if who else None,
             "rooms": sum(peer.name in record.peers for record in rooms),
             "errors_total": peer.errors_total,

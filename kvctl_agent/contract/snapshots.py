@@ -306,6 +306,10 @@ class PeerRow(TypedDict):
     lane_gb_per_s: float | None  # prefill: of one large write, where this lane was measured
     lane_descriptor_ns: int | None  # prefill: of one scattered descriptor of 512 bytes, likewise
     lane_measured_age_ns: int | None
+    lane_kind: str | None  # prefill, pool on a GPU: cuda_ipc, rdma, "tcp through the host"; inferred from its rate
+    lane_expected: str | None  # what it could be on this hardware
+    lane_direct: str | None  # prefill, pool on a GPU: how the peer's memory is mapped here: nvlink, same device, pcie
+    lane_why_not: str | None  # why it is not
     same_host: bool | None  # its processes can be seen from here, so its death can be proven; None: not met
     rooms: int
     errors_total: int

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvctl_agent.errors import ConfigError
+
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -33,14 +35,29 @@ def prepare_environment() -> dict[str, str]:
         # when the peer goes on: then in memory that may have another owner. A day is for ever; deadlines are ours.
         "MC_TCP_STATUS_TIMEOUT_SEC": "86400",
     }
-    if not _has_infiniband():
+    if not has_infiniband():
         # UCX's ib module loads libnl, whose destructor crashes the process after Python is done (exit code 139).
-        # Where there is RDMA hardware the module must stay, so this is decided by the hardware.
+        # Where there is RDMA hardware the module must stay, so this is decided by the hardware. All other modules,
+        # CUDA's among them, load as ever.
         wanted["UCX_MODULES"] = "^ib"
     missing = {key: value for key, value in wanted.items() if key not in os.environ}
     os.environ.update(missing)
     return missing
 
 
-def _has_infiniband() -> bool:
+def has_infiniband() -> bool:
+    """Whether this machine has an RDMA device."""
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
+
+
+def require_cuda_lanes() -> None:
+    """Refuse settings that keep UCX from GPU memory at all, before NIXL does so with a bare code.
+
+    Raises:
+        ConfigError: UCX_TLS allows nothing that copies to and from a GPU.
+    """
+    lanes = os.environ.get("UCX_TLS", "all")
+    if not lanes.startswith("^") and not {"all", "cuda", "cuda_copy"} & {
+        lane.strip("\\ ") for lane in lanes.split(",")
+    }:
+        raise ConfigError(f"UCX_TLS={lanes} keeps UCX from GPU memory: unset it, or add cuda (cuda_copy and cuda_ipc)")

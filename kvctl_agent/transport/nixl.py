@@ -47,6 +47,7 @@ from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.transport import nixl_binding
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Region, Sizes, check_tag
 from kvctl_agent.transport.device_map import DeviceMap, device_name
+from kvctl_agent.transport.environment import require_cuda_lanes
 from kvctl_agent.transport.nixl_requests import InFlight, NixlPrepared, NixlWrite, Peer
 from kvctl_agent.transport.overheard import overheard
 from kvctl_agent.transport.refusals import why_refused
@@ -65,7 +66,10 @@ class NixlTransport:
         backend_params = dict(params)
         self._backend = backend_params.pop("backend", "UCX")
         own_name = f"{quote(agent_name, safe='', errors='surrogatepass')}#{secrets.token_hex(8)}"
-        enter = device.enter if device is not None else _no_device
+        enter = _no_device
+        if device is not None:
+            require_cuda_lanes()
+            enter = device.enter
         self._engine = nixl_binding.start(own_name, self._backend, backend_params, enter)
         self._agent = self._engine.agent
         self._in_flight = InFlight(self._engine)

@@ -17,7 +17,10 @@ from kvctl_agent.transport.draining import Draining
 from kvctl_agent.transport.nixl_binding import Engine, translate
 
 _DRAIN_S = 0.5
-_NO_PTRACE = " (a container without SYS_PTRACE denies the copy: set UCX_TLS=tcp,self if the peer is alive)"
+_NO_PTRACE = (
+    " (a container without SYS_PTRACE denies the copy: set UCX_TLS=tcp,self, and cuda where there are GPUs, if the "
+    "peer is alive)"
+)
 
 
 class Peer:

@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from kvctl_agent.contract.lane import LaneCost
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import DeadlineExceeded, TransportError
 from kvctl_agent.transport.base import Addresses, Region, Sizes, Transport
 
@@ -20,6 +21,9 @@ _BUDGET_S = 0.15
 LEAST_ROUNDS = 5
 _WAIT_S = 2.0
 BIG_BYTES = 16 << 20
+DEVICE_BIG_BYTES = 256 << 20
+"""Between GPUs: NVLink is at half its rate with 16 MiB."""
+_PAYS_US = 4000.0
 _SIZES = (512, 4096, 32768, 262144)
 _COUNTS = (256, 256, 64, 8)
 _LEAST_BYTES = 2 * 262144
@@ -30,7 +34,7 @@ def measure_lane(
     peer: str,
     local: Region,
     remote: Region,
-    big_bytes: int = BIG_BYTES,
+    big_bytes: int | None = None,
     least_rounds: int = LEAST_ROUNDS,
 ) -> LaneCost:
     """Writes `local` over `remote` for about 0.15 s, or as long as `least_rounds` writes of each kind take.
@@ -45,7 +49,8 @@ def measure_lane(
         peer: its name.
         local: registered here, at least 512 KiB; touched before, or page faults are measured. Only read.
         remote: registered there, at least 512 KiB; both larger than the caches give figures that hold for pools.
-        big_bytes: size of the large write; less where the regions are smaller.
+        big_bytes: size of the large write; less where the regions are smaller. None: `BIG_BYTES`, or
+            `DEVICE_BIG_BYTES` from a GPU if the lane is fast.
 
     Raises:
         DeadlineExceeded: a write was not complete after 2 s.
@@ -54,15 +59,17 @@ def measure_lane(
     usable = min(local.nbytes, remote.nbytes)
     if usable < _LEAST_BYTES:
         raise TransportError(f"measuring a lane needs {_LEAST_BYTES} bytes on both sides, not {usable}")
+    random = np.random.default_rng(0)
+    # The first write of a connection waits until both ends are wired up, which says nothing about the next.
+    _once_us(transport, peer, local, remote, 64)
+    if big_bytes is None:
+        big_bytes = BIG_BYTES
+        if local.device != HOST and _once_us(transport, peer, local, remote, min(big_bytes, usable)) < _PAYS_US:
+            big_bytes = DEVICE_BIG_BYTES
     big_bytes = min(big_bytes, usable)
     kinds = [(1, 64), (1, big_bytes)]
     kinds += [(min(count, usable // (2 * size)), size) for count, size in zip(_COUNTS, _SIZES, strict=True)]
     best = [float("inf")] * len(kinds)
-    random = np.random.default_rng(0)
-    # The first write of a connection waits until both ends are wired up, which says nothing about the next.
-    _write_us(
-        transport, peer, _scattered(random, local, 1, 64), _scattered(random, remote, 1, 64), np.full(1, 64, "u8")
-    )
     until = time.perf_counter() + _BUDGET_S
     rounds = 0
     while time.perf_counter() < until or rounds < least_rounds:
@@ -85,6 +92,11 @@ def _scattered(random: np.random.Generator, region: Region, count: int, size: in
     places = region.nbytes // (2 * size) or 1
     slots = random.choice(places, count, replace=False, shuffle=False) if count > 1 else random.integers(places, size=1)
     return slots.astype(np.uint64) * np.uint64(2 * size) + np.uint64(region.addr)
+
+
+def _once_us(transport: Transport, peer: str, local: Region, remote: Region, nbytes: int) -> float:
+    here, there = np.array([local.addr], np.uint64), np.array([remote.addr], np.uint64)
+    return _write_us(transport, peer, here, there, np.full(1, nbytes, np.uint64))
 
 
 def _write_us(transport: Transport, peer: str, here: Addresses, there: Addresses, sizes: Sizes) -> float:

@@ -60,6 +60,7 @@ def _slow(snapshot: Snapshot) -> Iterator[Finding]:
         )
     for agent in snapshot.of_role("prefill"):
         yield from _below_memory(snapshot, agent)
+        yield from _below_hardware(snapshot, agent)
 
 
 def _below_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
@@ -69,6 +70,8 @@ def _below_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
     for row in agent.peers:
         lane, descriptor = number(row, "lane_gb_per_s"), amount(row, "lane_descriptor_ns")
         if not memory or lane is None or row.get("same_host") is not True or not _probed(snapshot, agent, row):
+            continue
+        if row.get("lane_kind"):  # between GPUs: the speed of the host's memory is no measure
             continue
         if lane < memory * (_OF_MEMORY_BY_TCP if descriptor >= _TCP_DESCRIPTOR_NS else _OF_MEMORY):
             slow.append((lane, row))
@@ -99,6 +102,57 @@ def _below_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
     )
 
 
+def _below_hardware(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
+    """Lanes of this writer's GPU that go another way than the hardware has: one finding for all of a kind."""
+    slow: dict[str, list[Row]] = {}
+    for row in agent.peers:
+        expected = row.get("lane_expected")
+        if expected and row.get("lane_kind") != expected and _probed(snapshot, agent, row):
+            slow.setdefault(str(expected), []).append(row)
+    for expected, rows in slow.items():
+        worst = min(rows, key=lambda row: amount(row, "lane_gb_per_s"))
+        peers = [text(row, "peer") for row in rows]
+        more = f", and {counted(len(rows) - 1, 'more lane')} like it" if len(rows) > 1 else ""
+        spared = "; parts that go direct are spared" if worst.get("lane_direct") else ""
+        yield Finding(
+            code="KV_LANE_SLOW",
+            severity=Severity.WARNING,
+            subject=agent.name,
+            agents=(agent.name, *peers),
+            since_ns=int(amount(worst, "lane_measured_age_ns")),
+            weight=len(rows),
+            evidence={
+                "lane": text(worst, "lane"),
+                "lane_kind": text(worst, "lane_kind"),
+                "lane_expected": expected,
+                "lane_gb_per_s": round(amount(worst, "lane_gb_per_s"), 3),
+                "lane_direct": worst.get("lane_direct"),
+                "slow_to": peers,
+            },
+            cause=f"one large write from the GPU of {agent.name} to that of {text(worst, 'peer')} ran at "
+            f"{three_digits(amount(worst, 'lane_gb_per_s'))} GB/s{more}: it goes {_WAY[text(worst, 'lane_kind')]}, "
+            f"where {_COULD[expected]}{spared}",
+            remedy=_BY_TCP.format(agent=agent.name)
+            if text(worst, "lane") == "mooncake"
+            else _MAKE_IT[expected].format(agent=agent.name),
+        )
+
+
+_WAY = {"cuda_ipc": "by CUDA IPC", "rdma": "by RDMA", "tcp through the host": "through the host, and by TCP"}
+_COULD = {"cuda_ipc": "GPUs of one host reach each other (cuda_ipc)", "rdma": "this host has RDMA devices"}
+_MAKE_IT = {
+    "cuda_ipc": "let UCX_TLS have cuda_ipc, show both processes both GPUs (CUDA_VISIBLE_DEVICES), run their "
+    "containers with --ipc=host --pid=host, and allocate pools without expandable_segments; then `kvctl peers probe "
+    "{agent}`",
+    "rdma": "`modprobe nvidia-peermem` (or the driver's open kernel modules, for dma-buf), and let UCX_TLS have rc and "
+    "cuda_copy, UCX_NET_DEVICES the card next to the GPU; then `kvctl peers probe {agent}`",
+}
+_BY_TCP = (
+    "Mooncake over TCP copies through the host: `transport=nixl`, or transport_params protocol=nvlink_intra or rdma "
+    "where its wheel and this host have it; then `kvctl peers probe {agent}`"
+)
+
+
 def _probed(snapshot: Snapshot, agent: Agent, row: Row) -> bool:
     """Whether this lane was measured long after both its ends came up."""
     age = number(row, "lane_measured_age_ns")
@@ -114,9 +168,12 @@ LANE_SLOW = Code(
     "slower one without a word: different PID or IPC namespaces disable cuda_ipc and shared memory, UCX_TLS or "
     "UCX_NET_DEVICES exclude the fast device. A lane is called slow when one writer's parts are five times longer on "
     "the wire than its fellows', by part and by byte, or when kvctl peers probe measured a lane within one host far "
-    "below the speed of memory.",
+    "below the speed of memory. No engine says what carries bytes between GPUs, so it is inferred from the measured "
+    "rate: CUDA IPC over NVLink runs at hundreds of GB/s, a copy through the host at one or two. Such a lane is called "
+    "slow when the hardware has a better way: CUDA IPC within a host, RDMA from a host with such devices.",
     remedy="Measure the lane with kvctl peers probe; compare UCX_TLS, UCX_NET_DEVICES, namespaces and devices of the "
-    "two hosts with a pair that is fast (kvctl doctor).",
+    "two hosts with a pair that is fast (kvctl doctor). Between GPUs: UCX_TLS with cuda_ipc, both GPUs visible to both "
+    "processes (CUDA_VISIBLE_DEVICES), containers with --ipc=host --pid=host; nvidia-peermem for RDMA.",
     severity=Severity.WARNING,
     find=_slow,
     alert=f"max({_WIRE}) > 5 * min({_WIRE}) and max({_WIRE}) > 0.1",

@@ -285,6 +285,10 @@ class Fleet:
             "lane_gb_per_s": 6.0 if role(name) == "prefill" else None,
             "lane_descriptor_ns": 900 if role(name) == "prefill" else None,
             "lane_measured_age_ns": 590 * S if role(name) == "prefill" else None,
+            "lane_kind": None,
+            "lane_expected": None,
+            "lane_direct": None,
+            "lane_why_not": None,
             "same_host": True,
         }
 

@@ -122,6 +122,42 @@ def test_a_slow_lane_within_a_host():
     assert fleet.examine() == []
 
 
+def between_gpus(fleet: Fleet, **fields: object) -> None:
+    measured = {"lane_gb_per_s": 0.58, "lane_measured_age_ns": 20 * S, "lane_kind": "tcp through the host"}
+    fleet.peer("prefill-0", "decode-1", **(measured | {"lane_expected": "cuda_ipc"} | fields))
+
+
+def test_a_lane_between_gpus_that_goes_through_the_host():
+    fleet = Fleet()
+    between_gpus(fleet, lane_measured_age_ns=590 * S)
+    assert fleet.examine() == []  # measured while it came up
+    between_gpus(fleet)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.evidence["slow_to"]) == ("KV_LANE_SLOW", "prefill-0", ["decode-1"])
+    assert (found.evidence["lane_kind"], found.evidence["lane_gb_per_s"]) == ("tcp through the host", 0.58)
+    assert "0.58 GB/s: it goes through the host" in found.cause
+    assert "cuda_ipc" in found.remedy
+    assert "CUDA_VISIBLE_DEVICES" in found.remedy
+    between_gpus(fleet, lane_direct="nvlink")
+    assert "parts that go direct are spared" in fleet.examine()[0].cause
+
+
+def test_a_lane_between_gpus_as_fast_as_its_hardware():
+    fleet = Fleet()
+    between_gpus(fleet, lane_gb_per_s=0.2, lane_kind="tcp through the host", lane_expected="tcp through the host")
+    assert fleet.examine() == []  # nor is the speed of the host's memory a measure
+    between_gpus(fleet, lane_gb_per_s=373.0, lane_kind="cuda_ipc")
+    assert fleet.examine() == []
+
+
+def test_each_way_that_gpus_could_go_has_its_remedy():
+    fleet = Fleet()
+    between_gpus(fleet, lane_expected="rdma", same_host=False)
+    assert "nvidia-peermem" in fleet.examine()[0].remedy
+    between_gpus(fleet, lane="mooncake", lane_gb_per_s=2.2)
+    assert "transport=nixl" in fleet.examine()[0].remedy
+
+
 def test_too_many_descriptors():
     before, fleet = Fleet(), Fleet()
     for metric, value in (("descriptors", 400_000), ("writes", 40), ("part_bytes", 400_000 * 512)):

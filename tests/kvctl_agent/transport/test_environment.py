@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvctl_agent.errors import ConfigError
 from kvctl_agent.transport import environment, prepare_environment
 
 NAMES = (
@@ -53,3 +54,18 @@ def test_keeps_the_ib_module_where_there_is_an_rdma_device(tmp_path: Path) -> No
 def test_an_empty_device_directory_is_no_device(tmp_path: Path) -> None:
     (tmp_path / "infiniband").mkdir()
     assert prepare_environment()["UCX_MODULES"] == "^ib"
+
+
+@pytest.mark.parametrize("lanes", ["all", "^ib", "tcp,cuda", "sm,cuda_copy,cuda_ipc", None])
+def test_lanes_that_reach_a_gpu_are_fine(lanes: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    if lanes:
+        monkeypatch.setenv("UCX_TLS", lanes)
+    environment.require_cuda_lanes()
+
+
+@pytest.mark.parametrize("lanes", ["tcp,self", "cuda_ipc", "rc,sm"])
+def test_lanes_that_reach_none_are_refused(lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", lanes)
+    with pytest.raises(ConfigError, match=f"UCX_TLS={lanes} keeps UCX from GPU memory: .* add cuda"):
+        environment.require_cuda_lanes()

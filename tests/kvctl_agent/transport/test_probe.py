@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvctl_agent.contract.lane import LaneCost
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport import Region
 from kvctl_agent.transport.probe import measure_lane
@@ -49,6 +51,31 @@ def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best:
 
     at_best(took_s, 0.6)  # 0.3 s on a machine of its own
     assert two.collect(1, timeout_s=0.05) == []
+
+
+class Recorder:
+    """A transport whose writes are done at once, or take a while."""
+
+    def __init__(self, gb_per_s: float) -> None:
+        self._gb_per_s = gb_per_s
+        self.largest = 0
+
+    def write(self, peer: str, here: np.ndarray, there: np.ndarray, sizes: np.ndarray, tag: bytes | None) -> Any:
+        nbytes = int(sizes.sum())
+        self.largest = max(self.largest, nbytes)
+        until = time.perf_counter() + nbytes / self._gb_per_s / 1e9
+        return SimpleNamespace(poll=lambda: time.perf_counter() >= until, release=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("device", "gb_per_s", "largest"), [(0, 300.0, 256 << 20), (0, 1.0, 16 << 20), (HOST, 300.0, 16 << 20)]
+)
+def test_between_gpus_the_large_write_is_larger_where_the_lane_is_fast(
+    device: int, gb_per_s: float, largest: int
+) -> None:
+    lane = Recorder(gb_per_s)
+    cost = measure_lane(lane, "two", Region(1 << 40, 1 << 30, device), Region(1 << 41, 1 << 30), None, 1)
+    assert (lane.largest, cost.big_bytes) == (largest, largest)
 
 
 def test_too_little_memory_is_refused(crew: Any) -> None:
