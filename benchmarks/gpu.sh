@@ -3,7 +3,7 @@
 #     benchmarks/gpu.sh SITE_ARCHIVE OUT [SECONDS] [PARTS]
 # OUT gets a log, JSON and a table of each part; SECONDS (default 1500) bounds the last part, the list of benches.
 # PARTS, joined by commas, in this order: tests (the suite that needs a GPU), copies (kernels against the driver's own
-# copies), engines (NIXL and Mooncake with GPU memory), list (`kvctl bench` as docs/performance.md has it) or list=NAMES.
+# copies), engines (NIXL and Mooncake with GPU memory), list (`kvctl bench` as docs/performance.md has it) or list=NAMES (joined by +).
 # Needs python3 3.12 with torch, triton, cuda-bindings, click, rich, pytest; root, once, for Mooncake's libraries.
 set -euo pipefail
 
@@ -18,7 +18,7 @@ parts=${4:-tests,copies,engines,list}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "$out"
 
-site=${KVCTL_GPU_SITE:-${TMPDIR:-/tmp}/kvctl-gpu-site}
+site=${GPU_SITE:-${TMPDIR:-/tmp}/kvctl-gpu-site}
 if [[ ! -e $site/.unpacked ]]; then
     mkdir -p "$site"
     tar -xJf "$archive" -C "$site"
@@ -27,7 +27,7 @@ if [[ ! -e $site/.unpacked ]]; then
 fi
 export LD_LIBRARY_PATH=$site/root/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 
 status=0
 part() { # NAME COMMAND...: run it if it was asked for, into its log
@@ -42,7 +42,7 @@ nvidia-smi --query-gpu=index,name,driver_version,memory.total --format=csv,nohea
 part tests python3 -m pytest -q -p no:cacheprovider tests/kvctl_agent/device/test_on_gpu.py
 part copies python3 benchmarks/gpu_copies.py --save "$out/copies.json"
 part engines python3 benchmarks/gpu_engines.py --save "$out/engines.json"
-only=$(grep -o 'list=[^,]*' <<<"$parts" | cut -d= -f2 | tr + ,) || true
+only=$(grep -o "list=[^,]*" <<<"$parts" | cut -d= -f2 | tr + ,) || true
 second_gpu=$(($(wc -l <"$out/gpus.txt") > 1 ? 1 : 0))
 part list python3 benchmarks/gpu_list.py --seconds "$seconds" --out "$out" --decode-gpus "$second_gpu" ${only:+--only "$only"}
 exit $status

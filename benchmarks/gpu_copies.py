@@ -181,9 +181,8 @@ def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
     for case in CASES:
         with closing(Bench(device, case)) as bench:
             bench.verify()
-            rate = copy_gb_per_s(
-                device, bench.pool.regions()[0].addr, bench.pool.regions()[0].addr + (3 << 30), repeats
-            )
+            memory = bench.pool.regions()[0].addr
+            rate = copy_gb_per_s(device, memory, memory + FLOOR_BYTES, repeats)
             took = timed(bench.begin, repeats)
             yield row(case.name, bench.nbytes, took, bench.nbytes / rate / 1e3, case.most)
 
