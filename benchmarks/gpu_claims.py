@@ -147,7 +147,7 @@ _TIMES = "{:.2f} x"
 _BIG = "--model llama-3.1-70b --page-size 16 --page-order random"
 _TINY = "--layers 2 --kv-heads 4 --head-dim 16 --page-size 16"
 _SWEEP = "--preset pipeline-sweep --sweep tokens=1024,2048,4096,8192,16384"
-_TINY_SWEEP = "--model llama-3.1-8b --layers 4 --kv-heads 2 --head-dim 16 --path staged --pipeline off,2 --layer-ms 1"
+_TINY_SWEEP = "--model llama-3.1-8b --layers 4 --kv-heads 2 --head-dim 16 --path staged --pipeline off,on --layer-ms 1"
 _SLOWDOWNS = tuple(
     Claim(f"compute slowed down, {path}, pipeline {how}", slowdown(path, how), show=_PERCENT)
     for path in ("staged", "direct")

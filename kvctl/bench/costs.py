@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvctl.bench.passages import Finished
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.contract.rig import PlannedRank, Ready, RunReport
 
 STAGED = "staged"
@@ -57,12 +58,12 @@ class Costs:
 
     @property
     def rss_overhead_bytes(self) -> int | None:
-        """The same beyond the rank's own pool, ring and staging buffers; None where those are not known."""
+        """The same beyond the rank's own pool, ring and staging buffers; None where those are not known, or on a GPU."""
         beyond = [
             report["peak_rss_bytes"] - ready["pool_bytes"] - ready["ring_bytes"] - ready["staging_bytes"]
             for role in ("prefill", "decode")
             for name, report in self._reports(role)
-            if (ready := self._ready.get(name)) is not None
+            if (ready := self._ready.get(name)) is not None and self._names[name]["device"] == HOST
         ]
         return max(beyond, default=None)
 

@@ -10,7 +10,7 @@ from kvctl.bench.lives import layer_groups, ring_lives, room_lives, typical
 from kvctl.bench.passages import Finished, Passage
 from kvctl_agent.contract.rig import Room
 
-NAMES: Any = {"prefill-0": {"role": "prefill"}, "decode-0": {"role": "decode"}}
+NAMES: Any = {"prefill-0": {"role": "prefill", "device": -1}, "decode-0": {"role": "decode", "device": -1}}
 PLAN: Any = {"transport": "nixl", "loads": [{"concurrency": 4}]}
 CASE = Case(0, "staged", "on", 1.0)
 

@@ -16,14 +16,15 @@ from kvctl.bench.prompts import Prompt, Traffic
 from kvctl.bench.results import Results
 from kvctl.bench.traffic import Source
 from kvctl.bench.variants import Variant
-from kvctl.bench.views import BENCH, PLAN, blocks, plan_rows
+from kvctl.bench.views import BENCH, PLAN, blocks, plan_rows, plan_table
 from kvctl.views.report import Grid
 from kvctl.views.selection import Selection, table_columns
 from kvctl.views.terminal import render
+from kvctl.views.view import Width
 from kvctl_agent.contract.rig import PlanRequest, Room, Sizes
 
 MS = 1_000_000
-NAMES: Any = {"prefill-0": {"role": "prefill"}, "decode-0": {"role": "decode"}}
+NAMES: Any = {"prefill-0": {"role": "prefill", "device": -1}, "decode-0": {"role": "decode", "device": -1}}
 SHAPE: dict[str, Any] = {
     "model": "",
     "kind": "mha",
@@ -37,7 +38,14 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def plan(transport: str = "nixl", arrival_ms: float | None = None, prefix_tokens: int = 0, **shape: Any) -> Any:
+def plan(
+    transport: str = "nixl",
+    arrival_ms: float | None = None,
+    prefix_tokens: int = 0,
+    gpus: tuple[int, int] = (-1, -1),
+    compute: str = "sleep",
+    **shape: Any,
+) -> Any:
     room = {"tokens": 64, "prefix_tokens": prefix_tokens, "output_tokens": 5, "bytes": 1000, "decode_dp": 0}
     load = {
         "concurrency": 1,
@@ -53,10 +61,10 @@ def plan(transport: str = "nixl", arrival_ms: float | None = None, prefix_tokens
         "page_size": 16,
         "page_order": "random",
         "transport": transport,
-        "device": "cpu",
-        "compute": "sleep",
-        "ranks": [],
-        "paths": ["slice", "staged"],
+        "device": "cpu" if gpus[0] < 0 else "cuda",
+        "compute": compute,
+        "ranks": [{"role": role, "device": gpu} for role, gpu in zip(("prefill", "decode"), gpus, strict=True)],
+        "paths": ["slice", "staged", "direct", "auto"],
         "pipelines": ["off", "on"],
         "cp_mode": "rank0",
         "loads": [load],
@@ -102,7 +110,8 @@ class SessionOnPaper:
         return []
 
     def gpus(self) -> dict[int, Any]:
-        return {}
+        used = sorted({rank["device"] for rank in self.results.plan["ranks"]})
+        return {number: {"name": "NVIDIA H200", "driver": "580", "cuda": "13.0"} for number in used if number >= 0}
 
 
 def measured(*laps: Lap, label: str = "", transport: str = "nixl", fleet: str = "", **planned: Any) -> Measured:
@@ -272,3 +281,90 @@ class TestObserved:
 
     def test_is_nothing_where_nobody_watched(self) -> None:
         assert "status -w" not in shown(outcome(measured(lap(self.ALONE))))
+
+
+class TestOnGpus:
+    """Floors, copies and compute of GPUs: what rows, captions and the saved document say of them."""
+
+    PATHS = ("slice", "staged", "direct", "auto")
+
+    def fleet(self, peer: float | None = 2.0, gpus: tuple[int, int] = (0, 1), **planned: Any) -> Measured:
+        laps = [lap(Case(0, path), latency) for path, latency in zip(self.PATHS, (40, 4, 2, 2), strict=True)]
+        fleet = measured(*laps, gpus=gpus, **planned)
+        floors = {"write": 3.0, "device": 5.0, **({"peer": peer} if peer else {})}
+        for kind, figure in floors.items():
+            fleet.session.results.floors[kind].append(figure)
+        return fleet
+
+    def test_a_rooms_latency_is_held_against_one_copy_of_as_many_bytes(self):
+        rows = outcome(self.fleet(peer=2e-3)).rows()  # 1,000 bytes at 2e-3 GB/s: 0.5 ms
+        assert [row["floor_ratio"] for row in rows] == pytest.approx([80, 8, 4, 4])
+        assert {row["device"] for row in rows} == {"cuda"}
+        assert rows[2]["p2p_ratio"] == pytest.approx(rows[2]["gb_per_s"] / 2e-3)
+        assert rows[2]["device_copy_ratio"] == pytest.approx(rows[2]["gb_per_s"] / 5)
+        assert rows[2]["memcpy_ratio"] is None
+
+    @pytest.mark.parametrize(("gpus", "floor_ms"), [((0, 0), 2e-4), ((0, 1), None)])
+    def test_without_a_mapping_a_gpu_has_its_own_copy_and_two_have_none(
+        self, gpus: tuple[int, int], floor_ms: float | None
+    ):
+        row = outcome(self.fleet(None, gpus)).rows()[0]
+        assert row["floor_ratio"] == (pytest.approx(40 / floor_ms) if floor_ms else None)
+
+    def test_on_hosts_there_is_no_such_floor(self):
+        row = outcome(self.fleet(gpus=(-1, -1))).rows()[0]
+        assert (row["floor_ratio"], row["compute_slowdown_ratio"]) == (None, None)
+
+    def test_the_document_has_the_floors_and_the_gpus(self):
+        document = outcome(self.fleet()).document()
+        assert document["floors"]["memcpy_gb_per_s"] is None
+        assert document["floors"]["transport_write_gb_per_s"] == 3
+        assert (document["floors"]["device_copy_gb_per_s"], document["floors"]["p2p_gb_per_s"]) == (5, 2)
+        assert document["env"]["device"] == "0: NVIDIA H200, 1: NVIDIA H200"
+        assert (document["env"]["driver"], document["env"]["cuda"]) == ("580", "13.0")
+        assert {"triton", "cuda_bindings"} <= set(document["env"])
+
+    def test_people_see_four_paths_beside_each_other_with_the_floors(self):
+        text = shown(outcome(self.fleet(peer=2e-3)))
+        assert "prefill on GPU 0, decode on GPU 1 (NVIDIA H200)\n" in text
+        (header,) = (line for line in text.splitlines() if "direct" in line)
+        assert header.split() == "slice staged Δ slice direct Δ slice auto Δ slice".split()
+        (floor,) = (line for line in text.splitlines() if line.startswith("latency, times one copy's"))
+        assert floor.split()[4:] == ["80", "8", "-90%", "4", "-95%", "4", "-95%"]
+        assert "copy within the GPU 5 GB/s, to the decode rank's 0.002 GB/s, one write over nixl 3 GB/s" in text
+        assert "memcpy" not in text
+
+    def test_compute_beside_transfers_is_held_against_compute_alone(self):
+        case = Case(0, "direct", "on")
+        busy = lap(case)
+        busy.reports["prefill-0"]["compute_alone"] = [[0, 16 * MS]]
+        whole = outcome(measured(busy, gpus=(0, 1), compute="gpu"))
+        (row,) = whole.rows()
+        assert row["compute_slowdown_ratio"] == pytest.approx(0.25)
+        text = shown(whole)
+        assert "forwards computed for real" in text
+        assert "compute slowed down by" in text
+        assert "TTFT mean" in text
+
+    def test_rooms_that_there_was_no_time_for_are_told(self):
+        fleet = measured(lap(Case(0, "slice")), gpus=(0, 1))
+        fleet.session.results.plan["loads"][0]["lots"] = [[0, 1], [1, 9]]
+        assert "rooms left out because of --point-seconds: slice 1 of 9 in 1 run" in shown(outcome(fleet))
+
+
+def test_a_plan_on_gpus_tells_which_rank_is_where():
+    share = {"instance": 0, "writer": 0, "reader": 0, "segment": "kv"}
+    ranks = [{"instance": 0, "unique": 0, "device": 0}, {"instance": -1, "unique": 0, "device": 1}]
+    planned: Any = {"shares": [share], "ranks": ranks}
+    (row,) = rows = plan_rows(planned, "")
+    assert (row["writer_gpu"], row["reader_gpu"]) == (0, 1)
+    assert [column.name for column in plan_table(rows).columns if column.width is Width.CORE][:4] == [
+        "writer",
+        "writer_gpu",
+        "reader",
+        "reader_gpu",
+    ]
+    planned["ranks"] = [{**rank, "device": -1} for rank in ranks]
+    rows = plan_rows(planned, "")
+    assert rows[0]["writer_gpu"] is None
+    assert "direct" not in [column.name for column in plan_table(rows).columns if column.width is Width.CORE]

@@ -23,10 +23,10 @@ from kvctl_agent.contract.rig import Mismatch, Plan, PlanRequest, Room, RunRepor
 MS = 1_000_000
 GB = 10**9
 NAMES: dict[str, Any] = {
-    "prefill-0": {"role": "prefill"},
-    "prefill-1": {"role": "prefill"},
-    "decode-0": {"role": "decode"},
-    "decode-1": {"role": "decode"},
+    "prefill-0": {"role": "prefill", "device": -1},
+    "prefill-1": {"role": "prefill", "device": -1},
+    "decode-0": {"role": "decode", "device": -1},
+    "decode-1": {"role": "decode", "device": -1},
 }
 
 
