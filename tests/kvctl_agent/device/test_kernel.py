@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interpreted import interpret
+from interpreted import launch
 
 from kvctl_agent.device.base import Batch, Geometry
 from kvctl_agent.device.tables import split, table_bytes
@@ -18,14 +18,6 @@ from kvctl_agent.errors import DeviceError
 
 GATHER, SCATTER, DIRECT = (True, False), (False, True), (True, True)
 SMALL = Tile(1024, 1)
-
-
-def launch(batch: Batch, pages: np.ndarray, tile: Tile = SMALL, programs: int = 3) -> None:
-    """One batch, as `CudaCopies` does it."""
-    blocks = np.ascontiguousarray(batch.blocks)
-    chosen = variant(batch.geometry, int(np.bitwise_or.reduce(blocks[:, :2], axis=None)), tile)
-    tiles = chosen.tiles(int(blocks[:, 4].max()))
-    interpret(chosen, programs, blocks.ctypes.data, pages.ctypes.data, len(blocks) * tiles, tiles)
 
 
 def row_by_row(batch: Batch, pages: np.ndarray) -> None:
@@ -113,7 +105,7 @@ def compare(batch: Batch, pages: np.ndarray, target: Side, **how: Any) -> None:
     row_by_row(batch, pages)
     wanted = target.memory.copy()
     target.memory[:] = before
-    launch(batch, pages, **how)
+    launch(batch, pages, **{"tile": SMALL, **how})
     assert np.array_equal(target.memory, wanted)
     assert not np.array_equal(before, wanted)
 
