@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kvctl_agent.device.base import Batch, Geometry
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.shape import Plane
 from kvctl_agent.memory.addresses import SegmentAddresses
 
@@ -92,6 +93,12 @@ class BlockTable:
     ) -> list[Batch]:
         each = [Batch(geometry, made[kinds == kind]) for kind, geometry in enumerate(geometries)]
         return [batch for batch in each if len(batch.blocks)]
+
+
+def gathers_between(ours: Held, theirs: Held) -> set[Geometry]:
+    """Geometries of all that we can have to gather for a peer, to compile ahead."""
+    heads = min(ours.head_hi, theirs.head_hi) - max(ours.head_lo, theirs.head_lo)
+    return {_gather(plane, heads, ours.heads) for plane in ours.segment.planes} if heads > 0 else set()
 
 
 def _gather(plane: Plane, heads: int, of: int) -> Geometry:

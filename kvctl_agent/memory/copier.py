@@ -65,7 +65,11 @@ class Copier(Protocol):
         ...
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        """Compile ahead what parts of these local heads need, and wait for it; nothing on the host."""
+        """Compile ahead what scatters to these local heads need, and wait for it; nothing on the host.
+
+        Raises:
+            DeviceError: it does not compile.
+        """
         ...
 
     def close(self) -> None:

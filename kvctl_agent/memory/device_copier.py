@@ -71,8 +71,7 @@ class DeviceCopier:
         return self._copies.begin(_together(found), lists[0] if len(lists) == 1 else np.concatenate(lists))
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        table = memory.block_table(head, heads)
-        self._copies.prepare([*table.gathers, *table.scatters])
+        self._copies.prepare(memory.block_table(head, heads).scatters)
 
     def close(self) -> None:
         self._copies.close()

@@ -4,8 +4,8 @@ Engines have no way to wake us, so it looks: often while bytes are expected, sel
 10 µs, and several ranks share a core, so the pause grows with the time since the last arrival. The pause is part of a
 writer's latency too: UCX acknowledges a flushed write only when the reader looks.
 
-A scatter on a device is begun and then looked for, too, while tags go on being heard: without a pause while it is young,
-since most take less than a pause would, and with short ones afterwards.
+A scatter on a device is begun and then looked for, too, while tags go on being heard: without a pause while it is
+young, since most take less than a pause would, and with short ones afterwards.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvctl_agent.memory.copier import Copier, Landed, Work
 from kvctl_agent.memory.digest import aux_digest, part_digest
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
@@ -32,6 +33,7 @@ _SHORTEST_S = 50e-6  # a room that is alone; with more in flight none of them wa
 _MANY_ROOMS = 8
 _LONGEST_S = 1e-3
 _SHARE_OF_SILENCE = 1 / 8
+_RANKS = (8, 4, 2, 1)  # of writers that share our heads
 _YOUNG_S = 200e-6
 _COPYING_S = 20e-6
 _RECORD_EVERY_NS = 60_000_000_000  # an engine that stays broken must not fill the recorder
@@ -74,6 +76,8 @@ class ArrivalLoop:
         self._report = report
         self._telemetry = telemetry
         self._orders: SimpleQueue[Scatter | Check | None] = SimpleQueue()
+        held = [(memory, memory.held.heads) for memory in pool.segments if memory.blocks]
+        self._ahead = [(memory, heads // ranks) for memory, heads in held for ranks in _RANKS if heads % ranks == 0]
         self._begun: list[_Begun] = []
         self._begun_s = 0.0  # when the last of them was
         self._rooms = 0
@@ -111,6 +115,15 @@ class ArrivalLoop:
             self._end()
             if orders:
                 heard = time.monotonic()
+            elif not self._rooms and self._ahead:
+                self._prepare(*self._ahead.pop())
+
+    def _prepare(self, memory: SegmentMemory, heads: int) -> None:
+        """Before the first room comes, and not in the middle of it: for writers that have so many of our heads."""
+        try:
+            self._copier.prepare(memory, 0, heads)
+        except DeviceError as error:
+            self._telemetry.recorder.record("device", f"a copy kernel could not be compiled: {error}", "error")
 
     def _pause(self, heard: float) -> float:
         """Seconds until the next look, where no order comes before."""

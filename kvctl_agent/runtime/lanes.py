@@ -16,11 +16,12 @@ from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.memory.addresses import PoolAddresses
+from kvctl_agent.memory.block_table import gathers_between
 from kvctl_agent.memory.buffers import StagingBuffers
 from kvctl_agent.memory.floor import halves_gb_per_s
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.slab import Slab
-from kvctl_agent.paths.base import DIRECT, Lane
+from kvctl_agent.paths.base import BULK, SLICE, Lane
 from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.paths.chooser import AUTO, Chooser, DirectCost
 from kvctl_agent.paths.device_calibration import measure_device_copies, measure_direct
@@ -32,7 +33,7 @@ from kvctl_agent.runtime.reach import reach
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.recorder import FlightRecorder
 from kvctl_agent.transport.base import Region, Transport
-from kvctl_agent.transport.probe import BIG_BYTES, LEAST_ROUNDS, measure_lane
+from kvctl_agent.transport.probe import LEAST_ROUNDS, measure_lane
 
 _MEASURE_S = 10.0
 _COPIES_BYTES = 64 << 20  # larger than the caches
@@ -188,7 +189,7 @@ class Lanes:
         if lane is None:
             known = ", ".join(sorted(self.by_peer)) or "none"
             raise LocalProtocolError(f"{self._name} is not connected to {peer!r:.80}; connected: {known}")
-        return self._begin(worker, lane, lambda lane: self._measure(lane, big_bytes or BIG_BYTES, least_rounds=1))
+        return self._begin(worker, lane, lambda lane: self._measure(lane, big_bytes, least_rounds=1))
 
     def _begin(self, worker: TransferWorker, lane: Lane, measure: Callable[..., LaneCost]) -> Measuring:
         measuring = Measuring(lane, measure)
@@ -200,7 +201,7 @@ class Lanes:
 
         On a device they wait for its compiler, too, and not in the middle of a part.
         """
-        if self._pool.device is not None and worker is not None and self._chooser.path in (AUTO, DIRECT):
+        if self._pool.device is not None and worker is not None and self._chooser.path not in (BULK, SLICE):
             worker.put(self._compile)
         costs_decide = self._chooser.path == AUTO and self._chooser.staging == "auto"
         if costs_decide and worker is not None and self.by_peer and not self._calibrating:
@@ -261,7 +262,12 @@ class Lanes:
     def _compile(self) -> None:
         """On a worker: every kernel that parts on the lanes so far can need."""
         device = self._pool.device
-        wanted = {each for lane in list(self.by_peer.values()) if lane.mapping for each in geometries(lane.segments)}
+        wanted: set[Geometry] = set()
+        for lane in list(self.by_peer.values()):
+            for segment in lane.segments:
+                wanted |= gathers_between(segment.ours.held, segment.theirs.held)
+            if lane.mapping:
+                wanted |= geometries(lane.segments)
         if device is None or not wanted - self._compiled:
             return
         copies = device.copies()
@@ -269,7 +275,7 @@ class Lanes:
             copies.prepare(sorted(wanted - self._compiled))
             self._compiled |= wanted
         except KvctlError as error:
-            self._recorder.record("direct", f"its kernels could not be compiled: {error}", "error")
+            self._recorder.record("device", f"its kernels could not be compiled: {error}", "error")
         finally:
             copies.close()
 
@@ -278,7 +284,7 @@ class Lanes:
             return lane
         raise LocalProtocolError(f"{self._name} has no lane to measure: no peer is connected")
 
-    def _measure(self, lane: Lane, big_bytes: int = BIG_BYTES, least_rounds: int = LEAST_ROUNDS) -> LaneCost:
+    def _measure(self, lane: Lane, big_bytes: int | None = None, least_rounds: int = LEAST_ROUNDS) -> LaneCost:
         scratch = self._scratch.get(lane.peer)
         if scratch is None or not scratch.nbytes or self._buffers is None:
             raise LocalProtocolError(f"{lane.peer} offers no scratch memory to measure the lane with")

@@ -14,6 +14,7 @@ from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.shape import Plane, Segment
+from kvctl_agent.memory.block_table import gathers_between
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copier import Landed, Work
 from kvctl_agent.memory.crew import CopyCrew
@@ -151,8 +152,9 @@ class TestLaunches:
             assert sum(len(batch.blocks) for batch in scatter.batches) == 2 * blocks
             assert scatter.pages.tolist() == PAGES.tolist() * 2
             copier.prepare(memory, 2, 2)
-            used = [batch.geometry for begun in device.begun for batch in begun.batches]
-            assert device.prepared == used
+            assert device.prepared == [batch.geometry for batch in scatter.batches]
+            two = memory.held._replace(head_lo=2, head_hi=4)
+            assert gathers_between(memory.held, two) == {batch.geometry for batch in gather.batches}
             copier.close()
 
     def test_whole_pages_are_one_wide_row(self, device: HostDevice) -> None:
@@ -160,10 +162,10 @@ class TestLaunches:
         with filled(PLANES["K and V alike"], device) as memory:
             copier.prepare(memory, 0, HEADS)
             page = 4 * HEADS * 32
-            assert device.prepared == [
-                Geometry(1, page, page, page, True, False),
-                Geometry(1, page, page, page, False, True),
-            ]
+            assert device.prepared == [Geometry(1, page, page, page, False, True)]
+            assert gathers_between(memory.held, memory.held) == {Geometry(1, page, page, page, True, False)}
+            elsewhere = memory.held._replace(head_lo=HEADS, head_hi=2 * HEADS)
+            assert gathers_between(memory.held, elsewhere) == set()
 
 
 class TestRefusal:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import Empty, Queue
 from typing import Any
 
 import numpy as np
 import pytest
+from host_device import HostDevice, at
+from msgspec.structs import replace
 
 from kvctl_agent.errors import TransportError
 from kvctl_agent.layout.holding import held
@@ -17,14 +20,16 @@ from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.share import Share
 from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.copy import gather_piece
 from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.digest import part_digest
 from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.memory.parts import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
-from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scattered
+from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scattered, ScatterFailed
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.arrivals import ArrivalLoop
 from kvctl_agent.telemetry.hub import Telemetry
@@ -53,17 +58,18 @@ class Tags:
 
 
 class Rig:
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, device: HostDevice | None = None) -> None:
         self.tags = Tags()
-        self.pool = KVPool.allocate(held(SHAPE, 4, Side(), Coord(0, 0, 0, 0)), 4, 16)
-        self.ring = RingMemory(1 << 20)
+        self.pool = KVPool.allocate(held(SHAPE, 4, Side(), Coord(0, 0, 0, 0)), 4, 16, device=device)
+        self.ring = RingMemory(1 << 20, device)
+        self.copier: Copier = HostCopier(CopyCrew(1)) if device is None else DeviceCopier(device.copies())
         self.reported: Queue[Any] = Queue()
         self.loop = ArrivalLoop(
             "arrivals",
             self.tags,
             self.pool,
             self.ring,
-            HostCopier(CopyCrew(1)),
+            self.copier,
             lambda *events: [self.reported.put(event) for event in events],
             telemetry,
         )  # type: ignore[arg-type]
@@ -80,10 +86,27 @@ class Rig:
 
 @pytest.fixture
 def rig(telemetry: Telemetry) -> Iterator[Rig]:
-    rig = Rig(telemetry)
+    with running(Rig(telemetry)) as rig:
+        yield rig
+
+
+@pytest.fixture
+def device() -> HostDevice:
+    return HostDevice()
+
+
+@pytest.fixture
+def on_device(telemetry: Telemetry, device: HostDevice) -> Iterator[Rig]:
+    with running(Rig(telemetry, device)) as rig:
+        yield rig
+
+
+@contextmanager
+def running(rig: Rig) -> Iterator[Rig]:
     rig.loop.start()
     yield rig
     assert rig.loop.close(60)
+    rig.copier.close()
     rig.ring.close()
     rig.pool.close()
 
@@ -149,14 +172,16 @@ def test_expecting_wakes_it_from_its_long_pause(rig: Rig, at_best: AtBest) -> No
 
 
 class TestScatter:
-    def test_a_landed_part_is_copied_to_exactly_its_pages(self, rig: Rig) -> None:
+    @pytest.mark.parametrize("where", ["rig", "on_device"])
+    def test_a_landed_part_is_copied_to_exactly_its_pages(self, where: str, request: pytest.FixtureRequest) -> None:
+        rig: Rig = request.getfixturevalue(where)
         source = KVPool.allocate(held(SHAPE, 4, Side(tp=2), Coord(0, 0, 0, 0)), 4, 16)
         random = np.random.default_rng(1)
         for layer in range(4):
             for block in source.segments[0].blocks[layer]:
                 block.array()[:] = random.integers(0, 256, block.nbytes, np.uint8)
         part = PartLayout(1, 2, 2, (4 * 2 * 16, 4 * 2 * 12))
-        region = rig.ring.view(512, part.region_bytes).array
+        region = at(rig.ring.addr + 512, part.region_bytes)
         for piece in part.pieces():
             gather_piece(piece, RowIndex(source.segments[0], np.array([5, 2], np.int32), 0, 2), region[piece.offset :])
         rig.loop.put(scatter())
@@ -195,6 +220,69 @@ class TestScatter:
         assert found.found == part_digest(rig.pool, order.share, pages, 2, 1, 3)
         errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
         assert [(row["kind"], row["room"]) for row in errors] == [("check", "7")]
+
+
+class TestOnADevice:
+    def test_parts_that_wait_together_are_one_launch(self, telemetry: Telemetry, device: HostDevice) -> None:
+        rig = Rig(telemetry, device)
+        for number in range(5):
+            rig.loop.put(replace(scatter(offset=number << 12), serial=number))
+        with running(rig):
+            assert [rig.report().serial for _ in range(5)] == [0, 1, 2, 3, 4]
+        assert len(device.begun) == 1
+
+    def test_tags_are_heard_while_a_copy_takes_its_time(self, telemetry: Telemetry, device: HostDevice) -> None:
+        device.slow = 1000
+        rig = Rig(telemetry, device)
+        rig.loop.put(scatter())
+        with running(rig):
+            while not device.begun:
+                time.sleep(0.001)
+            rig.tags.waiting = [TAG.pack()]
+            first, second = rig.report(), rig.report()
+        assert (type(first), type(second)) == (Arrived, Scattered)
+
+    def test_a_copy_that_fails_is_told_and_recorded(
+        self, on_device: Rig, device: HostDevice, telemetry: Telemetry
+    ) -> None:
+        device.fail_next = 1
+        on_device.loop.put(scatter())
+        failed = on_device.report()
+        assert isinstance(failed, ScatterFailed)
+        assert failed.serial == 21
+        assert "told to fail" in failed.text
+        on_device.loop.put(replace(scatter(), serial=22))
+        assert on_device.report().serial == 22
+        errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
+        assert [(row["kind"], row["room"]) for row in errors] == [("scatter", "7")]
+
+    def test_one_that_does_not_fit_spoils_no_other(self, telemetry: Telemetry, device: HostDevice) -> None:
+        rig = Rig(telemetry, device)
+        for order in (scatter(pages=(99,)), scatter()):
+            rig.loop.put(order)
+        with running(rig):
+            assert rig.report().serial == 21
+        assert len(device.begun) == 1
+
+    def test_what_writers_can_send_is_compiled_before_the_first_room(self, on_device: Rig, device: HostDevice) -> None:
+        deadline = time.monotonic() + 60
+        widths = {heads * head_bytes for heads in (1, 2) for head_bytes in (16, 12)}
+        while not widths <= {geometry.width for geometry in device.prepared}:
+            assert time.monotonic() < deadline, device.prepared
+            time.sleep(0.001)
+        assert {(geometry.src_paged, geometry.dst_paged) for geometry in device.prepared} == {(False, True)}
+
+    def test_close_waits_for_what_was_begun(self, telemetry: Telemetry, device: HostDevice) -> None:
+        device.slow = 200
+        rig = Rig(telemetry, device)
+        rig.loop.put(scatter())
+        rig.loop.start()
+        while not device.begun:
+            time.sleep(0.001)
+        assert rig.loop.close(60)
+        assert isinstance(rig.report(), Scattered)
+        for closing in (rig.copier, rig.ring, rig.pool):
+            closing.close()
 
 
 @pytest.mark.parametrize("error", [TransportError("the engine broke"), RuntimeError("a bug")])
