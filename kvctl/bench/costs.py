@@ -58,7 +58,7 @@ class Costs:
 
     @property
     def rss_overhead_bytes(self) -> int | None:
-        """The same beyond the rank's own pool, ring and staging buffers; None where those are not known, or on a GPU."""
+        """The same beyond the rank's own pool, ring and staging buffers; None where these are on a GPU or not known."""
         beyond = [
             report["peak_rss_bytes"] - ready["pool_bytes"] - ready["ring_bytes"] - ready["staging_bytes"]
             for role in ("prefill", "decode")

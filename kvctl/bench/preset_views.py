@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -169,8 +169,18 @@ CP = View(
 )
 
 
-def comparison_view(name: str, by: tuple[str, str], measures: Sequence[Measure], contestants: Sequence[str]) -> View:
-    """Columns for lines from `side_by_side`: each measure of each contestant, then Δ against the first of them."""
+def comparison_view(
+    name: str,
+    by: tuple[str, str],
+    measures: Sequence[Measure],
+    contestants: Sequence[str],
+    cut_short: Collection[str] = (),
+) -> View:
+    """Columns for lines from `side_by_side`: each measure of each contestant, then Δ against the first of them.
+
+    Args:
+        cut_short: contestants that did not run all rooms, so that people should see how many they ran.
+    """
     field, header = by
     columns = [Column(field, kind=Kind.COUNT, header=header)]
     for measure in measures:
@@ -193,6 +203,16 @@ def comparison_view(name: str, by: tuple[str, str], measures: Sequence[Measure],
                         header=f"Δ {measure.name}",
                     )
                 )
+    columns += [
+        Column(
+            f"{contestant}_rooms",
+            _rooms(contestant),
+            Kind.COUNT,
+            Width.CORE if contestant in cut_short else Width.WIDE,
+            header=f"{contestant} rooms",
+        )
+        for contestant in contestants
+    ]
     return View(f"bench-{name}", tuple(columns))
 
 
@@ -221,6 +241,14 @@ def _word(row: Row, field: str) -> str:
     if field == "observed":
         return "watched" if row[field] else "alone"
     return str(row[field])
+
+
+def _rooms(contestant: str) -> Callable[[Row], int | None]:
+    def value(line: Row) -> int | None:
+        run = line["runs"].get(contestant)
+        return None if run is None else int(run["rooms"])
+
+    return value
 
 
 def _of(contestant: str, measure: Measure) -> Value:

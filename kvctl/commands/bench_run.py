@@ -215,8 +215,10 @@ class BenchRun:
         if preset is None:
             return Report(BENCH, rows, answered=1, blocks=lambda kept, _width: picture(kept, view=None))
         if isinstance(preset.table, Comparison):
-            names = list(dict.fromkeys(contestants(rows)))
-            view = comparison_view(preset.name, preset.table.by, preset.table.measures, names)
+            named = list(zip(contestants(rows), rows, strict=True))
+            short = {name for name, row in named if row["rooms"] < row["planned_rooms"]}
+            names = list(dict.fromkeys(name for name, _ in named))
+            view = comparison_view(preset.name, preset.table.by, preset.table.measures, names, short)
             lines = side_by_side(rows, preset.table.by[0])
         else:
             view = preset.table

@@ -328,7 +328,7 @@ class TestOnGpus:
         text = shown(outcome(self.fleet(peer=2e-3)))
         assert "prefill on GPU 0, decode on GPU 1 (NVIDIA H200)\n" in text
         (header,) = (line for line in text.splitlines() if "direct" in line)
-        assert header.split() == "slice staged Δ slice direct Δ slice auto Δ slice".split()
+        assert header.split() == ["slice", "staged", "Δ", "slice", "direct", "Δ", "slice", "auto", "Δ", "slice"]
         (floor,) = (line for line in text.splitlines() if line.startswith("latency, times one copy's"))
         assert floor.split()[4:] == ["80", "8", "-90%", "4", "-95%", "4", "-95%"]
         assert "copy within the GPU 5 GB/s, to the decode rank's 0.002 GB/s, one write over nixl 3 GB/s" in text

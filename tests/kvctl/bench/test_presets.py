@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = {"tokens": Tokens(values=(1024,)), "concurrency": 4, 
 
 def row(path: str, concurrency: int = 4, **changes: Any) -> dict[str, Any]:
     figures = {"fleet": "", "transport": "nixl", "cp_mode": "rank0", "pipeline": "off", "tokens": 64}
-    measured = {"tokens_drawn": "64", "tokens_per_s": 100.0, "ttft_ms": {"mean": 8.0}}
+    measured = {"tokens_drawn": "64", "tokens_per_s": 100.0, "ttft_ms": {"mean": 8.0}, "rooms": 7}
     return {"path": path, "concurrency": concurrency, **figures, **measured, **changes}
 
 
@@ -90,9 +90,11 @@ def test_contestants_stand_side_by_side_with_the_change_against_the_first():
             "slice_ttft_ns",
             "staged_ttft_ns",
             "staged_ttft_delta_ratio",
+            "slice_rooms",
+            "staged_rooms",
         ],
-        ["4", "100.0", "250.0", "1.5", "8000000", "2000000", "-0.75"],
-        ["8", "100.0", "", "", "8000000", "", ""],
+        ["4", "100.0", "250.0", "1.5", "8000000", "2000000", "-0.75", "7", "7"],
+        ["8", "100.0", "", "", "8000000", "", "", "7", ""],
     ]
 
 
