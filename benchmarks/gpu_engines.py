@@ -1,0 +1,298 @@
+"""Print what NIXL and Mooncake make of GPU memory: one write of few large or many small descriptors, between processes.
+
+Usage: python benchmarks/gpu_engines.py [--from GPU] [--to GPU] [--engines nixl,mooncake] [--save FILE]
+
+Each line is one write by kvctl's own transport from a process with one GPU to one with the other, from post to
+complete, best of some; source and target slots are in random order, so that no descriptors merge, and every byte is
+verified. `--self-check` does the same with little memory, once, and for one pair of GPUs; `--rehearse` does that on
+host memory, without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kvctl_agent.contract.memory import HOST
+from kvctl_agent.device.registry import open_device
+from kvctl_agent.errors import DeviceError, KvctlError
+from kvctl_agent.transport import Region, Transport, open_transport, prepare_environment
+from kvctl_agent.transport.environment import has_infiniband
+from kvctl_agent.transport.lane_kind import lane_kind
+
+TOTAL_BYTES = 256 << 20
+SMALL_BYTES = 16 << 20
+SIZES = (TOTAL_BYTES, 256 << 10, 8 << 10)
+REPEATS = 4
+ANSWER_S = 60.0
+DUTY_S = 0.0005
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Cell(NamedTuple):
+    """One pair of processes."""
+
+    engine: str
+    source: int
+    target: int
+
+
+class Case(NamedTuple):
+    """One write; slots of both sides are in an order that follows from `seed`."""
+
+    descriptors: int
+    nbytes: int
+    seed: int
+
+
+class Memory(Protocol):
+    """The pool of one side."""
+
+    region: Region
+
+    def put(self, data: Bytes) -> None: ...
+
+    def get(self) -> Bytes: ...
+
+
+class HostMemory:
+    """For rehearsals."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._array = np.zeros(nbytes, np.uint8)
+        self.region = Region(self._array.ctypes.data, nbytes)
+
+    def put(self, data: Bytes) -> None:
+        self._array[:] = data
+
+    def get(self) -> Bytes:
+        return self._array
+
+
+class GpuMemory:
+    """Of one allocation."""
+
+    def __init__(self, index: int, nbytes: int) -> None:
+        self._device = open_device(index)
+        self._memory = self._device.allocate(nbytes)
+        self.region = Region(self._memory.addr, nbytes, index)
+
+    def put(self, data: Bytes) -> None:
+        self._device.upload(self.region.addr, data)
+
+    def get(self) -> Bytes:
+        out = np.empty(self.region.nbytes, np.uint8)
+        self._device.download(self.region.addr, out)
+        return out
+
+
+def slots(case: Case, side: int) -> npt.NDArray[np.int64]:
+    """The order in which a write goes through the slots of one side."""
+    return np.random.default_rng((case.seed, side)).permutation(case.descriptors)
+
+
+def noise(nbytes: int) -> Bytes:
+    """What the source holds."""
+    return np.random.default_rng(7).integers(0, 256, nbytes, np.uint8)
+
+
+# ---- the two processes ------------------------------------------------------------------------------------------
+
+
+def serve(wire: Connection, engine: str, index: int, nbytes: int) -> None:
+    """One side: does what it is asked for, and its duty towards the engine in between."""
+    try:
+        prepare_environment()
+        memory: Memory = HostMemory(nbytes) if index == HOST else GpuMemory(index, nbytes)
+        transport = open_transport(engine, f"side-{index}", device=None if index == HOST else open_device(index))
+        transport.register([memory.region])
+        wire.send((transport.metadata(), memory.region.addr))
+        side = Side(transport, memory)
+        while True:
+            while not wire.poll(DUTY_S):
+                transport.progress()
+            order, *arguments = wire.recv()
+            if order == "end":
+                break
+            wire.send(getattr(side, order)(*arguments))
+        transport.close()
+    except KvctlError as error:
+        wire.send(error)
+
+
+class Side:
+    """What either process does."""
+
+    def __init__(self, transport: Transport, memory: Memory) -> None:
+        self._transport, self._memory = transport, memory
+
+    def meet(self, metadata: bytes, there: int) -> None:
+        self._transport.connect("target", metadata)
+        self._there = there
+        self._memory.put(noise(self._memory.region.nbytes))
+
+    def write(self, case: Case, repeats: int) -> float:
+        """Seconds of the best of some."""
+        bases = self._memory.region.addr, self._there
+        here, there = (
+            slots(case, side).astype(np.uint64) * np.uint64(case.nbytes) + np.uint64(base)
+            for side, base in enumerate(bases)
+        )
+        sizes = np.full(case.descriptors, case.nbytes, np.uint64)
+        took = []
+        for _ in range(repeats + 1):  # the first one wires up
+            since = time.perf_counter()
+            write = self._transport.write("target", here, there, sizes, None)
+            while not write.poll():
+                pass
+            took.append(time.perf_counter() - since)
+        return min(took[1:])
+
+    def clear(self) -> None:
+        self._memory.put(np.zeros(self._memory.region.nbytes, np.uint8))
+
+    def holds(self, case: Case) -> bool:
+        """Whether every byte is where the write had to put it."""
+        shape = case.descriptors, case.nbytes
+        wanted = noise(self._memory.region.nbytes).reshape(shape)[slots(case, 0)]
+        return bool(np.array_equal(self._memory.get().reshape(shape)[slots(case, 1)], wanted))
+
+
+# ---- who starts them --------------------------------------------------------------------------------------------
+
+
+def measure(cell: Cell, total: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for every case, or one that says why there is none."""
+    spawn = multiprocessing.get_context("spawn")
+    wires, processes = [], []
+    for index in (cell.source, cell.target):
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=serve, args=(theirs, cell.engine, index, total), daemon=True)
+        process.start()
+        theirs.close()
+        wires.append(ours)
+        processes.append(process)
+    writer, target = wires
+    named = {"engine": cell.engine, "from": cell.source, "to": cell.target}
+    try:
+        answer(writer)
+        ask(writer, "meet", *answer(target))
+        for seed, size in enumerate(min(size, total) for size in SIZES):
+            case = Case(total // size, size, seed)
+            ask(target, "clear")
+            seconds = ask(writer, "write", case, repeats)
+            rate = total / seconds / 1e9
+            verified = ask(target, "holds", case)
+            yield {
+                **named,
+                "descriptors": case.descriptors,
+                "bytes": size,
+                "seconds": seconds,
+                "gb_per_s": rate,
+                "verified": verified,
+            }
+        for wire in wires:
+            wire.send(("end",))
+    except KvctlError as error:
+        yield {**named, "why_not": str(error)}
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+
+
+def ask(wire: Connection, *order: Any) -> Any:
+    wire.send(order)
+    return answer(wire)
+
+
+def answer(wire: Connection) -> Any:
+    """Raises KvctlError if the process says so, died or is stuck."""
+    try:
+        if not wire.poll(ANSWER_S):
+            raise KvctlError(f"no answer within {ANSWER_S:g} s")
+        told = wire.recv()
+    except (EOFError, OSError) as error:
+        raise KvctlError("its process died") from error
+    if isinstance(told, KvctlError):
+        raise told
+    return told
+
+
+def named(index: int) -> str:
+    return "host" if index == HOST else f"GPU {index}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", type=int, help="GPU that writes (default 0)", default=0)
+    parser.add_argument("--to", dest="target", type=int, help="GPU written to (default: 1, and 0 itself)")
+    parser.add_argument("--engines", default="nixl,mooncake", help="joined by commas")
+    parser.add_argument("--save", type=Path, help="write the rows as JSON")
+    parser.add_argument("--self-check", action="store_true", help="little memory, once")
+    parser.add_argument("--rehearse", action="store_true", help="the same on host memory")
+    asked = parser.parse_args(arguments)
+    try:
+        pairs, devices = ([(HOST, HOST)], []) if asked.rehearse else gpus(asked.source, asked.target)
+    except DeviceError as error:
+        print(f"gpu_engines: {error}", file=sys.stderr)
+        return 3
+    if asked.self_check:
+        pairs = pairs[:1]
+    small = asked.self_check or asked.rehearse
+    total, repeats = (SMALL_BYTES, 1) if small else (TOTAL_BYTES, REPEATS)
+    print(f"{'engine':10}{'from':>7}{'to':>7}{'writes':>9}{'of KiB':>10}{'ms':>10}{'GB/s':>9}  verified")
+    rows: list[dict[str, Any]] = []
+    for source, target in pairs:
+        for engine in asked.engines.split(","):
+            for row in measure(Cell(engine, source, target), total, repeats):
+                rows.append(row)
+                print(line(row), flush=True)
+    if asked.save:
+        asked.save.write_bytes(orjson.dumps({"devices": devices, "rows": rows}, option=orjson.OPT_INDENT_2))
+    return int(not all(row.get("verified") for row in rows))
+
+
+def gpus(source: int, target: int | None) -> tuple[list[tuple[int, int]], list[dict[str, Any]]]:
+    """Which pairs are to be measured, and what GPUs are in them."""
+    first = open_device(source)
+    if target is not None:
+        return [(source, target)], [first.describe(), open_device(target).describe()]
+    pairs, devices = [(source, source)], [first.describe()]
+    other = 1 - source if source < 2 else 0
+    try:
+        devices.append(open_device(other).describe())
+        pairs.insert(0, (source, other))
+    except DeviceError as error:
+        print(f"GPU {source} to another one: not run: {error}")
+    return pairs, devices
+
+
+def line(row: dict[str, Any]) -> str:
+    head = f"{row['engine']:10}{named(row['from']):>7}{named(row['to']):>7}"
+    if "why_not" in row:
+        return f"{head}  not run: {row['why_not']}"
+    kind = ""
+    if row["descriptors"] == 1 and row["from"] != HOST:
+        kind = f"  ({lane_kind(row['gb_per_s'], same_host=True, network=has_infiniband()).name})"
+    return (
+        f"{head}{row['descriptors']:9,}{row['bytes'] / 1024:10,.0f}{row['seconds'] * 1e3:10.2f}{row['gb_per_s']:9.2f}"
+        f"  {'yes' if row['verified'] else 'NO'}{kind}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
