@@ -274,7 +274,11 @@ def main() -> int:
     except DeviceError as error:
         print(f"GPU 0 to GPU 1: not run: {error}")
     if arguments.save:
-        arguments.save.write_bytes(orjson.dumps({"device": first.describe(), "rows": rows}, option=orjson.OPT_INDENT_2))
+        arguments.save.write_bytes(
+            orjson.dumps(
+                {"device": first.describe(), "rows": rows}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+            )
+        )
     return 0
 
 
