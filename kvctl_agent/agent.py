@@ -189,7 +189,8 @@ class Agent:
     def _open_transport(self) -> Transport:
         """The engine."""
         settings = self.settings
-        return open_transport(settings["transport"], self.name, parse_params(settings["transport_params"]))
+        params = parse_params(settings["transport_params"])
+        return open_transport(settings["transport"], self.name, params, self.pool.device)
 
     def _open_links(self, kind: Callable[..., Links] = Links) -> Links:
         """The control channel."""
