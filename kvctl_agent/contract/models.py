@@ -15,6 +15,21 @@ from kvctl_agent.errors import UnknownModel
 
 
 @dataclass(frozen=True, slots=True)
+class Widths:
+    """What one layer computes with, over the whole model.
+
+    Attributes:
+        hidden: of the residual stream.
+        q_heads: query heads.
+        intermediate: of the MLP; of a mixture of experts, of all experts that a token goes through together.
+    """
+
+    hidden: int
+    q_heads: int
+    intermediate: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelPreset:
     """One model's geometry; `num_kv_heads` over the whole model.
 
@@ -26,15 +41,20 @@ class ModelPreset:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    widths: Widths
     dtype: str = "bf16"
     kind: str = "mha"
     v_head_dim: int | None = None
     states: tuple[State, ...] = ()
 
 
+# Eight of the routed experts and the shared one, moe_intermediate_size 2048 each; the first three layers are dense.
+_DEEPSEEK = Widths(7168, 128, (8 + 1) * 2048)
+
+
 def _latent(name: str, num_layers: int, states: tuple[State, ...] = ()) -> ModelPreset:
     """DeepSeek's MLA: a token's row is the compressed KV and the rotary key, kv_lora_rank 512 + qk_rope_head_dim 64."""
-    return ModelPreset(name, num_layers, 1, 576, kind="mla", states=states)
+    return ModelPreset(name, num_layers, 1, 576, _DEEPSEEK, kind="mla", states=states)
 
 
 def _window(heads: int, head_dim: int, window: int, layers: tuple[int, ...]) -> State:
@@ -60,29 +80,33 @@ _GEMMA_LAYERS = (*(layer for layer in range(10) for _ in range(5)), 9, 9)
 MODELS: dict[str, ModelPreset] = {
     preset.name: preset
     for preset in (
-        ModelPreset("llama-3.1-8b", 32, 8, 128),
-        ModelPreset("llama-3.1-70b", 80, 8, 128),
-        ModelPreset("llama-3.1-405b", 126, 8, 128),
-        ModelPreset("llama-3.2-1b", 16, 8, 64),
-        ModelPreset("llama-3.2-3b", 28, 8, 128),
-        ModelPreset("mistral-7b", 32, 8, 128),  # v0.2 and later; v0.1 had a sliding window
-        ModelPreset("mixtral-8x7b", 32, 8, 128),
-        ModelPreset("mixtral-8x22b", 56, 8, 128),
-        ModelPreset("qwen2.5-7b", 28, 4, 128),
-        ModelPreset("qwen2.5-14b", 48, 8, 128),
-        ModelPreset("qwen2.5-32b", 64, 8, 128),
-        ModelPreset("qwen2.5-72b", 80, 8, 128),
-        ModelPreset("qwen3-8b", 36, 8, 128),
-        ModelPreset("qwen3-32b", 64, 8, 128),
-        ModelPreset("qwen3-30b-a3b", 48, 4, 128),
-        ModelPreset("qwen3-235b-a22b", 94, 4, 128),
+        ModelPreset("llama-3.1-8b", 32, 8, 128, Widths(4096, 32, 14336)),
+        ModelPreset("llama-3.1-70b", 80, 8, 128, Widths(8192, 64, 28672)),
+        ModelPreset("llama-3.1-405b", 126, 8, 128, Widths(16384, 128, 53248)),
+        ModelPreset("llama-3.2-1b", 16, 8, 64, Widths(2048, 32, 8192)),
+        ModelPreset("llama-3.2-3b", 28, 8, 128, Widths(3072, 24, 8192)),
+        ModelPreset("mistral-7b", 32, 8, 128, Widths(4096, 32, 14336)),  # v0.2 and later; v0.1 had a sliding window
+        ModelPreset("mixtral-8x7b", 32, 8, 128, Widths(4096, 32, 2 * 14336)),
+        ModelPreset("mixtral-8x22b", 56, 8, 128, Widths(6144, 48, 2 * 16384)),
+        ModelPreset("qwen2.5-7b", 28, 4, 128, Widths(3584, 28, 18944)),
+        ModelPreset("qwen2.5-14b", 48, 8, 128, Widths(5120, 40, 13824)),
+        ModelPreset("qwen2.5-32b", 64, 8, 128, Widths(5120, 40, 27648)),
+        ModelPreset("qwen2.5-72b", 80, 8, 128, Widths(8192, 64, 29568)),
+        ModelPreset("qwen3-8b", 36, 8, 128, Widths(4096, 32, 12288)),
+        ModelPreset("qwen3-32b", 64, 8, 128, Widths(5120, 64, 25600)),
+        ModelPreset("qwen3-30b-a3b", 48, 4, 128, Widths(2048, 32, 8 * 768)),
+        ModelPreset("qwen3-235b-a22b", 94, 4, 128, Widths(4096, 64, 8 * 1536)),
         _latent("deepseek-v3", 61),
         _latent("deepseek-r1", 61),
         _latent("deepseek-v3.2", 61, (_INDEXER,)),
         # 36 layers, layer_types in turn: sliding_attention of 128 tokens, full_attention.
-        ModelPreset("gpt-oss-120b", 18, 8, 64, states=(_window(8, 64, 128, tuple(range(18))),)),
-        ModelPreset("gemma-3-27b", 10, 16, 128, states=(_window(16, 128, 1024, _GEMMA_LAYERS),)),  # 62 layers
-        ModelPreset("qwen3-next-80b-a3b", 12, 2, 256, states=_DELTA_NET),  # 48 layers
+        ModelPreset(
+            "gpt-oss-120b", 18, 8, 64, Widths(2880, 64, 4 * 2880), states=(_window(8, 64, 128, tuple(range(18))),)
+        ),
+        ModelPreset(
+            "gemma-3-27b", 10, 16, 128, Widths(5376, 32, 21504), states=(_window(16, 128, 1024, _GEMMA_LAYERS),)
+        ),  # 62 layers
+        ModelPreset("qwen3-next-80b-a3b", 12, 2, 256, Widths(2048, 16, (10 + 1) * 512), states=_DELTA_NET),  # 48 layers
     )
 }
 

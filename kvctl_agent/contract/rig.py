@@ -256,6 +256,14 @@ class PlannedDraft(TypedDict):
     v_head_dim: int
 
 
+class PlannedWidths(TypedDict):
+    """What one layer computes with, over the whole model; see `contract.models.Widths`."""
+
+    hidden: int
+    q_heads: int
+    intermediate: int
+
+
 class PlannedState(TypedDict):
     """One component of per-request state, resolved; a page of it has `rows` rows."""
 
@@ -283,6 +291,7 @@ class PlannedShape(TypedDict):
     v_scale_bytes: int
     draft: PlannedDraft | None
     states: list[PlannedState]
+    widths: NotRequired[PlannedWidths]  # where ranks compute on GPUs
 
 
 class PlannedRank(TypedDict):

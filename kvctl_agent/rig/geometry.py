@@ -17,6 +17,7 @@ from kvctl_agent.contract.rig import (
     PlannedDraft,
     PlannedShape,
     PlannedState,
+    PlannedWidths,
     PlanRequest,
     State,
 )
@@ -40,6 +41,9 @@ def resolve_shape(request: PlanRequest) -> PlannedShape:
     untouched = PlanRequest(request.prefill, request.decode, (), 0, 0, model=preset.name, dtype=request.dtype)
     if shape == _shape(untouched, preset):
         shape["model"] = preset.name
+    if request.compute == "gpu":
+        widths = preset.widths
+        shape["widths"] = PlannedWidths(hidden=widths.hidden, q_heads=widths.q_heads, intermediate=widths.intermediate)
     return shape
 
 

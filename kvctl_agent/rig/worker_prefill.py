@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from kvctl_agent.contract.rig import Prepare, Room, Run, Verify, VerifyReport
+from kvctl_agent.contract.rig import Prepare, Room, Run, RunReport, Start, Verify, VerifyReport
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
+from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.holding import held
-from kvctl_agent.rig.compute import Compute
+from kvctl_agent.rig.compute import Compute, Job, Pauses
 from kvctl_agent.rig.content import own_side
-from kvctl_agent.rig.forward import Computed, Forward
+from kvctl_agent.rig.forward import Forward
 from kvctl_agent.rig.geometry import model_shape
+from kvctl_agent.rig.gpu_engine import GpuEngine
+from kvctl_agent.rig.layer import layer_work
 from kvctl_agent.rig.worker import Change, Outcome, Worker
 from kvctl_agent.runtime.handles import Send
 
 _PLAIN = "off"
+# How often it is looked whether a GPU that is busy takes another room.
+_LOOK_NS = 200_000
 
 
 class PrefillWorker(Worker):
     """Creates every room of the lot up front."""
 
     _pipeline = _PLAIN
+    _gpu: GpuEngine | None = None
+
+    def __init__(self, start: Start, progress: Callable[[str], None]) -> None:
+        super().__init__(start, progress)
+        if start.compute == "gpu":
+            progress("getting its GPU ready to compute")
+            self._gpu = self._gpu_engine()
 
     def bootstraps(self) -> tuple[str, ...]:
         return (self.start.bootstraps[self.start.instance],)
@@ -34,12 +47,22 @@ class PrefillWorker(Worker):
         self._pipeline = command.pipeline
         self.agent.set_pipeline(command.pipeline)
         self.content.fill(command.lot)
+        if self._gpu is not None:
+            self._gpu.prepare(room.tokens for room in self.content.rooms.values())
+
+    def run(self, command: Run) -> RunReport:
+        report = super().run(command)
+        if self._gpu is not None:
+            tokens = {room.index: room.tokens for room in self.content.rooms.values()}
+            report["compute_alone"] = [[row[0], self._gpu.alone_ns(tokens[row[0]])] for row in report["rooms"]]
+        return report
 
     def drive(self, command: Run, deadline_ns: int) -> Outcome:
         compute = self._compute(round(command.layer_ms * 1e6))
+        engine = self._gpu or Pauses(compute, len(self.agent.pipelining.layers))
         # A forward that takes no time is about to start whenever its room opens.
-        at_once = not compute.layer_ns and self._pipeline == _PLAIN
-        run = _Run(self, Forward(self.agent, self.content, compute, deadline_ns), at_once)
+        at_once = self._gpu is None and not compute.layer_ns and self._pipeline == _PLAIN
+        run = _Run(self, Forward(self.agent, self.content, engine, deadline_ns), at_once)
         run.until_done(deadline_ns)
         run.give_up()
         self.settle(run.sends.values())
@@ -53,6 +76,16 @@ class PrefillWorker(Worker):
         stages = [held(shape, self.start.page_size, side, self.at._replace(pp=stage)) for stage in range(side.pp)]
         layers = [sum(each.num_layers for each in stage if not each.segment.state) for stage in stages]
         return Compute(layers, self.at.pp, layer_ns)
+
+    def _gpu_engine(self) -> GpuEngine:
+        start, side = self.start, own_side(self.start)
+        return GpuEngine(
+            layer_work(start.shape, side),
+            f"cuda:{start.device}",
+            len(self.agent.pipelining.layers),
+            chunk_pages(int(start.config["chunk_tokens"]), start.page_size) * start.page_size,
+            side.cp,
+        )
 
 
 class _Run:
@@ -71,7 +104,7 @@ class _Run:
         self._prefetched = prefetch
         self._rooms = worker.content.rooms
         self._asked_ns: dict[int, int] = {}  # rooms that wait for their forward, since when
-        self._computed: dict[int, Computed] = {}
+        self._jobs: dict[int, Job] = {}
         self.rows: list[list[int]] = []
         self.failures: dict[int, str] = {}
         self.sends: dict[int, Send] = {number: worker.agent.send(number) for number in self._rooms}
@@ -88,10 +121,14 @@ class _Run:
             # tp ranks of an instance, which do not talk, mostly compute the same room.
             now_ns = time.monotonic_ns()
             aborts.strike(now_ns)
-            change = self._worker.next_change(0 if self._asked_ns else min(deadline_ns, aborts.next_ns or deadline_ns))
+            able = bool(self._asked_ns) and self._forward.ready
+            until_ns = min(deadline_ns, aborts.next_ns or deadline_ns)
+            if self._asked_ns:
+                until_ns = 0 if able else min(until_ns, now_ns + _LOOK_NS)
+            change = self._worker.next_change(until_ns)
             if change is not None:
                 self._changed(change)
-            elif self._asked_ns:
+            elif able:
                 self._compute(min(self._asked_ns, key=lambda number: self._rooms[number].index))
             elif now_ns >= deadline_ns:
                 break
@@ -106,7 +143,7 @@ class _Run:
     def _compute(self, number: int) -> None:
         room, send, asked_ns = self._rooms[number], self.sends[number], self._asked_ns.pop(number)
         try:
-            self._computed[number] = self._forward.run(room, send, asked_ns, self._prefetched)
+            self._jobs[number] = self._forward.run(room, send, asked_ns, self._prefetched)
         except KvctlError as error:
             send.abort(str(error))
 
@@ -123,7 +160,7 @@ class _Run:
             self._worker.aborts.over(number, change.at_ns)
             index = self._rooms[number].index
             if change.state is RoomState.SUCCESS:
-                started_ns, done_ns, compute_ns = self._computed[number]
+                started_ns, done_ns, compute_ns = self._jobs.pop(number).computed()
                 self.rows.append([index, started_ns, done_ns, change.at_ns, compute_ns])
             else:
                 self.failures[index] = self._worker.cause(self._rooms[number], self.sends[number].error)
