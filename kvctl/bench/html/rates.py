@@ -32,10 +32,13 @@ def floors(document: Mapping[str, Any]) -> list[Level]:
     if not isinstance(found, Mapping):
         return []
     known = {text: number(found.get(name)) for name, text in _FLOORS.items()}
-    writes = found.get("transport_write_gb_per_s_by_transport")
+    writes = found.get("write_gb_per_s_by_transport")
     if isinstance(writes, Mapping) and len(writes) > 1:
         known.pop(_FLOORS["transport_write_gb_per_s"])
         known |= {f"one write over {transport}": number(value) for transport, value in writes.items()}
+    if known[_FLOORS["p2p_gb_per_s"]]:
+        # What a GPU does within itself bounds nothing that leaves it, and would flatten everything else.
+        known.pop(_FLOORS["device_copy_gb_per_s"])
     levels = [Level(f"{text} {significant(value)} GB/s", value) for text, value in known.items() if value]
     return sorted(levels, key=lambda level: level.value)
 

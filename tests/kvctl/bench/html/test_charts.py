@@ -53,8 +53,14 @@ class TestThroughput:
         assert len(floors(document)) == 2
         assert floors({"floors": {"memcpy_gb_per_s": math.nan}}) == floors({}) == []
 
+    def test_between_gpus_a_copy_within_one_is_no_floor(self, document: dict[str, Any]) -> None:
+        document["floors"] = {"device_copy_gb_per_s": 2100.0, "p2p_gb_per_s": None}
+        assert [level.label for level in floors(document)] == ["one device copy 2,100 GB/s"]
+        document["floors"]["p2p_gb_per_s"] = 390.0
+        assert [level.label for level in floors(document)] == ["one peer-to-peer copy 390 GB/s"]
+
     def test_each_transport_has_its_own_floor(self, document: dict[str, Any]) -> None:
-        document["floors"]["transport_write_gb_per_s_by_transport"] = {"nixl": 16.0, "mooncake": 4.0}
+        document["floors"]["write_gb_per_s_by_transport"] = {"nixl": 16.0, "mooncake": 4.0}
         names = [level.label for level in floors(document)]
         assert names == ["one write over mooncake 4 GB/s", "one memcpy 12.3 GB/s", "one write over nixl 16 GB/s"]
 
