@@ -1,7 +1,9 @@
 """Waits for the engine's events, so that the engine need not: what it says of a forward is passed on once that is done.
 
-A device's events wake nobody, so a thread looks: often while some forward is awaited, never else. It has no deadlines
-of its own: the machine is told of each forward when it is launched, and of what a room waits for it knows best.
+A device's events wake nobody, so a thread looks: often while some forward is awaited, never else. A look takes the
+interpreter from the engine, so the pause grows with the time in which nothing has come, and stays a small share of it.
+There are no deadlines here: the machine is told of each forward when it is launched, and it knows best what a room
+waits for.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import DeviceError, KvctlError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 
-_LOOK_S = 20e-6  # the kernel adds about as much again, and a part is not begun before
+_SHORTEST_S = 20e-6  # the kernel makes about 70 of it
+_LONGEST_S = 200e-6
+_SHARE_OF_SILENCE = 1 / 128
 
 
 class Moment(NamedTuple):
@@ -53,6 +57,7 @@ class Forwards:
         self._device = device
         self._said: dict[Sender, deque[_Said]] = {}  # never an empty one
         self._changed = threading.Condition(threading.Lock())
+        self._stirred_s = 0.0  # when something new was waited for, or came
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -85,6 +90,8 @@ class Forwards:
         """Pass on what `make` returns for the monotonic ns of that time, once the moment has come; None: at once,
         unless something of this room is waited for."""
         with self._changed:
+            if moment is not None:
+                self._stirred_s = time.monotonic()
             waiting = self._said.get(sender)
             if waiting is not None:
                 waiting.append(_Said(moment, make))
@@ -103,7 +110,8 @@ class Forwards:
             looked: dict[int, bool] = {}
             for sender, said in waiting:
                 self._pass_on(sender, said, looked)
-            time.sleep(_LOOK_S)
+            silence_s = time.monotonic() - self._stirred_s
+            time.sleep(min(max(silence_s * _SHARE_OF_SILENCE, _SHORTEST_S), _LONGEST_S))
 
     def _pass_on(self, sender: Sender, said: deque[_Said], looked: dict[int, bool]) -> None:
         """What was said of one room, as far as it need not wait. `looked`: which events were seen this time, by id."""
@@ -121,6 +129,7 @@ class Forwards:
                 if self._stopping:
                     return
                 over = not sender.post_unless_over(said.popleft().make(time.monotonic_ns()))
+                self._stirred_s = time.monotonic()
                 if not said:
                     del self._said[sender]
                     return
