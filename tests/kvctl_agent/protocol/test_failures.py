@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from moments import under_way
-from simulation import SECOND, TIMING, World, direct
+from simulation import SECOND, TIMING, World, direct, staged
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.side import Side
@@ -322,3 +322,24 @@ def test_a_stopped_writer_does_not_keep_the_ring_from_others() -> None:
     world.paused.clear()
     world.settle()
     assert world.d().book.ring.used_bytes == 0
+
+
+class FailingDevice(World):  # type: ignore[misc]
+    """Its decode rank's device fails the copy of what landed."""
+
+    def _scatter(self, name: str, action: ev.Scatter) -> None:
+        self.feed(name, ev.ScatterFailed(action.serial, "an illegal address"))
+
+
+def test_a_part_that_cannot_be_copied_to_its_pages_fails_its_room_by_name() -> None:
+    world = FailingDevice(Side(tp=2), Side(), choose=staged, ring=64)
+    world.connect()
+    room = world.receive(7, 4)
+    world.send(7, 4)
+    world.settle()
+    assert room.state is RoomState.FAILED
+    assert (room.failure["code"], room.failure["rank"]) == ("KV_DEVICE", "decode-0")
+    assert "landed, but could not be copied to its pages: an illegal address" in room.failure["text"]
+    assert room.released
+    assert world.sent["prefill-0", 7] is RoomState.FAILED
+    world.check_empty()

@@ -1,0 +1,80 @@
+"""Staged rooms from end to end with pools on a device, on either side or on both: the same bytes as on the host."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from host_device import HostDevice
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import ConfigError
+
+SIDES = {"both": ("prefill", "decode"), "prefill": ("prefill",), "decode": ("decode",)}
+
+
+@pytest.mark.parametrize("transport", ["loopback", "nixl"])
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize(("prefill", "decode"), [((1, 2), (1, 1)), ((1, 1), (1, 2)), ((1, 2), (1, 2))])
+def test_rooms_land_where_they_should(
+    make_fleet: Any, transport: str, sides: str, prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    devices = {role: HostDevice() for role in SIDES[sides]}
+    fleet = make_fleet(transport, prefill=prefill, decode=decode, device=devices, chunk_tokens=16).start()
+    for number in range(1, 5):
+        fleet.run(number, 11, cuts=(4, 9), aux=number)
+        fleet.check()
+    fleet.settle()
+    assert fleet.errors() == []
+    for device in devices.values():
+        used = {geometry for begun in device.begun for geometry, _ in begun.batches}
+        assert used
+        deadline = time.monotonic() + 60
+        while not used <= set(device.prepared):
+            assert time.monotonic() < deadline, "not all that is used is compiled ahead"
+            time.sleep(0.005)
+
+
+@pytest.mark.parametrize("path", ["slice", "auto"])
+def test_other_paths_leave_the_devices_kernels_alone_or_choose(make_fleet: Any, path: str) -> None:
+    devices = {"prefill": HostDevice(), "decode": HostDevice()}
+    fleet = make_fleet("loopback", device=devices, path=path).start()
+    for number in range(1, 4):
+        fleet.run(number, 10, aux=number)
+    fleet.check()
+    fleet.settle()
+
+
+def test_many_rooms_at_once(make_fleet: Any) -> None:
+    devices = {"prefill": HostDevice(slow=20), "decode": HostDevice(slow=20)}
+    fleet = make_fleet("loopback", device=devices, staging_buffer_mb=1, chunk_tokens=16).start()
+    rooms = [fleet.receive(fleet.room(number, 6)) for number in range(1, 11)]
+    for room in rooms:
+        fleet.feed(fleet.claim(room))
+    for room in rooms:
+        assert room.wait() == {RoomState.SUCCESS}, room.errors()
+        fleet.expect(room)
+    fleet.check()
+    fleet.settle()
+    assert fleet.errors() == []
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_copy_that_fails_fails_its_room_by_name_and_frees_everything(make_fleet: Any, side: str) -> None:
+    devices = {"prefill": HostDevice(), "decode": HostDevice()}
+    fleet = make_fleet("loopback", device=devices).start()
+    fleet.run(1, 4)
+    devices[side].fail_next = 1
+    room = fleet.feed(fleet.claim(fleet.receive(fleet.room(2, 4))))
+    assert room.wait() == {RoomState.FAILED}
+    assert {error["code"] for error in room.errors()} == {"KV_DEVICE"}
+    assert {error["rank"].split("-")[0] for error in room.errors()} == {side}
+    fleet.settle()
+    fleet.run(3, 4)
+    fleet.check(but=(room,))
+
+
+def test_digests_are_refused(make_fleet: Any) -> None:
+    with pytest.raises(ConfigError, match="digest"):
+        make_fleet("loopback", device={"prefill": HostDevice()}, digest=True).start()
