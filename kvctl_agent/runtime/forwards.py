@@ -48,7 +48,7 @@ class _Said(NamedTuple):
 
 
 class Forwards:
-    """One thread of a prefill rank whose pool is on a device; `told` is the engine's, from any thread.
+    """One thread of a prefill rank whose pool is on a device; `moment` and `tell` are the engine's, from any thread.
 
     What is said of one room is passed on in its order, whatever its events do; rooms do not wait for each other.
     """
