@@ -416,6 +416,7 @@ class Agent:
         if ended:
             for copier in self._copiers:
                 copier.close()
+            self.lanes.close()
             if self._crew is not None:
                 self._crew.close()
             self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started

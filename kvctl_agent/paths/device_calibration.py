@@ -34,14 +34,17 @@ def measure_device_copies(copies: Copies, source: Region, target: Region) -> Cop
     Raises:
         DeviceError, DeadlineExceeded: it failed, or did not end.
     """
-    rates = []
+    rates: dict[int, float] = {}
     for row in _ROWS:
         geometry = Geometry(_PAGE_ROWS, row, 2 * row, row, True, False)
-        copies.prepare([geometry])
-        # The launch is in the hand-over that staging is charged with anyway.
         nbytes = _usable(geometry, source, target, _BIG)
-        rates.append(_best_us(copies, geometry, source, target, nbytes, None) / nbytes * (1 << 20))
-    return CopyCost(_ROWS, tuple(rates), tuple(rates))
+        if nbytes:
+            copies.prepare([geometry])
+            # The launch is in the hand-over that staging is charged with anyway.
+            rates[row] = _best_us(copies, geometry, source, target, nbytes, None) / nbytes * (1 << 20)
+    if not rates:
+        raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure copies with")
+    return CopyCost(tuple(rates), tuple(rates.values()), tuple(rates.values()))
 
 
 def measure_direct(copies: Copies, source: Region, target: Region, programs: int) -> DirectCost:
@@ -56,22 +59,21 @@ def measure_direct(copies: Copies, source: Region, target: Region, programs: int
         DeviceError, DeadlineExceeded: it failed, or did not end.
     """
     geometry = Geometry(_PAGE_ROWS, _DIRECT_ROW, 2 * _DIRECT_ROW, 2 * _DIRECT_ROW, True, True)
-    copies.prepare([geometry])
     small, big = (_usable(geometry, source, target, nbytes) for nbytes in (_SMALL, _BIG))
-    if small == big:
-        raise DeviceError(f"measuring the direct path needs more than {target.nbytes} bytes of scratch")
+    if not small < big:
+        raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure the direct path with")
+    copies.prepare([geometry])
     small_us, big_us = (_best_us(copies, geometry, source, target, nbytes, programs) for nbytes in (small, big))
     us_per_mib = max(0.0, big_us - small_us) / (big - small) * (1 << 20)
     return DirectCost(max(1.0, small_us - us_per_mib * small / (1 << 20)), us_per_mib)
 
 
 def _usable(geometry: Geometry, source: Region, target: Region, nbytes: int) -> int:
-    """Payload of the whole pages, the same number in each block, that `nbytes` and both regions have room for."""
-    row = geometry.dst_row if geometry.dst_paged else geometry.width
-    most = min(nbytes // geometry.width, target.nbytes // row) // (geometry.rows * _BLOCKS)
-    if not most or source.nbytes < geometry.rows * geometry.src_row:
-        raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure copies with")
-    return most * geometry.rows * _BLOCKS * geometry.width
+    """Payload of whole pages, the same number in each block, for which `nbytes` and both regions suffice."""
+    if source.nbytes < geometry.rows * geometry.src_row:
+        return 0
+    rows = min(nbytes // geometry.width, target.nbytes // geometry.dst_row)
+    return rows // (geometry.rows * _BLOCKS) * geometry.rows * _BLOCKS * geometry.width
 
 
 def _best_us(

@@ -6,11 +6,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,11 @@ class Model:
     def shape(self) -> ModelShape:
         return ModelShape(self.layers, self.heads, self.k_dim, self.v_dim, self.dtype_bytes)
 
-    def pool(self, side: Side, number: int) -> KVPool:
+    def pool(self, side: Side, number: int, device: Any = None) -> KVPool:
         """Memory of one rank of an instance."""
         here = held(self.shape, self.page_size, side, side.coord(number))
-        return KVPool.allocate(here, self.page_size, self.pages, aux_slots=AUX_SLOTS, aux_row_bytes=AUX_ROW_BYTES)
+        aux: dict[str, int] = {"aux_slots": AUX_SLOTS, "aux_row_bytes": AUX_ROW_BYTES}
+        return KVPool.allocate(here, self.page_size, self.pages, **aux, device=device)
 
 
 @lru_cache(maxsize=64)
@@ -105,9 +107,12 @@ class Fleet:
         prefill: Any,
         decode: Any,
         kind: Callable[..., Agent] = Agent,
+        device: Mapping[str, Any] = MappingProxyType({}),
         **config: Any,
     ) -> None:
+        """`device`: what the pools of a role are on, where that is none of host memory."""
         self.kind = kind
+        self.device = device
         self.model = model
         self.transport = transport
         self.bootstrap = f"ipc://{directory}/boot"
@@ -135,7 +140,7 @@ class Fleet:
     def prefill_agent(self, number: int, **config: Any) -> Agent:
         """A new agent (not started) for one place of the prefill instance, its pool filled with the truth."""
         dp, tp = self.prefill_size
-        pool = self._pool(Side(dp=dp, tp=tp), number)
+        pool = self._pool("prefill", Side(dp=dp, tp=tp), number)
         heads = head_range(self.model.heads, tp, number % tp)
         for layer in range(self.model.layers):
             for kv in (0, 1):
@@ -149,7 +154,7 @@ class Fleet:
     def decode_agent(self, number: int, **config: Any) -> Agent:
         """A new agent (not started) for one place of the decode instance, its pool poisoned."""
         dp, tp = self.decode_size
-        pool, name = self._pool(Side(dp=dp, tp=tp), number), f"decode-{number}"
+        pool, name = self._pool("decode", Side(dp=dp, tp=tp), number), f"decode-{number}"
         for layer in range(self.model.layers):
             for kv in (0, 1):
                 pool.segments[0].block(layer, kv)[:] = POISON
@@ -161,8 +166,8 @@ class Fleet:
         rank = Rank(dp=number // tp, tp=number % tp, dp_size=dp, tp_size=tp)
         return self._agent("decode", name, rank, pool, config)
 
-    def _pool(self, side: Side, number: int) -> KVPool:
-        self._pools.append(self.model.pool(side, number))
+    def _pool(self, role: str, side: Side, number: int) -> KVPool:
+        self._pools.append(self.model.pool(side, number, self.device.get(role)))
         return self._pools[-1]
 
     def _agent(self, role: Any, name: str, rank: Rank, pool: KVPool, config: dict[str, Any]) -> Agent:

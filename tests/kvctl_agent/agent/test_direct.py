@@ -1,0 +1,207 @@
+"""Rooms that go direct between agents of one process, whose pools are on the stand-in device.
+
+Ranks in processes of their own need a real device: the stand-in can map nothing of another process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from host_device import HostDevice
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import ConfigError
+
+FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
+
+
+def wait(condition: Any, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def devices() -> dict[str, HostDevice]:
+    return {"prefill": HostDevice(lane="nvlink"), "decode": HostDevice()}
+
+
+@pytest.fixture
+def fleet(make_fleet: Any, devices: Any, transport: str) -> Any:
+    return make_fleet(transport, path="direct", device=devices)
+
+
+@pytest.fixture(params=["loopback"])
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def written(fleet: Any, path: str) -> int:
+    total: int = fleet.total(fleet.prefill, "kvctl_parts_total", path)
+    return total
+
+
+class Gate:
+    """Lets no kernel of a worker end before it is opened."""
+
+    def __init__(self, agent: Any) -> None:
+        self.open = threading.Event()
+        self.begun = 0
+        for worker in agent.workers:
+            copies = worker._paths["direct"]._copies
+            copies.begin = self._gated(copies.begin)
+
+    def _gated(self, begin: Any) -> Any:
+        def gated(*args: Any, **named: Any) -> Any:
+            event = begin(*args, **named)
+            done, self.begun = event.done, self.begun + 1
+            event.done = lambda: self.open.is_set() and done()
+            return event
+
+        return gated
+
+
+@pytest.mark.parametrize("transport", ["loopback", "nixl"], indirect=True)
+@pytest.mark.parametrize("path", ["direct", "auto"])
+@pytest.mark.parametrize(("prefill", "decode"), [((1, 2), (1, 1)), ((1, 1), (1, 2)), ((1, 2), (1, 2))])
+def test_rooms_land_where_they_should(
+    make_fleet: Any, devices: Any, transport: str, path: str, prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    fleet = make_fleet(transport, prefill=prefill, decode=decode, path=path, device=devices, staging="off").start()
+    for number in range(1, 5):
+        fleet.run(number, 10, cuts=(4,), aux=number)
+    fleet.settle()
+    fleet.check()
+    assert written(fleet, "direct") > 0
+    assert written(fleet, "direct") == fleet.total(fleet.prefill, "kvctl_parts_total")
+    assert fleet.total(fleet.decode, "kvctl_parts_total", "in-place") == written(fleet, "direct")
+    assert not fleet.errors()
+    rows = [row for agent in fleet.prefill for row in agent.observe.peers()]
+    assert {(row["lane_direct"], row["lane_why_not"]) for row in rows} == {("nvlink", None)}
+    assert all(device.index == -1 for device in devices.values())
+
+
+def test_layer_groups_go_one_by_one(fleet: Any) -> None:
+    fleet.start()
+    room = fleet.claim(fleet.receive(fleet.room(1, 8)))
+    for send in room.sends:
+        send.prefetch([range(1), range(1, 2)])
+        for layers in (range(1), range(1, 2)):
+            send.layers(layers, room.src, last=True)
+        send.finish()
+    assert room.wait() == SUCCESS, room.errors()
+    fleet.expect(room)
+    fleet.check()
+
+
+def test_auto_measures_and_then_weighs(make_fleet: Any, devices: Any) -> None:
+    fleet = make_fleet(prefill=(1, 1), path="auto", device=devices, staging_ring_mb=1).start()
+    chooser = fleet.prefill[0].chooser
+    wait(lambda: chooser.lane is not None)
+    assert chooser.copy is not None
+    assert chooser.direct is not None
+    assert chooser.direct.us_per_part > 0
+    assert "direct" in fleet.events("calibration")[0]
+    assert devices["prefill"].prepared, "kernels were compiled before the first part"
+    fleet.run(1, 8)
+    fleet.settle()
+    fleet.check()
+    (mapping,) = devices["prefill"].mappings
+    fleet.prefill[0].close()
+    assert mapping.closed
+
+
+class TestWhyNot:
+    def shown(self, fleet: Any) -> str:
+        (row,) = fleet.prefill[0].observe.peers()
+        assert row["lane_direct"] is None
+        text: str = row["lane_why_not"]
+        return text
+
+    def test_a_pool_in_host_memory_has_no_such_path(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1))
+        with pytest.raises(ConfigError, match="direct"):
+            fleet.prefill_agent(0, path="direct")
+        fleet.start()
+        with pytest.raises(ConfigError, match="direct"):
+            fleet.prefill[0].set_path("direct")
+        lane = fleet.prefill[0].lanes.by_peer["decode-0"]
+        assert (lane.mapping, lane.why_not) == (None, "our pool is host memory")
+
+    def test_a_fixed_path_fails_its_parts_and_auto_takes_another(self, make_fleet: Any, devices: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1), path="direct", device={"prefill": devices["prefill"]})
+        fleet.config.pop("path")
+        fleet.prefill.append(fleet.prefill_agent(0, path="direct").start())
+        fleet.decode.append(fleet.decode_agent(0).start())
+        for agent in fleet.prefill + fleet.decode:
+            agent.wait_ready(60)
+        assert self.shown(fleet) == "decode-0's pool is host memory"
+        room = fleet.feed(fleet.claim(fleet.receive(fleet.room(1, 4))))
+        assert room.wait() == FAILED
+        (texts,) = {error["text"] for error in room.errors()}
+        assert texts.endswith("by direct: there is no direct path to decode-0: decode-0's pool is host memory")
+        fleet.recycle(room)
+        fleet.set_path("auto")
+        fleet.run(2, 4)
+        fleet.settle()
+        fleet.check()
+        assert not written(fleet, "direct")
+
+    def test_what_cannot_be_exported_is_said_on_both_sides(self, make_fleet: Any, devices: Any) -> None:
+        devices["decode"].why_no_export = "expandable segments; set expandable_segments:False"
+        fleet = make_fleet(prefill=(1, 1), device=devices).start()
+        assert self.shown(fleet) == "expandable segments; set expandable_segments:False"
+        ours, theirs = fleet.events("direct")
+        assert ours == "lane to decode-0: not direct: expandable segments; set expandable_segments:False"
+        assert theirs == "no writer can map our memory: expandable segments; set expandable_segments:False"
+        fleet.run(1, 4)
+        fleet.check()
+
+    def test_what_cannot_be_opened(self, make_fleet: Any, devices: Any) -> None:
+        devices["prefill"].why_no_open = "GPU 0 and GPU 1 are not peers"
+        fleet = make_fleet(prefill=(1, 1), device=devices).start()
+        assert self.shown(fleet) == "GPU 0 and GPU 1 are not peers"
+
+
+class TestLifetime:
+    def test_a_peer_that_goes_while_a_kernel_is_out_is_unmapped_behind_it(self, make_fleet: Any, devices: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1), path="direct", device=devices).start()
+        writer = fleet.prefill[0]
+        gate = Gate(writer)
+        room = fleet.feed(fleet.claim(fleet.receive(fleet.room(1, 8))))
+        wait(lambda: gate.begun)
+        fleet.decode[0].close(1.0)
+        wait(lambda: room.sends[0].error)
+        wait(lambda: not writer.lanes.reaches("decode-0"))
+        (mapping,) = devices["prefill"].mappings
+        assert writer.machine.rooms, "its pages are held as long as they are read"
+        assert not mapping.closed
+        gate.open.set()
+        assert room.sends[0].wait(60) is RoomState.FAILED
+        assert mapping.closed
+
+    def test_a_new_life_has_a_mapping_of_its_own(self, make_fleet: Any, devices: Any) -> None:
+        fleet = make_fleet(prefill=(1, 1), path="direct", device=devices).start()
+        writer = fleet.prefill[0]
+        gate = Gate(writer)
+        lost = fleet.feed(fleet.claim(fleet.receive(fleet.room(1, 8))))
+        wait(lambda: gate.begun)
+        fleet.decode.pop().close(1.0)
+        wait(lambda: lost.sends[0].error)
+        fleet.decode.append(fleet.decode_agent(0).start())
+        fleet.decode[0].wait_ready(60)
+        wait(lambda: writer.lanes.reaches("decode-0"))
+        old, new = devices["prefill"].mappings
+        assert not old.closed
+        gate.open.set()
+        fleet.run(2, 8)
+        wait(lambda: old.closed)
+        fleet.settle()
+        fleet.check()
+        assert not new.closed
+        assert not fleet.errors()
