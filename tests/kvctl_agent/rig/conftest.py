@@ -135,6 +135,8 @@ class Fleet:
             config=self.plan["config"],
             timeout_s=TIMEOUT_S,
             faulty=bool(request.faults),
+            device=rank["device"],
+            compute=self.plan["compute"],
         )
 
 
