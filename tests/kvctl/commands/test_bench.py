@@ -178,14 +178,33 @@ def test_the_plan_moves_nothing(spawn: Run, socket_directory: Path):
         "instance": 0,
         "segment": "kv",
         "writer": "prefill-1",
+        "writer_gpu": None,
         "reader": "decode-0",
+        "reader_gpu": None,
         "heads": [2, 4],
         "layers": [0, 32],
         "bytes": 32 << 20,
         "parts": 1,
-        "descriptors": {"bulk": None, "slice": 65536, "staged": 1},
+        "descriptors": {"bulk": None, "slice": 65536, "staged": 1, "direct": None},
     }
     assert list(socket_directory.glob("*.lock")) == []
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is an NVIDIA GPU here")
+@pytest.mark.parametrize("options", [[], ["--plan"], ["--preset", "staging-sweep"], ["--compute", "gpu"]], ids=" ".join)
+def test_without_a_gpu_it_says_what_is_missing_and_what_to_do(spawn: Run, options: list[str]):
+    code, out, err = finish(spawn("--device", "cuda", *options))
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert "install" in err
+
+
+def test_a_path_that_takes_too_long_runs_fewer_rooms_and_that_is_said(spawn: Run):
+    limited = ["--path", "staged", "--rooms", "400", "--layer-ms", "20", "--point-seconds", "0.5"]
+    code, out, err = finish(spawn(*LOOPBACK, *TINY, *limited, "-o", "table"))
+    assert (code, err) == (0, "")
+    assert "rooms left out because of --point-seconds: staged " in out
+    assert "every byte verified" in out
 
 
 @pytest.mark.parametrize(
