@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,7 +39,7 @@ def have(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def pretend(*free: int) -> None:
         monkeypatch.setattr(gpus, "count_gpus", lambda: len(free))
         measured = budget.gpu_budget
-        monkeypatch.setattr(plan, "gpu_budget", lambda *args: measured(*args, free=lambda gpu: free[gpu]))
+        monkeypatch.setattr(plan, "gpu_budget", partial(measured, free=lambda gpu: free[gpu]))
 
     return pretend
 
