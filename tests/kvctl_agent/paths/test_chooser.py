@@ -13,7 +13,7 @@ from kvctl_agent.layout.shape import ModelShape, StateShape, segments
 from kvctl_agent.layout.share import Share
 from kvctl_agent.memory.slab import Slab
 from kvctl_agent.paths.calibration import measure_copies
-from kvctl_agent.paths.chooser import Chooser, CopyCost
+from kvctl_agent.paths.chooser import Chooser, CopyCost, DirectCost
 
 SHAPE = ModelShape(32, 8, 128, 128, 2, states=(StateShape("conv", (0, 1), 4, 8, 256),))
 KV, CONV = segments(SHAPE, 16)
@@ -56,7 +56,7 @@ class TestFixed:
 
 class TestWithoutStaging:
     @pytest.mark.parametrize(("staging", "ring"), [("off", RING), ("auto", 0), ("on", 0), ("off", 0)])
-    def test_without_a_ring_or_with_staging_off_the_direct_paths_remain(self, staging: str, ring: int) -> None:
+    def test_without_a_ring_or_with_staging_off_the_plain_paths_remain(self, staging: str, ring: int) -> None:
         made = chooser(staging=staging, lane=DEAR_DESCRIPTORS, copy=FREE_COPIES)
         assert made.choose(ring, SAME, 32, SCATTERED) == "bulk"
         assert made.choose(ring, CUT, 32, SCATTERED) == "slice"
@@ -121,6 +121,58 @@ class TestAuto:
             )
             assert small < wide
             assert small < deep
+
+
+class TestDirect:
+    """To a peer whose memory is mapped here."""
+
+    def made(self, path: str = "auto", staging: str = "auto", cost: DirectCost | None = None, **costs: Any) -> Chooser:
+        made = chooser(path, staging, **({"lane": DEAR_DESCRIPTORS, "copy": FREE_COPIES} | costs))
+        made.direct = cost
+        return made
+
+    @pytest.mark.parametrize("share", [SAME, CUT])
+    def test_it_is_taken_where_it_is_cheapest(self, share: Share) -> None:
+        cheap, dear = DirectCost(10.0, 1.0), DirectCost(1e6, 1.0)
+        assert self.made(cost=cheap).choose(RING, share, 32, SCATTERED, True) == "direct"
+        assert self.made(cost=dear).choose(RING, share, 32, SCATTERED, True) == "staged"
+        assert self.made(cost=cheap).choose(RING, share, 32, SCATTERED, False) == "staged"
+        assert "direct" not in self.made(cost=cheap).costs(share, 4, RUN)
+
+    def test_its_cost_is_that_of_a_part_and_of_its_bytes(self) -> None:
+        made = self.made(cost=DirectCost(10.0, 4.0))
+        mib = SAME.payload_bytes(64, 4) / (1 << 20)
+        assert made.costs(SAME, 4, SCATTERED, True)["direct"] == pytest.approx(10 + 4 * mib)
+
+    def test_before_anything_was_measured_it_is_taken(self) -> None:
+        assert self.made(lane=None, copy=None).choose(RING, CUT, 32, SCATTERED, True) == "direct"
+        assert self.made().choose(RING, CUT, 32, SCATTERED, True) == "direct"
+
+    def test_without_a_ring_it_is_weighed_against_plain_writes(self) -> None:
+        for staging, ring in (("off", RING), ("auto", 0)):
+            cheap = self.made(staging=staging, cost=DirectCost(1.0, 1.0))
+            dear = self.made(staging=staging, cost=DirectCost(1e9, 1.0))
+            assert cheap.choose(ring, CUT, 32, SCATTERED, True) == "direct"
+            assert dear.choose(ring, CUT, 32, SCATTERED, True) == "slice"
+            assert dear.choose(ring, SAME, 32, SCATTERED, True) == "bulk"
+
+    def test_staging_on_prefers_staging(self) -> None:
+        assert self.made(staging="on", cost=DirectCost(1.0, 1.0)).choose(RING, CUT, 32, SCATTERED, True) == "staged"
+
+    @pytest.mark.parametrize("reached", [True, False])
+    def test_fixed_it_never_falls_back(self, reached: bool) -> None:
+        assert self.made("direct").choose(RING, CUT, 32, SCATTERED, reached) == "direct"
+        assert self.made("direct").without_ring(CUT, reached) == "direct"
+
+    @pytest.mark.parametrize("path", ["bulk", "slice", "staged"])
+    def test_other_fixed_paths_stay_what_they_are(self, path: str) -> None:
+        made = self.made(path, cost=DirectCost(1.0, 1.0))
+        assert made.choose(RING, SAME, 32, SCATTERED, True) == path
+        assert made.without_ring(SAME, True) in ("bulk", "slice")
+
+    def test_state_goes_direct_where_it_can(self) -> None:
+        assert self.made().without_ring(TestState.CUT, True) == "direct"
+        assert self.made().without_ring(TestState.CUT, False) == "slice"
 
 
 class TestState:
