@@ -54,6 +54,7 @@ from kvctl_agent.transport.refusals import why_refused
 
 _MAGIC = b"kvctl-nixl-2"
 _LINGER_S = 0.1
+_TOLD = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
 _OURS = "our own memory"
 
 
@@ -221,7 +222,7 @@ class NixlTransport:
         return landed + fresh
 
     def describe(self) -> dict[str, Any]:
-        settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(("UCX_", "NIXL_"))}
+        settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_TOLD)}
         return {
             "engine": f"nixl {self._engine.version}",
             "backend": self._backend,

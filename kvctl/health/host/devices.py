@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvctl.health.finding import Severity
 from kvctl.health.host.fact import Fact
@@ -23,9 +23,14 @@ def gpu_driver(host: HostView) -> str | None:
     return next((word for word in text.split() if word[:1].isdigit() and "." in word), "unknown")
 
 
-def facts(host: HostView) -> Iterator[Fact]:
+def facts(host: HostView, environments: Mapping[str, Mapping[str, str]] | None = None) -> Iterator[Fact]:
+    """
+    Args:
+        environments: what agents have in their environment, by name.
+    """
     yield from _rdma(host)
     yield from _gpu(host)
+    yield from _visible(host, environments or {})
 
 
 def _rdma(host: HostView) -> Iterator[Fact]:
@@ -80,3 +85,18 @@ def _gpu(host: HostView) -> Iterator[Fact]:
             "`modprobe nvidia_peermem`; nothing is to be done where kernel and driver have dma-buf",
             "KV_REGISTER_FAILED",
         )
+
+
+def _visible(host: HostView, environments: Mapping[str, Mapping[str, str]]) -> Iterator[Fact]:
+    """Whether agents see each other's GPUs: mapping the memory of one that is not seen works on some drivers only."""
+    told = {name: environment.get("CUDA_VISIBLE_DEVICES") for name, environment in environments.items()}
+    seen = {frozenset(value.split(",")) for value in told.values() if value}
+    if gpu_driver(host) is None or len(seen) < 2:
+        return
+    listed = ", ".join(f"{name} {value}" for name, value in sorted(told.items()) if value)
+    yield Fact(
+        "GPU",
+        f"CUDA_VISIBLE_DEVICES differs: {listed}",
+        "whether a process can write over NVLink to a GPU that it does not see depends on the driver",
+        remedy="if KV_LANE_SLOW says that it cannot, show every agent all GPUs of the host, its own first",
+    )

@@ -63,6 +63,13 @@ def _mooncake(host: HostView, wheels: Iterable[str]) -> Iterator[Fact]:
             Severity.WARNING,
             f"`pip uninstall -y {found[0]} && pip install {_MOONCAKE_CPU}`",
         )
+    elif found[0] == _MOONCAKE_CPU and gpu_driver(host) is not None:
+        yield Fact(
+            "Mooncake",
+            f"{found[0]}, beside an NVIDIA driver",
+            "this wheel moves host memory only: pools on GPUs are refused with it",
+            remedy=f"for those, `pip uninstall -y {found[0]} && pip install {_MOONCAKE_CUDA[-1]}`",
+        )
     if missing:
         yield Fact(
             "Mooncake",
@@ -128,6 +135,15 @@ def _meaning(host: HostView, text: str, lanes: set[str]) -> Fact:
             "GPU memory cannot be moved without a CUDA lane",
             Severity.WARNING,
             "add cuda_copy and cuda_ipc to UCX_TLS, or unset it",
+            "KV_LANE_SLOW",
+        )
+    if gpu_driver(host) is not None and not lanes & {"cuda", "cuda_ipc"}:
+        return Fact(
+            "UCX",
+            text,
+            "GPUs of this host write to each other through host memory, a hundred times slower",
+            Severity.WARNING,
+            "add cuda_ipc to UCX_TLS, or unset it",
             "KV_LANE_SLOW",
         )
     if not lanes & (_RDMA_LANES | _SHARED_LANES):

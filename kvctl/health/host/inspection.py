@@ -38,7 +38,7 @@ def inspect(host: HostView, directory: Path, snapshot: Snapshot | None = None) -
         if variables
     }
     found = [
-        *devices.facts(host),
+        *devices.facts(host, environments),
         *limits.facts(host),
         *engines.facts(host, environments),
         *surroundings.facts(host, directory, dict(_fixed_ports(host))),

@@ -81,6 +81,15 @@ class TestDevices:
         loaded = host({**driver, **IB, "/sys/module/nvidia_peermem/refcnt": "0"})
         assert only(devices.facts(loaded), "GPU").severity is Severity.INFO
 
+    def test_agents_that_do_not_see_each_others_gpus(self, host: Host) -> None:
+        gpus = host({"/proc/driver/nvidia/version": "570.1"})
+        told = {"a": {"CUDA_VISIBLE_DEVICES": "0"}, "b": {"CUDA_VISIBLE_DEVICES": "1"}}
+        *_, fact = devices.facts(gpus, told)
+        assert (fact.topic, fact.found) == ("GPU", "CUDA_VISIBLE_DEVICES differs: a 0, b 1")
+        assert "show every agent all GPUs" in fact.remedy
+        alike = {"a": {"CUDA_VISIBLE_DEVICES": "0,1"}, "b": {"CUDA_VISIBLE_DEVICES": "1,0"}, "c": {}}
+        assert not any("VISIBLE" in fact.found for fact in devices.facts(gpus, alike))
+
 
 class TestLimits:
     def test_locked_memory_matters_to_rdma_only(self, host: Host) -> None:
@@ -162,6 +171,12 @@ class TestEngines:
         fact = only(self.said(host(LIBRARIES, {"mooncake-transfer-engine": "0.3.13"}, environ=OWN)), "Mooncake")
         assert "no NVIDIA driver" in fact.found
 
+    def test_a_wheel_without_cuda_beside_a_gpu(self, host: Host) -> None:
+        files = {**LIBRARIES, "/proc/driver/nvidia/version": "570.1"}
+        fact = only(self.said(host(files, MOONCAKE, environ=OWN)), "Mooncake")
+        assert fact.severity is Severity.INFO  # whoever has pools in host memory is fine
+        assert "pip install mooncake-transfer-engine-cuda13" in fact.remedy
+
     @pytest.mark.parametrize(
         ("environment", "severity", "words"),
         [
@@ -184,7 +199,9 @@ class TestEngines:
     def test_a_gpu_needs_a_cuda_lane(self, host: Host) -> None:
         files = {"/proc/driver/nvidia/version": "570.1"}
         assert "CUDA lane" in only(self.said(host(files), decode={"UCX_TLS": "tcp,sm,self"}), "UCX").means
-        assert "the fastest" in only(self.said(host(files), decode={"UCX_TLS": "sm,cuda_copy"}), "UCX").means
+        assert "through host memory" in only(self.said(host(files), decode={"UCX_TLS": "sm,cuda_copy"}), "UCX").means
+        assert "the fastest" in only(self.said(host(files), decode={"UCX_TLS": "sm,cuda_copy,cuda_ipc"}), "UCX").means
+        assert "the fastest" in only(self.said(host(files), decode={"UCX_TLS": "sm,cuda"}), "UCX").means
 
     def test_agents_that_were_told_the_same_share_a_line(self, host: Host) -> None:
         told = {name: {"UCX_TLS": "tcp,self"} for name in ("a", "b", "c")}
