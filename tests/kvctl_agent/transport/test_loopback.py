@@ -13,13 +13,18 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
+from kvctl_agent.transport import Region, open_transport
 from kvctl_agent.transport import loopback_memory as memory
 from kvctl_agent.transport import loopback_peer as peers
-from kvctl_agent.transport import open_transport
 
 
 def u64(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
+
+
+def test_memory_of_a_gpu_is_refused(crew: Any) -> None:
+    with pytest.raises(TransportError, match=r"the host's memory, not that of GPU 3; --transport nixl"):
+        crew.agent("loopback").transport.register([Region(1 << 40, 4096, 3)])
 
 
 def test_its_socket_is_for_this_user_alone_and_gone_after_close() -> None:

@@ -277,6 +277,30 @@ def test_connecting_again_opens_a_session_that_nobody_answered_at(crew: Any) -> 
     one.finish(one.transport.write("two", one.at(0), two.at(0), sizes(8), b"t"))
 
 
+def test_memory_of_a_gpu_needs_a_wheel_with_cuda(crew: Any) -> None:
+    transport = crew.agent("mooncake").transport
+    with pytest.raises(TransportUnavailable, match=r"cannot reach memory of GPU 1: .*transfer-engine-cuda13"):
+        transport.register([Region(1 << 40, 4096, 1)])
+    assert transport.describe()["lanes"] == ["tcp for bytes", "tcp for tags"]
+
+
+class Refusing:
+    """Mooncake's engine, built with CUDA, beside a network card that cannot reach GPU memory."""
+
+    transfer_submit_write = transfer_check_status = None
+
+    def batch_register_memory(self, addrs: list[int], sizes: list[int]) -> int:
+        os.write(2, b"E rdma_context.cpp:602] Failed to register memory 0x10000000000: Bad address [14]\n")
+        return -202
+
+
+def test_a_card_that_cannot_reach_a_gpu_is_named_with_the_remedy(capfd: Any) -> None:
+    engine = mooncake_engine.Engine("a wheel", Refusing(), "127.0.0.1:1", [], True, True)
+    with pytest.raises(TransportError, match=r"code -202\): the network card cannot reach GPU memory .*nvidia-peermem"):
+        engine.register([Region(1 << 40, 4096, 1)])
+    assert "Bad address" in capfd.readouterr().err
+
+
 def test_regions_that_touch_are_registered_as_one(crew: Any) -> None:
     agent = crew.agent("mooncake")
     more = np.zeros(3 * 4096, np.uint8)
