@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from kvctl_agent.device.base import Batch, Blocks, Copies, Geometry, Places
+from kvctl_agent.device.base import Copies, Places, Strip, Strips, Table
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.memory.block_table import Stretched
 from kvctl_agent.memory.copier import Landed, Work
 from kvctl_agent.memory.parts import Piece
 from kvctl_agent.memory.region import Stretch
@@ -30,64 +31,61 @@ class DeviceCopier:
         self._copies = copies
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[Stretch]) -> Work:
-        table = rows.memory.block_table(rows.head, rows.heads)
-        found: list[Batch] = []
+        table = rows.memory.block_table(rows.heads)
+        launches = _Launches()
         for piece, stretch in zip(pieces, into, strict=True):
             _check_room(piece.nbytes, stretch)
             first, last = piece.spans[0], piece.spans[-1]
-            found += table.batches(
+            stretched = Stretched(
                 first.layer * table.planes + first.plane,
                 last.layer * table.planes + last.plane + 1,
-                page_lo=first.page_lo,
-                page_hi=last.page_hi,
-                num_pages=len(rows),
-                packed=stretch.addr,
-                nbytes=piece.nbytes,
-                list_at=0,
-                gather=True,
+                first.page_lo,
+                last.page_hi,
+                len(rows),
+                stretch.addr,
+                piece.nbytes,
             )
-        return self._copies.begin(_together(found), rows.places)
+            launches.add(table.gathers, table.strips(stretched, rows.head, 0))
+        return self._copies.begin(launches.all(), rows.places)
 
     def scatter(self, landed: Sequence[Landed]) -> Work:
-        found: list[Batch] = []
+        launches = _Launches()
         lists: list[Places] = []
-        at = 0
+        listed = 0
         for rows, layout, region in landed:
             _check_room(layout.nbytes, region)
-            table = rows.memory.block_table(rows.head, rows.heads)
-            found += table.batches(
-                layout.first_layer * table.planes,
-                (layout.first_layer + layout.num_layers) * table.planes,
-                page_lo=0,
-                page_hi=len(rows),
-                num_pages=len(rows),
-                packed=region.addr,
-                nbytes=layout.nbytes,
-                list_at=at,
-                gather=False,
-            )
+            table, pages = rows.memory.block_table(rows.heads), len(rows)
+            lo = layout.first_layer * table.planes
+            hi = lo + layout.num_layers * table.planes
+            stretched = Stretched(lo, hi, 0, pages, pages, region.addr, layout.nbytes)
+            launches.add(table.scatters, table.strips(stretched, rows.head, listed))
             lists.append(rows.places)
-            at += len(rows)
-        return self._copies.begin(_together(found), lists[0] if len(lists) == 1 else np.concatenate(lists))
+            listed += pages
+        return self._copies.begin(launches.all(), lists[0] if len(lists) == 1 else np.concatenate(lists))
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        self._copies.prepare(memory.block_table(head, heads).scatters)
+        memory.check_heads(head, heads)
+        self._copies.prepare([table.geometry for table in memory.block_table(heads).scatters])
 
     def close(self) -> None:
         self._copies.close()
 
 
+class _Launches:
+    """One for each table, with the strips of all parts."""
+
+    def __init__(self) -> None:
+        self._by_table: dict[int, tuple[Table, list[Strip]]] = {}
+
+    def add(self, tables: Sequence[Table], strips: Sequence[list[Strip]]) -> None:
+        for table, some in zip(tables, strips, strict=True):
+            if some:
+                self._by_table.setdefault(id(table), (table, []))[1].extend(some)
+
+    def all(self) -> list[Strips]:
+        return [Strips(table, strips) for table, strips in self._by_table.values()]
+
+
 def _check_room(nbytes: int, stretch: Stretch) -> None:
     if nbytes > stretch.nbytes:
         raise MemoryLayoutError(f"{nbytes} bytes do not fit into {stretch.nbytes} bytes of staging")
-
-
-def _together(batches: Iterable[Batch]) -> list[Batch]:
-    """One batch for each geometry, so one launch."""
-    by_geometry: dict[Geometry, list[Blocks]] = {}
-    for geometry, blocks in batches:
-        by_geometry.setdefault(geometry, []).append(blocks)
-    return [
-        Batch(geometry, blocks[0] if len(blocks) == 1 else np.concatenate(blocks))
-        for geometry, blocks in by_geometry.items()
-    ]

@@ -44,7 +44,7 @@ class SegmentMemory:
         self.addresses = SegmentAddresses(held, num_slots, bases)
         self.nbytes = sum(block.nbytes for layer in self.blocks for block in layer)
         self._slices: dict[tuple[int, int], HeadSlice] = {}
-        self._tables: dict[tuple[int, int], BlockTable] = {}
+        self._tables: dict[int, BlockTable] = {}
 
     @property
     def name(self) -> str:
@@ -65,12 +65,12 @@ class SegmentMemory:
             found = self._slices[head, heads] = HeadSlice(views, self.addresses, head, heads)
         return found
 
-    def block_table(self, head: int, heads: int) -> BlockTable:
-        """The same for launches on a device."""
-        found = self._tables.get((head, heads))
+    def block_table(self, heads: int) -> BlockTable:
+        """The same for launches on a device, of any `heads` local heads."""
+        found = self._tables.get(heads)
         if found is None:
-            self.check_heads(head, heads)
-            found = self._tables[head, heads] = BlockTable(self.addresses, head, heads)
+            self.check_heads(0, heads)
+            found = self._tables[heads] = BlockTable(self.addresses, heads)
         return found
 
     def check_heads(self, head: int, heads: int) -> None:

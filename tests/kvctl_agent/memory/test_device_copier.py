@@ -157,6 +157,23 @@ class TestLaunches:
             assert gathers_between(memory.held, two) == {batch.geometry for batch in gather.batches}
             copier.close()
 
+    def test_parts_of_different_writers_share_one(self, device: HostDevice, ring: RingMemory) -> None:
+        copier = DeviceCopier(device.copies())
+        with filled(PLANES["K and V alike"], device) as memory, filled(PLANES["K and V alike"], None) as source:
+            landed = []
+            for head in (0, 2, 4, 6):
+                part, region = gathered(source, head, 2, (2, 8))
+                stretch = ring.view(head << 15, part.region_bytes)
+                device.upload(stretch.addr, region)
+                landed.append(Landed(RowIndex(memory, PAGES, head, 2), part, stretch))
+            finish(copier.scatter(landed))
+            (begun,) = device.begun
+            assert len(begun.batches) == 1
+            for layer, plane in [(2, 0), (7, 1)]:
+                pages = [segment.block(layer, plane).reshape(SLOTS, -1)[PAGES] for segment in (memory, source)]
+                assert np.array_equal(*pages)
+            copier.close()
+
     def test_whole_pages_are_one_wide_row(self, device: HostDevice) -> None:
         copier = DeviceCopier(device.copies())
         with filled(PLANES["K and V alike"], device) as memory:
