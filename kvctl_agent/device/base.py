@@ -15,7 +15,22 @@ import numpy.typing as npt
 
 from kvctl_agent.contract.memory import HOST
 
-__all__ = ["HOST", "Batch", "Blocks", "Copies", "Device", "Event", "Export", "Geometry", "Mapping", "Memory", "Places"]
+__all__ = [
+    "HOST",
+    "Batch",
+    "Blocks",
+    "Copies",
+    "Device",
+    "Event",
+    "Export",
+    "Geometry",
+    "Mapping",
+    "Memory",
+    "Places",
+    "Strip",
+    "Strips",
+    "Table",
+]
 
 Blocks = npt.NDArray[np.int64]
 """int64 `[n, 5]`, see `Batch`."""
@@ -81,6 +96,63 @@ class Batch(NamedTuple):
     blocks: Blocks
 
 
+class Table:
+    """Blocks of one geometry, paged on one side and packed on the other, that stay where they are.
+
+    A launch of such needs no table of its own, whose making and upload is most of what one costs the host.
+
+    Attributes:
+        geometry: of all blocks.
+        paged: int64 `[n]`, each block's address, as in a batch.
+        before: int64 `[n]`, bytes that lie packed before each, where all blocks have one page.
+        bits: of all these numbers, or-ed: what they are multiples of.
+    """
+
+    def __init__(self, geometry: Geometry, paged: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> None:
+        self.geometry = geometry
+        self.paged, self.before = paged, before
+        self.bits = int(np.bitwise_or.reduce(paged) | np.bitwise_or.reduce(before))
+
+
+class Strip(NamedTuple):
+    """Consecutive blocks of a table with the same pages, packed one after the other.
+
+    Attributes:
+        lo, hi: blocks [lo, hi).
+        shift: added to every paged address: where heads begin, say.
+        packed: what `before` x pages is added to, so that block `lo` begins where it shall.
+        pages: how many.
+        listed: where they begin in the list of pages that goes with the launch.
+    """
+
+    lo: int
+    hi: int
+    shift: int
+    packed: int
+    pages: int
+    listed: int
+
+
+class Strips(NamedTuple):
+    """What one launch copies, like a `Batch`: strips of one table, of several parts, say."""
+
+    table: Table
+    strips: Sequence[Strip]
+
+    def batch(self) -> Batch:
+        """The same, block by block."""
+        paged, packed = (0, 1) if self.table.geometry.src_paged else (1, 0)
+        each = []
+        for lo, hi, shift, base, pages, listed in self.strips:
+            blocks = np.zeros((hi - lo, 5), np.int64)
+            blocks[:, paged] = self.table.paged[lo:hi] + shift
+            blocks[:, packed] = self.table.before[lo:hi] * pages + base
+            blocks[:, 2 + paged] = listed
+            blocks[:, 4] = pages
+            each.append(blocks)
+        return Batch(self.table.geometry, np.concatenate(each))
+
+
 class Copies(Protocol):
     """Copies rows in order, on a stream of its own."""
 
@@ -89,7 +161,7 @@ class Copies(Protocol):
         ...
 
     def begin(
-        self, batches: Sequence[Batch], pages: Places, after: Event | None = None, programs: int | None = None
+        self, batches: Sequence[Batch | Strips], pages: Places, after: Event | None = None, programs: int | None = None
     ) -> Event:
         """Puts copies on the stream.
 

@@ -12,7 +12,14 @@ from kvctl_agent.device.variant import Variant
 from kvctl_agent.errors import DeviceUnavailable
 
 # The arguments of a launch, in order; the compiler may append pointers of its own.
-ARGUMENTS = {"blocks_at": "i64", "pages_at": "i64", "items": "i32", "tiles": "i32"}
+ARGUMENTS = {
+    "blocks_at": "i64",
+    "strips_at": "i64",
+    "pages_at": "i64",
+    "items": "i32",
+    "tiles": "i32",
+    "most": "i32",
+}
 
 _MISSING = "a KV pool on a GPU needs Triton: pip install 'kvctl[gpu]'"
 
@@ -116,6 +123,7 @@ def constants(variant: Variant) -> dict[str, Any]:
         "WORD": language.dtype(f"int{8 * variant.word}"),
         "WORD_BYTES": variant.word,
         "TILE_UNITS": variant.tile_units,
+        "STRIPS": variant.strips,
     }
 
 

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvctl_agent.device.base import Batch, Event, Geometry, Places
+from kvctl_agent.device.base import Batch, Event, Geometry, Places, Strips
+from kvctl_agent.device.compiler import ARGUMENTS
 from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.device.events import EventPool
 from kvctl_agent.device.kernels import Kernel, Kernels
+from kvctl_agent.device.resident import ResidentTables
 from kvctl_agent.device.slots import Slots
-from kvctl_agent.device.tables import split, table_bytes
+from kvctl_agent.device.tables import STRIP_BYTES, split, table_bytes
 from kvctl_agent.device.variant import Tile, Variant, alignment, variant
 from kvctl_agent.errors import DeviceError
 
@@ -54,7 +56,7 @@ class _Launch:
         self.variant = variant
         self.kernel = kernel
         # Eight bytes for each, narrower ones in the lower half; those that the compiler appended stay null.
-        count = 4 + kernel.appended
+        count = len(ARGUMENTS) + kernel.appended
         self.arguments = (ctypes.c_int64 * count)()
         at = ctypes.addressof(self.arguments)
         self._pointers = (ctypes.c_void_p * count)(*range(at, at + 8 * count, 8))
@@ -75,7 +77,7 @@ class CudaCopies:
         self._kernels = kernels
         self._events = events
         self._tuning = tuning
-        self._launches: dict[tuple[Geometry, int, bool], _Launch] = {}
+        self._launches: dict[tuple[Geometry, int, bool, bool], _Launch] = {}
         self._slots = Slots(context, tuning.slots, tuning.slot_bytes, not tuning.zero_copy)
         try:
             with context.visit():
@@ -90,17 +92,21 @@ class CudaCopies:
         except BaseException:
             self._slots.close()
             raise
+        self._resident = ResidentTables(context, self._stream)
 
     def prepare(self, geometries: Sequence[Geometry]) -> None:
         self._context.enter()
         for geometry in geometries:
-            for bounded in (False, True):
+            direct = geometry.src_paged and geometry.dst_paged
+            # Between pages and staging there are strips, and what they do not serve; from pages to pages launches may
+            # be bounded.
+            for bounded, strips in ((False, False), (True, False) if direct else (False, True)):
                 # Launched once with nothing to do: the driver loads code when it is first used.
-                self._launch(self._kernel(geometry, 0, bounded), 0, 0, 0, 1, 1)
+                self._launch(self._kernel(geometry, 0, bounded, strips), [0, 0, 0, 0, 1, 1], None)
         checked(self._driver.cuStreamSynchronize(self._stream), "cannot launch the copy kernel")
 
     def begin(
-        self, batches: Sequence[Batch], pages: Places, after: Event | None = None, programs: int | None = None
+        self, batches: Sequence[Batch | Strips], pages: Places, after: Event | None = None, programs: int | None = None
     ) -> Event:
         if self._stream is None:
             raise DeviceError("these copies are closed")
@@ -126,50 +132,80 @@ class CudaCopies:
             # Unchecked, as in `Slots.close`.
             self._driver.cuStreamSynchronize(stream)
             self._driver.cuStreamDestroy(stream)
+        self._resident.close()
         self._slots.close()
 
-    def _begin(self, batches: Sequence[Batch], pages: Places, programs: int | None) -> Event:
+    def _begin(self, batches: Sequence[Batch | Strips], pages: Places, programs: int | None) -> Event:
         slot = self._slots.take()
         at = 0
-        for batch in batches:
-            size = batch.blocks.size
-            slot.words[at : at + size] = batch.blocks.reshape(-1)
-            at += size
+        for each in batches:
+            if isinstance(each, Strips):
+                numbers = [number for strip in each.strips for number in strip]
+                slot.words[at : at + len(numbers)] = numbers
+                at += len(numbers)
+            else:
+                slot.words[at : at + each.blocks.size] = each.blocks.reshape(-1)
+                at += each.blocks.size
         slot.places[2 * at : 2 * at + len(pages)] = pages
         if not self._tuning.zero_copy:
             checked(
                 self._driver.cuMemcpyHtoDAsync(slot.device, slot.host, 8 * at + pages.nbytes, self._stream),
                 "cannot upload tables",
             )
-        pages_at, blocks_at = slot.device + 8 * at, slot.device
-        for geometry, blocks in batches:
-            launch = self._kernel(geometry, int(np.bitwise_or.reduce(blocks[:, :2], axis=None)), programs is not None)
-            most = int(blocks[:, 4].max())
-            tiles = launch.variant.tiles(most)
-            items = tiles * len(blocks)
-            # The kernel counts in 32 bits.
-            if max(items, most * launch.variant.page_units) > _MOST:
-                raise DeviceError(f"{len(blocks)} blocks of up to {most} pages are too many for one launch: {geometry}")
-            self._launch(launch, blocks_at, pages_at, items, tiles, items if programs is None else min(items, programs))
-            blocks_at += blocks.nbytes
+        tables_at, pages_at = slot.device, slot.device + 8 * at
+        for each in batches:
+            if isinstance(each, Strips):
+                self._copy_strips(each, tables_at, pages_at, programs)
+                tables_at += STRIP_BYTES * len(each.strips)
+            else:
+                self._copy_batch(each, tables_at, pages_at, programs)
+                tables_at += each.blocks.nbytes
         done = slot.until = self._events.record(self._stream)
         return done
 
-    def _kernel(self, geometry: Geometry, bits: int, bounded: bool) -> _Launch:
-        key = (geometry, alignment(bits), bounded)
+    def _copy_batch(self, batch: Batch, blocks_at: int, pages_at: int, programs: int | None) -> None:
+        blocks = batch.blocks
+        bits = int(np.bitwise_or.reduce(blocks[:, :2], axis=None))
+        launch = self._kernel(batch.geometry, bits, programs is not None, False)
+        tiles = self._tiles(launch, int(blocks[:, 4].max()), len(blocks))
+        items = tiles * len(blocks)
+        self._launch(launch, [blocks_at, 0, pages_at, items, tiles, 1], programs)
+
+    def _copy_strips(self, some: Strips, strips_at: int, pages_at: int, programs: int | None) -> None:
+        table, strips = some
+        bits, most, pages = table.bits, 0, 0
+        for lo, hi, shift, packed, count, _ in strips:
+            bits |= shift | packed
+            most = max(most, hi - lo)
+            pages = max(pages, count)
+        launch = self._kernel(table.geometry, bits, programs is not None, True)
+        tiles = self._tiles(launch, pages, most * len(strips))
+        items = tiles * most * len(strips)
+        self._launch(launch, [self._resident.address(table), strips_at, pages_at, items, tiles, most], programs)
+
+    def _kernel(self, geometry: Geometry, bits: int, bounded: bool, strips: bool) -> _Launch:
+        key = (geometry, alignment(bits), bounded, strips)
         launch = self._launches.get(key)
         if launch is None:
-            chosen = variant(geometry, bits, self._tuning.bounded if bounded else self._tuning.tile)
+            chosen = variant(geometry, bits, self._tuning.bounded if bounded else self._tuning.tile, strips)
             launch = self._launches[key] = _Launch(chosen, self._kernels.get(chosen))
         return launch
 
-    def _launch(self, launch: _Launch, blocks_at: int, pages_at: int, items: int, tiles: int, programs: int) -> None:
-        kernel = launch.kernel
-        arguments = launch.arguments
-        arguments[0], arguments[1], arguments[2], arguments[3] = blocks_at, pages_at, items, tiles
+    def _tiles(self, launch: _Launch, pages: int, blocks: int) -> int:
+        """Tiles of a block of so many pages; the kernel counts units, and tiles of all blocks, in 32 bits."""
+        tiles = launch.variant.tiles(pages)
+        if max(tiles * blocks, pages * launch.variant.page_units) > _MOST:
+            raise DeviceError(f"{blocks} blocks of up to {pages} pages are too many for one launch")
+        return tiles
+
+    def _launch(self, launch: _Launch, arguments: Sequence[int], programs: int | None) -> None:
+        """Launches with `arguments`, the fourth of which is how many programs there is work for."""
+        kernel, items = launch.kernel, arguments[3]
+        launch.arguments[: len(ARGUMENTS)] = [*arguments]
+        grid = max(1, items if programs is None else min(items, programs))
         checked(
             self._driver.cuLaunchKernel(
-                kernel.function, programs, 1, 1, kernel.threads, 1, 1, kernel.shared, self._stream, launch.parameters, 0
+                kernel.function, grid, 1, 1, kernel.threads, 1, 1, kernel.shared, self._stream, launch.parameters, 0
             ),
             "cannot launch the copy kernel",
         )

@@ -29,6 +29,7 @@ class Variant(NamedTuple):
     Attributes:
         tile_units: units that one thread block copies at a time.
         warps: of a thread block.
+        strips: whether it copies strips of a table.
     """
 
     rows: int
@@ -41,6 +42,7 @@ class Variant(NamedTuple):
     align: int
     tile_units: int
     warps: int
+    strips: bool
 
     @property
     def word(self) -> int:
@@ -56,7 +58,7 @@ class Variant(NamedTuple):
         return -(-pages * self.page_units // self.tile_units)
 
 
-def variant(geometry: Geometry, bits: int, tile: Tile) -> Variant:
+def variant(geometry: Geometry, bits: int, tile: Tile, strips: bool = False) -> Variant:
     """The variant for blocks whose addresses have only these bits set (or-ed together).
 
     Raises:
@@ -85,6 +87,7 @@ def variant(geometry: Geometry, bits: int, tile: Tile) -> Variant:
         align,
         tile_bytes // unit,
         tile.warps,
+        strips,
     )
 
 

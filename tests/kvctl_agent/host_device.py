@@ -13,7 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.device.base import HOST, Batch, Blocks, Copies, Event, Export, Geometry, Mapping, Memory, Places
+from kvctl_agent.device.base import (
+    HOST,
+    Batch,
+    Blocks,
+    Copies,
+    Event,
+    Export,
+    Geometry,
+    Mapping,
+    Memory,
+    Places,
+    Strips,
+)
 from kvctl_agent.errors import DeviceError
 from kvctl_agent.memory.slab import Slab
 
@@ -106,13 +118,14 @@ class HostCopies:
         self._device.prepared.extend(geometries)
 
     def begin(
-        self, batches: Sequence[Batch], pages: Places, after: Event | None = None, programs: int | None = None
+        self, batches: Sequence[Batch | Strips], pages: Places, after: Event | None = None, programs: int | None = None
     ) -> Event:
         assert not self.closed, "a copy after close()"
         assert pages.dtype == np.int32
-        assert all(len(batch.blocks) and batch.blocks.dtype == np.int64 for batch in batches)
+        each = [batch.batch() if isinstance(batch, Strips) else batch for batch in batches]
+        assert all(len(batch.blocks) and batch.blocks.dtype == np.int64 for batch in each)
         # The caller may use its arrays again at once.
-        kept = tuple(Batch(batch.geometry, batch.blocks.copy()) for batch in batches)
+        kept = tuple(Batch(batch.geometry, batch.blocks.copy()) for batch in each)
         begun = Begun(kept, pages.copy(), after, programs)
         self._device.begun.append(begun)
         return self._stream.put(lambda: _copy_all(begun), after)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvctl_agent.device.base import Batch
+from kvctl_agent.device.base import Batch, Strips
 from kvctl_agent.device.compiler import constants
 from kvctl_agent.device.variant import Tile, Variant, variant
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 
-def interpret(variant: Variant, programs: int, blocks_at: int, pages_at: int, items: int, tiles: int) -> None:
+def interpret(variant: Variant, programs: int, arguments: Sequence[int]) -> None:
     """One launch."""
     from kvctl_agent.device.kernel import copy_rows
 
@@ -28,12 +29,24 @@ def interpret(variant: Variant, programs: int, blocks_at: int, pages_at: int, it
     kernel = interpreter.InterpretedFunction(copy_rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang_tensor", patched)
-        kernel[(programs,)](blocks_at, pages_at, items, tiles, **constants(variant))
+        kernel[(programs,)](*arguments, **constants(variant))
 
 
-def launch(batch: Batch, pages: np.ndarray, tile: Tile, programs: int = 3) -> None:
+def launch(batch: Batch | Strips, pages: np.ndarray, tile: Tile, programs: int = 3) -> None:
     """One batch, as `CudaCopies` does it."""
-    blocks = np.ascontiguousarray(batch.blocks)
-    chosen = variant(batch.geometry, int(np.bitwise_or.reduce(blocks[:, :2], axis=None)), tile)
-    tiles = chosen.tiles(int(blocks[:, 4].max()))
-    interpret(chosen, programs, blocks.ctypes.data, pages.ctypes.data, len(blocks) * tiles, tiles)
+    if isinstance(batch, Strips):
+        table = batch.table
+        tables = np.stack((table.paged, table.before), axis=1)
+        strips = np.array(batch.strips, np.int64)
+        bits = table.bits | int(np.bitwise_or.reduce(strips[:, 2:4], axis=None))
+        chosen = variant(table.geometry, bits, tile, strips=True)
+        most, count = int((strips[:, 1] - strips[:, 0]).max()), int(strips[:, 4].max())
+        blocks = most * len(strips)
+        more = strips.ctypes.data, most
+    else:
+        tables = np.ascontiguousarray(batch.blocks)
+        chosen = variant(batch.geometry, int(np.bitwise_or.reduce(tables[:, :2], axis=None)), tile)
+        blocks, count = len(tables), int(tables[:, 4].max())
+        more = 0, 1
+    tiles = chosen.tiles(count)
+    interpret(chosen, programs, [tables.ctypes.data, more[0], pages.ctypes.data, blocks * tiles, tiles, more[1]])

@@ -93,7 +93,7 @@ def test_arguments_that_the_compiler_appends_are_counted() -> None:
     listed = re.search(r"\.entry[^(]*\(([^)]*)\)", code.ptx)
     assert listed is not None
     kinds = re.findall(r"\.param \.(\w+)", listed[1])
-    assert kinds[: len(ARGUMENTS)] == ["u64", "u64", "u32", "u32"]
+    assert kinds[: len(ARGUMENTS)] == [kind.replace("i", "u") for kind in ARGUMENTS.values()]
     assert kinds[len(ARGUMENTS) :] == ["u64"] * code.appended
 
 

@@ -15,7 +15,7 @@ from interpreted import interpret
 from kvctl_agent.device import driver as binding
 from kvctl_agent.device import kernels
 from kvctl_agent.device.base import Batch, Geometry
-from kvctl_agent.device.compiler import Program
+from kvctl_agent.device.compiler import ARGUMENTS, Program
 from kvctl_agent.device.driver import Context
 from kvctl_agent.device.events import EventPool
 from kvctl_agent.device.kernels import Kernels
@@ -25,6 +25,10 @@ from kvctl_agent.errors import DeviceError
 
 APPENDED = 2
 SMALL = Tuning(slots=3, slot_bytes=1024)
+
+
+def _read(at: int, kind: str) -> int:
+    return {"i32": ctypes.c_int32, "i64": ctypes.c_int64}[kind].from_address(at).value
 
 
 class Launching(FakeDriver):  # type: ignore[misc]
@@ -53,13 +57,14 @@ class Launching(FakeDriver):  # type: ignore[misc]
 
     def cuLaunchKernel(self, variant, grid, y, z, threads, ty, tz, shared, stream, parameters, extra):
         assert (y, z, ty, tz, shared, extra) == (1, 1, 1, 1, 0, 0)
-        pointers = (ctypes.c_void_p * (4 + APPENDED)).from_address(parameters)
-        blocks_at, pages_at = (ctypes.c_int64.from_address(pointers[place]).value for place in (0, 1))
-        items, tiles = (ctypes.c_int32.from_address(pointers[place]).value for place in (2, 3))
-        assert [ctypes.c_int64.from_address(pointers[place]).value for place in (4, 5)] == [0, 0]
+        pointers = (ctypes.c_void_p * (len(ARGUMENTS) + APPENDED)).from_address(parameters)
+        given = [_read(at, kind) for at, kind in zip(pointers, [*ARGUMENTS.values(), *["i64"] * APPENDED], strict=True)]
+        given, appended = given[: len(ARGUMENTS)], given[len(ARGUMENTS) :]
+        assert appended == [0] * APPENDED
+        items = given[3]
         if items:
-            self.launches.append(SimpleNamespace(grid=grid, threads=threads, items=items, at=blocks_at))
-            interpret(variant, min(grid, 4), blocks_at, pages_at, items, tiles)
+            self.launches.append(SimpleNamespace(grid=grid, threads=threads, items=items, at=given[0]))
+            interpret(variant, min(grid, 4), given)
         return OK
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from interpreted import launch
 
-from kvctl_agent.device.base import Batch, Places
+from kvctl_agent.device.base import Batch, Places, Strips
 from kvctl_agent.device.rows import DEFAULT
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.shape import Plane, Segment
@@ -41,7 +41,7 @@ MODELS = {
 class Interpreted:
     """`Copies` that happen at once."""
 
-    def begin(self, batches: Sequence[Batch], pages: Places, **_: Any) -> SimpleNamespace:
+    def begin(self, batches: Sequence[Batch | Strips], pages: Places, **_: Any) -> SimpleNamespace:
         for batch in batches:
             # Wide enough that the interpreter takes a block in one go.
             launch(batch, pages, DEFAULT.bounded, programs=1)
