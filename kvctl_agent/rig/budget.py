@@ -1,7 +1,7 @@
 """How much memory all pools and rings of a fleet may take together, wherever they are.
 
-Lots and rings are sized by one number. On GPUs it is the one at which the fullest GPU is just full, given how much of
-every room, and how many of the rings, lie there.
+Lots are sized by one number for all pools. On GPUs it is the one at which the fullest GPU is just full, given how much
+of every room lies there and how many of the rings.
 """
 
 from __future__ import annotations
@@ -12,18 +12,27 @@ from kvctl_agent.contract.rig import PlanRequest, Role
 from kvctl_agent.layout.side import Side
 from kvctl_agent.rig.gpus import Placement, free_bytes
 from kvctl_agent.rig.moving import Mover
-from kvctl_agent.rig.sizing import GIB, MIB, RING_SHARE, Budget, pool_bytes, rank_bytes
+from kvctl_agent.rig.resolve import side_of
+from kvctl_agent.rig.sizing import GIB, MIB, Budget, pool_bytes, rank_bytes
 
 # Contexts, staging buffers, what an engine computes with and other processes need the rest.
 GPU_PERCENT = 60
+# Rings together get at most this part of the memory, pools the rest.
+_RING_SHARE = 4
+_HOST_RING_BYTES = 512 * MIB
+_GPU_RING_BYTES = 8 * GIB
 
 
 def host_budget(request: PlanRequest) -> Budget:
     """Of pools in host memory: what the bench says."""
-    return Budget(request.memory_bytes, 512 * MIB)
+    rings = request.memory_bytes // _RING_SHARE
+    ring = min(_HOST_RING_BYTES, rings // side_of(request.decode).size)
+    return Budget(request.memory_bytes - rings, ring, request.memory_bytes)
 
 
-def gpu_budget(mover: Mover, placement: Placement, tokens: int, free: Callable[[int], int] = free_bytes) -> Budget:
+def gpu_budget(
+    request: PlanRequest, mover: Mover, placement: Placement, tokens: int, free: Callable[[int], int] = free_bytes
+) -> Budget:
     """Of pools on GPUs: `GPU_PERCENT` of what is free there.
 
     Args:
@@ -33,25 +42,23 @@ def gpu_budget(mover: Mover, placement: Placement, tokens: int, free: Callable[[
     Raises:
         DeviceError: a GPU cannot be asked.
     """
-    decode = mover.inputs[0].decode
     room = max(pool_bytes(mover, instance, tokens) for instance in range(len(mover.inputs)))
-    pools = dict.fromkeys(placement.every, 0.0)
-    rings = dict.fromkeys(placement.every, 0.0)
+    parts = dict.fromkeys(placement.every, 0.0)
+    rings = dict.fromkeys(placement.every, 0)
     for role, position, nbytes in _rank_shares(mover, tokens):
         gpu = placement.of(role, position)
-        pools[gpu] += nbytes / room
-        if role == "decode":
-            rings[gpu] += 1 / decode.size
-    budgets = {}
-    for gpu in placement.every:
-        filled = ((RING_SHARE - 1) * pools[gpu] + rings[gpu]) / RING_SHARE
-        if filled:
-            available = free(gpu)
-            budgets[gpu] = (int(available * GPU_PERCENT / 100 / filled), available)
-    fullest = min(budgets, key=lambda gpu: budgets[gpu][0])
-    nbytes, available = budgets[fullest]
-    detail = f" ({GPU_PERCENT} % of the {available / GIB:.1f} GiB that are free on GPU {fullest})"
-    return Budget(nbytes, 8 * GIB, detail)
+        parts[gpu] += nbytes / room
+        rings[gpu] += role == "decode"
+    used = [gpu for gpu in placement.every if parts[gpu]]
+    available = {gpu: free(gpu) for gpu in used}
+    usable = {gpu: available[gpu] * GPU_PERCENT // 100 for gpu in used}
+    ring = min([_GPU_RING_BYTES, *(usable[gpu] // _RING_SHARE // rings[gpu] for gpu in used if rings[gpu])])
+    taken = ring if request.ring_mb is None else request.ring_mb * MIB
+    pools = {gpu: int((usable[gpu] - taken * rings[gpu]) / parts[gpu]) for gpu in used}
+    fullest = min(used, key=lambda gpu: pools[gpu])
+    detail = f" ({GPU_PERCENT} % of the {available[fullest] / GIB:.1f} GiB that are free on GPU {fullest})"
+    most = max(0, pools[fullest])
+    return Budget(most, ring, most, detail)
 
 
 def _rank_shares(mover: Mover, tokens: int) -> Iterator[tuple[Role, int, float]]:

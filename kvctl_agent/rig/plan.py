@@ -46,7 +46,10 @@ def make_plan(request: PlanRequest) -> Plan:
     mover = Mover(inputs, shape)
     paths = resolve_paths(request.paths, inputs, request.device)
     pipelines = resolve_pipelines(request.pipelines)
-    budget = gpu_budget(mover, placement, _longest_prompt(request)) if placement.every else host_budget(request)
+    if placement.every:
+        budget = gpu_budget(request, mover, placement, _longest_prompt(request))
+    else:
+        budget = host_budget(request)
     needs = [resolve_load(request, mover, load, budget) for load in request.loads]
     # Where nothing is staged the smallest ring stays: with it comes the scratch memory that a lane is measured with.
     ring = MIB

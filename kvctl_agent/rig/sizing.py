@@ -19,8 +19,6 @@ from kvctl_agent.rig.moving import Mover
 
 MIB = 1 << 20
 GIB = 1 << 30
-# Rings together get at most this part of the memory, pools the rest.
-RING_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +26,16 @@ class Budget:
     """How much memory a fleet may take.
 
     Attributes:
-        nbytes: of all pools and rings together.
-        most_ring_bytes: of one ring.
+        pool_bytes: of all pools together.
+        ring_bytes: of one ring.
+        room_bytes: of one room's pools, which may take what rings would have where there is little.
         detail: what to say after naming it, "" where nothing.
     """
 
-    nbytes: int
-    most_ring_bytes: int
+    pool_bytes: int
+    ring_bytes: int
+    room_bytes: int
     detail: str = ""
-
-    @property
-    def pool_bytes(self) -> int:
-        """What all pools may take together."""
-        return self.nbytes - self.ring_bytes
-
-    @property
-    def ring_bytes(self) -> int:
-        """What all rings may take together."""
-        return self.nbytes // RING_SHARE
 
 
 def rooms_that_fit(budget: Budget, mover: Mover, load: Load) -> int:
@@ -65,10 +55,10 @@ def check_room_fits(budget: Budget, mover: Mover, tokens: int) -> int:
         LayoutError: they are not to be had.
     """
     nbytes = max(pool_bytes(mover, instance, tokens) for instance in range(len(mover.inputs)))
-    if nbytes > budget.nbytes:
+    if nbytes > budget.room_bytes:
         raise LayoutError(
             f"one room of {tokens} tokens needs {nbytes} bytes of KV pools, prefill and decode together, but only "
-            f"{budget.nbytes} are to be had{budget.detail}: use fewer --tokens or a smaller shape"
+            f"{budget.room_bytes} are to be had{budget.detail}: use fewer --tokens or a smaller shape"
         )
     return nbytes
 
@@ -112,8 +102,7 @@ def ring_bytes(
     part = max((mover.largest_part(instance, *room) for instance in instances for room in longest), key=lambda p: p[0])
     part_bytes, arithmetic = part
     if request.ring_mb is None:
-        share = min(budget.most_ring_bytes, budget.ring_bytes // mover.inputs[0].decode.size)
-        return max(1, ceil(max(part_bytes, min(wanted, share)) / MIB)) * MIB
+        return max(1, ceil(max(part_bytes, min(wanted, budget.ring_bytes)) / MIB)) * MIB
     if request.ring_mb * MIB < part_bytes:
         raise LayoutError(
             f"--ring-mb {request.ring_mb} is smaller than one part: {arithmetic} need {part_bytes} bytes, the ring has "

@@ -21,7 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> HostDevice:
     """The only one there is."""
     device = HostDevice(slow=2)
     monkeypatch.setattr(gpus, "count_gpus", lambda: 1)
-    monkeypatch.setattr(plan, "gpu_budget", lambda *args: Budget(256 * MIB, 64 * MIB))
+    monkeypatch.setattr(plan, "gpu_budget", lambda *args: Budget(192 * MIB, 64 * MIB, 256 * MIB))
     monkeypatch.setattr(content, "open_device", lambda index: device)
     return device
 

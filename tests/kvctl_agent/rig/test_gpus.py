@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvctl_agent.contract.rig import Load, PlanRequest, Sizes, Tokens
-from kvctl_agent.errors import ConfigError, DeviceUnavailable
+from kvctl_agent.errors import ConfigError, DeviceUnavailable, LayoutError
 from kvctl_agent.rig import budget, gpus, plan
 from kvctl_agent.rig.__main__ import answer
 from kvctl_agent.rig.plan import make_plan
@@ -115,6 +115,7 @@ def per_gpu(planned: Any, count: int) -> list[int]:
         ((6 * GIB, 40 * GIB), {}),
         ((40 * GIB, 6 * GIB), {"prefill_gpus": (0, 1)}),
         ((20 * GIB, 20 * GIB), {"decode": Sizes(dp=2), "decode_gpus": (0, 1)}),
+        ((20 * GIB, 20 * GIB), {"ring_mb": 4096, "paths": ("staged",)}),
         ((20 * GIB, 10 * GIB), {"decode": Sizes(tp=2), "prefill": (Sizes(tp=2, pp=2), Sizes(tp=4))}),
     ],
 )
@@ -130,6 +131,12 @@ def test_rings_may_be_larger_than_on_the_host(have: Callable[..., None]):
     have(140 * GIB, 140 * GIB)
     planned = make_plan(request(model="llama-3.1-70b", loads=(Load(512, Tokens(values=(1024,))),), rooms=512))
     assert planned["ring_bytes"] == 8 * GIB
+
+
+def test_a_room_that_no_gpu_holds_is_refused(have: Callable[..., None]):
+    have(GIB)
+    with pytest.raises(LayoutError, match=r"only \d+ are to be had \(60 % of the 1.0 GiB that are free on GPU 0\)"):
+        make_plan(request(loads=(Load(1, Tokens(values=(4096,))),)))
 
 
 def test_without_gpus_it_is_said(monkeypatch: pytest.MonkeyPatch):
