@@ -204,15 +204,7 @@ class KVPool:
         blocks_bytes = sum(
             each.num_layers * sum(map(_aligned, planes)) for each, planes in zip(held, sizes, strict=True)
         )
-        # Aux rows lie behind the blocks where those are the host's, and beside them in memory of the host where not.
-        allocations: list[Allocation] = []
-        if device is not None:
-            allocations.append(DeviceAllocation(device, blocks_bytes, mem_pool))
-            device.fill(allocations[0].region.addr, blocks_bytes, 0)
-        slab = Slab((blocks_bytes if device is None else 0) + aux_bytes) if device is None or aux_bytes else None
-        if slab is not None:
-            allocations.append(slab)
-        view: Callable[[Region], Bytes] = Region.array if device is not None or slab is None else slab.view
+        allocations, view, rows = _allocations(blocks_bytes, aux_bytes, device, mem_pool)
         at, _, index = allocations[0].region
         segments = []
         for each, count, planes in zip(held, slots, sizes, strict=True):
@@ -227,7 +219,7 @@ class KVPool:
         return cls(
             segments,
             page_size=page_size,
-            aux=slab.array[-aux_bytes:].reshape(aux_slots, aux_row_bytes) if slab is not None and aux_bytes else None,
+            aux=None if rows is None else rows.reshape(aux_slots, aux_row_bytes),
             device=device,
             allocations=allocations,
         )
@@ -288,6 +280,24 @@ class KVPool:
         for allocation in self._allocations:
             allocation.close()
         self._allocations = ()
+
+
+def _allocations(
+    blocks_bytes: int, aux_bytes: int, device: Device | None, mem_pool: str
+) -> tuple[list[Allocation], Callable[[Region], Bytes], Bytes | None]:
+    """Zeroed memory of ours: the first holds the blocks; how the host sees those; and the aux rows' bytes.
+
+    Aux rows lie behind the blocks of the host, and beside those of a device.
+    """
+    if device is None:
+        slab = Slab(blocks_bytes + aux_bytes)
+        return [slab], slab.view, slab.array[blocks_bytes:] if aux_bytes else None
+    there = DeviceAllocation(device, blocks_bytes, mem_pool)
+    device.fill(there.region.addr, blocks_bytes, 0)
+    if not aux_bytes:
+        return [there], Region.array, None
+    beside = Slab(aux_bytes)
+    return [there, beside], Region.array, beside.array
 
 
 def _open(index: int) -> Device:
