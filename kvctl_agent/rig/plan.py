@@ -6,6 +6,7 @@ and what fits this machine's memory from `sizing`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kvctl_agent.contract.config import KEYS_BY_NAME
@@ -74,6 +75,13 @@ def make_plan(request: PlanRequest) -> Plan:
     lot_rooms = max(need.lot_rooms for need in needs)
     groups = prefill_groups(mover)
     instances = range(len(inputs))
+    ranks = [
+        *(rank for instance in instances for rank in _ranks("prefill", instance, mover, needs, placement)),
+        *_ranks("decode", -1, mover, needs, placement),
+    ]
+    notes = [note for need in needs for note in need.notes] + _pipeline_notes(pipelines, needs)
+    if request.compute == "gpu":
+        notes += _compute_notes(ranks)
     return Plan(
         shape=shape,
         page_size=request.page_size,
@@ -85,10 +93,7 @@ def make_plan(request: PlanRequest) -> Plan:
         paths=list(paths),
         pipelines=list(pipelines),
         cp_mode=request.cp_mode,
-        ranks=[
-            *(rank for instance in instances for rank in _ranks("prefill", instance, mover, needs, placement)),
-            *_ranks("decode", -1, mover, needs, placement),
-        ],
+        ranks=ranks,
         shares=[share for instance in instances for share in _shares(mover, instance, needs[0], request.device)],
         loads=[need.load for need in needs],
         ring_bytes=ring,
@@ -96,7 +101,7 @@ def make_plan(request: PlanRequest) -> Plan:
         room_stride=-(-lot_rooms // groups) * groups,
         aux_slots=lot_rooms,
         config=config,
-        notes=list(dict.fromkeys([note for need in needs for note in need.notes] + _pipeline_notes(pipelines, needs))),
+        notes=list(dict.fromkeys(notes)),
     )
 
 
@@ -179,3 +184,15 @@ def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[Needs]) -> list[st
         f"pipeline: every prompt is shorter than pipeline_min_tokens = {threshold} and takes the plain path; give "
         f"longer --tokens, or layers per group as a number"
     ]
+
+
+def _compute_notes(ranks: Sequence[PlannedRank]) -> list[str]:
+    """Where computing for real is not what it is on as many GPUs as the instance would have."""
+    notes = []
+    computing = [rank for rank in ranks if rank["role"] == "prefill"]
+    for gpu, count in sorted(Counter(rank["device"] for rank in computing).items()):
+        if count > 1:
+            notes.append(f"compute: {count} prefill ranks share GPU {gpu} and compete for it")
+    if any(rank["pp"] for rank in computing):
+        notes.append("compute: pipeline stages do not wait for each other's layers")
+    return notes

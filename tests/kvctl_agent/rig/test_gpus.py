@@ -133,6 +133,20 @@ def test_rings_may_be_larger_than_on_the_host(have: Callable[..., None]):
     assert planned["ring_bytes"] == 8 * GIB
 
 
+def test_compute_goes_with_the_model_s_widths_and_says_who_competes(have: Callable[..., None]):
+    have(140 * GIB, 140 * GIB, 140 * GIB, 140 * GIB)
+    planned = make_plan(request(compute="gpu", model="qwen2.5-72b", layers=4, prefill=(Sizes(tp=2, pp=2),)))
+    assert planned["shape"].get("widths") == {"hidden": 8192, "q_heads": 64, "intermediate": 29568}
+    assert planned["notes"] == [
+        "compute: 2 prefill ranks share GPU 0 and compete for it",
+        "compute: 2 prefill ranks share GPU 1 and compete for it",
+        "compute: pipeline stages do not wait for each other's layers",
+    ]
+    alone = make_plan(request(compute="gpu", model="qwen2.5-72b", prefill=(Sizes(tp=2),)))
+    assert (alone["shape"]["model"], alone["notes"]) == ("qwen2.5-72b", [])
+    assert "widths" not in make_plan(request())["shape"]
+
+
 def test_a_room_that_no_gpu_holds_is_refused(have: Callable[..., None]):
     have(GIB)
     with pytest.raises(LayoutError, match=r"only \d+ are to be had \(60 % of the 1.0 GiB that are free on GPU 0\)"):
