@@ -11,13 +11,13 @@ import time
 import numpy as np
 
 from kvctl_agent.device.base import Copies
-from kvctl_agent.errors import DeviceError, MemoryLayoutError
+from kvctl_agent.errors import DeviceError, MemoryLayoutError, TransportError
 from kvctl_agent.paths.base import Flight, Lane
 from kvctl_agent.paths.mapped import Mapped
 from kvctl_agent.paths.routes import Route, check_pages, routes
 from kvctl_agent.protocol.events import Transfer
 
-PROGRAMS = 32
+PROGRAMS = 64
 """Multiprocessors that a kernel takes unless `direct_sms` says otherwise: the rest is left to the engine's compute."""
 
 
@@ -84,7 +84,7 @@ class DirectPath:
         if share is None:
             raise MemoryLayoutError(f"{key} owes no heads")
         if lane.mapping is None:
-            raise DeviceError(f"there is no direct path to {lane.peer}: {lane.why_not}")
+            raise TransportError(f"there is no direct path to {lane.peer} (auto takes another): {lane.why_not}")
         segment = lane.segments[share.segment]
         segment.check_layers(key.lo, key.hi)
         check_pages(segment, order.src_pages, order.dst_pages)

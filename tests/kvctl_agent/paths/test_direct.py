@@ -11,7 +11,7 @@ import pytest
 from host_device import HostDevice, HostMapping
 
 from kvctl_agent.device.base import Export
-from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
+from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.layout.side import Side
 from kvctl_agent.memory.pool import KVPool
@@ -217,7 +217,7 @@ class TestMapping:
         share = made.geometry.shares()[0]
         theirs = made.readers[0].addresses()
         way = Lane("reader", made.here, made.writers[0], theirs, 0, why_not="reader's pool is host memory")
-        with pytest.raises(DeviceError, match="no direct path to reader: reader's pool is host memory"):
+        with pytest.raises(TransportError, match=r"no direct path to reader \(auto .*\): reader's pool is host memory"):
             DirectPath(device.copies()).start(way, made.order(share, [1], [1]))
 
     def test_a_lane_refuses_one_that_does_not_cover_the_pool(self, ends: Any, geometry: Any) -> None:
