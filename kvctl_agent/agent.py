@@ -280,7 +280,7 @@ class Agent:
         assert self.buffers is not None
         if self._forwards is not None:
             self._forwards.start()
-        for number in range(assembly.threads(self.settings["workers"], 4)):
+        for number in range(assembly.workers(self.settings, self.pool.device)):
             worker = TransferWorker(
                 f"{self.name}-transfer-{number}",
                 self._paths(self.buffers),
@@ -290,6 +290,7 @@ class Agent:
                 self._mailbox.put,
                 self.telemetry.metrics,
                 self.settings["digest"],
+                self.pool.device is not None,
             )
             worker.start()
             self.workers.append(worker)

@@ -32,9 +32,15 @@ from kvctl_agent.transport.base import Region, Transport
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
 _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
 _PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
+_MOST_WORKERS = 4
 _FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
 
 Settings = Mapping[str, Any]
+
+
+def workers(settings: Settings, device: Device | None) -> int:
+    """Transfer workers of a prefill rank: one where a device does the copying."""
+    return threads(settings["workers"], _MOST_WORKERS if device is None else 1)
 
 
 def check_settings(settings: Settings, pool: KVPool) -> None:
@@ -72,7 +78,7 @@ def staging_memory(
         copier = HostCopier if device is None else DeviceCopier
         budget = (settings["staging_buffer_mb"] or (_BUFFER_MB if device is None else _DEVICE_BUFFER_MB)) << 20
         piece_bytes = min(copier.piece_bytes, budget // 2)  # two at least: one is gathered while one is on the wire
-        pieces = threads(settings["workers"], 4) * (budget // piece_bytes)
+        pieces = workers(settings, device) * (budget // piece_bytes)
         return StagingBuffers(pieces, piece_bytes, device, mem_pool), None
     if settings["staging"] == "off":
         return None, None

@@ -23,6 +23,7 @@ TAIL_BYTES = 16 << 10
 _WORDS_LINES = 12
 _WORDS_BYTES = 2000
 _READ_BYTES = 1 << 16
+_CRASHED = "Fatal Python error"
 
 
 class ChildProcess(ABC):
@@ -96,10 +97,14 @@ class ChildProcess(ABC):
 
     @property
     def last_words(self) -> str:
-        """The last lines it printed, made safe to print."""
+        """The last lines it printed, made safe to print; of a crash, what says where."""
         text = bytes(self._tail).decode("utf-8", "replace")
         lines = ["".join(c for c in line if c.isprintable()).rstrip() for line in text.splitlines()]
-        return "\n".join([line for line in lines if line][-_WORDS_LINES:])[-_WORDS_BYTES:]
+        lines = [line for line in lines if line]
+        for at, line in enumerate(lines):
+            if line.startswith(_CRASHED):  # Python's dump of all threads begins with the one that matters
+                return "\n".join(lines[at : at + _WORDS_LINES])[:_WORDS_BYTES]
+        return "\n".join(lines[-_WORDS_LINES:])[-_WORDS_BYTES:]
 
     def hang_up(self) -> None:
         """Close our end: a rank takes that as the order to close its agent and exit."""

@@ -106,7 +106,7 @@ KEYS: tuple[Key, ...] = (
         "workers",
         int,
         None,
-        "Transfer workers per prefill rank; automatic: 1 on up to 4 cores, else 4.",
+        "Transfer workers per prefill rank; automatic: 1 on up to 4 cores or with a pool on a GPU, else 4.",
         minimum=1,
         maximum=64,
         sglang="SGLANG_DISAGGREGATION_QUEUE_SIZE",

@@ -25,6 +25,7 @@ from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed
 from kvctl_agent.protocol.tag import Tag
+from kvctl_agent.runtime.naps import nap_exactly
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
 
@@ -33,6 +34,9 @@ _SHORTEST_S = 50e-6  # a room that is alone; with more in flight none of them wa
 _MANY_ROOMS = 8
 _LONGEST_S = 1e-3
 _SHARE_OF_SILENCE = 1 / 8
+# A GPU fills a room's pages in a millisecond or two, and ranks that have one do not share a core.
+_SHORTEST_ON_DEVICE_S = 10e-6
+_SHARE_ON_DEVICE = 1 / 64
 _RANKS = (8, 4, 2, 1)  # of writers that share our heads
 _YOUNG_S = 200e-6
 _COPYING_S = 20e-6
@@ -106,6 +110,8 @@ class ArrivalLoop:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if self._pool.device is not None:
+            nap_exactly()
         heard = time.monotonic()
         while not (self._stopping and not self._begun):
             if self._hear():
@@ -132,8 +138,10 @@ class ArrivalLoop:
             return 0.0 if now - self._begun_s < _YOUNG_S else _COPYING_S
         if not self._rooms:
             return _IDLE_S
-        shortest = _SHORTEST_S * min(self._rooms, _MANY_ROOMS)
-        return min(max((now - heard) * _SHARE_OF_SILENCE, shortest), _LONGEST_S)
+        share, shortest = _SHARE_OF_SILENCE, _SHORTEST_S
+        if self._pool.device is not None:
+            share, shortest = _SHARE_ON_DEVICE, _SHORTEST_ON_DEVICE_S
+        return min(max((now - heard) * share, shortest * min(self._rooms, _MANY_ROOMS)), _LONGEST_S)
 
     def _take(self, pause: float) -> list[Scatter | Check]:
         """All orders that wait; waits for the first."""

@@ -102,6 +102,7 @@ class Forwards:
                 self._changed.notify()
 
     def _run(self) -> None:
+        nap_exactly()
         while not self._stopping:
             with self._changed:
                 while not self._said and not self._stopping:

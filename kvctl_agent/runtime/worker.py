@@ -22,6 +22,7 @@ from kvctl_agent.memory.digest import aux_digest, part_digest
 from kvctl_agent.paths.base import Flight, Lane, Path
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.tag import PartKind, Tag, with_digest
+from kvctl_agent.runtime.naps import nap_exactly
 from kvctl_agent.telemetry.metrics import Metrics
 
 _ACTIVE = 4  # parts on the wire at once
@@ -102,6 +103,8 @@ class TransferWorker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if self._on_device:
+            nap_exactly()
         stopping = False
         patience = _SPIN_S
         while not (stopping and not self._active and not self._waiting):
