@@ -18,6 +18,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import DeviceError, KvctlError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.runtime.naps import nap_exactly
 
 _SHORTEST_S = 20e-6  # the kernel makes about 70 of it
 _LONGEST_S = 200e-6

@@ -293,6 +293,11 @@ class Lanes:
         return cost
 
     def _source(self) -> Region:
-        """To read from: the pool where it is large, since its pages are as cold as those that will be sent."""
+        """To read from: the pool where it is large, since its pages are as cold as those that will be sent.
+
+        Aux rows are in host memory, beside a pool on a device too.
+        """
         assert self._buffers is not None
-        return Region(*max(*self._pool.regions(), self._buffers.region(), key=lambda region: region.nbytes))
+        buffers = self._buffers.region()
+        alike = [region for region in self._pool.regions() if region.device == buffers.device]
+        return Region(*max(*alike, buffers, key=lambda region: region.nbytes))
