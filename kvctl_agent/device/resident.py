@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -18,7 +17,7 @@ class ResidentTables:
         self._driver = load()
         self._context = context
         self._stream = stream
-        self._addresses: WeakKeyDictionary[Table, int] = WeakKeyDictionary()
+        self._addresses: dict[Table, int] = {}
         self._memory: list[Any] = []
 
     def address(self, table: Table) -> int:

@@ -14,7 +14,7 @@ from interpreted import interpret
 
 from kvctl_agent.device import driver as binding
 from kvctl_agent.device import kernels
-from kvctl_agent.device.base import Batch, Geometry
+from kvctl_agent.device.base import Batch, Geometry, Strip, Strips, Table
 from kvctl_agent.device.compiler import ARGUMENTS, Program
 from kvctl_agent.device.driver import Context
 from kvctl_agent.device.events import EventPool
@@ -167,6 +167,90 @@ def test_another_moment_is_waited_for_by_the_stream(driver: Launching) -> None:
     ((_, _, event),) = driver.waits
     assert event == first.handle
     assert not driver.calls["cuEventSynchronize"]
+    copies.close()
+
+
+# ---- strips of tables --------------------------------------------------------------------------------------------
+
+
+def strips(pool: Pool, *counts: int) -> Strips:
+    """As `pool.gather`, but for parts with so many pages each, which are packed one after the other."""
+    geometry = pool.gather(1).geometry
+    page_bytes = pool.rows * pool.width
+    first = int(pool.pages.ctypes.data)
+    paged = first + np.arange(pool.blocks, dtype=np.int64) * pool.pages[0].nbytes
+    table = Table(geometry, paged, np.arange(pool.blocks, dtype=np.int64) * page_bytes)
+    each, listed, packed = [], 0, int(pool.packed.ctypes.data)
+    for count in counts:
+        each.append(Strip(0, pool.blocks, pool.width, packed, count, listed))
+        listed += count
+        packed += count * page_bytes * pool.blocks
+    return Strips(table, each)
+
+
+def check_strips(pool: Pool, *counts: int, pages: np.ndarray) -> None:
+    """Part by part, block by block."""
+    wanted, listed = [], 0
+    for count in counts:
+        wanted.append(pool.pages[:, pages[listed : listed + count]][:, :, :, 1].reshape(-1))
+        listed += count
+    found = pool.packed.reshape(-1)[: sum(part.nbytes for part in wanted)]
+    assert np.array_equal(found, np.concatenate(wanted))
+
+
+@pytest.mark.parametrize("programs", [None, 2])
+@pytest.mark.parametrize("counts", [(5,), (3, 2), (1, 1, 3)], ids=str)
+def test_parts_are_strips_of_one_launch(driver: Launching, counts: tuple[int, ...], programs: int | None) -> None:
+    copies, pool = make(), Pool(blocks=3)
+    copies.begin([strips(pool, *counts)], PAGES, programs=programs)
+    check_strips(pool, *counts, pages=PAGES)
+    assert len(driver.launches) == 1
+    copies.close()
+    assert not driver.allocated
+
+
+def test_strips_may_be_of_some_blocks(driver: Launching) -> None:
+    """Two parts of different layers and different numbers of them."""
+    copies, pool = make(), Pool(blocks=5)
+    table, (whole,) = strips(pool, 3)
+    copies.begin([Strips(table, [whole._replace(lo=1, hi=2), whole._replace(lo=2, hi=5)])], PAGES)
+    found = pool.packed.reshape(-1)
+    page_bytes = pool.rows * pool.width
+    assert not found[: 3 * page_bytes].any()
+    wanted = pool.pages[1:, PAGES[:3]][:, :, :, 1].reshape(-1)
+    assert np.array_equal(found[3 * page_bytes : 15 * page_bytes], wanted)
+    copies.close()
+
+
+def test_a_table_is_uploaded_once(driver: Launching) -> None:
+    copies, pool = make(), Pool()
+    same = strips(pool, 5)
+    copies.prepare([same.table.geometry])
+    copies.begin([same], PAGES)
+    before = driver.calls.copy()
+    copies.begin([same], PAGES)
+    made = driver.calls - before
+    assert made["cuMemcpyHtoDAsync"] == made["cuLaunchKernel"] == made["cuEventRecord"] == 1
+    assert not made["cuMemAlloc"]
+    assert not made["cuModuleLoadData"]
+    assert not made["cuStreamSynchronize"]
+    copies.close()
+
+
+def test_strips_and_batches_go_together(driver: Launching) -> None:
+    copies, k, v = make(), Pool(32), Pool(48)
+    copies.begin([v.gather(2), strips(k, 5)], PAGES)
+    check_strips(k, 5, pages=PAGES)
+    v.check(PAGES[:2])
+    copies.close()
+
+
+def test_strips_whose_pages_fit_no_slot_become_several_requests(driver: Launching) -> None:
+    copies, pool = make(SMALL._replace(slot_bytes=256)), Pool(slots=90, blocks=3)
+    pages = np.random.default_rng(1).permutation(90).astype(np.int32)
+    copies.begin([strips(pool, 80, 10)], pages)
+    assert len(driver.launches) > 1
+    check_strips(pool, 80, 10, pages=pages)
     copies.close()
 
 
