@@ -23,6 +23,8 @@ _AHEAD = 2
 # Lengths of prompts that are measured; what lies between is between.
 _LENGTHS = 8
 _ALONE_ROUNDS = 5
+# At least: ranks that share a GPU measure at about the same time, so that what they do to each other is in it.
+_ALONE_S = 0.5
 
 
 class GpuEngine:
@@ -61,7 +63,11 @@ class GpuEngine:
         step = max(1, -(-len(lengths) // _LENGTHS))
         for tokens in {*lengths[::step], *lengths[-1:]} - self._alone.keys():
             self._forward(tokens)  # the first one loads kernels
-            self._alone[tokens] = round(median(self._timed(tokens) for _ in range(_ALONE_ROUNDS)))
+            until = time.monotonic() + _ALONE_S
+            took: list[int] = []
+            while len(took) < _ALONE_ROUNDS or time.monotonic() < until:
+                took.append(self._timed(tokens))
+            self._alone[tokens] = round(median(took))
         self._under_way.clear()
         self.timeline.anchor()
 

@@ -79,6 +79,7 @@ def test_a_rank_that_computes_says_what_it_takes_alone(fleet: Callable[..., Any]
         return gpu_engine.GpuEngine(small, "cpu", *args)
 
     monkeypatch.setattr(worker_prefill, "GpuEngine", on_a_processor)
+    monkeypatch.setattr(gpu_engine, "_ALONE_S", 0.0)
     started = fleet(device="cuda", compute="gpu", model="llama-3.2-1b")
     for pipeline in ("off", "2"):
         report = succeeded(started, "staged", pipeline=pipeline)["p0-prefill-0"]

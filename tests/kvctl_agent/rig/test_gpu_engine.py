@@ -11,6 +11,7 @@ from kvctl_agent.contract.models import MODELS
 from kvctl_agent.contract.rig import PlanRequest, Sizes
 from kvctl_agent.errors import DeadlineExceeded
 from kvctl_agent.layout.side import Side
+from kvctl_agent.rig import gpu_engine
 from kvctl_agent.rig.compute import Computed
 from kvctl_agent.rig.geometry import resolve_shape
 from kvctl_agent.rig.gpu_engine import GpuEngine
@@ -20,6 +21,12 @@ pytest.importorskip("torch")
 
 TINY = LayerWork(((16, 48), (32, 16)), 4, 2, 8)
 FOREVER = 1 << 62
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for good figures here."""
+    monkeypatch.setattr(gpu_engine, "_ALONE_S", 0.0)
 
 
 def work(model: str, tp: int) -> LayerWork:
