@@ -8,6 +8,7 @@ from any thread; a `Copies` belongs to one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -269,6 +270,10 @@ class Device(Protocol):
 
     def enter(self) -> None:
         """Makes this device the current one of this thread, for engines that ask the driver; cheap where it is."""
+        ...
+
+    def visit(self) -> AbstractContextManager[None]:
+        """The same within a block: for threads that are not ours, and may have another device."""
         ...
 
     def now(self) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +56,9 @@ class CudaDevice:
 
     def enter(self) -> None:
         self.context.enter()
+
+    def visit(self) -> AbstractContextManager[None]:
+        return self.context.visit()
 
     # ---- streams and events -------------------------------------------------------------------------------------
 

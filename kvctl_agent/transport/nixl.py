@@ -35,6 +35,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -67,11 +68,11 @@ class NixlTransport:
         backend_params = dict(params)
         self._backend = backend_params.pop("backend", "UCX")
         own_name = f"{quote(agent_name, safe='', errors='surrogatepass')}#{secrets.token_hex(8)}"
-        enter = _no_device
+        self._device = device
         if device is not None:
             require_cuda_lanes()
-            enter = device.enter
-        self._engine = nixl_binding.start(own_name, self._backend, backend_params, enter)
+        with self._visit():
+            self._engine = nixl_binding.start(own_name, self._backend, backend_params, self._enter)
         self._agent = self._engine.agent
         self._in_flight = InFlight(self._engine)
         self._closed = False
@@ -86,15 +87,16 @@ class NixlTransport:
         self._told_until = 0.0
 
     def register(self, regions: Sequence[Region]) -> None:
-        self._begin()
+        self._check_open()
         for device in sorted({region.device for region in regions}):
             alike = [region for region in regions if region.device == device]
-            self._registered.append(self._register(device, alike))
+            with self._visit():
+                self._registered.append(self._register(device, alike))
             self._regions += alike
         self._memory = DeviceMap(self._regions)
 
     def metadata(self) -> bytes:
-        self._begin()
+        self._check_open()
         body: bytes = self._memory.pack() + self._agent.getLocalMD()
         return _MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
@@ -129,7 +131,7 @@ class NixlTransport:
             if known is None:
                 return
             self._keys.pop(known.engine_name, None)
-            self._engine.enter()
+            self._enter()
             for prepared in known.prepared:
                 prepared.release(self._engine)
             # NIXL may have dropped a dead peer itself; that comes back as a status, not as an exception.
@@ -231,14 +233,16 @@ class NixlTransport:
         }
 
     def close(self) -> None:
-        if self._closed:
-            return
+        if not self._closed:
+            with self._visit():
+                self._close()
+
+    def _close(self) -> None:
         # Tags wait inside UCX while their peer wires up, and NIXL does not say for how long.
         while time.monotonic() < self._told_until:
             self.progress()
             time.sleep(0.0005)
         self._closed = True
-        self._engine.enter()
         self._in_flight.close()
         for peer in list(self._peers):
             self.disconnect(peer)
@@ -317,14 +321,20 @@ class NixlTransport:
         return nixl_binding.translate(self._engine, error, what, peer.key, peer.engine_name)
 
     def _begin(self) -> None:
-        """What every call of the engine begins with."""
+        """What every call begins with that comes from a thread of ours; others visit."""
+        self._check_open()
+        self._enter()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise TransportError("nixl: the transport is closed")
-        self._engine.enter()
 
+    def _enter(self) -> None:
+        if self._device is not None:
+            self._device.enter()
 
-def _no_device() -> None:
-    """Host memory is every thread's."""
+    def _visit(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._device is None else self._device.visit()
 
 
 def _rows(addrs: Addresses, sizes: Sizes, device: int) -> npt.NDArray[np.uint64]:

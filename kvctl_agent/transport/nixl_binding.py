@@ -85,7 +85,6 @@ def start(name: str, backend: str, backend_params: dict[str, str], enter: Callab
     """
     binding, version = load()
     errors = _errors(binding)
-    enter()
     config = binding.nixlAgentConfig()
     config.useProgThread = False
     # Posts and polls of writes share the agent; connect, disconnect, collecting tags and the engine's own clean-up

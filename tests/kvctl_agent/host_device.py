@@ -8,6 +8,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,6 +204,9 @@ class HostDevice:
 
     def enter(self) -> None:
         pass
+
+    def visit(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def now(self) -> Event:
         event = HostEvent(None, lambda: None, 0, None)

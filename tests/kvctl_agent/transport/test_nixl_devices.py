@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +108,12 @@ class Rig:
     def enter(self) -> None:
         self.log.append("enter")
 
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        self.log.append("visit")
+        yield
+        self.log.append("leave")
+
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
@@ -157,9 +166,13 @@ def test_whichever_thread_calls_the_engine_has_the_device_first(rig: Rig) -> Non
     write = transport.write("itself", *one(GPU.addr)[:1], *one(GPU.addr)[:1], np.array([64], np.uint64), None)
     assert write.poll()
     transport.progress()
-    assert [call for call in rig.log if call != "enter"] == ["register", "connect", "post", "poll", "progress"]
-    assert all(before == "enter" for before, call in zip(rig.log, rig.log[1:], strict=False) if call != "enter")
+    # The first two come from whoever embeds us, whose thread keeps its own device.
+    assert rig.log[:5] == ["visit", "leave", "visit", "register", "leave"]
+    calls = rig.log[5:]
+    assert [call for call in calls if call != "enter"] == ["connect", "post", "poll", "progress"]
+    assert all(before == "enter" for before, call in pairwise(calls) if call != "enter")
     transport.close()
+    assert rig.log[-1] == "leave"
 
 
 def test_without_a_device_nothing_is_entered(rig: Rig) -> None:
