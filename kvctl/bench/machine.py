@@ -18,7 +18,7 @@ _PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),
     "cuda_bindings": ("cuda-bindings",),
-    "nixl": ("nixl",),
+    "nixl": ("nixl", "nixl-cu13", "nixl-cu12"),
     "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"),
 }
 
