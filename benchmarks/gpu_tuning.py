@@ -1,0 +1,66 @@
+"""Print how fast forms of the copy kernel are on this GPU, best first: tiles, warps, and where tables are read.
+
+Usage: python -m benchmarks.gpu_tuning [--repeats N] [--case N ...]
+
+Cases and times are those of gpu_copies.py. What is best here belongs in `kvctl_agent/device/rows.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import product
+
+from benchmarks.gpu_copies import CASES, Bench, timed
+from kvctl_agent.device.cuda import CudaDevice
+from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.rows import CudaCopies, Tuning
+from kvctl_agent.device.variant import Tile
+from kvctl_agent.errors import DeviceError
+from kvctl_agent.memory.device_copier import DeviceCopier
+
+KIB = (4, 8, 16, 32, 64)
+WARPS = (2, 4, 8, 16)
+ACCESSES = (2, 16)  # of one lane, fewest and most
+
+
+def tunings() -> Iterator[Tuning]:
+    """Every sensible one."""
+    for kib, warps, zero_copy in product(KIB, WARPS, (False, True)):
+        if ACCESSES[0] <= (kib << 10) // (warps * 32 * 16) <= ACCESSES[1]:
+            yield Tuning(tile=Tile(kib << 10, warps), zero_copy=zero_copy)
+
+
+def measure(device: CudaDevice, bench: Bench, tuning: Tuning, repeats: int) -> tuple[float, float]:
+    """(wall, host) in µs."""
+    bench.copier.close()
+    bench.copier = DeviceCopier(CudaCopies(device.context, device.kernels, device.events, tuning))
+    bench.copier.prepare(bench.memory, 0, bench.case.heads)
+    took = timed(bench.begin, repeats)
+    return took.wall_us, took.host_us
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=50, help="of each form in each case")
+    parser.add_argument("--case", type=int, nargs="+", default=[1, 3, 6, 7], help="numbers of cases, from 0")
+    arguments = parser.parse_args()
+    try:
+        device = open_device(0)
+    except DeviceError as error:
+        print(f"gpu_tuning: {error}", file=sys.stderr)
+        return 3
+    for number in arguments.case:
+        with closing(Bench(device, CASES[number])) as bench:
+            found = sorted((*measure(device, bench, each, arguments.repeats), each) for each in tunings())
+        print(f"{CASES[number].name}\n{'tile':>10}{'warps':>7}  {'tables':<10}{'µs':>8}{'host µs':>9}")
+        for wall, host, tuning in found:
+            where = "pinned" if tuning.zero_copy else "uploaded"
+            print(f"{tuning.tile.nbytes >> 10:>6} KiB{tuning.tile.warps:>7}  {where:<10}{wall:>8.1f}{host:>9.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
