@@ -77,7 +77,7 @@ class Flight(ABC):
         began_ns: when a worker took it.
         gather_ns: time spent gathering.
         post_ns: time spent in the engine's post; on lanes that copy in the post, this is the copy.
-        descriptors: handed to the engine, before it merges; of `direct` the blocks that its kernels copy.
+        descriptors: handed to the engine, before it merges; of `direct` kernels.
         posts: submissions to the engine; of `direct` kernels.
     """
 

@@ -43,8 +43,7 @@ class DirectFlight(Flight):
         self._mapping: Mapped | None = mapping
         self._told = False
         self.post_ns = time.monotonic_ns() - self.began_ns
-        self.posts = len(batches)
-        self.descriptors = sum(len(batch.blocks) for batch in batches)
+        self.posts = self.descriptors = len(batches)
 
     def advance(self) -> bool:
         if not self._landed():

@@ -80,8 +80,9 @@ def send_all(made: Any, device: HostDevice) -> None:
         for layers in pairwise(cuts):
             made.expect(share, src, dst, layers)
             flight = made.fly(path, share, src, dst, layers=layers, lane=way, kind=kind)
-            planes = len(way.segments[share.segment].ours.held.segment.planes)
-            assert flight.descriptors == planes * (layers[1] - layers[0])
+            blocks = sum(len(batch.blocks) for batch in device.begun[-1].batches)
+            assert blocks == len(way.segments[share.segment].ours.held.segment.planes) * (layers[1] - layers[0])
+            assert flight.descriptors == flight.posts == len(device.begun[-1].batches)
         assert {batch.geometry for begun in device.begun for batch in begun.batches} >= geometries(
             [way.segments[share.segment]]
         )
