@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,21 +13,26 @@ import numpy as np
 import pytest
 from interpreted import launch
 
-from kvctl_agent.device.base import Batch, Places, Strips
+from kvctl_agent.device.base import Batch, Device, Places, Strips
+from kvctl_agent.device.registry import open_device
 from kvctl_agent.device.rows import DEFAULT
+from kvctl_agent.errors import DeviceUnavailable
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.shape import Plane, Segment
-from kvctl_agent.memory.copier import Landed
+from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.copier import Landed, Work
 from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.region import Stretch
+from kvctl_agent.memory.region import Region
 from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
 
 DTYPES = {"fp8": 1, "int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 LAYERS, SLOTS = 2, 6
+PAGE_SIZES = (1, 16, 64)
+DEADLINE_S = 60.0
 PAGES = np.array([4, 0, 1, 5, 3])
 
 # (heads, head, count, elements of K, of V); no V is a latent.
@@ -49,42 +56,79 @@ class Interpreted:
 
 
 @contextmanager
-def filled(model: str, page_size: int, dtype: str, seed: int) -> Iterator[SegmentMemory]:
+def filled(
+    model: str, page_size: int, dtype: str, seed: int, device: Device | None = None
+) -> Iterator[tuple[SegmentMemory, list[Region]]]:
+    """A segment of random bytes, and its blocks."""
     heads, *_, k, v = MODELS[model]
     planes = tuple(Plane(name, page_size, size * DTYPES[dtype]) for name, size in (("k", k), ("v", v)) if size)
-    pool = KVPool.allocate((Held(Segment(0, "kv", 0, LAYERS, heads, planes), 0, LAYERS, 0, heads),), page_size, SLOTS)
+    held = Held(Segment(0, "kv", 0, LAYERS, heads, planes), 0, LAYERS, 0, heads)
+    pool = KVPool.allocate((held,), page_size, SLOTS, device=device)
     (memory,) = pool.segments
+    blocks = [block for layer in memory.blocks for block in layer]
     random = np.random.default_rng(seed)
-    for layer in memory.blocks:
-        for block in layer:
-            block.array()[:] = random.integers(0, 256, block.nbytes, np.uint8)
-    yield memory
+    for block in blocks:
+        write(block, random.integers(0, 256, block.nbytes, np.uint8), device)
+    yield memory, blocks
     pool.close()
 
 
-def stretch(array: np.ndarray) -> Stretch:
-    return Stretch(int(array.ctypes.data), array.nbytes, array)
+def write(block: Region, data: np.ndarray, device: Device | None) -> None:
+    if device is None:
+        block.array()[:] = data
+    else:
+        device.upload(block.addr, data)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+def read(addr: int, nbytes: int, device: Device | None) -> np.ndarray:
+    if device is None:
+        return Region(addr, nbytes).array().copy()
+    out = np.empty(nbytes, np.uint8)
+    device.download(addr, out)
+    return out
+
+
+def settle(work: Work) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not work.done():
+        assert time.monotonic() < until, "the copy does not end"
+
+
+def there_and_back(model: str, dtype: str, page_size: int, device: Device | None, kernel: DeviceCopier) -> None:
+    """Gathers and scatters a part by numpy in host memory and by the kernel on a device, or in host memory, too."""
+    _, head, heads, *_ = MODELS[model]
+    numpy = HostCopier(CopyCrew(1))
+    results = []
+    for copier, place in ((numpy, None), (kernel, device)):
+        with ExitStack() as stack:
+            source, _ = stack.enter_context(filled(model, page_size, dtype, 1, place))
+            target, blocks = stack.enter_context(filled(model, page_size, dtype, 2, place))
+            part = source.part_layout(0, LAYERS, len(PAGES), heads)
+            (whole,) = part.pieces(part.nbytes)
+            ring = stack.enter_context(closing(RingMemory(part.region_bytes, place)))
+            stretch = ring.view(0, part.region_bytes)
+            settle(copier.gather(RowIndex(source, PAGES, head, heads), [whole], [stretch]))
+            back = RowIndex(target, PAGES[::-1], head, heads)
+            settle(copier.scatter([Landed(back, part, stretch)]))
+            packed = read(stretch.addr, part.nbytes, place)
+            results.append([packed, *(read(block.addr, block.nbytes, place) for block in blocks)])
+    assert results[0][0].any()
+    assert all(map(np.array_equal, *results))
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", MODELS)
-def test_there_and_back(model: str, dtype: str, page_size: int) -> None:
-    _, head, heads, *_ = MODELS[model]
-    numpy, kernel = HostCopier(CopyCrew(1)), DeviceCopier(Interpreted())
-    with filled(model, page_size, dtype, 1) as source:
-        part = source.part_layout(0, LAYERS, len(PAGES), heads)
-        rows = RowIndex(source, PAGES, head, heads)
-        (whole,) = part.pieces(part.nbytes)
-        wanted, found = (np.zeros(part.region_bytes, np.uint8) for _ in range(2))
-        numpy.gather(rows, [whole], [stretch(wanted)])
-        kernel.gather(rows, [whole], [stretch(found)])
-    assert wanted.any()
-    assert np.array_equal(wanted, found)
-    images = []
-    for copier in (numpy, kernel):
-        with filled(model, page_size, dtype, 2) as target:
-            back = RowIndex(target, PAGES[::-1], head, heads)
-            copier.scatter([Landed(back, part, stretch(wanted))])
-            images.append([block.array().copy() for layer in target.blocks for block in layer])
-    assert all(map(np.array_equal, *images))
+def test_in_the_interpreter(model: str, dtype: str, page_size: int) -> None:
+    there_and_back(model, dtype, page_size, None, DeviceCopier(Interpreted()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_on_a_gpu(model: str) -> None:
+    try:
+        device = open_device(0)
+    except DeviceUnavailable:
+        pytest.skip("no NVIDIA GPU here (run benchmarks/gpu.sh on one)")
+    with closing(DeviceCopier(device.copies())) as kernel:
+        for dtype, page_size in product(DTYPES, PAGE_SIZES):
+            there_and_back(model, dtype, page_size, device, kernel)
