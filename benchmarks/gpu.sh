@@ -39,7 +39,7 @@ part() { # NAME COMMAND...: run it if it was asked for, into its log
 }
 
 nvidia-smi --query-gpu=index,name,driver_version,memory.total --format=csv,noheader | tee "$out/gpus.txt"
-part tests python3 -m pytest -q -p no:cacheprovider tests/kvctl_agent/device/test_on_gpu.py
+part tests python3 -m pytest -q -p no:cacheprovider tests/kvctl_agent/device/test_{on_gpu,same_as_numpy}.py -k "test_on_gpu or on_a_gpu"
 part copies python3 benchmarks/gpu_copies.py --save "$out/copies.json"
 part engines python3 benchmarks/gpu_engines.py --save "$out/engines.json"
 only=$(grep -o "list=[^,]*" <<<"$parts" | cut -d= -f2 | tr + ,) || true

@@ -45,6 +45,11 @@ MODELS = {
 }
 
 
+@pytest.fixture
+def no_leaks() -> None:
+    """The driver opens descriptors as it needs them, and keeps them."""
+
+
 class Interpreted:
     """`Copies` that happen at once."""
 
