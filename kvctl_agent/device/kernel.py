@@ -51,46 +51,43 @@ def copy_rows(
     """
     words = tl.arange(0, UNIT // WORD_BYTES)[None, :]
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        # No branch: what needs no other's result is loaded together, for each wait is a good part of a tile's time.
         if STRIPS:
             strip = strips_at.to(tl.pointer_type(tl.int64)) + item // tiles // most * 6
             number = tl.load(strip) + item // tiles % most
-            inside_strip = number < tl.load(strip + 1)  # Strips of a launch differ in blocks.
-            pages = tl.where(inside_strip, tl.load(strip + 4).to(tl.int32), 0)
+            mine = number < tl.load(strip + 1)  # Strips of a launch differ in blocks,
+            block = blocks_at.to(tl.pointer_type(tl.int64)) + number * 2
+            pages = tl.load(strip + 4).to(tl.int32)
+            paged = tl.load(strip + 2) + tl.load(block, mask=mine, other=0)
+            packed = tl.load(strip + 3) + tl.load(block + 1, mask=mine, other=0) * pages
+            source_block = paged if SRC_PAGED else packed
+            target_block = paged if DST_PAGED else packed
+            source_pages = tl.load(strip + 5)
+            target_pages = source_pages
+            units = tl.where(mine, pages * (ROWS * SPLIT), 0)
         else:
             block = blocks_at.to(tl.pointer_type(tl.int64)) + item // tiles * 5
-            pages = tl.load(block + 4).to(tl.int32)
-        units = pages * (ROWS * SPLIT)
-        first = item % tiles * TILE_UNITS
-        if first < units:  # Blocks of a launch differ in pages.
-            if STRIPS:
-                block = blocks_at.to(tl.pointer_type(tl.int64)) + number * 2
-                paged = tl.load(block) + tl.load(strip + 2)
-                packed = tl.load(strip + 3) + tl.load(block + 1) * pages
-                source_block = paged if SRC_PAGED else packed
-                target_block = paged if DST_PAGED else packed
-                source_pages = tl.load(strip + 5)
-                target_pages = source_pages
-            else:
-                source_block = tl.load(block)
-                target_block = tl.load(block + 1)
-                source_pages = tl.load(block + 2)
-                target_pages = tl.load(block + 3)
-            unit = first + tl.arange(0, TILE_UNITS)
-            live = unit < units
-            row = unit // SPLIT
-            inside = unit % SPLIT * UNIT
-            listed = pages_at.to(tl.pointer_type(tl.int32)) + row // ROWS
-            if SRC_PAGED:
-                page = tl.load(listed + source_pages, mask=live, other=0).to(tl.int64)
-                source = source_block + (page * ROWS + row % ROWS) * SRC_ROW + inside
-            else:
-                source = source_block + unit.to(tl.int64) * UNIT
-            if DST_PAGED:
-                page = tl.load(listed + target_pages, mask=live, other=0).to(tl.int64)
-                target = target_block + (page * ROWS + row % ROWS) * DST_ROW + inside
-            else:
-                target = target_block + unit.to(tl.int64) * UNIT
-            # What the compiler cannot know: without it, every word would be an access of its own.
-            sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words
-            targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words
-            tl.store(targets, tl.load(sources, mask=live[:, None]), mask=live[:, None])
+            source_block = tl.load(block)
+            target_block = tl.load(block + 1)
+            source_pages = tl.load(block + 2)
+            target_pages = tl.load(block + 3)
+            units = tl.load(block + 4).to(tl.int32) * (ROWS * SPLIT)
+        unit = item % tiles * TILE_UNITS + tl.arange(0, TILE_UNITS)
+        live = unit < units  # and blocks in pages.
+        row = unit // SPLIT
+        inside = unit % SPLIT * UNIT
+        listed = pages_at.to(tl.pointer_type(tl.int32)) + row // ROWS
+        if SRC_PAGED:
+            page = tl.load(listed + source_pages, mask=live, other=0).to(tl.int64)
+            source = source_block + (page * ROWS + row % ROWS) * SRC_ROW + inside
+        else:
+            source = source_block + unit.to(tl.int64) * UNIT
+        if DST_PAGED:
+            page = tl.load(listed + target_pages, mask=live, other=0).to(tl.int64)
+            target = target_block + (page * ROWS + row % ROWS) * DST_ROW + inside
+        else:
+            target = target_block + unit.to(tl.int64) * UNIT
+        # What the compiler cannot know: without it, every word would be an access of its own.
+        sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words
+        targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words
+        tl.store(targets, tl.load(sources, mask=live[:, None]), mask=live[:, None])
