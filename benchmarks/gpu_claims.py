@@ -219,7 +219,7 @@ def benches(slow: str) -> Sequence[Bench]:
         ),
         Bench(
             "direct-4096",
-            f"{_BIG} --prefill-tp 4 --decode-tp 1 --tokens 4096 --path staged,direct --concurrency 4 --rooms 24",
+            f"{_BIG} --prefill-tp 4 --decode-tp 1 --tokens 4096 --path staged,direct --concurrency 8 --rooms 48",
             (Claim("TP4 to TP1, 4,096 tokens: direct, of a copy", of("p2p_ratio", path="direct"), at_least=0.88),),
             f"{_TINY} --prefill-tp 4 --decode-tp 1 --tokens 128 --path staged --rooms 4",
         ),

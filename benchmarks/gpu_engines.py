@@ -262,7 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(row)
                 print(line(row), flush=True)
     if asked.save:
-        asked.save.write_bytes(orjson.dumps({"devices": devices, "rows": rows}, option=orjson.OPT_INDENT_2))
+        asked.save.write_bytes(
+            orjson.dumps({"devices": devices, "rows": rows}, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+        )
     return int(not all(row.get("verified") for row in rows))
 
 
