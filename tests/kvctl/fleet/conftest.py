@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.contract.rig import PlannedRank, Role
 
 
@@ -23,6 +24,7 @@ def planned(role: Role, instance: int, unique: int, dp: int, tp: int) -> Planned
         pool_pages=2,
         state_slots={},
         pool_bytes=0,
+        device=HOST,
     )
 
 
