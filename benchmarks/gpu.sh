@@ -11,6 +11,14 @@ if (($# < 2)); then
     sed -n '2,7s/^# \{0,1\}//p' "$0"
     exit 2
 fi
+if [[ ! -f $1 ]]; then
+    echo "gpu.sh: $1 is no file: pack it with benchmarks/pack_gpu_site.sh where package registries can be reached" >&2
+    exit 2
+fi
+if ! command -v nvidia-smi >/dev/null; then
+    echo "gpu.sh: no nvidia-smi here: this needs a host with an NVIDIA driver" >&2
+    exit 3
+fi
 archive=$(realpath "$1")
 out=$(realpath -m "$2")
 seconds=${3:-1500}
@@ -22,10 +30,10 @@ site=${GPU_SITE:-${TMPDIR:-/tmp}/kvctl-gpu-site}
 if [[ ! -e $site/.unpacked ]]; then
     mkdir -p "$site"
     tar -xJf "$archive" -C "$site"
-    for package in "$site"/debs/*.deb; do dpkg -x "$package" "$site/root"; done
+    for package in "$site"/debs/*.deb; do dpkg -x "$package" "$site/debian"; done
     touch "$site/.unpacked"
 fi
-export LD_LIBRARY_PATH=$site/root/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export LD_LIBRARY_PATH=$site/debian/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 

@@ -1,6 +1,6 @@
 """Print how fast forms of the copy kernel are on this GPU, best first: tiles, warps, and where tables are read.
 
-Usage: python -m benchmarks.gpu_tuning [--repeats N] [--case N ...]
+Usage: python benchmarks/gpu_tuning.py [--repeats N] [--case N ...]
 
 Cases and times are those of gpu_copies.py. What is best here belongs in `kvctl_agent/device/rows.py`.
 """
@@ -12,6 +12,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_copies import CASES, Bench, timed
 from kvctl_agent.device.cuda import CudaDevice
