@@ -30,14 +30,21 @@ from kvctl.tune.probe import probe
 from kvctl.tune.room import Room, room_of
 from kvctl.views.report import Report
 from kvctl.views.tune import TUNE, blocks
-from kvctl_agent.contract.rig import Plan
+from kvctl_agent.contract.rig import DEVICES, Plan
 
 _PAGE_SIZES = (16, 32, 64, 128)
 _LARGEST_PAGE = 1 << 16
 _REPEAT = 3
 _GROUPS = ("Layout", "Model", "Load", "Real traffic", "Engine")
 # They choose what tune is to choose, or are about measuring.
-_NOT_TUNED = frozenset({"paths", "ring_mb", "chunk_tokens", "cp_modes", "sweep", "preset", "repeat"})
+_NOT_TUNED = frozenset({"paths", "ring_mb", "chunk_tokens", "cp_modes", "sweep", "preset", "repeat", "point_seconds"})
+
+
+def _host_only(ctx: click.Context, param: click.Parameter, value: str) -> None:
+    """Refuse GPUs: the probe measures copies in host memory, and the model has no other."""
+    if value != DEVICES[0]:
+        text = "tune knows host memory only; on GPUs let paths run side by side: kvctl bench --device cuda"
+        raise click.BadParameter(text, ctx, param)
 
 
 def _own_options() -> list[click.Parameter]:
@@ -75,6 +82,14 @@ def _own_options() -> list[click.Parameter]:
             is_flag=True,
             help="Run the bench with the advice, beside the other paths, and compare.",
         ),
+        click.Option(
+            ["--device"],
+            type=click.Choice(DEVICES),
+            default=DEVICES[0],
+            hidden=True,
+            expose_value=False,
+            callback=_host_only,
+        ),
     ]
 
 
@@ -91,6 +106,8 @@ def tune(settings: Settings, **options: Any) -> None:
     Measures what writes and copies cost here with a fleet of two ranks (some seconds), counts what the layouts' plan
     makes of the workload, predicts latency and throughput of every choice, and prints the best with its alternatives
     and the lines to set. With --confirm the bench then says how right that was.
+
+    It is for KV in host memory; on GPUs, kvctl bench --device cuda compares the paths.
     """
     own = {name: options.pop(name) for name in ("page_sizes", "lane", "cores", "confirm", "layer_ms")}
     output = Output(settings)

@@ -19,6 +19,7 @@ SMALL = ("--layers", "2", "--kv-heads", "4", "--head-dim", "32", "--tokens", "64
         (("--transport", "nixl,loopback"), "one at a time"),
         (("--prefill-tp", "3", "--decode-tp", "7"), "3"),
         (("--columns", "speed"), "speed"),
+        (("--device", "cuda"), "kvctl bench --device cuda"),
     ],
 )
 def test_what_is_refused(args: tuple[str, ...], words: str, kvctl: Any) -> None:
