@@ -25,10 +25,14 @@ class CudaEvent:
         self._passed = False
 
     def done(self) -> bool:
-        if self._passed:
-            return True
+        if not self._passed:
+            status = load().cuEventQuery(self.handle)[0]
+            self._passed = not status or self._passes(status)
+        return self._passed
+
+    def _passes(self, status: Any) -> bool:
+        """What another answer than yes means."""
         driver = load()
-        status = driver.cuEventQuery(self.handle)[0]
         if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             # A thread that has no context yet; one of the engine's keeps the one it has, which any query may use.
             self._context.enter()
@@ -36,7 +40,6 @@ class CudaEvent:
         if status == driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
         checked((status,), "a kernel failed")
-        self._passed = True
         return True
 
     def wait(self, stream: Any) -> None:

@@ -7,6 +7,7 @@ blocks of arguments are there before; what is left are a few numpy calls on tabl
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from kvctl_agent.device.variant import Tile, Variant, alignment, variant
 from kvctl_agent.errors import DeviceError
 
 _MOST = 2**31 - 1
+_ARGUMENTS = struct.Struct(f"={len(ARGUMENTS)}q")
+_STRIP = struct.Struct(f"={STRIP_BYTES // 8}q")
 
 
 class Tuning(NamedTuple):
@@ -48,19 +51,31 @@ DEFAULT = Tuning()
 
 
 class _Launch:
-    """A variant and its block of arguments, which the driver reads during the call that launches."""
+    """A variant and its block of arguments, which the driver reads during the call that launches.
 
-    __slots__ = ("_pointers", "arguments", "kernel", "parameters", "variant")
+    Attributes:
+        arguments: eight bytes for each, narrower ones in the lower half; those that the compiler appended stay null.
+        parameters: address of their addresses.
+    """
+
+    __slots__ = ("_page_units", "_pointers", "_tile_units", "arguments", "kernel", "parameters")
 
     def __init__(self, variant: Variant, kernel: Kernel) -> None:
-        self.variant = variant
         self.kernel = kernel
-        # Eight bytes for each, narrower ones in the lower half; those that the compiler appended stay null.
+        self._page_units, self._tile_units = variant.page_units, variant.tile_units
         count = len(ARGUMENTS) + kernel.appended
         self.arguments = (ctypes.c_int64 * count)()
         at = ctypes.addressof(self.arguments)
         self._pointers = (ctypes.c_void_p * count)(*range(at, at + 8 * count, 8))
         self.parameters = ctypes.addressof(self._pointers)
+
+    def tiles(self, pages: int, blocks: int) -> int:
+        """Tiles of a block of so many pages; the kernel counts units, and tiles of all blocks, in 32 bits."""
+        units = pages * self._page_units
+        tiles = -(-units // self._tile_units)
+        if tiles * blocks > _MOST or units > _MOST:
+            raise DeviceError(f"{blocks} blocks of up to {pages} pages are too many for one launch")
+        return tiles
 
 
 class CudaCopies:
@@ -102,7 +117,7 @@ class CudaCopies:
             # be bounded.
             for bounded, strips in ((False, False), (True, False) if direct else (False, True)):
                 # Launched once with nothing to do: the driver loads code when it is first used.
-                self._launch(self._kernel(geometry, 0, bounded, strips), [0, 0, 0, 0, 1, 1], None)
+                self._launch(self._kernel(geometry, 0, bounded, strips), 0, 0, 0, 0, 1, 1, None)
         checked(self._driver.cuStreamSynchronize(self._stream), "cannot launch the copy kernel")
 
     def begin(
@@ -140,19 +155,21 @@ class CudaCopies:
         at = 0
         for each in batches:
             if isinstance(each, Strips):
-                numbers = [number for strip in each.strips for number in strip]
-                slot.words[at : at + len(numbers)] = numbers
-                at += len(numbers)
+                for strip in each.strips:
+                    _STRIP.pack_into(slot.memory, at, *strip)
+                    at += STRIP_BYTES
             else:
-                slot.words[at : at + each.blocks.size] = each.blocks.reshape(-1)
-                at += each.blocks.size
-        slot.places[2 * at : 2 * at + len(pages)] = pages
+                blocks = each.blocks
+                slot.words[at // 8 : at // 8 + blocks.size] = blocks.reshape(-1)
+                at += blocks.nbytes
+        slot.places[at // 4 : at // 4 + len(pages)] = pages
         if not self._tuning.zero_copy:
             checked(
-                self._driver.cuMemcpyHtoDAsync(slot.device, slot.host, 8 * at + pages.nbytes, self._stream),
+                self._driver.cuMemcpyHtoDAsync(slot.device, slot.host, at + pages.nbytes, self._stream),
                 "cannot upload tables",
             )
-        tables_at, pages_at = slot.device, slot.device + 8 * at
+        # The device has the tables by the time that the rest has been worked out.
+        tables_at, pages_at = slot.device, slot.device + at
         for each in batches:
             if isinstance(each, Strips):
                 self._copy_strips(each, tables_at, pages_at, programs)
@@ -164,24 +181,26 @@ class CudaCopies:
         return done
 
     def _copy_batch(self, batch: Batch, blocks_at: int, pages_at: int, programs: int | None) -> None:
-        blocks = batch.blocks
+        geometry, blocks = batch
         bits = int(np.bitwise_or.reduce(blocks[:, :2], axis=None))
-        launch = self._kernel(batch.geometry, bits, programs is not None, False)
-        tiles = self._tiles(launch, int(blocks[:, 4].max()), len(blocks))
-        items = tiles * len(blocks)
-        self._launch(launch, [blocks_at, 0, pages_at, items, tiles, 1], programs)
+        launch = self._kernel(geometry, bits, programs is not None, False)
+        tiles = launch.tiles(int(blocks[:, 4].max()), len(blocks))
+        self._launch(launch, blocks_at, 0, pages_at, tiles * len(blocks), tiles, 1, programs)
 
     def _copy_strips(self, some: Strips, strips_at: int, pages_at: int, programs: int | None) -> None:
         table, strips = some
         bits, most, pages = table.bits, 0, 0
         for lo, hi, shift, packed, count, _ in strips:
             bits |= shift | packed
-            most = max(most, hi - lo)
-            pages = max(pages, count)
+            if hi - lo > most:
+                most = hi - lo
+            if count > pages:
+                pages = count
         launch = self._kernel(table.geometry, bits, programs is not None, True)
-        tiles = self._tiles(launch, pages, most * len(strips))
-        items = tiles * most * len(strips)
-        self._launch(launch, [self._resident.address(table), strips_at, pages_at, items, tiles, most], programs)
+        blocks = most * len(strips)
+        tiles = launch.tiles(pages, blocks)
+        blocks_at = self._resident.address(table)
+        self._launch(launch, blocks_at, strips_at, pages_at, tiles * blocks, tiles, most, programs)
 
     def _kernel(self, geometry: Geometry, bits: int, bounded: bool, strips: bool) -> _Launch:
         key = (geometry, alignment(bits), bounded, strips)
@@ -191,21 +210,24 @@ class CudaCopies:
             launch = self._launches[key] = _Launch(chosen, self._kernels.get(chosen))
         return launch
 
-    def _tiles(self, launch: _Launch, pages: int, blocks: int) -> int:
-        """Tiles of a block of so many pages; the kernel counts units, and tiles of all blocks, in 32 bits."""
-        tiles = launch.variant.tiles(pages)
-        if max(tiles * blocks, pages * launch.variant.page_units) > _MOST:
-            raise DeviceError(f"{blocks} blocks of up to {pages} pages are too many for one launch")
-        return tiles
-
-    def _launch(self, launch: _Launch, arguments: Sequence[int], programs: int | None) -> None:
-        """Launches with `arguments`, the fourth of which is how many programs there is work for."""
-        kernel, items = launch.kernel, arguments[3]
-        launch.arguments[: len(ARGUMENTS)] = [*arguments]
-        grid = max(1, items if programs is None else min(items, programs))
+    def _launch(
+        self,
+        launch: _Launch,
+        blocks_at: int,
+        strips_at: int,
+        pages_at: int,
+        items: int,
+        tiles: int,
+        most: int,
+        programs: int | None,
+    ) -> None:
+        """Launches with the arguments in their order; at most `programs` thread blocks, where it says how many."""
+        _ARGUMENTS.pack_into(launch.arguments, 0, blocks_at, strips_at, pages_at, items, tiles, most)
+        grid = items if programs is None or items < programs else programs
+        kernel = launch.kernel
         checked(
             self._driver.cuLaunchKernel(
-                kernel.function, grid, 1, 1, kernel.threads, 1, 1, kernel.shared, self._stream, launch.parameters, 0
+                kernel.function, grid or 1, 1, 1, kernel.threads, 1, 1, kernel.shared, self._stream, launch.parameters, 0
             ),
             "cannot launch the copy kernel",
         )

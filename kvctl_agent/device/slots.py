@@ -21,14 +21,14 @@ class Slot:
     Attributes:
         host: address of the pinned memory.
         device: where kernels read: the twin, or the pinned memory itself.
-        words, places: the pinned memory in both types.
+        memory, words, places: the pinned memory, as bytes and in both types.
         until: when the device has read it; None: it was never used.
     """
 
-    __slots__ = ("device", "host", "places", "until", "words")
+    __slots__ = ("device", "host", "memory", "places", "until", "words")
 
     def __init__(self, host: int, device: int, nbytes: int) -> None:
-        memory = memoryview((ctypes.c_uint8 * nbytes).from_address(host))
+        memory = self.memory = memoryview((ctypes.c_uint8 * nbytes).from_address(host))
         self.host, self.device = host, device
         self.words: Blocks = np.ndarray(nbytes // 8, np.int64, memory)
         self.places: Places = np.ndarray(nbytes // 4, np.int32, memory)

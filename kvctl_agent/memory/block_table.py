@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,24 +14,15 @@ from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.shape import Plane
 from kvctl_agent.memory.addresses import SegmentAddresses
 
+# Prompts of one length share them, and so do all writers of the same heads.
+_STRETCHES = 1024
 
-class Stretched(NamedTuple):
-    """A contiguous stretch of a part: blocks [lo, hi), whole but for pages left out of the first and the last.
 
-    Attributes:
-        page_lo: first page of block `lo`.
-        page_hi: end of the pages of block `hi - 1`.
-        num_pages: of the part.
-        addr, nbytes: of the stretch.
-    """
+class Cut(NamedTuple):
+    """What a stretch is of one table: a strip as if the stretch began at address 0 and the launch's list of pages."""
 
-    lo: int
-    hi: int
-    page_lo: int
-    page_hi: int
-    num_pages: int
-    addr: int
-    nbytes: int
+    number: int
+    strip: Strip
 
 
 class BlockTable:
@@ -41,12 +33,14 @@ class BlockTable:
     Attributes:
         gathers, scatters: the tables of each.
         planes: of a layer.
+        cut: `_cut`, which is worked out once for each kind of stretch.
     """
 
     def __init__(self, where: SegmentAddresses, heads: int) -> None:
         """Build it; `heads` has been checked."""
         planes, layers = where.held.segment.planes, len(where.bases)
         self.planes = len(planes)
+        self.cut = lru_cache(_STRETCHES)(self._cut)
         self._page_bytes = [plane.rows * heads * plane.head_bytes for plane in planes]
         self._before = list(accumulate(self._page_bytes * layers, initial=0))  # of one page of all blocks before
         bases = np.array(where.bases, np.int64).reshape(-1)
@@ -65,45 +59,46 @@ class BlockTable:
             self._head_bytes.append(planes[mine.index(True)].head_bytes)
             self._index.append(list(accumulate(mine * layers, initial=0)))
 
-    def strips(self, stretch: Stretched, head: int, listed: int) -> list[list[Strip]]:
-        """What a stretch is of each table.
+    def _cut(
+        self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int, head: int
+    ) -> tuple[Cut, ...]:
+        """Cut a contiguous stretch of a part: blocks [lo, hi), but for pages left out of the first and the last.
 
         Args:
+            page_lo: first page of block `lo`.
+            page_hi: end of the pages of block `hi - 1`.
+            num_pages: of the part.
+            nbytes: of the stretch.
             head: the first one, local; it has been checked.
-            listed: where the part's pages begin in the launch's list.
 
         Raises:
             MemoryLayoutError: there are no such blocks or pages, or they do not fill the stretch: kernels trust what
                 they are given.
         """
-        lo, hi, page_lo, page_hi, num_pages, addr, _ = stretch
-        begin = self._check(stretch)
-        # Runs of blocks with the same pages: (blocks [lo, hi), pages [lo, hi), address of the first).
+        begin = self._check(lo, hi, page_lo, page_hi, num_pages, nbytes)
+        # Runs of blocks with the same pages: (blocks [lo, hi), pages [lo, hi), offset of the first).
         runs: list[tuple[int, int, int, int, int]] = []
         if hi - lo == 1:
-            runs.append((lo, hi, page_lo, page_hi, addr))
+            runs.append((lo, hi, page_lo, page_hi, 0))
         else:
             first, last = lo + bool(page_lo), hi - (page_hi < num_pages)
             if page_lo:
-                runs.append((lo, first, page_lo, num_pages, addr))
+                runs.append((lo, first, page_lo, num_pages, 0))
             if first < last:
-                runs.append((first, last, 0, num_pages, addr + self._before[first] * num_pages - begin))
+                runs.append((first, last, 0, num_pages, self._before[first] * num_pages - begin))
             if last < hi:
-                runs.append((last, hi, 0, page_hi, addr + self._before[last] * num_pages - begin))
+                runs.append((last, hi, 0, page_hi, self._before[last] * num_pages - begin))
         found = []
-        for index, head_bytes in zip(self._index, self._head_bytes, strict=True):
-            strips = []
-            for lo, hi, page_lo, page_hi, addr in runs:
+        for number, (index, head_bytes) in enumerate(zip(self._index, self._head_bytes, strict=True)):
+            for lo, hi, page_lo, page_hi, offset in runs:
                 if index[lo] < index[hi]:
                     pages = page_hi - page_lo
-                    packed = addr - self._before[lo] * pages
-                    strips.append(Strip(index[lo], index[hi], head * head_bytes, packed, pages, listed + page_lo))
-            found.append(strips)
-        return found
+                    packed = offset - self._before[lo] * pages
+                    found.append(Cut(number, Strip(index[lo], index[hi], head * head_bytes, packed, pages, page_lo)))
+        return tuple(found)
 
-    def _check(self, stretch: Stretched) -> int:
+    def _check(self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int) -> int:
         """Where the stretch begins in the part."""
-        lo, hi, page_lo, page_hi, num_pages, _, nbytes = stretch
         blocks = len(self._before) - 1
         if not 0 <= lo < hi <= blocks or not 0 <= page_lo < num_pages or not 0 < page_hi <= num_pages:
             raise MemoryLayoutError(

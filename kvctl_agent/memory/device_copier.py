@@ -8,7 +8,7 @@ import numpy as np
 
 from kvctl_agent.device.base import Copies, Places, Strip, Strips, Table
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.block_table import Stretched
+from kvctl_agent.memory.block_table import Cut
 from kvctl_agent.memory.copier import Landed, Work
 from kvctl_agent.memory.parts import Piece
 from kvctl_agent.memory.region import Stretch
@@ -31,21 +31,15 @@ class DeviceCopier:
         self._copies = copies
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[Stretch]) -> Work:
-        table = rows.memory.block_table(rows.heads)
-        launches = _Launches()
-        for piece, stretch in zip(pieces, into, strict=True):
-            _check_room(piece.nbytes, stretch)
-            first, last = piece.spans[0], piece.spans[-1]
-            stretched = Stretched(
-                first.layer * table.planes + first.plane,
-                last.layer * table.planes + last.plane + 1,
-                first.page_lo,
-                last.page_hi,
-                len(rows),
-                stretch.addr,
-                piece.nbytes,
-            )
-            launches.add(table.gathers, table.strips(stretched, rows.head, 0))
+        table, launches = rows.memory.block_table(rows.heads), _Launches()
+        planes, num_pages = table.planes, len(rows)
+        for (_, nbytes, spans), stretch in zip(pieces, into, strict=True):
+            _check_room(nbytes, stretch)
+            layer, plane, page_lo, _ = spans[0]
+            last_layer, last_plane, _, page_hi = spans[-1]
+            lo, hi = layer * planes + plane, last_layer * planes + last_plane + 1
+            cuts = table.cut(lo, hi, page_lo, page_hi, num_pages, nbytes, rows.head)
+            launches.add(table.gathers, cuts, stretch.addr, 0)
         return self._copies.begin(launches.all(), rows.places)
 
     def scatter(self, landed: Sequence[Landed]) -> Work:
@@ -53,14 +47,15 @@ class DeviceCopier:
         lists: list[Places] = []
         listed = 0
         for rows, layout, region in landed:
-            _check_room(layout.nbytes, region)
-            table, pages = rows.memory.block_table(rows.heads), len(rows)
+            nbytes, num_pages = layout.nbytes, len(rows)
+            _check_room(nbytes, region)
+            table = rows.memory.block_table(rows.heads)
             lo = layout.first_layer * table.planes
             hi = lo + layout.num_layers * table.planes
-            stretched = Stretched(lo, hi, 0, pages, pages, region.addr, layout.nbytes)
-            launches.add(table.scatters, table.strips(stretched, rows.head, listed))
+            cuts = table.cut(lo, hi, 0, num_pages, num_pages, nbytes, rows.head)
+            launches.add(table.scatters, cuts, region.addr, listed)
             lists.append(rows.places)
-            listed += pages
+            listed += num_pages
         return self._copies.begin(launches.all(), lists[0] if len(lists) == 1 else np.concatenate(lists))
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
@@ -75,15 +70,16 @@ class _Launches:
     """One for each table, with the strips of all parts."""
 
     def __init__(self) -> None:
-        self._by_table: dict[int, tuple[Table, list[Strip]]] = {}
+        self._by_table: dict[Table, list[Strip]] = {}
 
-    def add(self, tables: Sequence[Table], strips: Sequence[list[Strip]]) -> None:
-        for table, some in zip(tables, strips, strict=True):
-            if some:
-                self._by_table.setdefault(id(table), (table, []))[1].extend(some)
+    def add(self, tables: Sequence[Table], cuts: Sequence[Cut], addr: int, listed: int) -> None:
+        """Adds a stretch at `addr`, whose part's pages begin at `listed` in the list of pages."""
+        for number, (lo, hi, shift, packed, pages, begin) in cuts:
+            strip = Strip(lo, hi, shift, packed + addr, pages, begin + listed)
+            self._by_table.setdefault(tables[number], []).append(strip)
 
     def all(self) -> list[Strips]:
-        return [Strips(table, strips) for table, strips in self._by_table.values()]
+        return [Strips(table, strips) for table, strips in self._by_table.items()]
 
 
 def _check_room(nbytes: int, stretch: Stretch) -> None:

@@ -18,8 +18,10 @@ from kvctl_agent.memory.segment import SegmentMemory
 # Page runs at least this long are copied as runs: below it, a Python call per run costs more than it saves.
 _RUN_BYTES = 128 << 10
 
-
 _ZERO = np.zeros(1, np.int64)
+
+# As unsigned numbers the negative ones are the largest, so that one look at all pages finds what is outside.
+_UNSIGNED = {np.dtype(code): np.dtype(code.upper()) for code in "bhilqBHILQ"}
 
 
 class RowIndex:
@@ -31,16 +33,19 @@ class RowIndex:
     Attributes:
         memory: the segment's.
         head, heads: local heads [head, head + heads).
-        pages: int64 `[num_pages]`, in the part's order.
+        given: the pages, in the part's order, as the caller had them, who must not change them.
     """
 
     def __init__(self, memory: SegmentMemory, pages: npt.ArrayLike, head: int, heads: int) -> None:
         """Check `pages` and local heads [head, head + heads); raises MemoryLayoutError naming what is outside."""
         given = np.asarray(pages)
-        if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
+        unsigned = _UNSIGNED.get(given.dtype)
+        if unsigned is None or given.ndim != 1 or not given.size:
             raise MemoryLayoutError(f"pages: {given.dtype} {given.shape}, expected a non-empty list of integers")
-        low, high = int(given.min()), int(given.max())
-        if low < 0 or high >= memory.num_slots:
+        numbers = given.view(unsigned)
+        # What `max` finds, which takes twice as long for the pages of a prompt.
+        if numbers.item(numbers.argmax()) >= memory.num_slots:
+            low, high = int(given.min()), int(given.max())
             what = "item" if memory.held.segment.state else "page"
             raise MemoryLayoutError(
                 f"{memory.name}: {what} {low if low < 0 else high} is outside the pool of {memory.num_slots} {what}s; "
@@ -49,17 +54,22 @@ class RowIndex:
         memory.check_heads(head, heads)
         self.memory = memory
         self.head, self.heads = head, heads
-        self.pages: Indices = np.ascontiguousarray(given, dtype=np.int64)
+        self.given = given
         self._units: dict[int, Indices] = {}
 
     def __len__(self) -> int:
         """Number of pages."""
-        return len(self.pages)
+        return len(self.given)
 
     @property
     def places(self) -> Places:
         """The pages, as launches take them."""
-        return self.pages.astype(np.int32)
+        return self.given.astype(np.int32, copy=False)
+
+    @cached_property
+    def pages(self) -> Indices:
+        """The pages, int64 `[num_pages]`, as numpy's copies take them."""
+        return np.ascontiguousarray(self.given, dtype=np.int64)
 
     @cached_property
     def slice(self) -> HeadSlice:
