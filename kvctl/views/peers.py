@@ -24,6 +24,8 @@ PEERS = View(
         Column("lane_descriptor", kind=Kind.DURATION, width=Width.WIDE, header="DESCRIPTOR"),
         Column("lane_measured_age", kind=Kind.DURATION, width=Width.WIDE, header="MEASURED"),
         Column("lane_kind", width=Width.WIDE, header="CARRIED BY"),
+        Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
+        Column("lane_why_not", width=Width.WIDE, header="NOT DIRECT"),
         Column("same_host", kind=Kind.FLAG, width=Width.WIDE),
         Column("role", styles=palette.ROLES, width=Width.WIDE),
         Column("clock_offset", kind=Kind.DURATION, width=Width.WIDE),

@@ -59,12 +59,13 @@ class PeersPanel(Panel):
         grid.show(self._matrix, ([("reachability", ""), (size, "dim")], self._said(grid.pair)))
 
     def _said(self, pair: tuple[str, str] | None) -> Line:
-        """The chosen pair in words."""
+        """The chosen pair in words; why it is not direct is in its record, which has room for it."""
         if pair is None:
             return []
         rows = self._matrix.pairs.get(pair, ())
         states = " / ".join(sorted({row["state"] for row in rows})) or "never met"
-        return [(f"{pair[0]} → {pair[1]}  ", ""), (states, self._matrix.glyph(*pair)[1])]
+        direct = "  direct" if any(row.get("lane_direct") for row in rows) else ""
+        return [(f"{pair[0]} → {pair[1]}  ", ""), (states, self._matrix.glyph(*pair)[1]), (direct, "dim")]
 
     def on_pair_grid_chosen(self, message: PairGrid.Chosen) -> None:
         message.stop()
