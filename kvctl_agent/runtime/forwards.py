@@ -109,19 +109,20 @@ class Forwards:
                 while not self._said and not self._stopping:
                     self._changed.wait()
                 waiting = list(self._said.items())
-            looked: dict[int, bool] = {}
+            pending: set[int] = set()
             for sender, said in waiting:
-                self._pass_on(sender, said, looked)
+                self._pass_on(sender, said, pending)
             silence_s = time.monotonic() - self._stirred_s
             time.sleep(min(max(silence_s * _SHARE_OF_SILENCE, _SHORTEST_S), _LONGEST_S))
 
-    def _pass_on(self, sender: Sender, said: deque[_Said], looked: dict[int, bool]) -> None:
-        """What was said of one room, as far as it need not wait. `looked`: which events were seen this time, by id."""
+    def _pass_on(self, sender: Sender, said: deque[_Said], pending: set[int]) -> None:
+        """What was said of one room, as far as it need not wait. `pending`: events that were not done this time, by
+        id."""
         over = sender.state.finished
         while not over:
             moment = said[0].moment
             try:
-                if moment is not None and not _come(moment, looked):
+                if moment is not None and not _come(moment, pending):
                     return
             except Exception as error:  # a kernel failed; or it is a bug, which must cost this room, not the thread
                 text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
@@ -139,8 +140,12 @@ class Forwards:
             self._said.pop(sender, None)
 
 
-def _come(moment: Moment, looked: dict[int, bool]) -> bool:
+def _come(moment: Moment, pending: set[int]) -> bool:
+    # That an event was done is not remembered: the engine may have recorded it anew since, for what it gave just now.
     key = id(moment.given)
-    if key not in looked:
-        looked[key] = moment.event.done()
-    return looked[key]
+    if key in pending:
+        return False
+    if moment.event.done():
+        return True
+    pending.add(key)
+    return False

@@ -127,6 +127,41 @@ class TestOrder:
         assert sorted(each.room for each in posted.wait(50)) == list(range(50))
         assert event.asked <= 20 + 50  # it may have been asked before all rooms were there
 
+    def test_an_event_may_be_recorded_anew_while_it_is_looked_at(
+        self, forwards: Forwards, posted: Posted, device: HostDevice
+    ) -> None:
+        """For a later forward of the same stream: what was seen of the earlier one says nothing of that."""
+        event, between = device.engine_event(slow=NEVER), device.engine_event(slow=NEVER)
+        done = threading.Event()
+        event.done = done.is_set  # type: ignore[method-assign]
+        first, second = (Send(number, posted.put, BOUNDS, forwards) for number in (7, 8))
+
+        def record_anew() -> bool:
+            if not done.is_set():
+                return False
+            done.clear()
+            second.pages([3], event=event)
+            return True
+
+        between.done = record_anew  # type: ignore[method-assign]
+        with forwards._changed:  # nobody looks before both are there
+            threads = [
+                threading.Thread(target=send.pages, args=([page],), kwargs={"event": each})
+                for send, page, each in ((first, 1, event), (second, 2, between))
+            ]
+            for thread in threads:
+                thread.start()
+                time.sleep(0.01)
+        for thread in threads:
+            thread.join()
+        done.set()
+        said = posted.wait(2)
+        time.sleep(0.02)
+        assert [each.pages.tolist() for each in said] == [[1], [2]]
+        assert len(posted) == 2, "its forward still runs"
+        done.set()
+        assert posted.wait(3)[2].pages.tolist() == [3]
+
     def test_the_control_loop_is_told_of_a_launch_at_once(self, forwards: Forwards, device: HostDevice) -> None:
         everything: list[ev.Event] = []
         send = Send(7, everything.append, BOUNDS, forwards)
