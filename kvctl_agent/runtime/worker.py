@@ -26,6 +26,8 @@ from kvctl_agent.runtime.naps import nap_exactly
 from kvctl_agent.telemetry.metrics import Metrics
 
 _ACTIVE = 4  # parts on the wire at once
+# A GPU that several ranks share takes 120 µs to turn to the next of them whenever one has nothing more for it.
+_ACTIVE_ON_DEVICE = 16
 _ACTIVE_SLOW = 2  # to a peer that takes its time: enough to keep a slow lane busy
 _STUCK_NS = 50_000_000
 _SPIN_S = 20e-6
@@ -69,6 +71,7 @@ class TransferWorker:
     ) -> None:
         self._digest = digest
         self._on_device = on_device
+        self._most_active = _ACTIVE_ON_DEVICE if on_device else _ACTIVE
         self._paths = paths
         self._aux = aux
         self._lanes = lanes
@@ -163,10 +166,10 @@ class TransferWorker:
     def _has_place(self) -> bool:
         """Whether another part may begin. One that has been out for long no longer counts: its peer may have stopped,
         and a few of those would hold up all others."""
-        if len(self._active) < _ACTIVE:
+        if len(self._active) < self._most_active:
             return True
         since = time.monotonic_ns() - _STUCK_NS
-        return sum(flight.began_ns > since for flight in self._active) < _ACTIVE
+        return sum(flight.began_ns > since for flight in self._active) < self._most_active
 
     def _next(self, idle: bool) -> Job | object | None:
         """The next job; waits only when there is nothing else to do."""
