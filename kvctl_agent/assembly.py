@@ -21,7 +21,7 @@ from kvctl_agent.paths.chooser import AUTO, Chooser
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.messages import SharedMemory
+from kvctl_agent.protocol.messages import MAX_SHARED, MAX_TEXT, SharedMemory
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
@@ -141,9 +141,12 @@ def _shared(pool: KVPool, ring: RingMemory | None) -> tuple[tuple[SharedMemory, 
         return (), ""
     found = [(region.addr, region.nbytes) for region in regions(pool, ring) if region.device == device.index]
     try:
-        return tuple(SharedMemory(*export) for export in device.export(found)), ""
+        exports = device.export(found)
     except DeviceError as error:
-        return (), str(error)
+        return (), str(error)[:MAX_TEXT]
+    if len(exports) > MAX_SHARED:  # a Hello with more of them would be refused as a whole
+        return (), f"its memory is {len(exports)} allocations, and writers map {MAX_SHARED} at most: make it one"
+    return tuple(SharedMemory(*export) for export in exports), ""
 
 
 def timing_of(settings: Settings) -> Timing:

@@ -19,7 +19,7 @@ from kvctl_agent.device.memory import MadeMemory, PlainMemory, fabric_refusal
 from kvctl_agent.device.opened import FABRIC as FABRIC_HANDLE
 from kvctl_agent.device.opened import Opened
 from kvctl_agent.device.rows import CudaCopies
-from kvctl_agent.device.sharing import PeerMapping, SameProcess, exported
+from kvctl_agent.device.sharing import PeerMapping, exported
 from kvctl_agent.errors import DeviceError
 
 _NAME_BYTES = 128
@@ -63,11 +63,13 @@ class CudaDevice:
     # ---- streams and events -------------------------------------------------------------------------------------
 
     def now(self) -> Event:
-        return self.events.record(self._idle)
+        with self.context.visit():  # the thread may be any of the engine's
+            return self.events.record(self._idle)
 
     def copy(self, target: int, source: int, nbytes: int) -> Event:
-        self._do(load().cuMemcpyAsync, target, source, nbytes, self._floor)
-        return self.events.record(self._floor)
+        with self.context.visit():
+            checked(load().cuMemcpyAsync(target, source, nbytes, self._floor), f"{self.name}: cannot copy")
+            return self.events.record(self._floor)
 
     def copies(self) -> Copies:
         return CudaCopies(self.context, self.kernels, self.events)
@@ -107,13 +109,13 @@ class CudaDevice:
     def open(self, exports: Sequence[Export], same_process: bool = False) -> Mapping:
         lanes = {export.device: self._lane_to(export) for export in exports}
         slowest = max(lanes.values(), key=_FASTEST_FIRST.index, default=reach.SAME)
-        if not same_process:
-            return PeerMapping(self._opened, exports, slowest)
-        ordinals = reach.ordinals()
-        for name in lanes:
-            if ordinals[name] != self.index:
-                reach.enable(self.context, self.index, ordinals[name])
-        return SameProcess(slowest)
+        mapping = PeerMapping(None if same_process else self._opened, exports, slowest)
+        if same_process:
+            ordinals = reach.ordinals()
+            for name in lanes:
+                if ordinals[name] != self.index:
+                    reach.enable(self.context, self.index, ordinals[name])
+        return mapping
 
     def _lane_to(self, export: Export) -> str:
         """How we reach an export's device; one of another host by the fabric that its handle is for."""

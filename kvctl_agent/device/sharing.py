@@ -14,6 +14,9 @@ from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.device.opened import FABRIC, HANDLE_BYTES, IPC, Opened
 from kvctl_agent.errors import DeviceError
 
+_given: set[Export] = set()
+"""What this process has exported."""
+
 
 def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) -> list[Export]:
     """The allocations that regions (address, bytes) lie in, each once, in order of address.
@@ -36,7 +39,9 @@ def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) 
                 if base not in found:
                     found[base] = Export(base, size, *_handle(base), device)
                 at = base + size
-    return [found[base] for base in sorted(found)]
+    exports = [found[base] for base in sorted(found)]
+    _given.update(exports)
+    return exports
 
 
 def _handle(base: int) -> tuple[str, bytes]:
@@ -64,37 +69,39 @@ def _handle(base: int) -> tuple[str, bytes]:
     )
 
 
-class SameProcess:
-    """Memory of another agent of this process: its addresses are ours."""
+class _Ours:
+    """In place of `Opened`, for allocations of this process: their addresses are ours."""
 
-    def __init__(self, lane: str) -> None:
-        self.lane = lane
+    def open(self, export: Export) -> int:
+        # Who merely says that it is of this process would have kernels write anywhere in it.
+        if export not in _given:
+            raise DeviceError(
+                f"{export.nbytes} bytes at {export.addr:#x} of {export.device} are no export of this process"
+            )
+        return export.addr
 
-    def translate(self, addr: int) -> int:
-        return addr
-
-    def translate_all(self, addrs: Blocks) -> Blocks:
-        return addrs
-
-    def close(self) -> None:
+    def close(self, export: Export) -> None:
         """Nothing was mapped."""
 
 
 class PeerMapping:
     """A peer's allocations, opened here."""
 
-    def __init__(self, opened: Opened, exports: Sequence[Export], lane: str) -> None:
+    def __init__(self, opened: Opened | None, exports: Sequence[Export], lane: str) -> None:
         """
+        Args:
+            opened: None: the peer is another agent of this process.
+
         Raises:
             DeviceError: one of them cannot be mapped; nothing of the others is left.
         """
         self.lane = lane
-        self._opened = opened
+        self._opened = opened or _Ours()
         self._exports: list[Export] = []
         addrs = []
         try:
             for export in sorted(exports):
-                addrs.append(opened.open(export))
+                addrs.append(self._opened.open(export))
                 self._exports.append(export)
         except DeviceError:
             self.close()

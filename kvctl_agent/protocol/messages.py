@@ -33,6 +33,7 @@ Tags = Annotated[list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=25
 States = Annotated[list[bytes], msgspec.Meta(max_length=64)]
 
 MAX_TEXT = 4096
+MAX_SHARED = 1 << 12
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
@@ -42,7 +43,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
 class SharedMemory(msgspec.Struct, frozen=True):
     """One allocation of a device that a writer may map; see `device.base.Export`."""
 
-    addr: U64
+    addr: Size  # so that its end is below 2⁶³, too
     nbytes: Size
     kind: Name
     handle: Annotated[bytes, msgspec.Meta(max_length=256)]
@@ -69,7 +70,7 @@ class Introduction(msgspec.Struct, frozen=True):
     scratch_bytes: Size = 0
     stages: Stages = []  # layers of each pipeline stage; empty: even
     cp_mode: Name = "rank0"  # of a prefill instance: the decode side takes it over
-    shared: Annotated[list[SharedMemory], msgspec.Meta(max_length=1 << 12)] = []  # pool and ring, where on a device
+    shared: Annotated[list[SharedMemory], msgspec.Meta(max_length=MAX_SHARED)] = []  # pool and ring, where on a device
     unshared: Text = ""  # why they are not shared, although they are on one
 
 

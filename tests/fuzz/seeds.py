@@ -30,6 +30,7 @@ _WHO = msg.Introduction(
     1 << 40,
     64 << 20,
     stages=[3, 1],
+    shared=[msg.SharedMemory(1 << 40, 64 << 20, "ipc", b"\0" * 64, "GPU-1")],
 )
 MESSAGES: tuple[msg.Message, ...] = (
     msg.Hello(1, _WHO),

@@ -156,6 +156,8 @@ class FakeDriver:
         return self._in_context(next(self._numbers))
 
     def cuEventRecord(self, event, stream):
+        if not self.stack:
+            return (R.CUDA_ERROR_INVALID_CONTEXT,)
         self._queries[event] = 0
         return OK
 

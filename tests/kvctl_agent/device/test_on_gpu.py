@@ -19,6 +19,7 @@ from gpu_peer import content
 from host_device import HostDevice
 
 import kvctl_agent
+from kvctl_agent.device import sharing
 from kvctl_agent.device.base import Batch, Copies, Device, Event, Export, Geometry
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
@@ -396,12 +397,13 @@ def test_made_memory_is_shared_where_there_is_a_fabric_else_refused(gpu):
 
 
 @pytest.mark.parametrize("pool", ["default", "vmm"])
-def test_another_gpu_of_the_same_process(gpu, pool):
+def test_another_gpu_of_the_same_process(gpu, pool, monkeypatch):
     other = opened(1)
     source, target = gpu.allocate(MIB), other.allocate(MIB, pool)
     data = np.random.default_rng(3).integers(0, 256, MIB, np.uint8)
     gpu.upload(source.addr, data)
     exports = [Export(target.addr, MIB, "ipc", bytes(64), other.describe()["uuid"])]
+    monkeypatch.setattr(sharing, "_given", set(exports))  # made memory has no handle everywhere
     mapping = gpu.open(exports, same_process=True)
     made = gpu.copies()
     block = np.array([[source.addr, mapping.translate(target.addr), 0, 0, 1]], np.int64)

@@ -166,3 +166,18 @@ def test_an_agent_of_the_same_process(driver, here, there):
     driver.failing["cuCtxEnablePeerAccess"] = (driver.CUresult.CUDA_ERROR_TOO_MANY_PEERS,)
     with pytest.raises(DeviceError, match=r"GPU 0 cannot reach GPU 1: .*use path staged"):
         here.open(exports, same_process=True)
+
+
+def test_who_only_says_that_it_is_of_this_process_has_nothing_mapped(here, there):
+    memory, ours = there.allocate(MIB), here.allocate(MIB)
+    (export,) = there.export([(memory.addr, MIB)])
+    for claimed in (
+        export._replace(addr=ours.addr, device=here.uuid),
+        export._replace(nbytes=1 << 50),
+        export._replace(handle=bytes(64)),
+    ):
+        with pytest.raises(DeviceError, match="are no export of this process"):
+            here.open([claimed], same_process=True)
+    mapping = here.open([export], same_process=True)
+    with pytest.raises(DeviceError, match="lies in none of the 1 allocations"):
+        mapping.translate_all(np.array([memory.addr, ours.addr], np.int64))

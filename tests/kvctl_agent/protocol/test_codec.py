@@ -31,6 +31,8 @@ WHO = msg.Introduction(
     1,
     stages=[3, 1],
     cp_mode="all",
+    shared=[msg.SharedMemory(2**62 - 1, 2**62 - 1, "ipc", b"\0" * 64, "GPU-1")],
+    unshared="why",
 )
 TAG = Tag(PartKind.KV, 7, 1, 2, 3, PartKey(0, 0, 0, 32)).pack()
 EVERY: list[msg.Message] = [
@@ -187,3 +189,11 @@ def test_random_bytes_are_a_tag_or_a_remote_protocol_error(data: bytes) -> None:
 def test_a_tag_without_layers_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="empty layer range 3-3"):
         Tag.unpack(Tag(PartKind.KV, 1, 1, 1, 0, PartKey(0, 0, 3, 3)).pack())
+
+
+@pytest.mark.parametrize(
+    "shared", [[WHO.shared[0]] * (msg.MAX_SHARED + 1), [msgspec.structs.replace(WHO.shared[0], addr=2**62)]]
+)
+def test_memory_that_no_arithmetic_could_bear_spoils_its_hello(shared: list[msg.SharedMemory]) -> None:
+    frame = codec.encode(1, [msg.Hello(1, msgspec.structs.replace(WHO, shared=shared)), msg.Bye(True)])
+    assert codec.decode(frame) == (1, [msg.Bye(True)], 1)
