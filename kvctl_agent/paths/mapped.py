@@ -6,10 +6,11 @@ on it just then. Those drain, and only behind the last of them the memory is unm
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 from kvctl_agent.device.base import Blocks, Mapping
-from kvctl_agent.errors import PeerDisconnected
+from kvctl_agent.errors import DeviceError, PeerDisconnected
 
 
 class Mapped:
@@ -39,6 +40,17 @@ class Mapped:
         """As `device.base.Mapping`; while it is open."""
         return self._mapping.translate_all(addrs)
 
+    def span(self, addr: int, nbytes: int) -> int:
+        """Our address of these bytes of the peer's; while it is open.
+
+        Raises:
+            DeviceError: not all of them were exported.
+        """
+        here = self._mapping.translate(addr)
+        if self._mapping.translate(addr + nbytes - 1) != here + nbytes - 1:
+            raise DeviceError(f"{nbytes} bytes at {addr:#x} of the peer's span several mappings")
+        return here
+
     def take(self) -> None:
         """Before a kernel is begun.
 
@@ -56,7 +68,7 @@ class Mapped:
             self._users -= 1
             last = self._dropped and not self._users
         if last:
-            self._mapping.close()
+            self._unmap()
 
     def close(self) -> None:
         """Unmap now, or when the last kernel has ended; idempotent."""
@@ -64,4 +76,8 @@ class Mapped:
             idle = not self._dropped and not self._users
             self._dropped = True
         if idle:
+            self._unmap()
+
+    def _unmap(self) -> None:
+        with contextlib.suppress(DeviceError):  # on a device that is lost, nothing is mapped either
             self._mapping.close()

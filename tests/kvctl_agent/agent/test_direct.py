@@ -13,7 +13,10 @@ import pytest
 from host_device import HostDevice
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import ConfigError
+from kvctl_agent.device.base import Export
+from kvctl_agent.errors import ConfigError, DeviceError
+from kvctl_agent.protocol.messages import MAX_SHARED
+from kvctl_agent.transport.base import Region
 
 FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
 
@@ -163,10 +166,31 @@ class TestWhyNot:
         fleet.run(1, 4)
         fleet.check()
 
+    def test_more_allocations_than_a_hello_may_name(self, make_fleet: Any, devices: Any) -> None:
+        one = Export(1 << 40, 4096, "ipc", b"handle", "GPU-1")
+        devices["decode"].export = lambda regions: [one] * (MAX_SHARED + 1)
+        fleet = make_fleet(prefill=(1, 1), device=devices).start()
+        assert self.shown(fleet) == "its memory is 4097 allocations, and writers map 4096 at most: make it one"
+        fleet.run(1, 4)
+        fleet.check()
+
     def test_what_cannot_be_opened(self, make_fleet: Any, devices: Any) -> None:
         devices["prefill"].why_no_open = "GPU 0 and GPU 1 are not peers"
         fleet = make_fleet(prefill=(1, 1), device=devices).start()
         assert self.shown(fleet) == "GPU 0 and GPU 1 are not peers"
+
+
+def test_no_kernel_measures_beyond_what_a_peer_exported(make_fleet: Any, devices: Any) -> None:
+    fleet = make_fleet(prefill=(1, 1), path="direct", device=devices).start()
+    lanes = fleet.prefill[0].lanes
+    scratch, mapping = lanes._scratch["decode-0"], lanes.by_peer["decode-0"].mapping
+    assert lanes._measure_direct(mapping, scratch).us_per_part > 0
+    begun = len(devices["prefill"].begun)
+    for claimed in (Region(scratch.addr, 1 << 40), Region(1 << 41, scratch.nbytes)):
+        with pytest.raises(DeviceError, match="lies in nothing that the peer exported"):
+            lanes._measure_direct(mapping, claimed)
+    assert len(devices["prefill"].begun) == begun
+    assert not mapping.users
 
 
 class TestLifetime:

@@ -230,6 +230,21 @@ class TestMapping:
             with pytest.raises(DeviceError, match="lies in nothing"):
                 Lane("reader", made.here, made.writers[0], theirs, 0, Mapped(HostMapping(short, "nvlink")))
 
+    def test_a_lost_device_keeps_nobody_from_letting_go(
+        self, ends: Any, geometry: Any, device: HostDevice, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mapping = Mapped(HostMapping([], "nvlink"))
+
+        def refuse(self: HostMapping) -> None:
+            raise DeviceError("an illegal address was met")
+
+        monkeypatch.setattr(HostMapping, "close", refuse)
+        mapping.take()
+        mapping.close()
+        mapping.give()
+        assert mapping.users == 0
+        Mapped(HostMapping([], "nvlink")).close()
+
 
 class TestRefusals:
     @pytest.mark.parametrize(("src", "dst"), [([40], [1]), ([1], [40]), ([-1], [1]), ([1], [-1])])
