@@ -238,13 +238,14 @@ class ScatterFailed(Event, frozen=True):
 
 
 class Checked(Event, frozen=True):
-    """A part that is in its pages was compared with its digest; `found` is what its bytes have."""
+    """A part that is in its pages was compared with its digest; `found` is what its bytes have, None where they are on
+    a device and were not read."""
 
     room: int
     nonce: int
     kind: PartKind
     key: PartKey
-    found: int
+    found: int | None
     at_ns: int
 
 

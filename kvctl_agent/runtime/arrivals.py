@@ -87,6 +87,7 @@ class ArrivalLoop:
         self._rooms = 0
         self._stopping = False
         self._record_ns = 0
+        self._unread = False  # a digest that came was not compared
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -128,7 +129,7 @@ class ArrivalLoop:
         """Before the first room comes, and not in the middle of it: for writers that have so many of our heads."""
         try:
             self._copier.prepare(memory, 0, heads)
-        except DeviceError as error:
+        except Exception as error:  # a bug, too, must not cost the thread
             self._telemetry.recorder.record("device", f"a copy kernel could not be compiled: {error}", "error")
 
     def _pause(self, heard: float) -> float:
@@ -194,10 +195,15 @@ class ArrivalLoop:
 
     def _check(self, order: Check) -> None:
         share, key = order.share, order.key
+        found: int | None = None
         if share is None:
             found = aux_digest(self._pool, int(order.pages[0]))
-        else:
+        elif self._pool.device is None:
             found = part_digest(self._pool, share, order.pages, share.dst_head, key.lo, key.hi)
+        elif not self._unread:
+            self._unread = True
+            text = "writers send digests; those of parts on a GPU are not compared: it would read every byte back"
+            self._telemetry.recorder.record("digest", text, "warning")
         self._report(Checked(order.room, order.nonce, order.kind, key, found, time.monotonic_ns()))
 
     def _scatter(self, orders: list[Scatter]) -> None:
@@ -250,7 +256,8 @@ class ArrivalLoop:
     def _failed(self, orders: list[Scatter], error: Exception) -> None:
         for order in orders:
             self._record(order, error)
-        if isinstance(error, DeviceError):
+        # What host memory does not take is a bug of ours. What a device does not take is never copied any more.
+        if isinstance(error, DeviceError) or self._pool.device is not None:
             self._report(*(ScatterFailed(order.serial, str(error)) for order in orders))
 
     def _record(self, order: Scatter | Check, error: Exception) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from host_device import HostDevice
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.memory.digest import part_digest
@@ -39,3 +40,15 @@ def test_what_is_in_the_pages_is_compared_with_what_was_sent(
         assert len(taken) >= 2  # one of each writer
         fleet.expect(room)
         fleet.check()
+
+
+def test_a_reader_on_a_device_takes_parts_as_they_are(make_fleet: Any) -> None:
+    fleet = make_fleet("loopback", prefill=(1, 1), device={"decode": HostDevice()})
+    fleet.prefill.append(fleet.prefill_agent(0, digest=True).start())
+    fleet.decode.append(fleet.decode_agent(0).start())
+    fleet.decode[0].wait_ready(PATIENCE_S)
+    room = fleet.feed(fleet.claim(fleet.receive(fleet.room(7, 8, aux=2))))
+    assert room.wait(PATIENCE_S) == {RoomState.SUCCESS}, room.errors()
+    fleet.settle()
+    fleet.expect(room)
+    fleet.check()

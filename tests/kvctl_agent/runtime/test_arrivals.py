@@ -272,6 +272,49 @@ class TestOnADevice:
             time.sleep(0.001)
         assert {(geometry.src_paged, geometry.dst_paged) for geometry in device.prepared} == {(False, True)}
 
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_bug_in_a_copy_is_told_too(self, telemetry: Telemetry, device: HostDevice, late: bool) -> None:
+        """Of parts that go together, of many rooms: none of them is left in the ring for ever."""
+        rig = Rig(telemetry, device)
+        begin = rig.copier.scatter
+
+        def broken(landed: Any) -> Any:
+            work = begin(landed) if late else 1 // 0
+            work.done = lambda: 1 // 0
+            return work
+
+        rig.copier.scatter = broken  # type: ignore[method-assign]
+        for number in range(3):
+            rig.loop.put(replace(scatter(offset=number << 12), serial=number))
+        with running(rig):
+            assert [type(rig.report()) for _ in range(3)] == [ScatterFailed] * 3
+
+    def test_a_kernel_that_cannot_be_prepared_does_not_end_the_thread(
+        self, telemetry: Telemetry, device: HostDevice
+    ) -> None:
+        rig = Rig(telemetry, device)
+        asked: list[int] = []
+
+        def broken(memory: Any, head: int, heads: int) -> None:
+            asked.append(heads)
+            raise RuntimeError("a bug of the compiler's")
+
+        rig.copier.prepare = broken  # type: ignore[method-assign]
+        with running(rig):
+            while len(asked) < 2:
+                time.sleep(0.001)
+            rig.tags.waiting = [TAG.pack()]
+            assert isinstance(rig.report(), Arrived)
+
+    def test_digests_are_not_compared(self, on_device: Rig, telemetry: Telemetry) -> None:
+        """Writers in host memory may send them: their parts are taken as they are, and that is said once."""
+        order = scatter()
+        for _ in range(2):
+            on_device.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, np.array([3, 9], np.int32)))
+            assert on_device.report().found is None
+        said = [row["text"] for row in telemetry.recorder.since(None, 100)["events"] if row["kind"] == "digest"]
+        assert len(said) == 1
+
     def test_close_waits_for_what_was_begun(self, telemetry: Telemetry, device: HostDevice) -> None:
         device.slow = 200
         rig = Rig(telemetry, device)
