@@ -27,6 +27,7 @@ __all__ = [
     "Geometry",
     "Mapping",
     "Memory",
+    "Packed",
     "Places",
     "Strip",
     "Strips",
@@ -134,11 +135,15 @@ class Strip(NamedTuple):
     listed: int
 
 
+Packed = tuple[int, int, int, int, int, int]
+"""A `Strip`, or a plain tuple like it, which is made in a third of the time."""
+
+
 class Strips(NamedTuple):
     """What one launch copies, like a `Batch`: strips of one table, of several parts, say."""
 
     table: Table
-    strips: Sequence[Strip]
+    strips: Sequence[Packed]
 
     def batch(self) -> Batch:
         """The same, block by block."""

@@ -14,7 +14,7 @@ class CudaEvent:
 
     __slots__ = ("_context", "_keeps", "_passed", "handle")
 
-    def __init__(self, context: Context, handle: Any, keeps: object) -> None:
+    def __init__(self, context: Context, handle: Any, keeps: Any) -> None:
         """
         Args:
             keeps: what must live as long as this: the engine's own event, say.
@@ -50,17 +50,13 @@ class CudaEvent:
 
 
 class _Taken(CudaEvent):
-    """An event of a pool, which goes back when this is garbage."""
+    """An event of a pool; what it keeps is the pool's free ones, among which it is again when this is garbage."""
 
-    __slots__ = ("_free",)
-
-    def __init__(self, context: Context, handle: Any, free: deque[Any]) -> None:
-        super().__init__(context, handle, None)
-        self._free = free
+    __slots__ = ()
 
     def __del__(self) -> None:
         # Also one that the stream has not reached: who waits for it waits for what it was when they began to.
-        self._free.append(self.handle)
+        self._keeps.append(self.handle)
 
 
 class EventPool:

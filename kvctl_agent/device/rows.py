@@ -224,10 +224,8 @@ class CudaCopies:
         """Launches with the arguments in their order; at most `programs` thread blocks, where it says how many."""
         _ARGUMENTS.pack_into(launch.arguments, 0, blocks_at, strips_at, pages_at, items, tiles, most)
         grid = items if programs is None or items < programs else programs
-        kernel = launch.kernel
-        checked(
-            self._driver.cuLaunchKernel(
-                kernel.function, grid or 1, 1, 1, kernel.threads, 1, 1, kernel.shared, self._stream, launch.parameters, 0
-            ),
-            "cannot launch the copy kernel",
+        kernel, stream = launch.kernel, self._stream
+        launched = self._driver.cuLaunchKernel(
+            kernel.function, grid or 1, 1, 1, kernel.threads, 1, 1, kernel.shared, stream, launch.parameters, 0
         )
+        checked(launched, "cannot launch the copy kernel")

@@ -93,7 +93,8 @@ def variant(geometry: Geometry, bits: int, tile: Tile, strips: bool = False) -> 
 
 def alignment(bits: int) -> int:
     """The largest power of two, up to one access, that divides every number made of these bits."""
-    return _lowest_bit(bits | _ACCESS)
+    bits |= _ACCESS
+    return bits & -bits
 
 
 def _lowest_bit(number: int) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvctl_agent.device.base import Geometry, Strip, Table
+from kvctl_agent.device.base import Geometry, Packed, Strip, Strips, Table
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.shape import Plane
@@ -33,7 +33,7 @@ class BlockTable:
     Attributes:
         gathers, scatters: the tables of each.
         planes: of a layer.
-        cut: `_cut`, which is worked out once for each kind of stretch.
+        cut, gathered: `_cut` and `_gathered`, worked out once for stretches that are alike.
     """
 
     def __init__(self, where: SegmentAddresses, heads: int) -> None:
@@ -41,6 +41,7 @@ class BlockTable:
         planes, layers = where.held.segment.planes, len(where.bases)
         self.planes = len(planes)
         self.cut = lru_cache(_STRETCHES)(self._cut)
+        self.gathered = lru_cache(_STRETCHES)(self._gathered)
         self._page_bytes = [plane.rows * heads * plane.head_bytes for plane in planes]
         self._before = list(accumulate(self._page_bytes * layers, initial=0))  # of one page of all blocks before
         bases = np.array(where.bases, np.int64).reshape(-1)
@@ -96,6 +97,17 @@ class BlockTable:
                     packed = offset - self._before[lo] * pages
                     found.append(Cut(number, Strip(index[lo], index[hi], head * head_bytes, packed, pages, page_lo)))
         return tuple(found)
+
+    def _gathered(
+        self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int, head: int, addr: int
+    ) -> tuple[Strips, ...]:
+        """The launches that gather a stretch to an address: staging buffers are few, so that these recur, too."""
+        launches: dict[int, list[Packed]] = {}
+        for number, (first, end, shift, packed, pages, listed) in self.cut(
+            lo, hi, page_lo, page_hi, num_pages, nbytes, head
+        ):
+            launches.setdefault(number, []).append((first, end, shift, packed + addr, pages, listed))
+        return tuple(Strips(self.gathers[number], strips) for number, strips in launches.items())
 
     def _check(self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int) -> int:
         """Where the stretch begins in the part."""

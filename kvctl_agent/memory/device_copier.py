@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvctl_agent.device.base import Copies, Places, Strip, Strips, Table
+from kvctl_agent.device.base import Copies, Packed, Places, Strips, Table
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.block_table import Cut
 from kvctl_agent.memory.copier import Landed, Work
 from kvctl_agent.memory.parts import Piece
 from kvctl_agent.memory.region import Stretch
@@ -31,32 +30,38 @@ class DeviceCopier:
         self._copies = copies
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[Stretch]) -> Work:
-        table, launches = rows.memory.block_table(rows.heads), _Launches()
-        planes, num_pages = table.planes, len(rows)
+        table, num_pages = rows.memory.block_table(rows.heads), len(rows)
+        planes = table.planes
+        launches: list[Strips] = []
         for (_, nbytes, spans), stretch in zip(pieces, into, strict=True):
-            _check_room(nbytes, stretch)
+            if nbytes > stretch.nbytes:
+                raise _too_large(nbytes, stretch)
             layer, plane, page_lo, _ = spans[0]
             last_layer, last_plane, _, page_hi = spans[-1]
             lo, hi = layer * planes + plane, last_layer * planes + last_plane + 1
-            cuts = table.cut(lo, hi, page_lo, page_hi, num_pages, nbytes, rows.head)
-            launches.add(table.gathers, cuts, stretch.addr, 0)
-        return self._copies.begin(launches.all(), rows.places)
+            launches += table.gathered(lo, hi, page_lo, page_hi, num_pages, nbytes, rows.head, stretch.addr)
+        return self._copies.begin(launches, rows.places)
 
     def scatter(self, landed: Sequence[Landed]) -> Work:
-        launches = _Launches()
+        by_table: dict[Table, list[Packed]] = {}
         lists: list[Places] = []
         listed = 0
         for rows, layout, region in landed:
-            nbytes, num_pages = layout.nbytes, len(rows)
-            _check_room(nbytes, region)
-            table = rows.memory.block_table(rows.heads)
-            lo = layout.first_layer * table.planes
-            hi = lo + layout.num_layers * table.planes
-            cuts = table.cut(lo, hi, 0, num_pages, num_pages, nbytes, rows.head)
-            launches.add(table.scatters, cuts, region.addr, listed)
+            nbytes, num_pages, addr = layout.nbytes, len(rows), region.addr
+            if nbytes > region.nbytes:
+                raise _too_large(nbytes, region)
+            blocks = rows.memory.block_table(rows.heads)
+            lo = layout.first_layer * blocks.planes
+            hi = lo + layout.num_layers * blocks.planes
+            for number, (first, end, shift, packed, pages, begin) in blocks.cut(
+                lo, hi, 0, num_pages, num_pages, nbytes, rows.head
+            ):
+                strip = first, end, shift, packed + addr, pages, begin + listed
+                by_table.setdefault(blocks.scatters[number], []).append(strip)
             lists.append(rows.places)
             listed += num_pages
-        return self._copies.begin(launches.all(), lists[0] if len(lists) == 1 else np.concatenate(lists))
+        launches = [Strips(table, strips) for table, strips in by_table.items()]
+        return self._copies.begin(launches, lists[0] if len(lists) == 1 else np.concatenate(lists))
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
         memory.check_heads(head, heads)
@@ -66,22 +71,5 @@ class DeviceCopier:
         self._copies.close()
 
 
-class _Launches:
-    """One for each table, with the strips of all parts."""
-
-    def __init__(self) -> None:
-        self._by_table: dict[Table, list[Strip]] = {}
-
-    def add(self, tables: Sequence[Table], cuts: Sequence[Cut], addr: int, listed: int) -> None:
-        """Adds a stretch at `addr`, whose part's pages begin at `listed` in the list of pages."""
-        for number, (lo, hi, shift, packed, pages, begin) in cuts:
-            strip = Strip(lo, hi, shift, packed + addr, pages, begin + listed)
-            self._by_table.setdefault(tables[number], []).append(strip)
-
-    def all(self) -> list[Strips]:
-        return [Strips(table, strips) for table, strips in self._by_table.items()]
-
-
-def _check_room(nbytes: int, stretch: Stretch) -> None:
-    if nbytes > stretch.nbytes:
-        raise MemoryLayoutError(f"{nbytes} bytes do not fit into {stretch.nbytes} bytes of staging")
+def _too_large(nbytes: int, stretch: Stretch) -> MemoryLayoutError:
+    return MemoryLayoutError(f"{nbytes} bytes do not fit into {stretch.nbytes} bytes of staging")

@@ -6,11 +6,12 @@ part alone, so the region carries no header. Pure arithmetic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.share import STAGING_ALIGN_BYTES
 
 # Measured in the fleet (TP4 to DP4 and to TP4, two cores with 1 MiB of L2 each), GB/s against 2 MiB: 1 MiB 0.97,
@@ -44,22 +45,20 @@ class PartLayout:
         num_layers: layers in the part.
         num_pages: whole pages (of a state: items).
         page_bytes: for each plane, bytes of one page's slice of one layer.
+        nbytes: of payload.
     """
 
     first_layer: int
     num_layers: int
     num_pages: int
     page_bytes: tuple[int, ...]
+    nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raises MemoryLayoutError on sizes that make no region."""
         if min(self.num_layers, self.num_pages, *self.page_bytes) <= 0 or self.first_layer < 0:
             raise MemoryLayoutError(f"a part needs positive sizes, got {self}")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload."""
-        return self.num_layers * self.num_pages * sum(self.page_bytes)
+        object.__setattr__(self, "nbytes", self.num_layers * self.num_pages * sum(self.page_bytes))
 
     @property
     def region_bytes(self) -> int:
@@ -86,6 +85,13 @@ class PartLayout:
 
 
 # Parts are many and their shapes few: most rooms of a prompt length share one.
+@lru_cache(maxsize=1024)
+def part_layout(held: Held, layer_lo: int, layer_hi: int, num_pages: int, heads: int) -> PartLayout:
+    """How a part of these layers, pages and heads lies in its region, at a rank that holds the layers."""
+    page_bytes = tuple(plane.rows * heads * plane.head_bytes for plane in held.segment.planes)
+    return PartLayout(layer_lo - held.layer_lo, layer_hi - layer_lo, num_pages, page_bytes)
+
+
 @lru_cache(maxsize=256)
 def _pieces(part: PartLayout, target_bytes: int) -> tuple[Piece, ...]:
     if part.nbytes <= target_bytes:  # usual on a device, where targets are large and page counts too many to keep

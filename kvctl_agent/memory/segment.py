@@ -12,7 +12,7 @@ from kvctl_agent.layout.holding import Held
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.memory.block_table import BlockTable
 from kvctl_agent.memory.head_slice import HeadSlice
-from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.parts import PartLayout, part_layout
 from kvctl_agent.memory.region import Region
 from kvctl_agent.memory.slab import Bytes
 
@@ -85,8 +85,7 @@ class SegmentMemory:
     def part_layout(self, layer_lo: int, layer_hi: int, num_pages: int, heads: int) -> PartLayout:
         """How a part of these layers, pages and heads lies in its contiguous region."""
         self._check_layers(layer_lo, layer_hi)
-        page_bytes = tuple(plane.rows * heads * plane.head_bytes for plane in self.held.segment.planes)
-        return PartLayout(layer_lo - self.held.layer_lo, layer_hi - layer_lo, num_pages, page_bytes)
+        return part_layout(self.held, layer_lo, layer_hi, num_pages, heads)
 
     def close(self) -> None:
         """Let go of the memory."""
