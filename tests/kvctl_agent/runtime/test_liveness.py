@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from kvctl_agent.runtime.liveness import host_identity, is_dead
+
+_SYS_EXIT = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of the calling thread alone
 
 
 def test_running_and_stopped_processes_are_alive_zombies_and_reaped_ones_are_not() -> None:
@@ -23,6 +27,26 @@ def test_running_and_stopped_processes_are_alive_zombies_and_reaped_ones_are_not
         assert time.monotonic() < deadline
     process.wait()
     assert is_dead(process.pid)
+
+
+def test_a_process_whose_first_thread_alone_has_ended_is_alive() -> None:
+    program = (
+        "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(60,)).start();"
+        "print(flush=True); ctypes.CDLL(None).syscall(EXIT, 0)".replace("EXIT", str(_SYS_EXIT))
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    deadline = time.monotonic() + 60
+    while "State:\tZ" not in Path(f"/proc/{process.pid}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert not is_dead(process.pid)
+    process.kill()
+    while not is_dead(process.pid):
+        assert time.monotonic() < deadline
+    process.wait()
+    process.stdout.close()
 
 
 def test_a_name_with_brackets_and_spaces_is_read_past() -> None:
