@@ -203,7 +203,7 @@ class Send(Handle):
         if self._forwards is None:
             raise LocalProtocolError(f"room {self.room}: event= is for pools on a device, this one is host memory")
         moment = self._forwards.moment(self.room, event)
-        self._post(ev.Launched(self.room))
+        self.post_unless_over(ev.Launched(self.room))
         self._tell(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group, launched=True), moment)
 
     def _tell(self, make: Callable[[int], ev.Event], moment: Moment | None = None) -> None:

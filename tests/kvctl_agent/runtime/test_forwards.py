@@ -205,6 +205,13 @@ class TestEnds:
         time.sleep(0.01)
         assert posted == []
 
+    def test_nor_of_launches(self, forwards: Forwards, device: HostDevice) -> None:
+        everything: list[ev.Event] = []
+        send = Send(7, everything.append, BOUNDS, forwards)
+        send.tell(RoomState.FAILED, None)
+        send.pages([1], event=device.engine_event(slow=NEVER))
+        assert everything == []
+
     def test_nothing_is_kept_of_it(self, forwards: Forwards, send: Send, device: HostDevice) -> None:
         send.pages([1], event=device.engine_event(slow=NEVER))
         assert forwards.waiting == 1
