@@ -182,9 +182,10 @@ class CudaCopies:
 
     def _copy_batch(self, batch: Batch, blocks_at: int, pages_at: int, programs: int | None) -> None:
         geometry, blocks = batch
-        bits = int(np.bitwise_or.reduce(blocks[:, :2], axis=None))
-        launch = self._kernel(geometry, bits, programs is not None, False)
-        tiles = launch.tiles(int(blocks[:, 4].max()), len(blocks))
+        # One pass instead of three. Or-ed numbers of pages are not less than the most, and the same where all are one.
+        source, target, _, _, pages = np.bitwise_or.reduce(blocks).tolist()
+        launch = self._kernel(geometry, source | target, programs is not None, False)
+        tiles = launch.tiles(pages, len(blocks))
         self._launch(launch, blocks_at, 0, pages_at, tiles * len(blocks), tiles, 1, programs)
 
     def _copy_strips(self, some: Strips, strips_at: int, pages_at: int, programs: int | None) -> None:
