@@ -57,7 +57,7 @@ from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.mailbox import Mailbox
 from kvctl_agent.runtime.meeting import meet
 from kvctl_agent.runtime.pipelining import Pipelining
-from kvctl_agent.runtime.readiness import waiting_for
+from kvctl_agent.runtime.readiness import check_fit, waiting_for
 from kvctl_agent.runtime.tickets import Tickets
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.security.curve import load_fleet_key
@@ -304,12 +304,8 @@ class Agent:
         """
         deadline = time.monotonic() + timeout
         while (waiting := self.waiting_for()) is not None:
-            for peer in list(self.machine.peers.values()):
-                if self.role == "decode" and peer.differences:
-                    raise ConfigError(f"{peer.name} and {self.name} do not fit: {'; '.join(peer.differences)}")
-            for instance in self._instances if self._registries is not None else ():
-                if refused := self._registries.roster(instance).refused:  # type: ignore[union-attr]
-                    raise ConfigError(f"the registry refuses {refused}")
+            if self._registries is not None:
+                check_fit(self.name, self.role, self._instances, self._registries, self.machine)
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{self.name} was not ready after {timeout:g} s: {waiting}")
             time.sleep(0.01)
@@ -533,7 +529,7 @@ class Agent:
         self.pipelining.set(mode)
 
     def set_path(self, path: str) -> None:
-        """Change how parts move from now on: bulk, slice, staged or auto."""
+        """Change how parts move from now on: a value of the key `path`."""
         assembly.check_path(path, self.pool)
         self.chooser.path = path
         self.lanes.calibrate_once(self.workers[0] if self.workers else None)

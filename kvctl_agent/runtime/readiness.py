@@ -1,9 +1,10 @@
-"""What keeps an agent from serving, in words that name who is missing."""
+"""What keeps an agent from serving, in words that name who is missing, or who will not have it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvctl_agent.errors import ConfigError
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.runtime.bootstrap import Registries
@@ -22,3 +23,16 @@ def waiting_for(name: str, role: str, instances: Iterable[str], registries: Regi
             return f"the ranks of {instance} are not taken up"
     missing = machine.missing_peers if isinstance(machine, DecodeMachine) else []
     return f"no hello from {', '.join(missing)}" if missing else None
+
+
+def check_fit(name: str, role: str, instances: Iterable[str], registries: Registries, machine: Machine) -> None:
+    """
+    Raises:
+        ConfigError: waiting is in vain: a registry refuses this agent, or a decode rank has a peer it does not fit.
+    """
+    for peer in list(machine.peers.values()) if role == "decode" else ():
+        if peer.differences:
+            raise ConfigError(f"{peer.name} and {name} do not fit: {'; '.join(peer.differences)}")
+    for instance in instances:
+        if refused := registries.roster(instance).refused:
+            raise ConfigError(f"the registry refuses {refused}")
