@@ -161,7 +161,7 @@ class TestValues:
             load_settings({}, {**nowhere, "KVCTL_HEARTBEAT_S": text})
 
     def test_a_wrong_choice_names_the_right_ones_and_the_nearest(self, nowhere: dict[str, str]) -> None:
-        expected = r"path = 'stage' \(argument\) .* one of auto, bulk, slice, staged, did you mean staged"
+        expected = r"path = 'stage' \(argument\) .* one of auto, bulk, slice, staged, direct, did you mean staged"
         with pytest.raises(ConfigError, match=expected):
             load_settings({"path": "stage"}, nowhere)
 
