@@ -25,7 +25,8 @@ def reach(device: Device | None, who: Introduction) -> tuple[Mapped | None, str]
         return None, who.unshared or f"{who.name}'s pool is host memory"
     same_host = who.host == host_identity()
     if not same_host and any(each.kind != _FABRIC for each in who.shared):
-        return None, f"{who.name} is on another host, and its memory has no fabric handles (mem_pool=vmm makes them)"
+        lacks = "its memory has no fabric handles (engines make pools with them, mem_pool=vmm the ring)"
+        return None, f"{who.name} is on another host, and {lacks}"
     exports = [Export(each.addr, each.nbytes, each.kind, each.handle, each.device) for each in who.shared]
     try:
         return Mapped(device.open(exports, same_process=same_host and who.pid == os.getpid())), ""
