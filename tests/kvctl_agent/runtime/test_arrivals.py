@@ -279,7 +279,7 @@ class TestOnADevice:
         begin = rig.copier.scatter
 
         def broken(landed: Any) -> Any:
-            work = begin(landed) if late else 1 // 0
+            work: Any = begin(landed) if late else 1 // 0
             work.done = lambda: 1 // 0
             return work
 
