@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvctl_agent.device.base import Copies, Packed, Places, Strips, Table
+from kvctl_agent.device.base import Copies, Packed, Strips, Table
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.copier import Landed, Work
 from kvctl_agent.memory.parts import Piece
@@ -44,10 +44,10 @@ class DeviceCopier:
 
     def scatter(self, landed: Sequence[Landed]) -> Work:
         by_table: dict[Table, list[Packed]] = {}
-        lists: list[Places] = []
+        lists = []
         listed = 0
         for rows, layout, region in landed:
-            nbytes, num_pages, addr = layout.nbytes, len(rows), region.addr
+            nbytes, num_pages, addr = layout.nbytes, rows.given.size, region.addr
             if nbytes > region.nbytes:
                 raise _too_large(nbytes, region)
             blocks = rows.memory.block_table(rows.heads)
@@ -58,10 +58,12 @@ class DeviceCopier:
             ):
                 strip = first, end, shift, packed + addr, pages, begin + listed
                 by_table.setdefault(blocks.scatters[number], []).append(strip)
-            lists.append(rows.places)
+            lists.append(rows.given)
             listed += num_pages
         launches = [Strips(table, strips) for table, strips in by_table.items()]
-        return self._copies.begin(launches, lists[0] if len(lists) == 1 else np.concatenate(lists))
+        # As `places`, all at once: pages are in bounds, and so they fit.
+        together = landed[0].rows.places if len(lists) == 1 else np.concatenate(lists, dtype=np.int32, casting="unsafe")
+        return self._copies.begin(launches, together)
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
         memory.check_heads(head, heads)

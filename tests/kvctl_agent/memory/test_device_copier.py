@@ -174,6 +174,24 @@ class TestLaunches:
                 assert np.array_equal(*pages)
             copier.close()
 
+    def test_stretches_that_are_alike_differ_in_address_head_and_pages(
+        self, device: HostDevice, ring: RingMemory
+    ) -> None:
+        """What was worked out for one is used for the next."""
+        copier = DeviceCopier(device.copies())
+        with filled(PLANES["with scales"], device) as memory:
+            part = memory.part_layout(2, 8, len(PAGES), 2)
+            for head, pages, at in [(0, PAGES, 0), (4, PAGES, 512), (4, PAGES[::-1], 512), (0, PAGES.astype("u1"), 0)]:
+                wanted = np.empty(part.region_bytes, np.uint8)
+                (whole,) = part.pieces(part.nbytes)
+                rows = RowIndex(memory, pages, head, 2)
+                HostCopier(CopyCrew(1)).gather(rows, [whole], [Stretch(0, wanted.nbytes, wanted)])
+                stretch = ring.view(at, part.nbytes)
+                device.fill(stretch.addr, part.nbytes, 0)
+                finish(copier.gather(rows, [whole], [stretch]))
+                assert np.array_equal(read(device, stretch, part.nbytes), wanted[: part.nbytes])
+        copier.close()
+
     def test_whole_pages_are_one_wide_row(self, device: HostDevice) -> None:
         copier = DeviceCopier(device.copies())
         with filled(PLANES["K and V alike"], device) as memory:
