@@ -29,7 +29,7 @@ from kvctl_agent.layout.chunks import prefix_pages
 from kvctl_agent.layout.grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.holding import held as layout_of
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.buffers import StagingBuffers
+from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.crew import CopyCrew
 from kvctl_agent.memory.pool import KVPool
@@ -147,6 +147,8 @@ class Agent:
         self.workers: list[TransferWorker] = []
         self._crew: CopyCrew | None = None
         self._copiers: list[Copier | Copies] = []
+        self.buffers: StagingBuffers | None = None
+        self.ring: RingMemory | None = None
         try:
             self.buffers, self.ring = assembly.staging_memory(role, settings, pool.device)
             self.transport.register(assembly.regions(pool, self.buffers or self.ring))
@@ -160,6 +162,7 @@ class Agent:
         except BaseException:
             self.transport.close()
             self._mailbox.close()
+            self._close_memory()
             raise
         self.observe = Observer(self)
         operator = Operator(self, self._mailbox.put, tickets, lambda: self._admin.asker)
@@ -418,9 +421,12 @@ class Agent:
                 self._crew.close()
             self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
             # Memory goes last, and only when no thread can touch it any more.
-            for memory in (self.buffers, self.ring):
-                if memory is not None:
-                    memory.close()
+            self._close_memory()
+
+    def _close_memory(self) -> None:
+        for memory in (self.buffers, self.ring):
+            if memory is not None:
+                memory.close()
 
     def __enter__(self) -> Agent:
         return self

@@ -9,7 +9,8 @@ import pytest
 from host_device import HostDevice
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import ConfigError
+from kvctl_agent.errors import ConfigError, TransportError
+from kvctl_agent.transport.loopback import LoopbackTransport
 
 SIDES = {"both": ("prefill", "decode"), "prefill": ("prefill",), "decode": ("decode",)}
 
@@ -73,6 +74,25 @@ def test_a_copy_that_fails_fails_its_room_by_name_and_frees_everything(make_flee
     fleet.settle()
     fleet.run(3, 4)
     fleet.check(but=(room,))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_agent_that_cannot_be_made_gives_its_memory_back(
+    make_fleet: Any, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any, regions: Any) -> None:
+        raise TransportError("the network card cannot reach GPU memory")
+
+    monkeypatch.setattr(LoopbackTransport, "register", refuse)
+    device = HostDevice()
+    made: list[Any] = []
+    allocate = device.allocate
+    device.allocate = lambda *of: made.append(allocate(*of)) or made[-1]  # type: ignore[method-assign,func-returns-value]
+    fleet = make_fleet("loopback", device={role: device})
+    with pytest.raises(TransportError, match="cannot reach GPU memory"):
+        fleet.prefill_agent(0) if role == "prefill" else fleet.decode_agent(0)
+    pool, staging = made
+    assert (pool._closed, staging._closed) == (False, True)
 
 
 def test_digests_are_refused(make_fleet: Any) -> None:
