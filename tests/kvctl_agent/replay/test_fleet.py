@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from host_device import HostDevice
 
 from kvctl.cli import run
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import DeviceError
 from kvctl_agent.protocol import recording
 
 ROOMS = 40
@@ -58,3 +60,49 @@ def test_what_a_live_fleet_did_is_clean_and_happens_again(
         assert verdict["inputs"] > 60
         if record_inputs > 128:
             assert verdict["rooms"] == ROOMS
+
+
+@pytest.mark.parametrize("path", ["staged", "direct"])
+@pytest.mark.parametrize("record_inputs", [65536, 64])
+def test_so_it_is_with_devices_that_fail(
+    path: str,
+    record_inputs: int,
+    make_fleet: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forwards that end late or never well, and copies that fail on either side."""
+    monkeypatch.setattr(recording, "BUDGET_NS", 1_000_000_000)
+    devices = {"prefill": HostDevice(), "decode": HostDevice()}
+    fleet = make_fleet("loopback", device=devices, path=path, record_inputs=record_inputs).start()
+    for number in range(1, 13):
+        room = fleet.claim(fleet.receive(fleet.room(number, 6, aux=1)))
+        devices["decode" if path == "staged" and number % 4 == 2 else "prefill"].fail_next = (
+            number % 2 == 0 and path == "staged"
+        )
+        for place, send in enumerate(room.sends):
+            event = devices["prefill"].engine_event(slow=5)
+            if number % 4 == 3 and place == 1:
+                event.failure = DeviceError("an illegal address was met")
+            send.prefetch()
+            send.pages(room.src, last=True, event=event)
+            send.finish(aux_index=room.aux)
+        ended = room.wait()
+        assert ended in ({RoomState.SUCCESS}, {RoomState.FAILED})
+        for device in devices.values():
+            device.fail_next = 0
+        if ended == {RoomState.FAILED}:
+            fleet.recycle(room)
+    fleet.settle()
+    fleet.errors()
+    recorded = tmp_path / "fleet.kvrec"
+    assert run(["record", "-o", str(recorded)]) == 0
+    capsys.readouterr()
+    assert run(["replay", str(recorded), "-o", "json"]) == 0
+    verdicts = json.loads(capsys.readouterr().out)["data"]
+    assert len(verdicts) == 3
+    for verdict in verdicts:
+        assert verdict["breach"] is None
+        assert (verdict["missed"], verdict["dropped"]) == (0, 0)
+        assert all(note.startswith("the recording begins at input") for note in verdict["notes"]), verdict["notes"]
