@@ -37,12 +37,18 @@ class Launching(FakeDriver):  # type: ignore[misc]
     Attributes:
         variants: what was compiled, in order.
         launches: of each launch that had something to do, its grid, threads and arguments.
+        uploads: the stream of each.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.variants: list[Variant] = []
         self.launches: list[SimpleNamespace] = []
+        self.uploads: list[int] = []
+
+    def cuMemcpyHtoDAsync(self, target, source, nbytes, stream):
+        self.uploads.append(stream)
+        return super().cuMemcpyHtoDAsync(target, source, nbytes, stream)
 
     def compile(self, variant: Variant, capability: int) -> Program:
         self.variants.append(variant)
@@ -154,7 +160,7 @@ def test_launches_with_few_programs_have_more_threads(driver: Launching) -> None
     copies.begin([pool.gather(2)], PAGES[:2] % 4, programs=2)
     copies.begin([pool.gather(2)], PAGES[:2] % 4, programs=1000)
     whole, few, more_than_needed = driver.launches
-    assert (whole.grid, whole.threads) == (whole.items, 32 * DEFAULT.tile.warps) == (16, 128)
+    assert (whole.grid, whole.threads) == (whole.items, 32 * DEFAULT.tile.warps) == (16, 256)
     assert (few.grid, few.threads, few.items) == (2, 32 * DEFAULT.bounded.warps, 4)
     assert more_than_needed.grid == 4
     copies.close()
@@ -167,6 +173,19 @@ def test_another_moment_is_waited_for_by_the_stream(driver: Launching) -> None:
     ((_, _, event),) = driver.waits
     assert event == first.handle
     assert not driver.calls["cuEventSynchronize"]
+    copies.close()
+
+
+def test_tables_are_uploaded_ahead_of_kernels_that_are_still_to_run(driver: Launching) -> None:
+    copies, pool = make(), Pool()
+    copies.begin([pool.gather(1)], PAGES)
+    driver.patience = 1 << 30  # nothing ends any more
+    copies.begin([pool.gather(1)], PAGES)
+    first, ahead = driver.uploads
+    assert first != ahead
+    ((_, waiting, _),) = driver.waits
+    assert waiting == first
+    driver.patience = 0
     copies.close()
 
 
@@ -338,7 +357,7 @@ def test_a_failed_request_leaves_nothing_under_way(driver: Launching, name: str)
     driver.failing[name] = (driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,)
     with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
         copies.begin([pool.gather(5)], PAGES)
-    assert driver.calls["cuStreamSynchronize"] == 1
+    assert driver.calls["cuStreamSynchronize"] == 2
     del driver.failing[name]
     copies.begin([pool.gather(5)], PAGES)
     pool.check(PAGES)
@@ -350,7 +369,7 @@ def test_closing_waits_and_gives_all_back(driver: Launching) -> None:
     copies.begin([pool.gather(5)], PAGES)
     copies.close()
     copies.close()
-    assert driver.calls["cuStreamSynchronize"] == driver.calls["cuStreamDestroy"] == 1
+    assert driver.calls["cuStreamSynchronize"] == driver.calls["cuStreamDestroy"] == 2
     assert driver.calls["cuMemFreeHost"] == 1
     assert not driver.allocated
     with pytest.raises(DeviceError, match="closed"):
@@ -375,4 +394,4 @@ def test_what_is_prepared_is_compiled_once_for_all_streams(driver: Launching) ->
         copies.prepare([pool.gather(1).geometry])
         copies.close()
     assert len(driver.variants) == 2
-    assert driver.calls["cuStreamSynchronize"] == 4
+    assert driver.calls["cuStreamSynchronize"] == 6
