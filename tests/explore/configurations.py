@@ -66,6 +66,9 @@ SMALL = (
     _of("regions are taken back", Scene(rooms=2), releases=2),
     _of("a region is taken back from a paused writer", Scene(granted=True), releases=2, pauses=(P0,)),
     _of("a region is taken back as its room ends", Scene(granted=True), releases=2, aborts=((D, 7),), losses=1),
+    # A device fails.
+    _of("a scatter fails", Scene(rooms=2), failures=1, losses=1),
+    _of("scatters fail as their room is given up", Scene(pages=2), failures=2, aborts=((D, 7),), losses=1),
     # Engines give up.
     _of("decode aborts", Scene(rooms=2), losses=1, aborts=((D, 7),)),
     _of("prefill aborts", Scene(writers=2, ring=1), losses=1, aborts=((P0, 7),)),
@@ -106,6 +109,8 @@ SMALL = (
 )
 
 LARGE = (
+    _of("2 rooms, scatters fail", Scene(rooms=2), failures=2, losses=1),
+    _of("2 writers, one paused, a scatter fails", Scene(writers=2, ring=1), failures=1, pauses=(P0,)),
     _of("2 rooms, regions are taken back from a paused writer", Scene(rooms=2, granted=True), releases=2, pauses=(P0,)),
     _of("2 rooms with a rest, 1 writer, paused", Scene(rooms=2, ring=3), pauses=(P0,), losses=1, early=1),
     _of("2 rooms, 2 writers", Scene(rooms=2, writers=2, ring=3), losses=1, copies=1, overtakings=1),

@@ -1,8 +1,8 @@
 """Walks every history of a small world of the shipped machines, breadth first.
 
 What happens is a step: a message is delivered, lost, delivered twice or overtaken, a write begins or lands, a scatter
-ends, an engine calls, an agent pauses, goes on, leaves, is killed, is proven dead or starts anew, time passes. A
-history is a sequence of steps. `flow` says what a state is, `space` and `lives` which steps it has, `search` walks
+ends or fails, an engine calls, an agent pauses, goes on, leaves, is killed, is proven dead or starts anew, time passes.
+A history is a sequence of steps. `flow` says what a state is, `space` and `lives` which steps it has, `search` walks
 them and `words` tells them; `witness` is the oracle that sees every byte, `machines` runs the shipped machines,
 `frozen` keeps them, `canonical` says when two states are one.
 

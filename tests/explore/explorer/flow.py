@@ -28,6 +28,7 @@ class Budget(NamedTuple):
         overtakings: of messages, tags or parts by a later one of the same queue.
         aborts: (agent, room).
         releases: so often an operator takes an allocation of a decode rank back, without force.
+        failures: so many scatters fail, as a device does.
         pauses: agents that stop taking events for any time; their writes in flight may land meanwhile.
         deaf: (agent, peer): so many heartbeats are lost that this agent gives that peer up, which is well.
         kills: agents whose process ends at any moment; the proof comes, sooner or later.
@@ -42,6 +43,7 @@ class Budget(NamedTuple):
     early: int = 0
     aborts: tuple[tuple[str, int], ...] = ()
     releases: int = 0
+    failures: int = 0
     pauses: tuple[str, ...] = ()
     deaf: tuple[tuple[str, str], ...] = ()
     kills: tuple[str, ...] = ()

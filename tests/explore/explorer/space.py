@@ -108,6 +108,8 @@ class Space(Lives):  # type: ignore[misc]
             else:
                 for place in range(len(content)):
                     yield Step("do", number, place), False
+                    if kind == "scatter" and budget.failures:
+                        yield Step("fail", number, place), True
         for room in budget.again:
             if self._ended(state, room):
                 yield Step("again", other=room), False
@@ -181,20 +183,27 @@ class Space(Lives):  # type: ignore[misc]
         """Where a step leads; None where an engine may not make its call."""
         state = list(before)
         what = step.what
-        if what in ("do", "overtake", "lose", "copy"):
+        if what in ("do", "overtake", "lose", "copy", "fail"):
             if what != "do":
-                spent = {"overtake": "overtakings", "lose": "losses", "copy": "copies"}[what]
+                spent = {"overtake": "overtakings", "lose": "losses", "copy": "copies", "fail": "failures"}[what]
                 state[self._budget] = self._spend(state[self._budget], spent)
             place = self.first_channel + step.channel
             stays = what == "copy"
             item = self.contents[state[place]][step.place] if stays else self._take(state, place, step.place)
-            if what != "lose" and not self._happen(state, self.channels[step.channel], item):
+            if what == "fail":
+                self._fail_scatter(state, self.channels[step.channel].to, self.items[item])
+            elif what != "lose" and not self._happen(state, self.channels[step.channel], item):
                 return None
         elif what == "time":
             self._pass_time(state)
         else:
             getattr(self, "_" + what.replace(" ", "_"))(state, step)
         return tuple(state)
+
+    def _fail_scatter(self, state: list[int], agent: int, number: int) -> None:
+        self._see(state, self.machines.see((("dropped", self.names[agent], number),)))
+        serial = self.machines.scatters[number].serial
+        self._feed(state, agent, ("scatter failed", serial), (ev.ScatterFailed(serial, "the device failed"),))
 
     def _happen(self, state: list[int], channel: Channel, item: int) -> bool:
         kind, to, by = channel

@@ -49,6 +49,8 @@ class Witness(Oracle):  # type: ignore[misc]
             return bool(self.landed(writes[what[0]]))
         elif kind == "scattered":
             self.scattered(what[0], scatters[what[1]])
+        elif kind == "dropped":
+            self.dropped(what[0], scatters[what[1]])
         elif kind == "killed":
             self.killed(*what)
         elif kind == "proven":
@@ -96,7 +98,10 @@ class Witness(Oracle):  # type: ignore[misc]
 
     def scattered(self, name: str, action: ev.Scatter) -> None:
         super().scattered(name, action)
-        # Read once and for all: were it scattered again, it would be missed.
+        self.dropped(name, action)
+
+    def dropped(self, name: str, action: ev.Scatter) -> None:
+        """Read once and for all, or never: were it scattered again, it would be missed."""
         held = self.ring_bytes[name]
         self.ring_bytes[name] = {unit: entry for unit, entry in held.items() if entry[0] != action.serial}
 

@@ -62,14 +62,21 @@ def describe(space: Space, state: tuple[int, ...], step: Step) -> str:
         words_ = f"{names[to]}'s write lands: {_write(space, item)}"
     elif kind == "scatter":
         action = space.machines.scatters[item]
-        words_ = f"{names[to]} has scattered {action.key} of room {action.room}, serial {action.serial}"
+        done = "cannot scatter" if step.what == "fail" else "has scattered"
+        words_ = f"{names[to]} {done} {action.key} of room {action.room}, serial {action.serial}"
     elif kind == "engine":
         words_ = f"{names[to]}'s engine: {', '.join(map(_call, space.calls_of(number)))}"
     elif kind == "proof":
         words_ = f"{names[to]} learns that {names[item[0]]} (incarnation {item[1]}) is dead"
     else:
         words_ = f"{names[to]}: {item[0]} {' '.join(map(str, item[2:]))}"
-    how = {"do": "", "lose": "   (lost)", "copy": "   (and will come again)", "overtake": "   (out of turn)"}
+    how = {
+        "do": "",
+        "lose": "   (lost)",
+        "copy": "   (and will come again)",
+        "overtake": "   (out of turn)",
+        "fail": "",
+    }
     return words_ + how[step.what]
 
 
