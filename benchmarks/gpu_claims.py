@@ -223,6 +223,12 @@ def benches(slow: str) -> Sequence[Bench]:
             (Claim("TP4 to TP1, 4,096 tokens: direct, of a copy", of("p2p_ratio", path="direct"), at_least=0.88),),
             f"{_TINY} --prefill-tp 4 --decode-tp 1 --tokens 128 --path staged --rooms 4",
         ),
+        Bench(
+            "one-writer",
+            f"{_BIG} --prefill-tp 1 --decode-tp 1 --tokens 4096 --path staged,direct --concurrency 4 --rooms 40",
+            (Claim("TP1 to TP1, a GPU each, 4,096: direct, of a copy", of("p2p_ratio", path="direct"), at_least=0.88),),
+            f"{_TINY} --prefill-tp 1 --decode-tp 1 --tokens 128 --path staged --rooms 4",
+        ),
         _equal(16),
         _equal(64),
         Bench(
