@@ -162,7 +162,7 @@ class Agent:
         except BaseException:
             self.transport.close()
             self._mailbox.close()
-            self._close_memory()
+            assembly.close_all((self.buffers, self.ring))
             raise
         self.observe = Observer(self)
         operator = Operator(self, self._mailbox.put, tickets, lambda: self._admin.asker)
@@ -414,19 +414,13 @@ class Agent:
         self._mailbox.close()
         atexit.unregister(self._at_exit)
         if ended:
-            for copier in self._copiers:
-                copier.close()
+            assembly.close_all(self._copiers)
             self.lanes.close()
             if self._crew is not None:
                 self._crew.close()
             self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
             # Memory goes last, and only when no thread can touch it any more.
-            self._close_memory()
-
-    def _close_memory(self) -> None:
-        for memory in (self.buffers, self.ring):
-            if memory is not None:
-                memory.close()
+            assembly.close_all((self.buffers, self.ring))
 
     def __enter__(self) -> Agent:
         return self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeviceError
@@ -83,6 +84,20 @@ def staging_memory(
     if settings["staging"] == "off":
         return None, None
     return None, RingMemory((settings["staging_ring_mb"] << 20) + _SCRATCH_BYTES, device, mem_pool)
+
+
+class Closable(Protocol):
+    """What an agent has on a device."""
+
+    def close(self) -> None: ...
+
+
+def close_all(held: Iterable[Closable | None]) -> None:
+    """All that is there, also on a device that is lost: nothing runs there any more, and rooms have said why."""
+    for each in held:
+        if each is not None:
+            with contextlib.suppress(DeviceError):
+                each.close()
 
 
 def copier_of(device: Device | None, crew: CopyCrew) -> Copier:

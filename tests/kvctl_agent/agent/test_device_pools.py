@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 import pytest
-from host_device import HostDevice
+from host_device import HostCopies, HostDevice
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import ConfigError, TransportError
+from kvctl_agent.errors import ConfigError, DeviceError, TransportError
 from kvctl_agent.transport.loopback import LoopbackTransport
 
 SIDES = {"both": ("prefill", "decode"), "prefill": ("prefill",), "decode": ("decode",)}
@@ -74,6 +74,28 @@ def test_a_copy_that_fails_fails_its_room_by_name_and_frees_everything(make_flee
     fleet.settle()
     fleet.run(3, 4)
     fleet.check(but=(room,))
+
+
+def test_agents_of_a_lost_device_end(make_fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything fails there, from one room on; those in flight fail by name, and closing is still closing."""
+    devices = {"prefill": HostDevice(), "decode": HostDevice()}
+    fleet = make_fleet("loopback", device=devices).start()
+    fleet.run(1, 4)
+    for device in devices.values():
+        device.fail_next = 1 << 30
+    rooms = [fleet.feed(fleet.claim(fleet.receive(fleet.room(number, 4)))) for number in range(2, 8)]
+    for room in rooms:
+        assert room.wait() == {RoomState.FAILED}
+        assert {error["code"] for error in room.errors()} == {"KV_DEVICE"}
+    fleet.settle()
+
+    def refuse(self: HostCopies) -> None:
+        raise DeviceError("an illegal address was met")
+
+    monkeypatch.setattr(HostCopies, "close", refuse)
+    for agent in fleet.prefill + fleet.decode:
+        agent.close()
+        assert agent._context.closed
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
