@@ -231,16 +231,16 @@ class Mapping(Protocol):
     @property
     def lane(self) -> str: ...
 
-    def translate(self, addr: int) -> int:
-        """Our address for one of the peer's.
+    def translate(self, addr: int, nbytes: int = 1) -> int:
+        """Our address for one of the peer's, at which so many bytes are.
 
         Raises:
-            DeviceError: it lies in nothing that the peer exported.
+            DeviceError: they do not all lie in one allocation that the peer exported.
         """
         ...
 
-    def translate_all(self, addrs: Blocks) -> Blocks:
-        """The same for many addresses, int64 of any shape."""
+    def translate_all(self, addrs: Blocks, nbytes: Blocks | int = 1) -> Blocks:
+        """The same for many addresses, int64 of any shape, and as many sizes, or shapes that broadcast to it."""
         ...
 
     def close(self) -> None:

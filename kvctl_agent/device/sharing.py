@@ -112,17 +112,17 @@ class PeerMapping:
         self._shifts = [here - there for here, there in zip(addrs, theirs, strict=True)]
         self._tables = [np.array(column, np.int64) for column in (theirs, self._ends, self._shifts)]
 
-    def translate(self, addr: int) -> int:
+    def translate(self, addr: int, nbytes: int = 1) -> int:
         place = bisect_right(self._theirs, addr) - 1
-        if place < 0 or addr >= self._ends[place]:
+        if place < 0 or addr + nbytes > self._ends[place]:
             raise self._unknown(addr)
         return addr + self._shifts[place]
 
-    def translate_all(self, addrs: Blocks) -> Blocks:
+    def translate_all(self, addrs: Blocks, nbytes: Blocks | int = 1) -> Blocks:
         theirs, ends, shifts = self._tables
         place = np.searchsorted(theirs, addrs, "right") - 1
         # A place of -1 is the last allocation, in which no address before the first one lies.
-        inside = (place >= 0) & (addrs < ends[place])
+        inside = (place >= 0) & (addrs + nbytes <= ends[place])
         if not inside.all():
             raise self._unknown(int(np.asarray(addrs)[~inside].flat[0]))
         moved: Blocks = addrs + shifts[place]

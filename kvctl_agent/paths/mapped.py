@@ -32,24 +32,13 @@ class Mapped:
         """How many have taken it and not given it back."""
         return self._users
 
-    def translate(self, addr: int) -> int:
+    def translate(self, addr: int, nbytes: int = 1) -> int:
         """As `device.base.Mapping`; while it is open."""
-        return self._mapping.translate(addr)
+        return self._mapping.translate(addr, nbytes)
 
-    def translate_all(self, addrs: Blocks) -> Blocks:
+    def translate_all(self, addrs: Blocks, nbytes: Blocks | int = 1) -> Blocks:
         """As `device.base.Mapping`; while it is open."""
-        return self._mapping.translate_all(addrs)
-
-    def span(self, addr: int, nbytes: int) -> int:
-        """Our address of these bytes of the peer's; while it is open.
-
-        Raises:
-            DeviceError: not all of them were exported.
-        """
-        here = self._mapping.translate(addr)
-        if self._mapping.translate(addr + nbytes - 1) != here + nbytes - 1:
-            raise DeviceError(f"{nbytes} bytes at {addr:#x} of the peer's span several mappings")
-        return here
+        return self._mapping.translate_all(addrs, nbytes)
 
     def take(self) -> None:
         """Before a kernel is begun.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.errors import DeviceError, MemoryLayoutError
+from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.paths.mapped import Mapped
 
@@ -68,8 +68,4 @@ class LaneSegment:
     def _translated(self, mapping: Mapped) -> Numbers:
         if not self._theirs.size:
             return self._theirs
-        last = self.theirs.num_slots * self.page_bytes - 1
-        here = mapping.translate_all(self._theirs)
-        if not np.array_equal(mapping.translate_all(self._theirs + last), here + last):
-            raise DeviceError(f"{self.theirs.held.segment.name}: a layer of the peer's spans several mappings")
-        return here
+        return mapping.translate_all(self._theirs, self.theirs.num_slots * self.page_bytes)

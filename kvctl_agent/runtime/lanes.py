@@ -253,7 +253,7 @@ class Lanes:
         mapping.take()
         copies = self._pool.device.copies()
         try:
-            there = Region(mapping.span(scratch.addr, scratch.nbytes), scratch.nbytes)
+            there = Region(mapping.translate(scratch.addr, scratch.nbytes), scratch.nbytes)
             return measure_direct(copies, self._source(), there, self._direct_programs)
         finally:
             copies.close()  # waits: only then may it be unmapped

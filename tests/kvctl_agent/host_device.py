@@ -151,14 +151,15 @@ class HostMapping:
     def lane(self) -> str:
         return self._lane
 
-    def translate(self, addr: int) -> int:
+    def translate(self, addr: int, nbytes: int = 1) -> int:
         assert not self.closed, "a translation after close()"
-        if not any(export.addr <= addr < export.addr + export.nbytes for export in self._exports):
+        if not any(export.addr <= addr <= export.addr + export.nbytes - nbytes for export in self._exports):
             raise DeviceError(f"address {addr:#x} lies in nothing that the peer exported")
         return addr
 
-    def translate_all(self, addrs: Blocks) -> Blocks:
-        return np.array([self.translate(int(addr)) for addr in addrs.reshape(-1)], np.int64).reshape(addrs.shape)
+    def translate_all(self, addrs: Blocks, nbytes: Blocks | int = 1) -> Blocks:
+        pairs = np.broadcast(addrs, nbytes)
+        return np.array([self.translate(int(addr), int(size)) for addr, size in pairs], np.int64).reshape(addrs.shape)
 
     def close(self) -> None:
         self.closed = True

@@ -85,6 +85,26 @@ def test_an_address_outside_is_an_error(here, there):
             mapping.translate_all(np.array([memories[0].addr, outside, memories[1].addr], np.int64))
 
 
+def test_bytes_of_two_allocations_are_not_one_stretch(driver, here, there):
+    """However alike their addresses are: what lies between them here is nobody's."""
+    memories = [there.allocate(MIB) for _ in range(2)]
+    one, two = there.export([(memory.addr, MIB) for memory in memories])
+    first, second = (here.open([export]).translate(export.addr) for export in (one, two))
+    # As a peer may say that wants us to write between them.
+    mapping = here.open(
+        [one, two._replace(addr=one.addr + second - first)]
+        if first < second
+        else [two, one._replace(addr=two.addr + first - second)]
+    )
+    low = one.addr if first < second else two.addr
+    assert mapping.translate(low, BLOCK)
+    for nbytes in (BLOCK + 1, abs(second - first) + 1):
+        with pytest.raises(DeviceError, match="lies in none"):
+            mapping.translate(low, nbytes)
+        with pytest.raises(DeviceError, match="lies in none"):
+            mapping.translate_all(np.array([[low, low]], np.int64), np.array([BLOCK, nbytes], np.int64))
+
+
 def test_lanes_share_one_mapping_and_the_last_one_ends_it(driver, here, there):
     memories = [there.allocate(MIB) for _ in range(2)]
     exports = there.export([(memory.addr, MIB) for memory in memories])
