@@ -115,8 +115,12 @@ def _gain(off: Mapping[str, Any], on: Mapping[str, Any]) -> float:
 
 
 def ttft_where_even(document: Document) -> float | None:
-    """What pipelining changes of TTFT where transfer takes about as long as compute."""
-    pairs = [pair for pair in pipelined(document) if pair[0]["compute_ms"]["p50"] and pair[0]["exposed_ms"]["p50"]]
+    """What pipelining changes of TTFT where transfer takes about as long as compute, of prompts that it cuts at all."""
+    pairs = [
+        (off, on)
+        for off, on in pipelined(document)
+        if on["groups"] > 1 and off["compute_ms"]["p50"] and off["exposed_ms"]["p50"]
+    ]
     if not pairs:
         return None
 

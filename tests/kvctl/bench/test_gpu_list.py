@@ -20,8 +20,11 @@ def run(path: str, **changes: Any) -> dict[str, Any]:
     return {"path": path, **figures, **changes}
 
 
-def served(pipeline: str, tokens: int, ttft: float, compute: float = 10.0, exposed: float = 0.1) -> dict[str, Any]:
-    times = {"ttft_ms": {"mean": ttft}, "compute_ms": {"p50": compute}, "exposed_ms": {"p50": exposed}}
+def served(
+    pipeline: str, tokens: int, ttft: float, compute: float = 10.0, exposed: float = 0.1, groups: int = 10
+) -> dict[str, Any]:
+    times: dict[str, Any] = {"groups": groups if pipeline == "on" else 1}
+    times |= {"ttft_ms": {"mean": ttft}, "compute_ms": {"p50": compute}, "exposed_ms": {"p50": exposed}}
     return run("staged", pipeline=pipeline, tokens=tokens, **times)
 
 
@@ -56,6 +59,8 @@ def test_pipelining_counts_where_transfer_takes_as_long_as_compute() -> None:
             served("on", 1024, 101.0),
             served("off", 4096, 100.0, compute=48.0, exposed=52.0),
             served("on", 4096, 55.0),
+            served("off", 512, 100.0, exposed=10.0),  # too short to be cut
+            served("on", 512, 101.0, exposed=10.0, groups=1),
             served("off", 8192, 100.0),  # its other half was not reached
         ]
     }
