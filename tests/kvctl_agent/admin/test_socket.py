@@ -173,6 +173,7 @@ class TestOneHolder:
         with agent(directory) as process:
             assert line(process) == "ready"
             process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # it may answer once more before the signal reaches it
             with pytest.raises(AdminError, match=rf"pid {process.pid} \(it does not answer"):
                 serve()
 
