@@ -414,13 +414,15 @@ class Agent:
         self._mailbox.close()
         atexit.unregister(self._at_exit)
         if ended:
-            assembly.close_all(self._copiers)
-            self.lanes.close()
+            copied = assembly.copies_ended(self._copiers, self.telemetry.recorder)
+            if copied:
+                self.lanes.close()
             if self._crew is not None:
                 self._crew.close()
             self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
             # Memory goes last, and only when no thread can touch it any more.
-            assembly.close_all((self.buffers, self.ring))
+            if copied:
+                assembly.close_all((self.buffers, self.ring))
 
     def __enter__(self) -> Agent:
         return self

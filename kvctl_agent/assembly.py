@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from kvctl_agent.device.base import Device
-from kvctl_agent.errors import ConfigError, DeviceError
+from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
@@ -28,6 +28,7 @@ from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.recorder import FlightRecorder
 from kvctl_agent.transport.base import Region, Transport
 
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
@@ -98,6 +99,16 @@ def close_all(held: Iterable[Closable | None]) -> None:
         if each is not None:
             with contextlib.suppress(DeviceError):
                 each.close()
+
+
+def copies_ended(copiers: Iterable[Closable], recorder: FlightRecorder) -> bool:
+    """Close what copies; False where a copy does not end, and may still touch staging, the ring or a peer's memory."""
+    try:
+        close_all(copiers)
+    except DeadlineExceeded as error:
+        recorder.record("device", str(error), "error")
+        return False
+    return True
 
 
 def copier_of(device: Device | None, crew: CopyCrew) -> Copier:

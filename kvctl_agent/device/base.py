@@ -186,7 +186,11 @@ class Copies(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for what was begun, gives everything back; idempotent."""
+        """Waits for what was begun, gives everything back; idempotent.
+
+        Raises:
+            DeadlineExceeded: a kernel does not end; what it may still read stays as it is.
+        """
         ...
 
 

@@ -6,8 +6,10 @@ blocks of arguments are there before; what is left are a few numpy calls on tabl
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +24,12 @@ from kvctl_agent.device.resident import ResidentTables
 from kvctl_agent.device.slots import Slot, Slots
 from kvctl_agent.device.tables import STRIP_BYTES, split, table_bytes
 from kvctl_agent.device.variant import Tile, Variant, alignment, variant
-from kvctl_agent.errors import DeviceError
+from kvctl_agent.errors import DeadlineExceeded, DeviceError
 
 _MOST = 2**31 - 1
+# Every copy takes milliseconds, but those of a mapped peer whose GPU or NVLink has failed may take for ever.
+_END_S = 2.0
+_LOOK_S = 1e-4
 _ARGUMENTS = struct.Struct(f"={len(ARGUMENTS)}q")
 _STRIP = struct.Struct(f"={STRIP_BYTES // 8}q")
 
@@ -143,6 +148,7 @@ class CudaCopies:
         if self._stream is None:
             return
         stream, self._stream = self._stream, None
+        self._await_end()
         with self._context.visit():
             # Unchecked, as in `Slots.close`.
             for each in (self._uploads, stream):
@@ -150,6 +156,15 @@ class CudaCopies:
                 self._driver.cuStreamDestroy(each)
         self._resident.close()
         self._slots.close()
+
+    def _await_end(self) -> None:
+        """Until all that was begun is through, or the device is lost, where nothing runs any more."""
+        deadline = time.monotonic() + _END_S
+        with contextlib.suppress(DeviceError):
+            while self._last is not None and not self._last.done():
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(f"a copy on the GPU has not ended within {_END_S:g} s: it never will")
+                time.sleep(_LOOK_S)
 
     def _begin(self, batches: Sequence[Batch | Strips], pages: Places, programs: int | None) -> Event:
         slot = self._slots.take()

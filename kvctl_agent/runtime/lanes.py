@@ -217,6 +217,7 @@ class Lanes:
             cost = self._measure(lane)
             self._calibrate_copies(lane)
         except KvctlError as error:
+            self._calibrating = False  # the next peer that comes may be the one
             self._recorder.record("calibration", f"auto stages everything that cannot go direct: {error}", "warning")
             return
         self._chooser.lane = cost

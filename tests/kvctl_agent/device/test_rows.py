@@ -21,7 +21,7 @@ from kvctl_agent.device.events import EventPool
 from kvctl_agent.device.kernels import Kernels
 from kvctl_agent.device.rows import DEFAULT, CudaCopies, Tuning
 from kvctl_agent.device.variant import Variant
-from kvctl_agent.errors import DeviceError
+from kvctl_agent.errors import DeadlineExceeded, DeviceError
 
 APPENDED = 2
 SMALL = Tuning(slots=3, slot_bytes=1024)
@@ -361,6 +361,18 @@ def test_a_failed_request_leaves_nothing_under_way(driver: Launching, name: str)
     del driver.failing[name]
     copies.begin([pool.gather(5)], PAGES)
     pool.check(PAGES)
+    copies.close()
+
+
+def test_closing_does_not_wait_for_ever(driver: Launching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvctl_agent.device.rows._END_S", 0.05)
+    copies, pool = make(), Pool()
+    driver.patience = 1 << 30
+    copies.begin([pool.gather(5)], PAGES)
+    with pytest.raises(DeadlineExceeded, match=r"a copy on the GPU has not ended within 0\.05 s"):
+        copies.close()
+    assert driver.allocated  # the kernel may still read its tables
+    assert not driver.calls["cuMemFreeHost"]
     copies.close()
 
 
