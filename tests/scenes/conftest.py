@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -76,8 +77,8 @@ class Demo:
             time.sleep(0.05)
         return found[0]
 
-    def diagnosed(self, code: str) -> Finding:
-        """What `kvctl doctor` says first, once that is this code."""
+    def diagnosed(self, code: str, of: str = ".*") -> Finding:
+        """What `kvctl doctor` says first, once that is this code, of a subject that matches."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             done = self.kvctl("doctor", "-o", "json")
@@ -85,7 +86,7 @@ class Demo:
             rows: list[Finding] = [
                 row for row in json.loads(done.stdout)["data"] if str(row.get("code", "")).startswith("KV_")
             ]
-            if rows and rows[0]["code"] == code:
+            if rows and rows[0]["code"] == code and re.fullmatch(of, rows[0]["subject"]):
                 assert done.returncode == 1
                 return rows[0]
             assert time.monotonic() < deadline, f"doctor never said {code} first, but {[row['code'] for row in rows]}"

@@ -149,9 +149,8 @@ def test_a_failure_that_the_other_side_never_hears_of(begun: Begun) -> None:
 def test_parts_that_stay_in_the_ring(begun: Begun) -> None:
     fleet = begun["stuck-scatter"]
     fleet.said("decode-0 copies nothing from its ring")
-    found = fleet.diagnosed("KV_ROOM_STUCK_SCATTER")
-    evidence = found["evidence"]
-    assert re.fullmatch(r"room \d+", found["subject"])
+    # Between rooms that have ended by their deadline, which are said of the rank, and the next there may be none.
+    evidence = fleet.diagnosed("KV_ROOM_STUCK_SCATTER", of=r"room \d+")["evidence"]
     assert evidence["decode"] == "decode-0"
     assert evidence["landed_cells"] == evidence["planned_cells"] > evidence["scattered_cells"]
 
