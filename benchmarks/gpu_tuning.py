@@ -1,4 +1,4 @@
-"""Print how fast forms of the copy kernel are on this GPU, best first: tiles, warps, and where tables are read.
+"""Print how fast forms of the copy kernel are on this GPU, best first: tiles and warps.
 
 Usage: python benchmarks/gpu_tuning.py [--repeats N] [--case N ...]
 
@@ -31,9 +31,9 @@ ACCESSES = (2, 16)  # of one lane, fewest and most
 
 def tunings() -> Iterator[Tuning]:
     """Every sensible one."""
-    for kib, warps, zero_copy in product(KIB, WARPS, (False, True)):
+    for kib, warps in product(KIB, WARPS):
         if ACCESSES[0] <= (kib << 10) // (warps * 32 * 16) <= ACCESSES[1]:
-            yield Tuning(tile=Tile(kib << 10, warps), zero_copy=zero_copy)
+            yield Tuning(tile=Tile(kib << 10, warps))
 
 
 def measure(device: CudaDevice, bench: Bench, tuning: Tuning, repeats: int) -> tuple[float, float]:
@@ -58,10 +58,9 @@ def main() -> int:
     for number in arguments.case:
         with closing(Bench(device, CASES[number])) as bench:
             found = sorted((*measure(device, bench, each, arguments.repeats), each) for each in tunings())
-        print(f"{CASES[number].name}\n{'tile':>10}{'warps':>7}  {'tables':<10}{'µs':>8}{'host µs':>9}")
+        print(f"{CASES[number].name}\n{'tile':>10}{'warps':>7}{'µs':>8}{'host µs':>9}")
         for wall, host, tuning in found:
-            where = "pinned" if tuning.zero_copy else "uploaded"
-            print(f"{tuning.tile.nbytes >> 10:>6} KiB{tuning.tile.warps:>7}  {where:<10}{wall:>8.1f}{host:>9.1f}")
+            print(f"{tuning.tile.nbytes >> 10:>6} KiB{tuning.tile.warps:>7}{wall:>8.1f}{host:>9.1f}")
     return 0
 
 

@@ -40,14 +40,12 @@ class Tuning(NamedTuple):
     Attributes:
         tile: of launches that may use the whole device.
         bounded: of launches with few programs, each of which must keep more bytes under way.
-        zero_copy: kernels read tables from pinned host memory instead of a copy on the device.
         slots: requests that may be under way.
         slot_bytes: of tables of one request; a multiple of 8.
     """
 
     tile: Tile = Tile(16 << 10, 8)
     bounded: Tile = Tile(64 << 10, 16)
-    zero_copy: bool = False
     slots: int = 32
     slot_bytes: int = 64 << 10
 
@@ -98,7 +96,7 @@ class CudaCopies:
         self._events = events
         self._tuning = tuning
         self._launches: dict[tuple[Geometry, int, bool, bool], _Launch] = {}
-        self._slots = Slots(context, tuning.slots, tuning.slot_bytes, not tuning.zero_copy)
+        self._slots = Slots(context, tuning.slots, tuning.slot_bytes)
         try:
             with context.visit():
                 _, highest = checked(self._driver.cuCtxGetStreamPriorityRange(), "no stream priorities")
@@ -179,8 +177,7 @@ class CudaCopies:
                 slot.words[at // 8 : at // 8 + blocks.size] = blocks.reshape(-1)
                 at += blocks.nbytes
         slot.places[at // 4 : at // 4 + len(pages)] = pages
-        if not self._tuning.zero_copy:
-            self._upload(slot, at + pages.nbytes)
+        self._upload(slot, at + pages.nbytes)
         # The device has the tables by the time that the rest has been worked out.
         tables_at, pages_at = slot.device, slot.device + at
         for each in batches:

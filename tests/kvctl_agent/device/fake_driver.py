@@ -200,9 +200,6 @@ class FakeDriver:
     def cuMemHostAlloc(self, size, flags):
         return (*OK, self._buffer(size))
 
-    def cuMemHostGetDevicePointer(self, addr, flags):
-        return (*OK, addr)
-
     def cuMemFreeHost(self, addr):
         del self._buffers[addr]
         return OK
