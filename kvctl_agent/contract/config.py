@@ -61,7 +61,7 @@ KEYS: tuple[Key, ...] = (
         "direct_sms",
         int,
         None,
-        "Multiprocessors of the GPU that kernels of the direct path may use; automatic: as many as a lane is worth.",
+        "Multiprocessors of the GPU that kernels of the direct path may use; automatic: 64.",
         minimum=1,
         maximum=1024,
     ),
