@@ -17,6 +17,7 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
 from kvctl.views.operations import DONE, done_lines
+from kvctl.views.printable import printable
 from kvctl.views.report import Report
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Level
 
@@ -67,7 +68,7 @@ def act(
         agents = permitted(chosen, call, survey.faults)
         if not agents:
             raise click.exceptions.Exit(_none_to_tell(output, settings, survey, report))
-        if not yes and not click.confirm(f"{question(agents)}?", default=False, err=True):
+        if not yes and not click.confirm(f"{printable(question(agents))}?", default=False, err=True):
             complain("nothing was done")
             raise click.exceptions.Exit(ExitCode.FAILED)
         faults = list(survey.faults)

@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem, ShellComplete, split_arg_stri
 
 from kvctl.commands.options import KvctlGroup
 from kvctl.commands.settings import resolve
+from kvctl.views.printable import one_line
 
 if TYPE_CHECKING:
     from kvctl.client.calls import Call
@@ -44,7 +45,11 @@ def answer(root: click.Command, words: Sequence[str]) -> int:
         words = [*words, ""] if not line or line[-1].isspace() else words
     *before, incomplete = words or [""]
     sys.stdout.write(
-        "".join(f"{item.type}\t{item.value}\t{_help(item)}\n" for item in _items(root, before, incomplete))
+        "".join(
+            f"{item.type}\t{item.value}\t{_help(item)}\n"
+            for item in _items(root, before, incomplete)
+            if item.value.isprintable()
+        )
     )
     return 0
 
@@ -57,7 +62,7 @@ def _items(root: click.Command, words: list[str], incomplete: str) -> Items:
 
 
 def _help(item: CompletionItem[str]) -> str:
-    return " ".join((item.help or "").split()).partition(". ")[0]
+    return one_line(item.help or "").partition(". ")[0]
 
 
 def agents(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:

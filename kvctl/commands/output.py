@@ -16,6 +16,7 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.data import comma_separated, json_document, json_lines, projected, tsv
 from kvctl.views.expressions import ExpressionError
+from kvctl.views.printable import printable_lines
 from kvctl.views.report import Grid, Report, Text
 from kvctl.views.selection import Selection, data_columns, select, table_columns
 from kvctl.views.view import Column, Row, View
@@ -146,15 +147,19 @@ class Output:
                 text = text.partition("\n")[2]
             self.write(text)
         elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            self.write(f"\x1b[H\x1b[2J\x1b[3J{title}\n\n{text}")
+            self.write(f"{title}\n\n{text}", before="\x1b[H\x1b[2J\x1b[3J")
         else:
             self.write(f"{title}\n\n{text}\n")
         self._printed += 1
 
-    def write(self, text: str) -> None:
-        """Writes data. A reader that has seen enough, as `head` has, ends the command quietly."""
+    def write(self, text: str, before: str = "") -> None:
+        """Writes data, unprintable characters replaced. A reader that closes early, as `head` does, ends the command.
+
+        Args:
+            before: control sequences of our own for the terminal.
+        """
         try:
-            sys.stdout.write(text)
+            sys.stdout.write(before + printable_lines(text, styled=self.colour))
             sys.stdout.flush()
         except BrokenPipeError:
             silence_stdout()

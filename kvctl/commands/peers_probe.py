@@ -18,6 +18,7 @@ from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.reading import conclude
 from kvctl.commands.settings import Settings
+from kvctl.commands.stdio import progress
 from kvctl.views.operations import PROBE
 from kvctl.views.report import Report
 from kvctl.views.units import parse_size
@@ -85,8 +86,7 @@ def _probe_all(
         if agent not in able:
             continue
         if shown:
-            sys.stderr.write(f"\r\x1b[Kprobing {agent.name} → {peer}")
-            sys.stderr.flush()
+            progress(f"probing {agent.name} → {peer}")
         answer = _probe(fleet, agent, Call("probe", {"peer": peer, **args}))
         if isinstance(answer, Fault):
             faults.append(answer)
@@ -94,7 +94,7 @@ def _probe_all(
             rows += answer
             answered.add(agent.name)
     if shown:
-        sys.stderr.write("\r\x1b[K")
+        progress("")
     report.rows, report.faults, report.answered = rows, faults, len(answered)
 
 

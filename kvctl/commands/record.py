@@ -16,6 +16,7 @@ from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.reading import conclude, live_only
 from kvctl.commands.settings import Settings
+from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
 from kvctl.views import units
 from kvctl.views.recordings import RECORDED
@@ -80,7 +81,7 @@ def record(settings: Settings, path: Path, for_ns: int | None, every_ns: int) ->
     with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
         saving = save_recording(fleet, path, series)
     if shown:
-        sys.stderr.write("\r\x1b[K")
+        progress("")
     report = Report(RECORDED, [asdict(saved) for saved in saving.saved], len(saving.saved), saving.faults)
     if saving.saved:
         report.notes += [*_notes(saving), _where(path, saving.moments)]
@@ -90,8 +91,7 @@ def record(settings: Settings, path: Path, for_ns: int | None, every_ns: int) ->
 
 
 def _draw(moments: int, nbytes: int, left_ns: int) -> None:
-    sys.stderr.write(f"\r\x1b[K{moments} moments, {units.size(nbytes)}, {left_ns / 1e9:.0f} s left; Ctrl-C ends it")
-    sys.stderr.flush()
+    progress(f"{moments} moments, {units.size(nbytes)}, {left_ns / 1e9:.0f} s left; Ctrl-C ends it")
 
 
 def _where(path: Path, moments: Sequence[int]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from kvctl.views.printable import printable, printable_lines
+
 
 def stand_in_for_closed_streams() -> None:
     """Opens the null device for each of the three that our caller has closed (`>&-`): nobody wants to hear of it.
@@ -31,12 +33,18 @@ def complain(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """A line on stderr, as long as it can be written there."""
+    """A line on stderr, as long as it can be written there; unprintable characters are replaced."""
     try:
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{printable_lines(text)}\n")
         sys.stderr.flush()
     except OSError:
         return
+
+
+def progress(text: str) -> None:
+    """Writes over the last line of a terminal's stderr; "" clears it."""
+    sys.stderr.write(f"\r\x1b[K{printable(text)}")
+    sys.stderr.flush()
 
 
 def silence_stdout() -> None:

@@ -14,6 +14,7 @@ from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.reading import live_only, source
 from kvctl.commands.settings import Settings
+from kvctl.commands.stdio import progress
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views import units
@@ -109,13 +110,9 @@ class _Line:
 
     def __exit__(self, *_: object) -> None:
         if self._dirty:
-            self._write("")
+            progress("")
 
     def show(self, text: str) -> None:
         if self._shown:
-            self._write(text[: shutil.get_terminal_size().columns - 1])
+            progress(text[: shutil.get_terminal_size().columns - 1])
             self._dirty = True
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()

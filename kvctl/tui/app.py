@@ -12,6 +12,7 @@ from kvctl.tui.panels.room import RoomPanel
 from kvctl.tui.sheets import Wish
 from kvctl.tui.widgets.table import Table
 from kvctl.views.expressions import ExpressionError
+from kvctl.views.printable import printable, printable_lines
 
 
 class TopApp(Browser):
@@ -111,7 +112,7 @@ class TopApp(Browser):
 
     def _order(self, order: orders.Order | str) -> None:
         if isinstance(order, str):
-            self.notify(order, severity="warning", markup=False)
+            self.notify(printable(order), severity="warning", markup=False)
             return
         calls = order.calls
 
@@ -119,4 +120,4 @@ class TopApp(Browser):
             if sure:
                 self.feed.act(calls, self.told)
 
-        self.push_screen(Confirm(order.question), done)
+        self.push_screen(Confirm(printable_lines(order.question)), done)

@@ -32,6 +32,7 @@ from kvctl.tui.store import Store
 from kvctl.tui.themes import theme_of
 from kvctl.tui.widgets.bars import Bar
 from kvctl.tui.widgets.table import Table
+from kvctl.views.printable import printable, printable_lines
 from kvctl.views.view import Row
 
 _PANELS: dict[str, type[Panel]] = {
@@ -173,7 +174,7 @@ class Browser(App[None]):
         self.feed.taken()
 
     def on_told(self, message: Told) -> None:
-        self.notify(message.text, markup=False)
+        self.notify(printable_lines(message.text), markup=False)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._show)
@@ -199,7 +200,7 @@ class Browser(App[None]):
         if message.rows:
             self._open_record(table, message.rows, " → ".join(message.pair))
         else:
-            self.notify(f"{' and '.join(message.pair)} have never met", markup=False)
+            self.notify(printable(f"{' and '.join(message.pair)} have never met"), markup=False)
 
     def open_room(self, room: str) -> None:
         """Goes down into a room."""

@@ -12,6 +12,7 @@ from kvctl.health.thresholds import Threshold, human
 from kvctl.health.verdict import Problem, Verdict, worst
 from kvctl.views import palette
 from kvctl.views.kinds import Kind
+from kvctl.views.printable import one_line
 from kvctl.views.view import Column, View, Width
 
 CHECK = View(
@@ -100,8 +101,7 @@ def _number(value: float) -> str:
 
 def _plain(text: str) -> str:
     """One line, without the bar that would begin performance data, and nothing a terminal would obey."""
-    line = " ".join(text.split()).replace("|", "/")
-    return line if line.isprintable() else "".join(each if each.isprintable() else "\ufffd" for each in line)
+    return one_line(text).replace("|", "/")
 
 
 def exposition(verdicts: Sequence[Verdict]) -> str:

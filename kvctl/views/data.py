@@ -12,35 +12,25 @@ import orjson
 
 from kvctl.client.faults import Fault
 from kvctl.views.kinds import raw
+from kvctl.views.printable import escaped, json_escaped, printable_lines
 from kvctl.views.view import Column, Row, View
-
-# Control characters may come from a peer; a terminal would obey them.
-_ESCAPES = str.maketrans(
-    {
-        **{chr(code): f"\\x{code:02x}" for code in (*range(32), 127)},
-        "\\": "\\\\",
-        "\t": "\\t",
-        "\n": "\\n",
-        "\r": "\\r",
-    }
-)
 
 
 def tsv(columns: Sequence[Column], rows: Iterable[Row], header: bool = True) -> str:
-    """Tab-separated lines; tabs, newlines and backslashes inside a value are escaped."""
+    """Tab-separated lines; backslashes and unprintable characters in a value are escaped, as `\\t` and `\\u202e`."""
     lines = ["\t".join(column.machine for column in columns)] if header else []
-    lines += ["\t".join(raw(column.value(row)).translate(_ESCAPES) for column in columns) for row in rows]
+    lines += ["\t".join(escaped(raw(column.value(row))) for column in columns) for row in rows]
     return "".join(f"{line}\n" for line in lines)
 
 
 def comma_separated(columns: Sequence[Column], rows: Iterable[Row], header: bool = True) -> str:
-    """CSV as RFC 4180 quotes it, with plain newlines."""
+    """CSV as RFC 4180 quotes it, with plain newlines; other unprintable characters become U+FFFD: CSV cannot escape."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     if header:
         writer.writerow([column.machine for column in columns])
     writer.writerows([raw(column.value(row)) for column in columns] for row in rows)
-    return text.getvalue()
+    return printable_lines(text.getvalue())
 
 
 def projected(columns: Sequence[Column] | None, rows: Iterable[Row]) -> list[Any]:
@@ -58,9 +48,13 @@ def json_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_
         "data": data,
         "errors": [asdict(fault) for fault in faults],
     }
-    return orjson.dumps(envelope, option=orjson.OPT_INDENT_2 if indent else 0).decode() + "\n"
+    return _json(envelope, orjson.OPT_INDENT_2 if indent else 0)
 
 
 def json_lines(data: Iterable[Any]) -> str:
     """One object a line."""
-    return "".join(f"{orjson.dumps(item).decode()}\n" for item in data)
+    return "".join(_json(item) for item in data)
+
+
+def _json(value: Any, option: int = 0) -> str:
+    return f"{json_escaped(orjson.dumps(value, option=option).decode())}\n"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvctl.views.kinds import Kind
+from kvctl.views.printable import one_line, printable
 from kvctl.views.view import Column, Row, View, Width
+
+_NOT_IN_NAMES = re.compile("[^a-zA-Z0-9_:]")
 
 
 def _mean(row: Row) -> float | None:
@@ -62,11 +66,11 @@ def exposition(rows: Sequence[Row]) -> str:
     """Prometheus text format 0.0.4: each family once, with an `agent` label on every sample."""
     families: dict[str, list[Row]] = {}
     for row in rows:
-        families.setdefault(row["name"], []).append(row)
+        families.setdefault(_NOT_IN_NAMES.sub("_", row["name"]), []).append(row)
     lines: list[str] = []
     for name, samples in sorted(families.items()):
-        help_text = samples[0]["help"].replace("\\", "\\\\").replace("\n", "\\n")
-        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {samples[0]['kind']}"]
+        help_text = printable(samples[0]["help"].replace("\\", "\\\\").replace("\n", "\\n"))
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {one_line(samples[0]['kind'])}"]
         for row in samples:
             labels = {"agent": row["agent"], **row["labels"]}
             if row["kind"] == "histogram":
@@ -90,10 +94,10 @@ def _histogram(name: str, labels: Mapping[str, str], row: Row) -> list[str]:
 
 def _labels(labels: Mapping[str, str]) -> str:
     escaped = (
-        (key, str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
+        (_NOT_IN_NAMES.sub("_", key), str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
         for key, value in labels.items()
     )
-    return "{" + ",".join(f'{key}="{value}"' for key, value in escaped) + "}"
+    return "{" + ",".join(f'{key}="{printable(value)}"' for key, value in escaped) + "}"
 
 
 def _number(value: float) -> str:

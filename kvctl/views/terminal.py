@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from kvctl.views.kinds import Kind
+from kvctl.views.printable import one_line, printable
 from kvctl.views.report import Block, Grid, Line
 from kvctl.views.view import Column, Row, Width
 
@@ -59,7 +60,7 @@ def _assembled(line: Line) -> RichText:
 
 def _print_table(console: Console, grid: Grid, columns: Sequence[Column], width: int | None) -> None:
     if grid.title:
-        console.print(RichText(grid.title, "bold"), soft_wrap=True)
+        console.print(RichText(printable(grid.title), "bold"), soft_wrap=True)
     if not grid.rows:
         console.print(RichText(grid.view.empty, "dim"), soft_wrap=True)
         return
@@ -85,16 +86,6 @@ def _print_table(console: Console, grid: Grid, columns: Sequence[Column], width:
     ]
     if said:
         console.print(RichText(f"{'; '.join(said)} (-o wide shows all)", "dim"), soft_wrap=True)
-
-
-def one_line(text: str) -> str:
-    """One line per row, and nothing that a terminal would obey, whatever a peer put into a message."""
-    return printable(" ".join(text.split()))
-
-
-def printable(text: str) -> str:
-    """The text without what a terminal would obey."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else "\ufffd" for each in text)
 
 
 def style_of(column: Column, row: Row) -> str:

@@ -1,15 +1,15 @@
 """Builds HTML and SVG so that escaping cannot be forgotten: text becomes markup only through here.
 
-Names of models, agents and paths come from other machines. Whatever is no `Markup` is escaped, and what neither HTML
-nor XML can hold (control characters, lone surrogates) is replaced.
+Names of models, agents and paths come from other machines. Whatever is no `Markup` is escaped, and control and
+bidirectional characters and lone surrogates are replaced: neither HTML nor XML can hold most of them.
 """
 
 from __future__ import annotations
 
 import html
-import re
 
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+from kvctl.views.printable import printable_lines
+
 _VOID = frozenset({"meta"})
 
 
@@ -25,7 +25,7 @@ Attribute = str | float | None
 
 def escape(text: str) -> Markup:
     """The text as it has to stand between tags or inside a quoted attribute."""
-    return text if isinstance(text, Markup) else Markup(html.escape(_FORBIDDEN.sub("\ufffd", text)))
+    return text if isinstance(text, Markup) else Markup(html.escape(printable_lines(text)))
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
+from kvctl.views.printable import one_line
 from kvctl.views.report import Line, Span
-from kvctl.views.terminal import GAP, fitted, natural, one_line, style_of
+from kvctl.views.terminal import GAP, fitted, natural, style_of
 from kvctl.views.view import Column, Row, View, Width
 
 

@@ -12,6 +12,7 @@ from textual.widget import Widget
 
 from kvctl.tui.palette import BY_NAME, DARK, Palette
 from kvctl.tui.pictures.compose import rule
+from kvctl.views.printable import printable
 from kvctl.views.report import Line
 
 _WHEEL = 3
@@ -74,7 +75,9 @@ class Canvas(Widget, can_focus=True):
 
     def _strip(self, line: Line, width: int) -> Strip:
         style = self.palette.style
-        strip = Strip([Segment(text, style(f"{name} {self.paper}" if self.paper else name)) for text, name in line])
+        strip = Strip(
+            [Segment(printable(text), style(f"{name} {self.paper}" if self.paper else name)) for text, name in line]
+        )
         # What a row is marked with goes on to its end.
         marked = "cursor" if line and "cursor" in line[-1][1].split() else ""
         return strip.adjust_cell_length(width, style(marked or self.paper))

@@ -18,8 +18,9 @@ from kvctl.tui.pictures.cells import cells, header
 from kvctl.tui.sheets import Listing, Sheet
 from kvctl.tui.widgets.canvas import Canvas
 from kvctl.views import units
+from kvctl.views.printable import one_line
 from kvctl.views.report import Line, Span
-from kvctl.views.terminal import GAP, fitted, natural, one_line
+from kvctl.views.terminal import GAP, fitted, natural
 from kvctl.views.view import Column, Row, Width
 
 _GUTTER = 2

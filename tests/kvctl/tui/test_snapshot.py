@@ -93,3 +93,18 @@ def test_what_does_not_fit_the_view_is_refused(
     outcome = kvctl("top", "--view", "rooms", "--snapshot", str(tmp_path / "screen.txt"), *args)
     assert outcome.code == 2
     assert why in outcome.err
+
+
+def test_text_of_agents_is_never_drawn_raw(start: Any, canned: Any, kvctl: Any, tmp_path: Path) -> None:
+    hostile = "owned\x1b]0;x\x07\x9b\u202e\u200b"
+    event = {**canned.events("decode-0")[0], "text": hostile, "peer": hostile}
+    answer = {"events": [event], "next": 2, "dropped": 0}
+    start("decode-0", {"events": lambda _: answer, "status": lambda _: canned.status("decode-0") | {"device": hostile}})
+    for view in ("overview", "events"):
+        for suffix in ("txt", "svg"):
+            path = tmp_path / f"{view}.{suffix}"
+            args = ("--view", view, "--size", "200x40", "--interval", "100ms", "--timeout", "20s")
+            assert kvctl("top", "--snapshot", str(path), *args).code == 0
+            drawn = path.read_text()
+            assert "owned" in drawn
+            assert all(each.isprintable() or each == "\n" for each in drawn)

@@ -13,7 +13,7 @@ from kvctl.bench.html.data import ReportData
 from kvctl.bench.html.document import render
 
 Make = Callable[..., Any]
-EVIL = "<script>alert('x')</script>\"&\x1b[31m\ud800"
+EVIL = "<script>alert('x')</script>\"&\x1b[31m\u202e\ud800"
 
 
 @pytest.fixture
@@ -170,6 +170,7 @@ class TestUntrusted:
             "rings": [ring(agent=EVIL, path=EVIL)],
         })  # fmt: skip
         assert "<script" not in page
+        assert all(each.isprintable() or each in "\n\t" for each in page)
         assert not list(ET.fromstring(page).iter("script"))
         assert page.encode("utf-8")
         assert "<script>alert('x')</script>" in text_of(page)

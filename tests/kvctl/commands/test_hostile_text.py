@@ -1,0 +1,102 @@
+"""Text that agents report never reaches a terminal raw: every command, every format, stdout and stderr."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import pytest
+
+from kvctl.commands.options import GlobalOptions
+from kvctl.commands.registry import COMMANDS, load
+from kvctl.commands.settings import OUTPUTS
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.errors import RequestRefused
+
+# ESC and a title for the terminal, one-byte CSI, a backspace, NEL, overrides and isolates of direction, zero width,
+# a tag character, and a carriage return.
+HOSTILE = "x\x1b]0;owned\x07\x9b31m\x08\x85\u202e\u2066\u200b\ufeff\U000e0041\r"
+_OUR_COLOURS = re.compile("\x1b\\[[0-9;]*m")
+# Names of enumerations: what else stands there is another fault.
+ENUMERATED = {"role", "state", "severity", "level", "stage", "room", "nonce", "engine"}
+ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("rooms", "show"): ("18446744073709551615",),
+    ("rooms", "abort"): ("7", "--yes"),
+    ("staging", "release"): ("decode-0:7", "--yes"),
+    ("peers", "diff"): ("prefill-0", "decode-1"),
+    ("peers", "probe"): ("prefill-0", "decode-0"),
+    ("config", "explain"): ("workers",),
+    ("config", "set"): ("workers", "2", "--yes"),
+    ("drain",): ("decode-0", "--yes"),
+    ("resume",): ("decode-0", "--yes"),
+    ("health", "explain"): ("KV_RING_FULL",),
+    ("wait",): ("--for", "ready"),
+}
+# They read no agent, start workers, or write files.
+NOT_HERE = {"bench", "demo", "tune", "top", "record", "replay", "debug", "completion", "key", "context"}
+
+
+def poisoned(value: Any, key: str = "") -> Any:
+    """The value with every free text in it, keys of mappings included, made hostile."""
+    match value:
+        case str():
+            return value if key in ENUMERATED else value + HOSTILE
+        case dict():
+            return {name: poisoned(item, name) for name, item in value.items()}
+        case list():
+            return [poisoned(item, key) for item in value]
+    return value
+
+
+def leaves(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if isinstance(command, click.Group):
+        for name, child in command.commands.items():
+            yield from leaves(child, (*path, name))
+    elif isinstance(command, GlobalOptions):
+        yield path
+
+
+def commands() -> list[tuple[str, ...]]:
+    return [
+        path
+        for name in COMMANDS
+        if name not in NOT_HERE and (command := load(name)) is not None
+        for path in leaves(command, (name,))
+    ]
+
+
+@pytest.fixture
+def hostile_fleet(start: Any, canned: Any) -> None:
+    for name in canned.FLEET:
+        handlers: dict[str, Any] = {
+            command: lambda args, handler=handler: poisoned(handler(args))
+            for command, handler in canned.answers(name, failed=True).items()
+        }
+        if name == "decode-1":
+            handlers["events"] = handlers["layers"] = handlers["metrics"] = _refuse
+        start(name, handlers, version=f"0.1.0{HOSTILE}", incarnation=HOSTILE, capabilities=[HOSTILE])
+
+
+def _refuse(_: dict[str, Any]) -> Any:
+    raise RequestRefused(ErrorCode.NOT_PERMITTED, HOSTILE)
+
+
+def raw(text: str) -> list[str]:
+    return [each for each in text if not each.isprintable() and each not in "\n\t"]
+
+
+@pytest.mark.parametrize("path", commands(), ids=" ".join)
+def test_no_format_prints_raw_text_of_an_agent(
+    path: tuple[str, ...], hostile_fleet: None, toy_codes: None, kvctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
+    for output in (*OUTPUTS, *(("prom",) if path[0] in {"metrics", "check"} else ())):
+        done = kvctl(*path, *ARGUMENTS.get(path, ()), "-o", output)
+        assert raw(done.out + done.err) == [], (output, done.out, done.err)
+        if output == "json" and done.out:
+            json.loads(done.out)
+    coloured = kvctl(*path, *ARGUMENTS.get(path, ()), "-o", "table", "--color", "always").out
+    assert raw(_OUR_COLOURS.sub("", coloured)) == []
