@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_NS_PER_DRIFT = 5_000  # two crystals drift apart by 200 ppm at most: a nanosecond in so many
+
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
@@ -26,3 +28,16 @@ def estimate(sent_at_ns: int, received_at_ns: int, agent_now_ns: int) -> ClockOf
     """Cristian's estimate: the agent read its clock somewhere between sending and receiving, most likely midway."""
     half = max(0, received_at_ns - sent_at_ns + 1) // 2
     return ClockOffset(agent_now_ns - sent_at_ns - half, half)
+
+
+def sharper(latest: ClockOffset, earlier: ClockOffset, age_ns: int) -> ClockOffset:
+    """The one of two measurements that tells more now.
+
+    A round trip that a pause has stretched bounds the offset to that pause: what was measured before it is better.
+
+    Args:
+        age_ns: from the earlier measurement to the latest one.
+    """
+    aged = ClockOffset(earlier.offset_ns, earlier.error_ns + age_ns // _NS_PER_DRIFT)
+    was_set = abs(latest.offset_ns - aged.offset_ns) > latest.error_ns + aged.error_ns
+    return latest if was_set or latest.error_ns <= aged.error_ns else aged

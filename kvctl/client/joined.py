@@ -6,13 +6,15 @@ round trip, where that offset is larger than its error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvctl.client.clock import ClockOffset
 from kvctl_agent.contract.snapshots import Failure, RoomDetail
 from kvctl_agent.contract.states import STAGES, STATE_LABELS
+
+_NO_NONCE = "0"  # of a prefill rank where no decode rank opened the room
 
 
 @dataclass(slots=True)
@@ -28,12 +30,14 @@ class PartLife:
 
 @dataclass(slots=True)
 class JoinedRoom:
-    """One life of a room over all the ranks that know it.
+    """One use of a room number over all the ranks that know it.
 
     Attributes:
         state: the ranks' states combined by `min`, which lets Failed win.
+        clocks: of the ranks, and of the rank that failed first, where they answered.
+        started_at_ns, age_ns: our wall clock at its first event, and the time from there to its end or to now.
         timeline: the ranks' events by our clock, each with `relative_ns` since the first.
-        failure: the first cause; `failing_rank` names the agent.
+        failure: the first cause, its time by our clock; `failing_rank` names the agent.
     """
 
     room: str
@@ -42,6 +46,7 @@ class JoinedRoom:
     ranks: list[RoomDetail]
     clocks: dict[str, ClockOffset]
     started_at_ns: int
+    age_ns: int
     timeline: list[dict[str, Any]]
     parts: list[PartLife]
     failure: Failure | None
@@ -50,37 +55,84 @@ class JoinedRoom:
     def failing_rank(self) -> str | None:
         return self.failure["rank"] if self.failure else None
 
+    @property
+    def failed_after_ns(self) -> int | None:
+        """From the first event to the failure; negative where the ranks that answer heard of the room only later."""
+        if self.failure is None:
+            return None
+        after = self.failure["at_ns"] - self.started_at_ns
+        clock = self.clocks.get(self.failure["rank"])
+        error = max((each.error_ns for each in self.clocks.values()), default=0) if clock else 0
+        return max(after, 0) if after >= -2 * error else after
+
 
 def join(details: Iterable[RoomDetail], clocks: Mapping[str, ClockOffset]) -> list[JoinedRoom]:
-    """Joins what all the ranks say of one room number; a reused number gives several, the newest first."""
+    """Joins what all the ranks say of one room number: a room for each use of the number, the newest first."""
     shifts = {agent: clock.correction_ns for agent, clock in clocks.items()}
-    rooms = [_join_one(ranks, clocks, shifts) for ranks in _lives(details, shifts)]
+    rooms = [_join_one(ranks, clocks, shifts) for ranks in _uses(details, shifts)]
     return sorted(rooms, key=lambda room: room.started_at_ns, reverse=True)
 
 
-def _lives(details: Iterable[RoomDetail], shifts: Mapping[str, int]) -> list[list[RoomDetail]]:
-    """Sorts records into lives of the room number: those that overlap in time, at most one of each rank.
+def most_informative_first(rooms: Iterable[JoinedRoom]) -> list[JoinedRoom]:
+    """Active uses of a number, then those known at both ends; otherwise as they were."""
 
-    Nonces cannot tell: each decode rank mints its own for its share of the room.
+    def rank(room: JoinedRoom) -> tuple[bool, bool]:
+        active = any(rank["finished_at_ns"] is None for rank in room.ranks)
+        return not active, len({rank["role"] for rank in room.ranks}) == 1
+
+    return sorted(rooms, key=rank)
+
+
+def _uses(details: Iterable[RoomDetail], shifts: Mapping[str, int]) -> list[list[RoomDetail]]:
+    """Sorts records into uses of the room number.
+
+    Each decode rank mints a nonce for its share of a room, and the first cause of a failure goes to all ranks as it
+    is: records that have one of these in common belong together, however late one of them began. Times tell only what
+    is left: records that overlap, at most one of each rank.
     """
 
     def opened(rank: RoomDetail) -> int:
         return rank["opened_at_ns"] - shifts.get(rank["agent"], 0)
 
-    def still_on(rank: RoomDetail, at_ns: int) -> bool:
+    def ended(rank: RoomDetail) -> float:
         finished = rank["finished_at_ns"]
-        return finished is None or finished - shifts.get(rank["agent"], 0) >= at_ns
+        return float("inf") if finished is None else finished - shifts.get(rank["agent"], 0)
 
-    lives: list[list[RoomDetail]] = []
-    for detail in sorted(details, key=opened):
-        for life in reversed(lives):
-            alone = all(rank["agent"] != detail["agent"] for rank in life)
-            if alone and any(still_on(rank, opened(detail)) for rank in life):
-                life.append(detail)
-                break
+    def belong_together(use: Sequence[RoomDetail], other: Sequence[RoomDetail]) -> bool:
+        if {rank["agent"] for rank in use} & {rank["agent"] for rank in other}:
+            return False
+        return any(opened(a) <= ended(b) and opened(b) <= ended(a) for a in use for b in other)
+
+    uses: list[list[RoomDetail]] = []
+    for linked in sorted(_linked(details), key=lambda ranks: min(map(opened, ranks))):
+        use = next((use for use in reversed(uses) if belong_together(use, linked)), None)
+        if use is None:
+            uses.append(linked)
         else:
-            lives.append([detail])
-    return lives
+            use += linked
+    return uses
+
+
+def _linked(details: Iterable[RoomDetail]) -> list[list[RoomDetail]]:
+    """Records that have a nonce or a failure in common."""
+    groups: list[tuple[set[Hashable], list[RoomDetail]]] = []
+    for detail in details:
+        marks, ranks = _marks(detail), [detail]
+        apart = []
+        for group in groups:
+            if group[0] & marks:
+                marks |= group[0]
+                ranks = [*group[1], *ranks]
+            else:
+                apart.append(group)
+        groups = [*apart, (marks, ranks)]
+    return [ranks for _, ranks in groups]
+
+
+def _marks(detail: RoomDetail) -> set[Hashable]:
+    nonces = {detail["nonce"], *detail.get("nonces", ())} - {_NO_NONCE}
+    failure = detail["failure"]
+    return {*nonces, *([(failure["rank"], failure["at_ns"])] if failure is not None else [])}
 
 
 def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts: Mapping[str, int]) -> JoinedRoom:
@@ -99,16 +151,20 @@ def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts
         for rank in ranks
         if rank["failure"] is not None
     ]
+    failure = min(failures, key=lambda failure: failure["at_ns"], default=None)
+    known = {*(rank["agent"] for rank in ranks), *([failure["rank"]] if failure is not None else [])}
     return JoinedRoom(
         room=ranks[0]["room"],
-        nonce=ranks[-1]["nonce"],  # decode ranks come last, and theirs are the nonces
+        # Decode ranks come last, and theirs are the nonces.
+        nonce=next((rank["nonce"] for rank in reversed(ranks) if rank["nonce"] != _NO_NONCE), _NO_NONCE),
         state=min((rank["state"] for rank in ranks), key=_state_order),
         ranks=ranks,
-        clocks={rank["agent"]: clocks[rank["agent"]] for rank in ranks if rank["agent"] in clocks},
+        clocks={agent: clock for agent, clock in clocks.items() if agent in known},
         started_at_ns=started,
+        age_ns=max(at + rank["age_ns"] for at, rank in zip(opened, ranks, strict=True)) - started,
         timeline=timeline,
         parts=_parts(events, {rank["agent"]: rank["role"] for rank in ranks}),
-        failure=min(failures, key=lambda failure: failure["at_ns"], default=None),
+        failure=failure,
     )
 
 

@@ -12,7 +12,7 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Survey
-from kvctl.client.joined import JoinedRoom, join
+from kvctl.client.joined import JoinedRoom, join, most_informative_first
 from kvctl.commands.names import RoomNumber
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.reading import run
@@ -90,7 +90,7 @@ def _table(settings: Settings, view: View, call: Call, cut_at: int | None = None
     "--perfetto",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also write it as a trace for ui.perfetto.dev; of a number used again, the newest.",
+    help="Also write it as a trace for ui.perfetto.dev; of a number used again, the use shown first.",
 )
 @pass_settings
 def show(settings: Settings, room: str, perfetto: Path | None) -> None:
@@ -99,9 +99,8 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
     def read(survey: Survey) -> Report:
         answers = survey.answers("room")
         answered = len(answers) + survey.set_unknown_rooms_aside()
-        joined = join(
-            (detail for _, data in answers for detail in data), {agent.name: agent.clock for agent in survey.agents}
-        )
+        details = [detail for _, data in answers for detail in data]
+        joined = most_informative_first(join(details, {agent.name: agent.clock for agent in survey.agents}))
         report = _room_report(room, joined, answered, survey.faults)
         if perfetto is not None and joined:
             _export(perfetto, joined[0])
@@ -122,23 +121,28 @@ def _export(path: Path, room: JoinedRoom) -> None:
 
 
 def _room_report(number: str, joined: Sequence[JoinedRoom], answered: int, faults: Sequence[Fault]) -> Report:
-    rows = [{"room": room.room, "nonce": room.nonce, **event} for room in joined for event in room.timeline]
+    timelines: list[list[Row]] = [
+        [{"room": room.room, "nonce": room.nonce, **event} for event in room.timeline] for room in joined
+    ]
+    rows = [row for timeline in timelines for row in timeline]
 
-    def mine(kept: Sequence[Row], room: JoinedRoom) -> list[Row]:
-        return [row for row in kept if row["nonce"] == room.nonce]
+    def split(kept: Sequence[Row]) -> list[tuple[JoinedRoom, list[Row]]]:
+        passed = {id(row) for row in kept}
+        split = [[row for row in timeline if id(row) in passed] for timeline in timelines]
+        return list(zip(joined, split, strict=True))
 
     report = Report(
         TIMELINE,
         rows,
         answered,
         faults,
-        objects=lambda kept: [_document(room, mine(kept, room)) for room in joined],
-        blocks=lambda kept, width: [block for room in joined for block in blocks(room, mine(kept, room), width)],
+        objects=lambda kept: [_document(room, timeline) for room, timeline in split(kept)],
+        blocks=lambda kept, width: [block for room, timeline in split(kept) for block in blocks(room, timeline, width)],
     )
     if not joined and answered and not faults:
         report.failure = f"no agent knows room {number}; see kvctl rooms, and kvctl rooms history for finished ones"
     if len(joined) > 1:
-        report.notes.append(f"room number {number} was used {len(joined)} times, the newest comes first")
+        report.notes.append(f"room number {number} was used {len(joined)} times")
     dropped = sum(rank["timeline_dropped"] for room in joined for rank in room.ranks)
     if dropped:
         report.notes.append(f"{dropped} timeline events were not kept (timeline_events in the agents' configuration)")

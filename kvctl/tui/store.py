@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from kvctl.client.clock import ClockOffset, sharper
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
-from kvctl.client.joined import JoinedRoom, join
+from kvctl.client.joined import JoinedRoom, join, most_informative_first
 from kvctl.health.finding import Severity
 from kvctl.health.mutes import Judged
 from kvctl.tui.readings import Place, Reading
@@ -34,6 +35,7 @@ class AgentState:
     Attributes:
         answers: its last answer to each command, with the moment it was given.
         seen_ns: when it answered last.
+        clock: its clock against ours, as exactly as any reading has told.
         trouble: why it did not answer the last reading; "" where it did.
     """
 
@@ -43,6 +45,7 @@ class AgentState:
     incarnation: str
     endpoint: Endpoint
     seen_ns: int
+    clock: ClockOffset
     answers: dict[str, tuple[Any, int]] = field(default_factory=dict)
     trouble: str = ""
 
@@ -142,10 +145,10 @@ class Store:
         return self._events
 
     def room(self, number: str) -> JoinedRoom | None:
-        """The newest life of a room, joined over the ranks that know it."""
+        """A room, joined over the ranks that know it; of a number used again, the use that most is known of."""
         details = [cast(RoomDetail, row) for row in self.rows("room") if row["room"] == number]
-        clocks = {name: state.answers["clock"][0] for name, state in self.agents.items() if "clock" in state.answers}
-        return next(iter(join(details, clocks)), None)
+        clocks = {name: state.clock for name, state in self.agents.items()}
+        return next(iter(most_informative_first(join(details, clocks))), None)
 
     def may(self, agent: str, level: Level) -> bool:
         """Whether an agent lets us do what takes that level."""
@@ -160,9 +163,9 @@ class Store:
             state = self.agents.get(answer.name)
             if state is None or state.incarnation != answer.hello["incarnation"]:
                 state = self.agents[answer.name] = _state(answer, self.now_ns)
+            state.clock = sharper(answer.clock, state.clock, self.now_ns - state.seen_ns)
             state.seen_ns, state.trouble, state.level = self.now_ns, "", answer.hello["level"]
             state.answers |= {command: (data, self.now_ns) for command, data in answer.data.items()}
-            state.answers["clock"] = (answer.clock, self.now_ns)
         why = {fault.agent: fault.message for fault in survey.faults}
         known = {name for state in self.agents.values() for name in (state.name, state.endpoint.name)}
         self.unheard = [fault for fault in survey.faults if fault.agent not in known]
@@ -199,4 +202,5 @@ def _state(answer: AgentAnswer, now_ns: int) -> AgentState:
         incarnation=answer.hello["incarnation"],
         endpoint=answer.endpoint,
         seen_ns=now_ns,
+        clock=answer.clock,
     )

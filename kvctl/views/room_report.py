@@ -35,7 +35,6 @@ def rank_rows(room: JoinedRoom) -> list[dict[str, Any]]:
 
 
 def _header(room: JoinedRoom) -> list[Line]:
-    ages = [rank["age_ns"] for rank in room.ranks]
     decode = [rank for rank in room.ranks if rank["role"] == "decode"]
     counted = decode or room.ranks
     tokens = next((rank["tokens"] for rank in room.ranks if rank["tokens"] is not None), None)
@@ -48,7 +47,7 @@ def _header(room: JoinedRoom) -> list[Line]:
         (room.state, palette.STATES.get(room.state, "")),
     ]
     length = f"{units.count(tokens)} tokens  " if tokens is not None else ""
-    spans += [(f"  age {units.duration(max(ages))}", ""), (f"  {length}{moved}", "")]
+    spans += [(f"  age {units.duration(room.age_ns)}", ""), (f"  {length}{moved}", "")]
     if latency is not None:
         spans.append((f"  latency {units.duration(latency)}", ""))
     exposed = max((rank["exposed_ns"] for rank in room.ranks if rank["exposed_ns"] is not None), default=None)
@@ -58,19 +57,20 @@ def _header(room: JoinedRoom) -> list[Line]:
 
 
 def _verdict(room: JoinedRoom) -> list[Line]:
-    failure = room.failure
-    if failure is None:
+    failure, after = room.failure, room.failed_after_ns
+    if failure is None or after is None:
         return []
-    after = units.duration(failure["at_ns"] - room.started_at_ns)
+    moment = f"at +{units.duration(after)}" if after >= 0 else f"{units.duration(-after)} before the first event here"
     lines: list[Line] = [
         [
             ("failed first: ", "bold red"),
             (failure["rank"], "bold"),
-            (f" at +{after}: {failure['code']}: {failure['text']}", ""),
+            (f" {moment}: {failure['code']}: {failure['text']}", ""),
         ]
     ]
     if failure["rank"] not in room.clocks:
-        lines.append([(f"{failure['rank']} does not answer, so that its time is by its own clock", "yellow")])
+        text = f"{failure['rank']} was not asked or did not answer: the time of its failure is by its own clock"
+        lines.append([(text, "yellow")])
     return lines
 
 

@@ -151,6 +151,7 @@ class RoomRow(TypedDict):
 
     room: str
     nonce: str
+    nonces: NotRequired[list[str]]  # prefill: those of all the decode ranks that opened the room here
     agent: str
     role: Role
     state: str

@@ -128,7 +128,7 @@ class DecodeRooms(Machine):
         if room.state.finished:
             return
         room.failure = failure
-        room.record.fail(failure)
+        room.record.fail(failure, self.now_ns)
         self.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
         self.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
         self._state(room, RoomState.FAILED)

@@ -65,6 +65,7 @@ class PrefillOpenings(PrefillRooms):
         self._legs[key] = leg
         record = room.record
         record.nonce = record.nonce or message.nonce  # of several decode ranks, the first one's stands for all
+        record.nonces.append(message.nonce)
         record.pages = message.total_pages - message.prefix_pages
         record.planned += leg.planned
         record.peers.append(peer.name)

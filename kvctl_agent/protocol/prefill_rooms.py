@@ -347,7 +347,7 @@ class PrefillRooms(Machine):
         if room.failure is not None or room.state is RoomState.SUCCESS:
             return
         room.failure = failure
-        room.record.fail(failure)
+        room.record.fail(failure, self.now_ns)
         self.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
         self.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
         for leg in room.legs.values():

@@ -39,6 +39,7 @@ class RoomRecord:
 
     Attributes:
         room, nonce: unsigned 64-bit numbers.
+        nonces: of a prefill rank: those of all the decode ranks that opened the room here.
         planned, sent, landed, scattered: ledger cells; `planned` 0 until the plan is known. `sent` stays None on
             a decode rank, `landed` and `scattered` on a prefill rank.
         bytes, parts: KV bytes and parts sent (prefill) or landed (decode).
@@ -65,6 +66,7 @@ class RoomRecord:
         "landed",
         "moved",
         "nonce",
+        "nonces",
         "opened_at",
         "pages",
         "parked",
@@ -83,6 +85,7 @@ class RoomRecord:
     def __init__(self, room: int, nonce: int, role: Role, opened_at: int, event_limit: int) -> None:
         self.room = room
         self.nonce = nonce
+        self.nonces: list[int] = []
         self.key = (room, nonce)  # its place in the book; a prefill rank learns the nonce later
         self.opened_at = opened_at
         self.finished_at: int | None = None
@@ -141,10 +144,18 @@ class RoomRecord:
         self.bytes += nbytes
         self.paths[path] = self.paths.get(path, 0) + 1
 
-    def fail(self, failure: Failure) -> None:
-        """Keeps the cause, unless an earlier one is known: the first cause is the one to show."""
-        if self.failure is None:
-            self.failure = failure
+    def fail(self, failure: Failure, at: int) -> None:
+        """Keeps the cause, unless an earlier one is known: the first cause is the one to show.
+
+        Args:
+            at: monotonic ns, when this rank learnt of it.
+        """
+        if self.failure is not None:
+            return
+        self.failure = failure
+        if self._event_limit:  # beyond the limit, too: no event of the room matters more
+            text = f"{failure['rank']}: {failure['code']}: {failure['text']}"
+            self._events.append(("fail", at, None, None, None, None, text, "", 0))
 
     def finish(self, at: int) -> None:
         """The room ended at monotonic `at`; its ages stop growing."""
@@ -275,6 +286,7 @@ class RoomBook:
         return {
             "room": str(record.room),
             "nonce": str(record.nonce),
+            "nonces": [str(nonce) for nonce in record.nonces.copy()],
             "agent": self._agent,
             "role": self._role,
             "state": record.state_now.label,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.client.clock import estimate
+from kvctl.client.clock import ClockOffset, estimate, sharper
 
 DELAY = st.integers(min_value=0, max_value=10**9)
 
@@ -20,3 +20,23 @@ def test_the_true_offset_lies_within_the_bound(offset: int, there: int, back: in
 def test_an_offset_within_its_bound_corrects_nothing() -> None:
     assert estimate(1000, 3000, 2400).correction_ns == 0
     assert estimate(1000, 3000, 9000).correction_ns == 7000
+
+
+def test_a_round_trip_through_a_pause_does_not_replace_a_better_measurement() -> None:
+    earlier, stretched = ClockOffset(5_000_000, 100_000), ClockOffset(900_000_000, 1_000_000_000)
+    kept = sharper(stretched, earlier, 2_000_000_000)
+    assert kept.offset_ns == 5_000_000
+    assert kept.correction_ns == 5_000_000
+    assert kept.error_ns > earlier.error_ns
+    assert sharper(earlier, stretched, 2_000_000_000) == earlier
+
+
+def test_an_old_measurement_is_worth_less_with_time() -> None:
+    earlier, latest = ClockOffset(5_000, 1_000), ClockOffset(7_000, 300_000)
+    assert sharper(latest, earlier, 1_000_000_000).offset_ns == 5_000
+    assert sharper(latest, earlier, 3_600_000_000_000) == latest
+
+
+def test_a_clock_that_was_set_is_measured_anew() -> None:
+    earlier, latest = ClockOffset(5_000, 1_000), ClockOffset(3_600_000_000_000, 300_000)
+    assert sharper(latest, earlier, 1_000_000_000) == latest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvctl.client.clock import ClockOffset
-from kvctl.client.joined import join
+from kvctl.client.joined import join, most_informative_first
 
 EXACT = ClockOffset(0, 1000)
 
@@ -91,8 +91,83 @@ def test_a_number_used_again_is_another_life(canned: Any) -> None:
         detail["finished_at_ns"] = detail["opened_at_ns"] + canned.S
     for detail in second:
         detail["opened_at_ns"] += 10 * canned.S
+        detail["nonce"] = "2"
         for event in detail["timeline"]:
             event["at_ns"] += 10 * canned.S
     rooms = join([*second, *first], clocks())
     assert [len(room.ranks) for room in rooms] == [3, 3]
     assert rooms[0].started_at_ns - rooms[1].started_at_ns == 10 * canned.S
+
+
+def paused(canned: Any) -> list[Any]:
+    """A room that failed while prefill-0 was stopped, which learnt of the room and of its end 8 s later."""
+    cause = {"rank": "decode-0", "code": "KV_PEER_LOST", "at_ns": canned.NOW + 13 * canned.S, "text": "silent for 15 s"}
+    ranks = details(canned)
+    for detail in ranks:
+        detail |= {"state": "Failed", "failure": dict(cause), "finished_at_ns": canned.NOW + 13 * canned.S}
+        detail["age_ns"] = 13 * canned.S
+    late = next(detail for detail in ranks if detail["agent"] == "prefill-0")
+    late |= {"opened_at_ns": canned.NOW + 21 * canned.S, "finished_at_ns": canned.NOW + 21 * canned.S, "timeline": []}
+    late |= {"age_ns": 0}
+    return ranks
+
+
+def test_a_rank_that_was_stopped_joins_the_room_it_missed(canned: Any) -> None:
+    (room,) = join(paused(canned), clocks())
+    assert [rank["agent"] for rank in room.ranks] == ["prefill-0", "prefill-1", "decode-0"]
+    assert room.failed_after_ns == 13 * canned.S
+    assert room.age_ns == 21 * canned.S
+
+
+def test_ranks_are_joined_by_any_nonce_of_theirs(canned: Any) -> None:
+    """A prefill rank has a nonce of each decode rank; of those it shows the first."""
+    ranks = paused(canned)
+    for detail in ranks:
+        detail["failure"] = None
+    late = next(detail for detail in ranks if detail["agent"] == "prefill-0")
+    late |= {"nonce": "9", "nonces": ["9", canned.NONCE]}
+    assert len(join(ranks, clocks())) == 1
+
+
+def test_a_rank_at_which_the_room_was_never_opened_is_joined_by_the_failure(canned: Any) -> None:
+    ranks = paused(canned)
+    late = next(detail for detail in ranks if detail["agent"] == "prefill-0")
+    late |= {"nonce": "0", "nonces": []}
+    (room,) = join(ranks, clocks())
+    assert room.nonce == canned.NONCE
+
+
+def test_records_of_no_common_mark_are_still_two_uses(canned: Any) -> None:
+    ranks = paused(canned)
+    late = next(detail for detail in ranks if detail["agent"] == "prefill-0")
+    late |= {"nonce": "0", "failure": None}
+    assert len(join(ranks, clocks())) == 2
+
+
+def test_the_clock_of_the_rank_that_failed_is_known_where_it_answered(canned: Any) -> None:
+    """It answers, and has forgotten the room."""
+    only = [detail for detail in paused(canned) if detail["agent"] == "prefill-0"]
+    (room,) = join(only, clocks())
+    assert "decode-0" in room.clocks
+    assert room.failed_after_ns == -8 * canned.S
+
+
+def test_a_failure_within_the_error_of_the_clocks_is_not_before_the_room(canned: Any) -> None:
+    ranks = details(canned, failed=True)
+    for detail in ranks:
+        detail["failure"] = {"rank": "prefill-1", "code": "timeout", "at_ns": canned.NOW - 5, "text": "late"}
+        detail |= {"opened_at_ns": canned.NOW, "timeline": []}
+    (room,) = join(ranks, clocks())
+    assert room.failed_after_ns == 0
+
+
+def test_what_most_is_known_of_comes_first(canned: Any) -> None:
+    """A newer use that one rank alone knows tells less than an older one of both ends; an active one matters most."""
+    whole, alone, active = paused(canned), canned.room_detail("prefill-0"), canned.room_detail("prefill-0")
+    for newer in (alone, active):
+        newer |= {"nonce": "2", "timeline": [], "opened_at_ns": canned.NOW + 60 * canned.S}
+    alone["finished_at_ns"] = canned.NOW + 61 * canned.S
+    found = join([*whole, alone], clocks())
+    assert [len(room.ranks) for room in found] == [1, 3]
+    assert [len(room.ranks) for room in most_informative_first(found)] == [3, 1]
+    assert [len(room.ranks) for room in most_informative_first(join([*whole, active], clocks()))] == [1, 3]

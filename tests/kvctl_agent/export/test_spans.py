@@ -33,7 +33,7 @@ def told(role: Any, *rooms: tuple[int, int], failure: Any = None, exporter: Any 
         record.event("open", telemetry.clock.now_ns(), writer=1, peer="other-0")
         record.part("staged", 4096)
         if failure:
-            record.fail(failure)
+            record.fail(failure, telemetry.clock.now_ns())
         record.state(RoomState.FAILED if failure else RoomState.SUCCESS, telemetry.clock.now_ns())
         telemetry.finish(record, telemetry.clock.now_ns())
     spans.close()

@@ -56,6 +56,7 @@ def test_the_row_of_a_living_room() -> None:
         {
             "room": "18446744073709551615",
             "nonce": "7",
+            "nonces": [],
             "agent": "decode-0",
             "role": "decode",
             "state": "Transferring",
@@ -136,14 +137,25 @@ class TestEnd:
         clock = FrozenClock()
         rooms = book(clock)
         record = rooms.open(1, 1)
-        record.fail(failure("peer-lost"))
-        record.fail(failure("timeout"))
+        record.fail(failure("peer-lost"), 8)
+        record.fail(failure("timeout"), 9)
         record.state(RoomState.FAILED, 9)
         rooms.close(record)
         (row,) = rooms.history(1)
         assert row["latency_ns"] is None
         assert row["failure"] == failure("peer-lost")
         assert rooms.slow(1) == []
+
+    def test_the_failure_is_in_the_timeline_however_long_that_is(self) -> None:
+        rooms = book(FrozenClock(), timeline_events=2)
+        record = rooms.open(1, 1)
+        for at in range(5):
+            record.event("ready", at)
+        record.fail(failure("peer-lost"), 8)
+        record.fail(failure("timeout"), 9)
+        assert [(event.stage, event.at_ns) for event in record.events] == [("ready", 0), ("ready", 1), ("fail", 8)]
+        assert "peer-lost" in record.events[-1].detail
+        assert record.events_dropped == 3
 
     def test_closing_twice_counts_once(self) -> None:
         rooms = book(Clock())
