@@ -12,7 +12,9 @@ from pathlib import Path
 
 import click
 
+from kvctl.cli import cli
 from kvctl.commands.completion import SCRIPTS
+from kvctl.commands.help import global_options_text
 from kvctl.commands.registry import COMMANDS as CLI_COMMANDS
 from kvctl.commands.registry import load
 from kvctl.exit_codes import ExitCode
@@ -28,7 +30,6 @@ HELP_COLUMNS = 100
 HELP_NAMES = ["-h", "--help"]  # as every command has them when the program runs
 # A wrong byte is no matter of a minute.
 AT_ONCE = ("KV_DIGEST_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION")
-GLOBAL_OPTIONS = "Global options, before or after the command:"
 
 
 def configuration() -> str:
@@ -98,7 +99,6 @@ def command_pages() -> dict[str, str]:
     """A page per command, with the help of everything under it; and the page that lists them."""
     pages: dict[str, str] = {}
     rows: list[Sequence[str]] = []
-    common = ""
     for name, entry in CLI_COMMANDS.items():
         command = load(name)
         assert command is not None
@@ -106,14 +106,14 @@ def command_pages() -> dict[str, str]:
         for path, text in helps(
             command, click.Context(command, info_name=f"kvctl {name}", help_option_names=HELP_NAMES)
         ):
-            own, _, common = text.partition("\n\n" + GLOBAL_OPTIONS)
-            blocks += [f"## {path}", f"```\n{own}\n```"]
+            blocks += [f"## {path}", f"```\n{text}\n```"]
         more = "The options that every command takes, and the exit codes: [commands](../commands.md)."
         pages[f"commands/{name}.md"] = page(f"kvctl {name}", entry.help, *blocks, more)
         rows.append((f"[`kvctl {name}`](commands/{name}.md)", entry.help))
     codes = table(("code", "means"), [(str(code.value), code.name.lower().replace("_", " ")) for code in ExitCode])
     listed = table(("command", "what it does"), rows)
-    options = f"```\n{GLOBAL_OPTIONS}{common}\n```"
+    context = click.Context(cli, terminal_width=HELP_COLUMNS, max_content_width=HELP_COLUMNS)
+    options = f"```\n{global_options_text(context)}\n```"
     checks = "`kvctl check` alone follows the monitoring-plugin rule: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN."
     pages["commands.md"] = page("Commands", listed, "## Global options", options, "## Exit codes", codes, checks)
     return pages

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from kvctl.commands.options import KvctlGroup
+from kvctl.commands.options import KvctlGroup, global_options, write_options
 from kvctl.commands.registry import COMMANDS, SECTIONS, load
 from kvctl.commands.stdio import complain, silence_stdout, stand_in_for_closed_streams, tell, unwritable
 from kvctl.errors import CliError
@@ -50,14 +50,28 @@ class _Root(KvctlGroup):
                 # As wide in each section, so that the helps stand in one column.
                 formatter.write_dl([(name.ljust(widest), COMMANDS[name].help) for name in names])
 
+    def format_global_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_options(formatter, "Global options, before or after the command", global_options(), ctx)
 
-@click.command(cls=_Root, invoke_without_command=True, short_help="see, measure and check KV-cache transfer")
+
+@click.command(
+    cls=_Root,
+    invoke_without_command=True,
+    short_help="see, measure and check KV-cache transfer",
+    examples=[
+        ("A small fleet with traffic on this machine, to try the other commands on", "kvctl demo"),
+        ("The fleet on one screen", "kvctl status"),
+        ("Rooms older than five seconds, the oldest first", "kvctl rooms --filter 'age>5s' --sort-by -age"),
+        ("What is wrong, and the next command", "kvctl doctor"),
+        ("Help for one command", "kvctl help rooms show"),
+    ],
+)
 @click.version_option(VERSION, prog_name="kvctl", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """See, measure and check KV-cache transfer between prefill and decode workers.
 
-    Data goes to stdout, remarks to stderr. Exit codes: 0 ok, 1 failed, 2 usage, 3 no agent, 4 timeout,
+    Data goes to stdout, messages to stderr. Exit codes: 0 ok, 1 failed, 2 usage, 3 no agent, 4 timeout,
     5 not permitted, 6 protocol mismatch, 7 partial (some agents answered), 130 interrupted.
     """
     if ctx.invoked_subcommand is None:

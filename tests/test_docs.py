@@ -145,7 +145,7 @@ def parse(words: list[str], *, whole: bool) -> tuple[click.Context, View | None]
         except click.exceptions.Exit:  # --help, --version, and a group alone that has no default
             return click.Context(at), None
         if not isinstance(at, click.Group):
-            return context, at.view if isinstance(at, GlobalOptions) else None
+            return context, at.filter_view if isinstance(at, GlobalOptions) else None
         left = [*context._protected_args, *context.args]
         if not left:
             return context, at.default_view(context) if isinstance(at, KvctlGroup) else None

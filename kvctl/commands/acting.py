@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -14,15 +14,17 @@ from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.output import Output
 from kvctl.commands.reading import conclude, live_only, nobody
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import complain
+from kvctl.commands.stdio import complain, tell
 from kvctl.exit_codes import ExitCode
 from kvctl.views.operations import DONE, done_lines
 from kvctl.views.printable import printable
 from kvctl.views.report import Report
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Level
 
-Concerned = Callable[[Survey], "Sequence[AgentAnswer] | str"]
-"""From the answers to the agents that are to be told, or why there is nothing to do."""
+Concerned = Callable[[Fleet, Survey], "Sequence[AgentAnswer] | str"]
+"""From the answers to the agents that are to be told; or why that is impossible; or "" where there is nothing to do."""
+Rounds = Iterable[Sequence[tuple[AgentAnswer, Call]]]
+"""Calls to agents; the next round begins when the one before is answered."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -39,7 +41,9 @@ def act(
     yes: bool,
     names: Sequence[str] = (),
     look: Sequence[Call] = (),
-    concerned: Concerned = lambda survey: survey.agents,
+    concerned: Concerned = lambda fleet, survey: survey.agents,
+    rounds: Callable[[Sequence[AgentAnswer]], Rounds] | None = None,
+    listing: Callable[[], Sequence[str]] = tuple,
 ) -> NoReturn:
     """Tells agents `call` and prints what each has done.
 
@@ -47,6 +51,8 @@ def act(
         question: what the person is asked, ending without a question mark.
         names: agents as `-e` takes them, beside those of `-e`.
         look: what is read first, for `question` and `concerned`.
+        rounds: other calls of the same command; an agent that has not answered one is asked no more.
+        listing: lines above the question.
 
     Raises:
         click.UsageError: it cannot be asked and was not told --yes, or it should act on a file or again and again.
@@ -60,29 +66,48 @@ def act(
     with Fleet((*settings.endpoints, *names), settings.labels, settings.timeout_ns, settings.keys) as fleet:
         survey = fleet.survey(look)
         survey.set_unknown_rooms_aside()
-        chosen = concerned(survey) if survey.agents else []
+        chosen = concerned(fleet, survey) if survey.agents else []
         report = Report(DONE, [], 0, survey.faults, blocks=lambda kept, width: done_lines(kept))
         if isinstance(chosen, str):
-            report.failure = chosen
+            report.failure, report.answered = chosen or None, 0 if chosen else len(survey.agents)
+            if output.format == "json":
+                output.emit(report)
             raise click.exceptions.Exit(conclude(output, settings, survey, report))
         agents = permitted(chosen, call, survey.faults)
         if not agents:
             raise click.exceptions.Exit(_none_to_tell(output, settings, survey, report))
+        for line in () if yes else listing():
+            tell(printable(line))
         if not yes and not click.confirm(f"{printable(question(agents))}?", default=False, err=True):
             complain("nothing was done")
             raise click.exceptions.Exit(ExitCode.FAILED)
-        faults = list(survey.faults)
-        rows: list[dict[str, Any]] = []
-        for reply in fleet.ask([(agent.endpoint, call) for agent in agents]):
-            if reply.fault is not None:
-                faults.append(reply.fault)
-            else:
-                rows += reply.data
-                report.answered += 1
-    report.rows, report.faults = rows, faults
-    if rows or output.format == "json":
+        interrupted = _ask(fleet, rounds(agents) if rounds else [[(agent, call) for agent in agents]], report)
+    if report.rows or output.format == "json":
         output.emit(report)
-    raise click.exceptions.Exit(conclude(output, settings, survey, report))
+    code = conclude(output, settings, survey, report)
+    raise click.exceptions.Exit(ExitCode.INTERRUPTED if interrupted else code)
+
+
+def _ask(fleet: Fleet, rounds: Rounds, report: Report) -> bool:
+    """Asks round by round and puts what came of it into the report; whether Ctrl-C ended it early."""
+    faults = list(report.faults)
+    rows: list[dict[str, Any]] = []
+    silent: set[str] = set()
+    try:
+        for requests in rounds:
+            for reply in fleet.ask([(agent.endpoint, call) for agent, call in requests if agent.name not in silent]):
+                if reply.fault is None:
+                    rows += reply.data
+                    report.answered += 1
+                    continue
+                faults.append(reply.fault)
+                if reply.fault.code == FaultCode.TIMEOUT:
+                    silent.add(reply.endpoint.name)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        report.rows, report.faults = rows, faults
+    return False
 
 
 def once_and_live(settings: Settings) -> None:

@@ -16,7 +16,14 @@ from kvctl.views.report import Report
 _CLOCK_ROUNDS = 3
 
 
-@click.command(cls=KvctlCommand, view=AGENTS)
+@click.command(
+    cls=KvctlCommand,
+    view=AGENTS,
+    examples=[
+        ("Agents of this machine", "kvctl agents"),
+        ("Agents on other machines", "kvctl agents -e tcp://node-1:7000 --key ops --server-key fleet.pub"),
+    ],
+)
 @pass_settings
 def agents(settings: Settings) -> None:
     """Who is there: state, round trip, uptime, version, incarnation, clock offset with its bound.

@@ -17,7 +17,15 @@ from kvctl.commands.settings import Settings
 from kvctl.views.report import Report
 
 
-@click.command(cls=GroupedCommand, params=bench_options())
+@click.command(
+    cls=GroupedCommand,
+    params=bench_options(),
+    examples=[
+        ("Four TP prefill ranks to four DP decode ranks", "kvctl bench --prefill-tp 4 --decode-dp 4"),
+        ("Print the plan and start nothing", "kvctl bench --prefill-tp 4 --decode-dp 4 --plan"),
+        ("A report to read in a browser", "kvctl bench --prefill-tp 2 --decode-dp 2 --html report.html"),
+    ],
+)
 @pass_settings
 def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     """Move real KV between prefill and decode ranks on this machine, and verify every byte.

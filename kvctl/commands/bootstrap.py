@@ -18,7 +18,11 @@ from kvctl.views.view import Row
 _MOST_RANKS = 32
 
 
-@click.command(cls=KvctlCommand, view=BOOTSTRAP)
+@click.command(
+    cls=KvctlCommand,
+    view=BOOTSTRAP,
+    examples=[("Ranks that are missing or not connected", "kvctl bootstrap")],
+)
 @pass_settings
 def bootstrap(settings: Settings) -> None:
     """Per prefill instance: ranks expected, registered and missing, and which decode ranks are connected to all.

@@ -73,7 +73,13 @@ def check() -> None:
 
 
 def _declare(name: str, areas: Sequence[str], text: str) -> None:
-    @check.command(name, cls=KvctlCommand, view=CHECK, short_help=text, help=_help(name, text))
+    line = f"kvctl check {name}"
+    examples = [
+        ("One line and an exit status", line),
+        ("With a limit of your own", f"{line} --warn {_example(name)}"),
+    ]
+
+    @check.command(name, cls=KvctlCommand, view=CHECK, short_help=text, help=_help(name, text), examples=examples)
     @click.option("--warn", multiple=True, metavar="NAME=VALUE,…", help="Where it becomes a WARNING. Repeatable.")
     @click.option("--crit", multiple=True, metavar="NAME=VALUE,…", help="Where it becomes CRITICAL. Repeatable.")
     @click.option(

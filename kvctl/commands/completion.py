@@ -95,13 +95,19 @@ class Script:
 SCRIPTS = {"bash": Script(_BASH, "kvctl.bash"), "zsh": Script(_ZSH, "_kvctl"), "fish": Script(_FISH, "kvctl.fish")}
 
 
-@click.command(cls=KvctlCommand)
+@click.command(
+    cls=KvctlCommand,
+    examples=[
+        ("bash, for all shells", "kvctl completion bash > ~/.local/share/bash-completion/completions/kvctl"),
+        ("zsh, for all shells", "kvctl completion zsh > ~/.zfunc/_kvctl"),
+        ("fish, for this shell", "kvctl completion fish | source"),
+    ],
+)
 @click.argument("shell", type=click.Choice(tuple(SCRIPTS)))
 def completion(shell: str) -> None:
     """Print the script that makes SHELL complete commands, options, their values, live agents and rooms.
 
-    To try it: source <(kvctl completion bash), source <(kvctl completion zsh), kvctl completion fish | source. For all
-    your shells: the script's first lines say where it belongs.
+    To try it in this shell: source <(kvctl completion bash), source <(kvctl completion zsh).
     """
     try:
         sys.stdout.write(SCRIPTS[shell].text)

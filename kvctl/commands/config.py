@@ -20,7 +20,14 @@ def config() -> None:
     """Configuration of the agents; `kvctl config` alone shows it."""
 
 
-@config.command(view=CONFIG, short_help="Every value with its origin.")
+@config.command(
+    view=CONFIG,
+    short_help="Every value with its origin.",
+    examples=[
+        ("Values that differ from the defaults", "kvctl config show --origin"),
+        ("One key on all agents", "kvctl config --filter 'key=staging_ring_mb'"),
+    ],
+)
 @click.option("--origin", is_flag=True, help="Only what somebody has set, by where: file, environment, argument.")
 @pass_settings
 def show(settings: Settings, origin: bool) -> None:

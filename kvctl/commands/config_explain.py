@@ -47,7 +47,15 @@ class KeyName(click.ParamType[Key]):
         ]
 
 
-@click.command(cls=KvctlCommand, view=EXPLAINED, short_help="One key: what it does and takes, and who has which value.")
+@click.command(
+    cls=KvctlCommand,
+    view=EXPLAINED,
+    short_help="One key: meaning, allowed values, and the value on each agent.",
+    examples=[
+        ("What a key does, and its value on each agent", "kvctl config explain staging_ring_mb"),
+        ("By its SGLang name", "kvctl config explain SGLANG_DISAGGREGATION_QUEUE_SIZE"),
+    ],
+)
 @click.argument("wanted", metavar="KEY", type=KeyName())
 @pass_settings
 def explain(settings: Settings, wanted: Key) -> None:

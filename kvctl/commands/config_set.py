@@ -43,7 +43,13 @@ class RuntimeKey(click.ParamType[str]):
         ]
 
 
-@click.command("set", cls=KvctlCommand, view=DONE, short_help="Change a value while the agents run.")
+@click.command(
+    "set",
+    cls=KvctlCommand,
+    view=DONE,
+    short_help="Change a value while the agents run.",
+    examples=[("Wait a minute for input, on all decode ranks", "kvctl config set waiting_timeout_s 60 -l role=decode")],
+)
 @click.argument("name", metavar="KEY", type=RuntimeKey())
 @click.argument("value")
 @yes_option
@@ -56,6 +62,6 @@ def set_value(settings: Settings, name: str, value: str, yes: bool) -> None:
     act(
         settings,
         Call("set", {"key": name, "value": value}),
-        lambda agents: f"set {name} = {value} in {named(agents)}",
+        lambda agents: f"Set {name} = {value} on {named(agents)}",
         yes=yes,
     )

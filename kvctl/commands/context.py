@@ -27,14 +27,19 @@ def context() -> None:
     """
 
 
-@context.command("ls", view=CONTEXTS, short_help="All contexts; which one is in use.")
+@context.command(
+    "ls",
+    view=CONTEXTS,
+    short_help="All contexts; which one is in use.",
+    examples=[("All contexts, and which one is in use", "kvctl context")],
+)
 @pass_settings
 def list_contexts(settings: Settings) -> None:
     """All contexts, and which one is in use here and now."""
     _print(settings, user_file().contexts)
 
 
-@context.command(short_help="One context.")
+@context.command(short_help="One context.", examples=[("The context that is in use", "kvctl context show")])
 @click.argument("name", required=False, shell_complete=contexts)
 @pass_settings
 def show(settings: Settings, name: str | None) -> None:
@@ -45,16 +50,22 @@ def show(settings: Settings, name: str | None) -> None:
     _print(settings, {name: context_of(user_file(), name, "NAME")})
 
 
-@context.command(short_help="Keep these -e, -l, --key, --server-key, --timeout as a context.")
+@context.command(
+    short_help="Keep these -e, -l, --key, --server-key, --timeout as a context.",
+    examples=[
+        (
+            "A fleet on two machines",
+            "kvctl context add prod -e tcp://node-0:7000 -e tcp://node-1:7000 --server-key fleet.pub",
+        ),
+        ("Decode ranks of this machine", "kvctl context add decode -l role=decode"),
+    ],
+)
 @click.argument("name")
 @click.option("--replace", is_flag=True, help="In place of the one that has this name.")
 @click.option("--use", "in_use", is_flag=True, help="Have it in use from now on.")
 @click.pass_context
 def add(ctx: click.Context, name: str, replace: bool, in_use: bool) -> None:
-    """Keep what these options say as context NAME: -e, -l, --key, --server-key, --timeout.
-
-    For example: kvctl context add prod -e tcp://decode-0:7000 -e tcp://decode-1:7000 --server-key fleet.pub
-    """
+    """Keep what these options say as context NAME: -e, -l, --key, --server-key, --timeout."""
     if not context_file.NAME.fullmatch(name):
         raise click.UsageError(f"{name!r} is no name for a context: letters, digits, dot, dash, underscore, 64 at most")
     flags = ctx.ensure_object(dict)
@@ -71,12 +82,18 @@ def add(ctx: click.Context, name: str, replace: bool, in_use: bool) -> None:
     _say(ctx, f"context {name} is in {file.path}" + (", and in use" if in_use else f": kvctl -c {name} status"))
 
 
-@context.command(short_help="Have a context in use from now on.")
+@context.command(
+    short_help="Use a context from now on.",
+    examples=[
+        ("Use context prod from now on", "kvctl context use prod"),
+        ("Use none", "kvctl context use --none"),
+    ],
+)
 @click.argument("name", required=False, shell_complete=contexts)
-@click.option("--none", is_flag=True, help="Have none in use.")
+@click.option("--none", is_flag=True, help="Use none.")
 @click.pass_context
 def use(ctx: click.Context, name: str | None, none: bool) -> None:
-    """Have context NAME in use from now on, wherever nothing stronger chooses another."""
+    """Use context NAME from now on, where no flag, variable or project file chooses another."""
     if (name is None) != none:
         raise click.UsageError("name a context, or say --none; there are: " + _names(user_file()))
     file = user_file()
@@ -86,11 +103,11 @@ def use(ctx: click.Context, name: str | None, none: bool) -> None:
     _say(ctx, f"context {name} is in use" if name else "no context is in use")
 
 
-@context.command(short_help="Forget a context.")
+@context.command(short_help="Remove a context.", examples=[("Remove context lab", "kvctl context rm lab")])
 @click.argument("name", shell_complete=contexts)
 @click.pass_context
 def rm(ctx: click.Context, name: str) -> None:
-    """Forget context NAME; agents are not concerned."""
+    """Remove context NAME; the agents are not affected."""
     file = user_file()
     context_of(file, name, "NAME")
     context_file.remove(file.path, name)

@@ -16,7 +16,6 @@ from kvctl.client.recordings import whole_file
 from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, Bundled, Wish, write_bundle
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.record import FileCommand
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.errors import CliError
@@ -28,30 +27,30 @@ from kvctl_agent.contract.recording import RecordingError
 
 @click.group(cls=KvctlGroup)
 def debug() -> None:
-    """Bundles: all that is known of a fleet in one file, to be looked at by whoever it is sent to."""
+    """Bundles: everything that is known of a fleet in one file, to send to somebody."""
 
 
-@debug.command(cls=FileCommand, short_help="Save all there is to know in one file.")
-@click.option(
-    "-o",
-    "--output",
-    "path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Where it goes (FILE.tar.zst); an old one of that name is replaced.",
+@debug.command(
+    short_help="Save everything about the fleet in one file.",
+    examples=[
+        ("A bundle to send to somebody", "kvctl debug bundle incident.tar.zst --redact"),
+        ("The files that it would hold", "kvctl debug bundle --list"),
+        ("Redact a bundle that exists", "kvctl debug bundle --from incident.tar.zst --redact public.tar.zst"),
+    ],
 )
-@click.option("--redact", is_flag=True, help="Without names of hosts and users, addresses, paths and keys.")
-@click.option("--list", "listed", is_flag=True, help="Only say what would be in it.")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.option("--redact", is_flag=True, help="Replace names of hosts and users, addresses, paths and keys.")
+@click.option("--list", "listed", is_flag=True, help="Only list the files that it would hold.")
 @pass_settings
-def bundle(settings: Settings, path: Path | None, redact: bool, listed: bool) -> None:
-    """Save all there is to know: what every reading command shows, stacks, metrics, health, this machine.
+def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) -> None:
+    """Save to FILE (.tar.zst) the output of every reading command, stacks, metrics, health and facts of this machine.
 
-    Agents that hang or refuse are named in it and do not hold it up. Ctrl-C leaves what there is so far, in a file that
-    can be read. Everywhere else --from FILE takes a bundle like a recording; kvctl debug show lists it; tar --zstd -xf
-    FILE unpacks it. Names and addresses are in it, no KV.
+    Agents that hang or refuse are named in it and do not delay it. Ctrl-C leaves a readable file with what there is so
+    far. Reading commands take a bundle with --from FILE like a recording, kvctl debug show lists it, tar --zstd -xf
+    FILE unpacks it. An existing FILE is replaced. It holds names and addresses, and no KV.
 
-    With --redact each host, user, address, path and key has another name (host-1, path-3), the same everywhere; names
-    of agents stay, and the inputs of their machines are left out. With --from FILE an older recording or bundle is
+    With --redact each host, user, address, path and key gets another name (host-1, path-3), the same everywhere; names
+    of agents stay, and the inputs of their state machines are left out. With --from an older recording or bundle is
     redacted.
     """
     output = Output(settings)
@@ -66,20 +65,22 @@ def bundle(settings: Settings, path: Path | None, redact: bool, listed: bool) ->
         ]
         output.emit(Report(BUNDLE, rows, answered=1))
         return
-    if path is None:
-        raise click.UsageError("-o FILE.tar.zst is missing: where the bundle goes")
+    if file is None:
+        raise click.UsageError("FILE is missing: kvctl debug bundle FILE.tar.zst")
     try:
-        with whole_file(path) as file:
+        with whole_file(file) as opened:
             if settings.from_file is not None:
-                made = write_bundle(file, path.resolve().parent, Wish(None, settings.from_file, redact, output.detail))
+                wish = Wish(None, settings.from_file, redact, output.detail)
+                made = write_bundle(opened, file.resolve().parent, wish)
             else:
                 with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
-                    made = write_bundle(file, path.resolve().parent, Wish(fleet, None, redact, output.detail))
+                    wish = Wish(fleet, None, redact, output.detail)
+                    made = write_bundle(opened, file.resolve().parent, wish)
     except OSError as error:
-        raise CliError(f"cannot write {path}: {error.strerror or error}") from error
+        raise CliError(f"cannot write {file}: {error.strerror or error}") from error
     rows = [{"file": entry.name, **asdict(entry)} for entry in made.entries]
     output.emit(Report(BUNDLE, rows, made.agents, made.faults))
-    raise click.exceptions.Exit(_conclude(output, path, made))
+    raise click.exceptions.Exit(_conclude(output, file, made))
 
 
 def _conclude(output: Output, path: Path, made: Bundled) -> ExitCode:
@@ -98,11 +99,14 @@ def _conclude(output: Output, path: Path, made: Bundled) -> ExitCode:
     return exit_code(made.agents, made.faults)
 
 
-@debug.command(short_help="What is in a bundle.")
+@debug.command(
+    short_help="List the files of a bundle.",
+    examples=[("What is in a bundle, with its checksums", "kvctl debug show incident.tar.zst")],
+)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @pass_settings
 def show(settings: Settings, file: Path) -> None:
-    """What is in a bundle, each file held against the manifest's checksum; what it lacks is said on stderr."""
+    """List the files of a bundle and verify their checksums; files that it lacks are named on stderr."""
     output = Output(settings)
     output.selection(BUNDLE)
     with readable(file), file.open("rb") as opened:

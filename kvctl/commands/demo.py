@@ -83,7 +83,14 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     return path
 
 
-@click.command(cls=KvctlCommand)
+@click.command(
+    cls=KvctlCommand,
+    examples=[
+        ("A fleet with traffic, until Ctrl-C", "kvctl demo"),
+        ("A fleet in which one room hangs", "kvctl demo --fault stuck-room"),
+        ("Ten minutes of random faults, every byte verified", "kvctl demo --faults random --minutes 10"),
+    ],
+)
 @click.option("--transport", default="nixl", show_default=True, metavar="NAME", help="nixl, mooncake or loopback.")
 @click.option("--prefill-tp", default=2, show_default=True, metavar="N", type=_COUNT, help="Prefill TP ranks.")
 @click.option(

@@ -19,7 +19,15 @@ from kvctl.views.report import Report
 from kvctl_agent.contract.admin import socket_dir
 
 
-@click.command(cls=KvctlCommand, view=DOCTOR)
+@click.command(
+    cls=KvctlCommand,
+    view=DOCTOR,
+    examples=[
+        ("What is wrong, and the next command", "kvctl doctor"),
+        ("Only this host: limits, devices, libraries", "kvctl doctor --host-only"),
+        ("A bundle that somebody sent", "kvctl doctor --from incident.tar.zst"),
+    ],
+)
 @click.option("--host-only", is_flag=True, help="Only this host; asks no agent.")
 @pass_settings
 def doctor(settings: Settings, host_only: bool) -> None:

@@ -21,7 +21,15 @@ _MOST = 1000
 SEVERITIES = ("debug", "info", "warning", "error")
 
 
-@click.command(cls=KvctlCommand, view=EVENTS)
+@click.command(
+    cls=KvctlCommand,
+    view=EVENTS,
+    examples=[
+        ("Warnings and errors of the last five minutes", "kvctl events --since 5m --severity warning"),
+        ("New events as they happen", "kvctl events -w"),
+        ("Events of one room", "kvctl events --filter 'room=7'"),
+    ],
+)
 @click.option("--since", metavar="TIME", help="Only the last 5m, 30s, …")
 @click.option(
     "-n", "--limit", type=click.IntRange(min=1), default=_MOST, show_default=True, help="Events per agent at most."
@@ -29,9 +37,9 @@ SEVERITIES = ("debug", "info", "warning", "error")
 @click.option("--severity", type=click.Choice(SEVERITIES), default="debug", help="Only events this severe or more.")
 @pass_settings
 def events(settings: Settings, since: str | None, limit: int, severity: str) -> None:
-    """The flight recorders of all agents, merged by time; -w goes on with what happens next.
+    """Events of all agents, merged by time; with -w also new events as they happen.
 
-    An agent that is started anew is followed into its new life; what a recorder lost before it was read is said.
+    An agent that restarts is followed. Events that a recorder dropped before they were read are counted on stderr.
     """
     back_ns = None if since is None else _span(since)
     wanted = SEVERITIES[SEVERITIES.index(severity) :]

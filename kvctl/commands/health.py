@@ -39,7 +39,15 @@ def health() -> None:
     """What is wrong with the fleet, worst first; `kvctl health` alone shows a line for each finding."""
 
 
-@health.command(view=HEALTH, short_help="A line for each finding, the worst first.")
+@health.command(
+    view=HEALTH,
+    short_help="A line for each finding, the worst first.",
+    examples=[
+        ("Findings, the worst first", "kvctl health"),
+        ("Stop a script while something is wrong", "kvctl health -q || exit 1"),
+        ("Critical findings only, read again every 10 s", "kvctl health --filter 'severity=critical' -w 10"),
+    ],
+)
 @click.option("--muted", is_flag=True, help="Also what is muted.")
 @pass_settings
 def show(settings: Settings, muted: bool) -> None:
@@ -70,7 +78,14 @@ def show(settings: Settings, muted: bool) -> None:
     run(settings, HEALTH, HEALTH_CALLS, read)
 
 
-@health.command(view=HEALTH, short_help="Each finding in full: evidence, cause, remedy.")
+@health.command(
+    view=HEALTH,
+    short_help="Each finding in full: evidence, cause, remedy.",
+    examples=[
+        ("Every finding in full", "kvctl health detail"),
+        ("Findings of one code", "kvctl health detail KV_PEER_LOST"),
+    ],
+)
 @click.argument("code", required=False, shell_complete=_names)
 @pass_settings
 def detail(settings: Settings, code: str | None) -> None:
@@ -100,37 +115,52 @@ def detail(settings: Settings, code: str | None) -> None:
     run(settings, HEALTH, HEALTH_CALLS, read)
 
 
-@health.command(view=CODES_VIEW, short_help="Every code and what an operator sees when it strikes.")
+@health.command(
+    view=CODES_VIEW,
+    short_help="Every health code and its symptom.",
+    examples=[("All health codes", "kvctl health codes")],
+)
 @pass_settings
 def codes(settings: Settings) -> None:
-    """Every code, and what an operator sees when it strikes; asks no agent."""
+    """Every health code with the symptom that an operator sees; asks no agent."""
     rows = [code_row(each) for each in CODES]
     Output(settings).emit(Report(CODES_VIEW, rows, answered=0))
 
 
-@health.command(view=CODES_VIEW, short_help="The page of a code.")
+@health.command(
+    view=CODES_VIEW,
+    short_help="The page of a code.",
+    examples=[("What KV_RING_PINNED means and what to do", "kvctl health explain ring_pinned")],
+)
 @click.argument("code", shell_complete=_names)
 @pass_settings
 def explain(settings: Settings, code: str) -> None:
-    """The page of a code: what one sees, what it means, what to do, and the alert that says the same of metrics.
+    """The page of a code: symptom, meaning, remedy, and the same condition as a Prometheus alert.
 
-    The letters' case and the KV_ in front do not matter; asks no agent.
+    Upper or lower case, with or without KV_ in front; asks no agent.
     """
     Output(settings).emit(Report(CODES_VIEW, [code_row(_code(code))], answered=0, blocks=page))
 
 
-@health.command(view=MUTES, short_help="Do not hear of it for a while.")
+@health.command(
+    view=MUTES,
+    short_help="Mute a code for a while.",
+    examples=[
+        ("One code for two hours", "kvctl health mute KV_LANE_SLOW 2h --reason 'switch is replaced'"),
+        ("One code for one agent", "kvctl health mute KV_CLOCK_SKEW:decode-0 1d"),
+    ],
+)
 @click.argument("target", metavar="CODE[:SUBJECT]", shell_complete=_names)
 @click.argument("time_", metavar="TIME")
 @click.option("--reason", default="", metavar="TEXT", help="Why, for whoever reads `kvctl health mutes`.")
 @pass_settings
 def mute(settings: Settings, target: str, time_: str, reason: str) -> None:
-    """Do not hear of a code, or of it for one subject or agent, for TIME (30m, 2h, 1d).
+    """Mute a code, or one subject or agent of it, for TIME (30m, 2h, 1d).
 
-    Heard again when it gets worse: a higher severity, a larger weight or more findings than now. Muted findings stay
-    visible as a count. Mutes are yours: they lie in $XDG_STATE_HOME/kvctl/mutes.json, and a check that another user
-    runs does not know them. They hold for every fleet that you ask, whatever -e and -c say: where you look after
-    several, name a SUBJECT that only one of them has.
+    A mute ends early when the finding gets worse: a higher severity, a larger weight or more findings than now. Muted
+    findings stay visible as a count. Mutes are per user, in $XDG_STATE_HOME/kvctl/mutes.json: a check that another
+    user runs does not know them. They hold for every fleet, whatever -e and -c say: with several fleets, name a SUBJECT
+    that only one of them has.
     """
     code, subject = _target(target)
     lasts_ns = _lifetime(time_)
@@ -149,11 +179,14 @@ def mute(settings: Settings, target: str, time_: str, reason: str) -> None:
         output.note(f"{made.target} {asked}; whatever comes of it is quiet for {duration(lasts_ns)}")
 
 
-@health.command(short_help="Hear of it again.")
+@health.command(
+    short_help="End a mute.",
+    examples=[("As kvctl health mutes names it", "kvctl health unmute KV_LANE_SLOW")],
+)
 @click.argument("target", metavar="CODE[:SUBJECT]", shell_complete=_names)
 @pass_settings
 def unmute(settings: Settings, target: str) -> None:
-    """Hear of it again: of exactly what was muted, as `kvctl health mutes` names it."""
+    """End a mute; name exactly what was muted, as `kvctl health mutes` lists it."""
     code, subject = _target(target)
     now_ns = time.time_ns()
     wanted = f"{code.name}:{subject}" if subject else code.name
@@ -167,10 +200,14 @@ def unmute(settings: Settings, target: str) -> None:
     Output(settings).note(f"{wanted} is heard again")
 
 
-@health.command(view=MUTES, short_help="What is muted, until when and why.")
+@health.command(
+    view=MUTES,
+    short_help="Mutes: until when, and why.",
+    examples=[("Mutes and how long they last", "kvctl health mutes")],
+)
 @pass_settings
 def mutes(settings: Settings) -> None:
-    """What is muted, for how much longer, what would break it, and why; asks no agent."""
+    """Mutes: how long they last, what would end them early, and why; asks no agent."""
     now_ns = time.time_ns()
     rows = [mute_row(each, now_ns) for each in mute_file.load(mute_file.path()) if each.until_ns > now_ns]
     Output(settings).emit(Report(MUTES, rows, answered=0))

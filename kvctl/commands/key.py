@@ -25,7 +25,13 @@ def key() -> None:
     """Keys (CURVE): of a fleet, and of people who ask it over the network."""
 
 
-@key.command(short_help="Make a key pair.")
+@key.command(
+    short_help="Make a key pair.",
+    examples=[
+        ("A key of your own, in the configuration directory", "kvctl key new"),
+        ("A key for a fleet, as files here", "kvctl key new ./fleet.key"),
+    ],
+)
 @click.argument("name", default=DEFAULT_NAME)
 @pass_settings
 def new(settings: Settings, name: str) -> None:

@@ -19,7 +19,14 @@ from kvctl.views.view import Row
 from kvctl.views.waterfall import draw
 
 
-@click.command(cls=KvctlCommand, view=LAYERS)
+@click.command(
+    cls=KvctlCommand,
+    view=LAYERS,
+    examples=[
+        ("Stage times of all layer groups", "kvctl layers"),
+        ("One room, with its own times", "kvctl layers --room 7"),
+    ],
+)
 @click.option("--room", type=RoomNumber(), help="Only this room, with its real moments.")
 @pass_settings
 def layers(settings: Settings, room: str | None) -> None:

@@ -20,14 +20,25 @@ def metrics() -> None:
     """Counters, gauges and histograms of the agents; `kvctl metrics` alone shows them."""
 
 
-@metrics.command(view=METRICS, short_help="Every sample; -o prom prints the Prometheus text format.")
+@metrics.command(
+    view=METRICS,
+    short_help="Every sample; -o prom prints the Prometheus text format.",
+    examples=[
+        ("Samples of one metric", "kvctl metrics --filter 'name~rooms_finished'"),
+        ("The Prometheus text format", "kvctl metrics -o prom"),
+    ],
+)
 @pass_settings
 def show(settings: Settings) -> None:
     """Counters, gauges and histograms, one row per sample; -o prom prints the Prometheus text format."""
     run(settings, METRICS, (Call("metrics"),), _read)
 
 
-@metrics.command(view=SCHEMA, short_help="Every metric there is: kind, unit, labels, meaning.")
+@metrics.command(
+    view=SCHEMA,
+    short_help="Every metric: kind, unit, labels, meaning.",
+    examples=[("Names, units and meaning of all metrics", "kvctl metrics schema -o wide")],
+)
 @pass_settings
 def schema(settings: Settings) -> None:
     """Every metric that an agent of this version has, with its kind, unit and labels; asks no agent."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from kvctl.views.view import View
 
+Example = tuple[str, str]
+"""What a command line does, and the command line."""
+
 _WATCH = ("-w", "--watch")
 _DEFAULT_WATCH = "2"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -45,6 +48,21 @@ def _completed_by(kind: str) -> Callable[[click.Context, click.Parameter, str], 
         return getattr(completing, kind)(ctx, param, incomplete)
 
     return complete
+
+
+class _Format(click.Choice[str]):
+    """An output format; a file name in its place is answered with where the file belongs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            if ctx is None or all(each.name != "file" for each in ctx.command.params):
+                raise
+            text = (
+                f"{value!r} is not one of {', '.join(self.choices)}; a file is an argument: {ctx.command_path} {value}"
+            )
+            raise click.BadParameter(text, ctx, param) from error
 
 
 def global_options() -> list[click.Option]:
@@ -77,7 +95,7 @@ def global_options() -> list[click.Option]:
         _option(
             "-o",
             "--output",
-            type=click.Choice([*OUTPUTS, PROMETHEUS]),
+            type=_Format([*OUTPUTS, PROMETHEUS]),
             metavar="|".join(OUTPUTS),
             help="Output format; table on a terminal, else plain (TSV). Tables show units for people; plain, csv "
             "and json give whole numbers in the unit that the name ends in. prom: metrics only.",
@@ -117,36 +135,70 @@ def global_options() -> list[click.Option]:
 
 
 class GlobalOptions(click.Command):
-    """A command that takes the global options and lists them in a section of their own.
+    """A command that takes the global options; its help says where they are listed.
 
     An option of the command's own takes the place of a global one of that name.
 
     Args:
         view: of what it prints, so that a shell can complete names of columns.
+        filter_view: the view whose rows --filter chooses, where that is another one.
+        examples: command lines, shown in the help.
     """
 
-    def __init__(self, *args: Any, view: View | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        view: View | None = None,
+        filter_view: View | None = None,
+        examples: Sequence[Example] = (),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.view = view
+        self.filter_view = filter_view or view
+        self.examples = examples
         own = {name for param in self.params for name in param.opts}
-        self._globals = [option for option in global_options() if own.isdisjoint(option.opts)]
-        self.params.extend(self._globals)
+        self.global_options = [option for option in global_options() if own.isdisjoint(option.opts)]
+        self.params.extend(self.global_options)
         self.context_settings.setdefault("help_option_names", ["-h", "--help"])
 
     def sections(self, ctx: click.Context) -> list[tuple[str, list[click.Parameter]]]:
         """Titles of the help's lists of options, with the command's own options under them."""
         own = [
-            param for param in self.get_params(ctx) if isinstance(param, click.Option) and param not in self._globals
+            param
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option) and param not in self.global_options
         ]
         return [("Options", [*own])]
 
+    def shown_examples(self) -> Sequence[Example]:
+        """Examples for the help text."""
+        return self.examples
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        common: list[click.Parameter] = [*self._globals]
-        for title, params in (*self.sections(ctx), ("Global options, before or after the command", common)):
-            records = [record for param in params if (record := param.get_help_record(ctx)) is not None]
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
+        examples = self.shown_examples()
+        if examples:
+            with formatter.section("Examples"):
+                for number, (does, line) in enumerate(examples):
+                    # Written as they are: a line that is broken cannot be pasted.
+                    formatter.write(("\n" if number else "") + f"  # {does}\n  {line}\n")
+        for title, params in self.sections(ctx):
+            write_options(formatter, title, params, ctx)
+        self.format_global_options(ctx, formatter)
+
+    def format_global_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Says where they are listed; the help of the root command lists them."""
+        formatter.write("\nGlobal options (-e, -l, -o, --filter, -w, --from, ...): kvctl help options\n")
+
+
+def write_options(
+    formatter: click.HelpFormatter, title: str, params: Sequence[click.Parameter], ctx: click.Context
+) -> None:
+    """One list of options in a help text."""
+    records = [record for param in params if (record := param.get_help_record(ctx)) is not None]
+    if records:
+        with formatter.section(title):
+            formatter.write_dl(records)
 
 
 class KvctlCommand(GlobalOptions):
@@ -157,13 +209,20 @@ class KvctlCommand(GlobalOptions):
 
 
 class KvctlGroup(GlobalOptions, click.Group):
-    """A command with sub-commands; `default` runs where none is named."""
+    """A command with sub-commands; `default` runs where none is named. Its help shows an example of each."""
 
     command_class = KvctlCommand
 
     def __init__(self, *args: Any, default: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._default = default
+
+    def shown_examples(self) -> Sequence[Example]:
+        if self.examples:
+            return self.examples
+        return [
+            each for child in self.commands.values() if isinstance(child, GlobalOptions) for each in child.examples[:1]
+        ]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         self.format_commands(ctx, formatter)

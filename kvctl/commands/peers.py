@@ -28,14 +28,25 @@ def peers() -> None:
     """Connections between agents; `kvctl peers` alone shows them."""
 
 
-@peers.command(view=PEERS, short_help="One row per connection and end.")
+@peers.command(
+    view=PEERS,
+    short_help="One row per connection and end.",
+    examples=[
+        ("All connections", "kvctl peers"),
+        ("Connections that are not ready", "kvctl peers --filter 'state!=ready'"),
+    ],
+)
 @pass_settings
 def show(settings: Settings) -> None:
     """Connections between agents: state, last heartbeat, round trip, lane, errors, incompatible factors."""
     run(settings, PEERS, _CALLS, _read)
 
 
-@peers.command(view=MATRIX, short_help="Prefill by decode: reachability, lane, compatibility.")
+@peers.command(
+    view=MATRIX,
+    short_help="Prefill by decode: reachability, lane, compatibility.",
+    examples=[("Each prefill rank against each decode rank", "kvctl peers matrix")],
+)
 @pass_settings
 def matrix(settings: Settings) -> None:
     """Every prefill rank against every decode rank: whether they reach each other, by which lane, whether they fit.
@@ -45,13 +56,20 @@ def matrix(settings: Settings) -> None:
     run(settings, MATRIX, _CALLS, _read_matrix)
 
 
-@peers.command(view=DIFF, short_help="What two agents differ in.")
+@peers.command(
+    view=DIFF,
+    short_help="Differences between two agents.",
+    examples=[
+        ("Why these two do not fit each other", "kvctl peers diff prefill-0 decode-0"),
+        ("Everything, also what is the same", "kvctl peers diff prefill-0 decode-0 --all"),
+    ],
+)
 @click.argument("a", type=AgentName())
 @click.argument("b", type=AgentName())
 @click.option("--all", "everything", is_flag=True, help="Also what is the same.")
 @pass_settings
 def diff(settings: Settings, a: str, b: str, everything: bool) -> None:
-    """What stands between agents A and B, factor by factor, and what else differs: build, transport, configuration.
+    """Differences between agents A and B: factors that make them incompatible, build, transport, configuration.
 
     Exits 1 where they do not fit each other.
     """

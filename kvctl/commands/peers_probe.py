@@ -38,20 +38,28 @@ class Size(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-@click.command(cls=KvctlCommand, view=PROBE, short_help="Measure the lane between two agents.")
+@click.command(
+    cls=KvctlCommand,
+    view=PROBE,
+    short_help="Measure the lane between two agents.",
+    examples=[
+        ("The lane from prefill-0 to decode-0", "kvctl peers probe prefill-0 decode-0"),
+        ("All lanes, while rooms are open", "kvctl peers probe --busy"),
+    ],
+)
 @click.argument("prefill", type=AgentName(), required=False)
 @click.argument("decode", type=AgentName(), required=False)
 @click.option("--bytes", "nbytes", type=Size(), metavar="SIZE", help="Largest write, 1MiB to 64MiB. [default: 16MiB]")
 @click.option("--busy", is_flag=True, help="Also while rooms are open; their parts wait for it.")
 @pass_settings
 def probe(settings: Settings, prefill: str | None, decode: str | None, nbytes: int | None, busy: bool) -> None:
-    """Write from the PREFILL rank to the DECODE rank's scratch memory, and show what that costs by size of descriptor.
+    """Write from the PREFILL rank to scratch memory of the DECODE rank, and show the time by size of descriptor.
 
-    TAKES is a whole write. Every write takes some time whatever it holds, as the one of 64 bytes shows; EACH ADDS is
-    what a descriptor takes besides.
+    TAKES is the time of a whole write. Every write has a fixed cost, which the one of 64 bytes shows; EACH ADDS is the
+    time that a descriptor adds.
 
-    Without names every prefill rank is asked, one after the other, about every decode rank that it is connected to. A
-    lane takes about 0.2 s, more where it is slow. From then on kvctl peers shows what was found. Level: operate.
+    Without names every prefill rank measures its lane to every decode rank that it is connected to, one after the
+    other. A lane takes about 0.2 s, more where it is slow. kvctl peers shows the result from then on. Level: operate.
     """
     once_and_live(settings)
     output = Output(settings)

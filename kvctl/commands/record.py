@@ -23,16 +23,6 @@ from kvctl.views.recordings import RECORDED
 from kvctl.views.report import Report
 
 
-class FileCommand(KvctlCommand):
-    """After this command `-o` names its file, as everywhere else where a file is made; before it, the format."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        formats = {id(param) for param in self._globals if param.name == "output"}
-        self._globals = [param for param in self._globals if id(param) not in formats]
-        self.params = [param for param in self.params if id(param) not in formats]
-
-
 class Span(click.ParamType[int]):
     """A time such as 500ms or 2m, as ns."""
 
@@ -48,30 +38,29 @@ class Span(click.ParamType[int]):
         return ns
 
 
-@click.command(cls=FileCommand)
-@click.option(
-    "-o",
-    "--output",
-    "path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    required=True,
-    metavar="FILE",
-    help="Where the recording goes; an old one of that name is replaced.",
+@click.command(
+    cls=KvctlCommand,
+    examples=[
+        ("One moment, after something went wrong", "kvctl record incident.kvrec"),
+        ("Five minutes, a moment every two seconds", "kvctl record fleet.kvrec --for 5m --every 2s"),
+        ("Read it again", "kvctl rooms --from fleet.kvrec"),
+    ],
 )
-@click.option("--for", "for_ns", type=Span(), metavar="TIME", help="Go on for 30s, 5m, …; without it one moment.")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--for", "for_ns", type=Span(), metavar="TIME", help="Record for 30s, 5m, …; without it one moment.")
 @click.option(
-    "--every", "every_ns", type=Span(), default="1s", show_default=True, metavar="TIME", help="From moment to moment."
+    "--every", "every_ns", type=Span(), default="1s", show_default=True, metavar="TIME", help="Time between moments."
 )
 @pass_settings
-def record(settings: Settings, path: Path, for_ns: int | None, every_ns: int) -> None:
-    """Save all that reading commands show, and what the agents' machines were told lately.
+def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int) -> None:
+    """Save to FILE all that the reading commands show, and the last inputs of the agents' state machines.
 
-    Every reading command takes the file with --from FILE, and kvctl top plays it; kvctl replay runs the machines again.
-    Agents keep their last inputs (record_inputs in their configuration) whether anybody records or not, so one moment
-    is for when something has gone wrong, and --for is for what is about to. Ctrl-C ends it early, the file is whole.
+    Every reading command takes the file with --from FILE, kvctl top plays it, and kvctl replay runs its inputs again.
+    Agents keep their last inputs (record_inputs in their configuration) at all times: record one moment after
+    something went wrong, and use --for before something is expected to. Ctrl-C ends it early, and the file is whole.
 
-    All agents are saved, or those that -e and -l choose. Page numbers, names and addresses are in the file, no KV. To
-    choose the format of what is printed, give -o before the command, too: kvctl -o json record -o FILE.
+    All agents are saved, or those that -e and -l choose. An existing FILE is replaced. It holds page numbers, names and
+    addresses, and no KV.
     """
     live_only(settings)
     output = Output(settings)
@@ -79,12 +68,12 @@ def record(settings: Settings, path: Path, for_ns: int | None, every_ns: int) ->
     shown = sys.stderr.isatty() and not settings.quiet and for_ns is not None
     series = Series(for_ns or 0, every_ns, _draw if shown else lambda *_: None)
     with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
-        saving = save_recording(fleet, path, series)
+        saving = save_recording(fleet, file, series)
     if shown:
         progress("")
     report = Report(RECORDED, [asdict(saved) for saved in saving.saved], len(saving.saved), saving.faults)
     if saving.saved:
-        report.notes += [*_notes(saving), _where(path, saving.moments)]
+        report.notes += [*_notes(saving), _where(file, saving.moments)]
         output.emit(report)
     code = conclude(output, settings, saving.survey, report)
     raise click.exceptions.Exit(ExitCode.INTERRUPTED if saving.interrupted else code)

@@ -19,41 +19,40 @@ class Entry:
 
 
 COMMANDS: dict[str, Entry] = {
-    "status": Entry("kvctl.commands.status", "status", "One screen: health, ranks, rooms, ring, rate, latency."),
-    "agents": Entry("kvctl.commands.agents", "agents", "Who is there: round trip, version, uptime, stale sockets."),
-    "rooms": Entry("kvctl.commands.rooms", "rooms", "Active and finished rooms; one room on one timeline."),
+    "status": Entry("kvctl.commands.status", "status", "Health, ranks, rooms, ring, rate and latency on one screen."),
+    "agents": Entry("kvctl.commands.agents", "agents", "Agents: round trip, version, uptime, stale sockets."),
+    "rooms": Entry("kvctl.commands.rooms", "rooms", "Active and finished rooms; one room on all its ranks."),
     "staging": Entry("kvctl.commands.staging", "staging", "Staging rings and buffers; a map of each ring."),
-    "layers": Entry("kvctl.commands.layers", "layers", "Where the time goes, by layer group and stage."),
+    "layers": Entry("kvctl.commands.layers", "layers", "Transfer times by layer group and stage."),
     "peers": Entry("kvctl.commands.peers", "peers", "Connections between agents: state, clock, errors."),
-    "metrics": Entry("kvctl.commands.metrics", "metrics", "Counters, gauges and histograms; also for Prometheus."),
-    "events": Entry("kvctl.commands.events", "events", "The flight recorders of all agents, merged by time."),
-    "bootstrap": Entry(
-        "kvctl.commands.bootstrap", "bootstrap", "Who has registered, who is missing, who is connected."
-    ),
-    "stacks": Entry("kvctl.commands.stacks", "stacks", "What every thread of the agents does right now."),
-    "health": Entry("kvctl.commands.health", "health", "What is wrong, worst first; codes, their pages, mutes."),
-    "check": Entry("kvctl.commands.check", "check", "For monitoring: one line, exit status 0, 1, 2 or 3."),
-    "doctor": Entry("kvctl.commands.doctor", "doctor", "What is wrong, ranked, and what to type next; host checks."),
+    "metrics": Entry("kvctl.commands.metrics", "metrics", "Counters, gauges and histograms; Prometheus text."),
+    "events": Entry("kvctl.commands.events", "events", "Events of all agents, merged by time."),
+    "bootstrap": Entry("kvctl.commands.bootstrap", "bootstrap", "Ranks that are registered, missing or connected."),
+    "stacks": Entry("kvctl.commands.stacks", "stacks", "Stack of every thread of the agents."),
+    "health": Entry("kvctl.commands.health", "health", "Findings, the worst first; health codes and mutes."),
+    "check": Entry("kvctl.commands.check", "check", "One line and exit status 0 to 3, for monitoring."),
+    "doctor": Entry("kvctl.commands.doctor", "doctor", "Ranked findings with the next command; host checks."),
     "wait": Entry("kvctl.commands.wait", "wait", "Wait until the fleet is ready or drained, or a room is done."),
-    "drain": Entry("kvctl.commands.drain", "drain", "Have agents take no new rooms; those in flight end."),
-    "resume": Entry("kvctl.commands.drain", "resume", "Have drained agents take new rooms again."),
-    "config": Entry("kvctl.commands.config", "config", "Configuration of the agents and where it comes from."),
-    "context": Entry("kvctl.commands.context", "context", "Fleets under names: which agents, keys and labels."),
-    "key": Entry("kvctl.commands.key", "key", "Make keys: for a fleet, and for people who ask it from afar."),
-    "top": Entry("kvctl.commands.top", "top", "The fleet live on one terminal; a picture of it in a file."),
-    "tune": Entry("kvctl.commands.tune", "tune", "Recommend settings for a machine and a workload; --confirm them."),
+    "drain": Entry("kvctl.commands.drain", "drain", "Make agents accept no new rooms; rooms in flight finish."),
+    "resume": Entry("kvctl.commands.drain", "resume", "Make drained agents accept new rooms again."),
+    "config": Entry("kvctl.commands.config", "config", "Configuration of the agents, with the origin of each value."),
+    "context": Entry("kvctl.commands.context", "context", "Named fleets: agents, keys and labels."),
+    "key": Entry("kvctl.commands.key", "key", "Make key pairs for fleets and for operators."),
+    "top": Entry("kvctl.commands.top", "top", "Live view of the fleet in a terminal; snapshots in files."),
+    "tune": Entry("kvctl.commands.tune", "tune", "Recommend settings for a machine and a workload."),
     "bench": Entry("kvctl.commands.bench", "bench", "Start a fleet here, move real KV, verify every byte."),
-    "demo": Entry("kvctl.commands.demo", "demo", "A small fleet under endless traffic, to look at and to harm."),
-    "record": Entry("kvctl.commands.record", "record", "Save a fleet in a file: to look at with --from, to replay."),
-    "debug": Entry("kvctl.commands.debug", "debug", "Bundle all that is known of a fleet in one file."),
+    "demo": Entry("kvctl.commands.demo", "demo", "Start a small fleet with traffic and, if wanted, faults."),
+    "record": Entry("kvctl.commands.record", "record", "Save the fleet to a file, for --from and replay."),
+    "debug": Entry("kvctl.commands.debug", "debug", "Save everything about a fleet in one file, to send."),
     "replay": Entry("kvctl.commands.replay", "replay", "Run a recording again; name the first broken invariant."),
-    "completion": Entry("kvctl.commands.completion", "completion", "Make your shell complete commands, agents, rooms."),
+    "completion": Entry("kvctl.commands.completion", "completion", "Print the completion script of a shell."),
+    "help": Entry("kvctl.commands.help", "help_command", "Help for a command, or the global options."),
     "version": Entry("kvctl.commands.version", "version", "Versions of this tool and of the agents."),
 }
 
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Look": (
+    "Inspect": (
         "status",
         "top",
         "agents",
@@ -66,11 +65,11 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "bootstrap",
         "stacks",
     ),
-    "Judge": ("doctor", "health", "check", "wait"),
-    "Act": ("drain", "resume"),
+    "Diagnose": ("doctor", "health", "check", "wait"),
+    "Operate": ("drain", "resume"),
     "Try and measure": ("demo", "bench", "tune"),
-    "Keep for later": ("record", "replay", "debug"),
-    "Set up": ("config", "context", "key", "completion", "version"),
+    "Record": ("record", "replay", "debug"),
+    "Set up": ("config", "context", "key", "completion", "help", "version"),
 }
 """The commands as the help lists them; what a person wants to do, not how it is built."""
 

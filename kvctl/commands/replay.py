@@ -21,7 +21,16 @@ from kvctl.views.recordings import REPLAYED, blocks
 from kvctl.views.report import Report
 
 
-@click.command(cls=KvctlCommand)
+@click.command(
+    cls=KvctlCommand,
+    examples=[
+        ("Run a recording again", "kvctl replay incident.kvrec"),
+        (
+            "Write a test that repeats the first broken invariant",
+            "kvctl replay incident.kvrec --write-test test_incident.py",
+        ),
+    ],
+)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--agent", "agents", multiple=True, metavar="NAME", help="Only this agent's inputs. Repeatable.")
 @click.option("--shrink/--no-shrink", default=True, show_default=True, help="Make the trace of a breach shorter.")

@@ -42,7 +42,16 @@ def _limit(default: int) -> Callable[[_Function], _Function]:
     )
 
 
-@rooms.command("ls", view=ROOMS, short_help="Active rooms, the oldest first.")
+@rooms.command(
+    "ls",
+    view=ROOMS,
+    short_help="Active rooms, the oldest first.",
+    examples=[
+        ("Active rooms, read again every two seconds", "kvctl rooms -w"),
+        ("Rooms older than five seconds, each once", "kvctl rooms --filter 'age>5s' -l role=decode"),
+        ("Room numbers for a script", "kvctl rooms -o json | jq -r '.data[].room'"),
+    ],
+)
 @click.option("--state", type=click.Choice(STATE_LABELS, case_sensitive=False), help="Only rooms in this state.")
 @_limit(_ALL)
 @pass_settings
@@ -54,7 +63,14 @@ def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
     _table(settings, ROOMS, Call("rooms", {"state": state, "limit": limit}), limit)
 
 
-@rooms.command(view=HISTORY, short_help="Rooms that finished last.")
+@rooms.command(
+    view=HISTORY,
+    short_help="Rooms that finished last.",
+    examples=[
+        ("Rooms that finished last", "kvctl rooms history"),
+        ("All rooms that the agents remember, as CSV", "kvctl rooms history -n 1000 -o csv > rooms.csv"),
+    ],
+)
 @_limit(_FEW)
 @pass_settings
 def history(settings: Settings, limit: int) -> None:
@@ -62,7 +78,11 @@ def history(settings: Settings, limit: int) -> None:
     _table(settings, HISTORY, Call("history", {"limit": limit}))
 
 
-@rooms.command(view=SLOW, short_help="Slowest finished rooms.")
+@rooms.command(
+    view=SLOW,
+    short_help="Slowest finished rooms.",
+    examples=[("The five slowest rooms of each decode rank", "kvctl rooms slow -n 5 -l role=decode")],
+)
 @_limit(_FEW)
 @pass_settings
 def slow(settings: Settings, limit: int) -> None:
@@ -84,7 +104,14 @@ def _table(settings: Settings, view: View, call: Call, cut_at: int | None = None
     run(settings, view, (call,), read)
 
 
-@rooms.command(view=TIMELINE, short_help="One room: both ends on one timeline, and who failed first.")
+@rooms.command(
+    view=TIMELINE,
+    short_help="One room on all its ranks: timeline, and the rank that failed first.",
+    examples=[
+        ("Room 7 on all its ranks", "kvctl rooms show 7"),
+        ("The same as a trace for ui.perfetto.dev", "kvctl rooms show 7 --perfetto room-7.json"),
+    ],
+)
 @click.argument("room", type=RoomNumber())
 @click.option(
     "--perfetto",

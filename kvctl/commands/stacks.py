@@ -13,7 +13,11 @@ from kvctl.views.report import Report, Text
 from kvctl.views.stacks import STACKS, traceback
 
 
-@click.command(cls=KvctlCommand, view=STACKS)
+@click.command(
+    cls=KvctlCommand,
+    view=STACKS,
+    examples=[("All threads of one agent", "kvctl stacks -e decode-0")],
+)
 @pass_settings
 def stacks(settings: Settings) -> None:
     """The Python stack of every thread of every agent, the innermost frame last.

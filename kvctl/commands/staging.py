@@ -26,14 +26,26 @@ def staging() -> None:
     """Staging rings of decode ranks and staging buffers of prefill ranks; `kvctl staging` alone shows them."""
 
 
-@staging.command(view=STAGING, short_help="Rings, buffers, oldest allocation, gated parts.")
+@staging.command(
+    view=STAGING,
+    short_help="Rings, buffers, oldest allocation, gated parts.",
+    examples=[("Rings of decode ranks, read again every second", "kvctl staging -l role=decode -w 1")],
+)
 @pass_settings
 def show(settings: Settings) -> None:
     """Rings and their use, the oldest allocation with its room, staging buffers, and which parts are gated on what."""
     run(settings, STAGING, _CALLS, _read_show)
 
 
-@staging.command("map", view=ALLOCATIONS, short_help="A picture of each ring.")
+@staging.command(
+    "map",
+    view=ALLOCATIONS,
+    short_help="A picture of each ring.",
+    examples=[
+        ("The ring of one decode rank", "kvctl staging map -e decode-0"),
+        ("Allocations older than a second, for a script", "kvctl staging map --filter 'age>1s' -o json"),
+    ],
+)
 @pass_settings
 def draw_map(settings: Settings) -> None:
     """A picture of each decode rank's ring: allocations by state, head, watermark.

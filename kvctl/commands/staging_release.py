@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import click
 
 from kvctl.client.calls import Call
-from kvctl.client.fleet import AgentAnswer, Survey
+from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.acting import act, yes_option
 from kvctl.commands.names import RoomNumber
 from kvctl.commands.options import KvctlCommand, pass_settings
@@ -16,7 +16,7 @@ from kvctl.commands.settings import Settings
 from kvctl.views.operations import DONE
 from kvctl.views.units import duration, size
 
-_FORCE = "by force: what their writers still write will land in memory that is somebody else's"
+_FORCE = "by force: what their writers still write may land in memory of another room"
 
 
 class _Allocation(NamedTuple):
@@ -36,18 +36,26 @@ class AllocationName(click.ParamType[_Allocation]):
         return _Allocation(agent, int(serial))
 
 
-@click.command(cls=KvctlCommand, view=DONE, short_help="Give back what a lost or stuck writer holds.")
+@click.command(
+    cls=KvctlCommand,
+    view=DONE,
+    short_help="Free ring memory that a lost or stuck writer holds.",
+    examples=[
+        ("One allocation: kvctl staging map lists them", "kvctl staging release decode-0:17"),
+        ("Everything that failed room 7 holds, its pages included", "kvctl staging release --room 7"),
+    ],
+)
 @click.argument("allocation", type=AllocationName(), required=False)
-@click.option("--room", type=RoomNumber(), help="Instead: all that this failed room holds, its pages included.")
-@click.option("--force", is_flag=True, help="Also where nothing proves that its writer has ended. You have made sure.")
+@click.option("--room", type=RoomNumber(), help="Free all that this failed room holds, its pages included.")
+@click.option("--force", is_flag=True, help="Also where nothing proves that its writer has ended: make sure first.")
 @yes_option
 @pass_settings
 def release(settings: Settings, allocation: _Allocation | None, room: str | None, force: bool, yes: bool) -> None:
-    """Give back one ALLOCATION (AGENT:SERIAL) of a decode rank's ring, or with --room all that a failed room holds.
+    """Free one ALLOCATION (AGENT:SERIAL) of a decode rank's ring, or with --room all that a failed room holds.
 
-    A writer that lives is asked to give back what it has not written, and asks for another place. What a lost writer
-    may still write to is given back only with --force: make sure first that its process is gone, for what it writes
-    would land in memory that is somebody else's by then. Level: operate.
+    A live writer is asked to give back what it has not written, and asks for another place. What a lost writer may
+    still write to is freed only with --force: make sure first that its process is gone, because what it writes would
+    land in memory of another room. Level: operate.
     """
     if (allocation is None) == (room is None):
         raise click.UsageError("name one allocation (AGENT:SERIAL), or a room with --room")
@@ -58,7 +66,7 @@ def release(settings: Settings, allocation: _Allocation | None, room: str | None
 
 
 def _release_allocation(settings: Settings, wanted: _Allocation, force: bool, yes: bool) -> None:
-    def holders(survey: Survey) -> Sequence[AgentAnswer] | str:
+    def holders(fleet: Fleet, survey: Survey) -> Sequence[AgentAnswer] | str:
         found = [agent for agent in survey.agents if agent.name == wanted.agent]
         return found or f"no agent named {wanted.agent} answers; there are: {', '.join(_names(survey))}"
 
@@ -66,7 +74,7 @@ def _release_allocation(settings: Settings, wanted: _Allocation, force: bool, ye
         ring = agents[0].data["staging"]["ring"] if "staging" in agents[0].data else None
         rows = ring["allocations"] if ring else []
         held = next((row for row in rows if row["serial"] == wanted.serial), None)
-        what = f"release allocation {wanted.serial} of {wanted.agent}"
+        what = f"Release allocation {wanted.serial} of {wanted.agent}"
         if held is not None:
             nbytes, age = size(held["end"] - held["offset"]), duration(held["age_ns"])
             what += f" ({nbytes}, room {held['room']}, {held['state']} for {age}, writer {held['writer']})"
@@ -78,12 +86,12 @@ def _release_allocation(settings: Settings, wanted: _Allocation, force: bool, ye
 
 
 def _release_room(settings: Settings, room: str, force: bool, yes: bool) -> None:
-    def holders(survey: Survey) -> Sequence[AgentAnswer] | str:
+    def holders(fleet: Fleet, survey: Survey) -> Sequence[AgentAnswer] | str:
         found = [agent for agent, _ in survey.answers("room") if agent.hello["role"] == "decode"]
         return found or f"no decode rank knows room {room}; kvctl rooms shows those that are active"
 
     def question(agents: Sequence[AgentAnswer]) -> str:
-        what = f"release all that room {room} holds on {', '.join(agent.name for agent in agents)}"
+        what = f"Release all that room {room} holds on {', '.join(agent.name for agent in agents)}"
         return f"{what} {_FORCE}" if force else what
 
     call = Call("release", {"room": room, "force": force})

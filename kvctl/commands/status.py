@@ -28,7 +28,16 @@ _BRIEFLY = (Call("status"),)
 _HEALTH_EVERY_NS = 2_000_000_000
 
 
-@click.command(cls=KvctlCommand, view=STATUS)
+@click.command(
+    cls=KvctlCommand,
+    view=STATUS,
+    examples=[
+        ("The fleet on one screen", "kvctl status"),
+        ("One line per second, as vmstat prints", "kvctl status -w 1"),
+        ("Decode ranks only, for a script", "kvctl status -l role=decode -o json"),
+        ("A recorded fleet", "kvctl status --from fleet.kvrec"),
+    ],
+)
 @pass_settings
 def status(settings: Settings) -> None:
     """One screen: health, ranks by role, rooms by state, ring use, GB/s while rooms are open, latency p50/p99.

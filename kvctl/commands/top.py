@@ -65,7 +65,15 @@ def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
     return value
 
 
-@click.command(cls=KvctlCommand)
+@click.command(
+    cls=KvctlCommand,
+    examples=[
+        ("The fleet live; ? shows the keys", "kvctl top"),
+        ("Rooms first, those older than a second", "kvctl top --view rooms --filter 'age>1s'"),
+        ("One screen as a picture", "kvctl top --snapshot fleet.svg --size 160x50"),
+        ("Play a recording", "kvctl top --from fleet.kvrec"),
+    ],
+)
 @click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="Which comes first.")
 @click.option(
     "--interval", type=Interval(), default="1s", show_default=True, metavar="TIME", help="Between readings, as -w."

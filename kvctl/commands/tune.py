@@ -98,7 +98,14 @@ def _options() -> list[click.Parameter]:
     return [*taken, *_own_options()]
 
 
-@click.command(cls=GroupedCommand, params=_options())
+@click.command(
+    cls=GroupedCommand,
+    params=_options(),
+    examples=[
+        ("Settings for this machine and layout", "kvctl tune --prefill-tp 4 --decode-dp 4"),
+        ("The same, compared with a measurement", "kvctl tune --prefill-tp 4 --decode-dp 4 --confirm"),
+    ],
+)
 @pass_settings
 def tune(settings: Settings, **options: Any) -> None:
     """Recommend settings for a machine and a workload: path, page size, ring, chunk, CP mode, layers per group.

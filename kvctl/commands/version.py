@@ -18,7 +18,14 @@ from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
 from kvctl_agent.contract.version import VERSION
 
 
-@click.command(cls=KvctlCommand, view=VERSION_VIEW)
+@click.command(
+    cls=KvctlCommand,
+    view=VERSION_VIEW,
+    examples=[
+        ("This tool", "kvctl version"),
+        ("This tool and the running agents", "kvctl version --agents"),
+    ],
+)
 @click.option("--agents", is_flag=True, help="Versions of the running agents, too.")
 @pass_settings
 def version(settings: Settings, agents: bool) -> None:

@@ -24,7 +24,14 @@ _MOST_NAMED = 5
 _GOALS = ("ready", "drained", "room=")
 
 
-@click.command(cls=KvctlCommand)
+@click.command(
+    cls=KvctlCommand,
+    examples=[
+        ("Start a load once eight agents are there and connected", "kvctl wait --for ready --agents 8 && run-load"),
+        ("Stop a worker once its rooms are done", "kvctl wait --for drained -e decode-0 --timeout 5m"),
+        ("Wait for one room", "kvctl wait --for room=7:Success"),
+    ],
+)
 @click.option(
     "--for",
     "goal",

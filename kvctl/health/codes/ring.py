@@ -220,7 +220,7 @@ def _gated_empty(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"{counted(len(stuck), 'part')} of {listed(writers)} wait for the watermark of {agent.name}, whose "
             "ring is empty: nothing is left that could move it",
-            remedy="save `kvctl debug bundle -o bundle.tar.zst` and report it, this is a bug; "
+            remedy="save `kvctl debug bundle bundle.tar.zst` and report it, this is a bug; "
             f"`kvctl rooms abort {text(stuck[0].row, 'room')}` frees the room",
         )
 

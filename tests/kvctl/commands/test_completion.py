@@ -64,7 +64,7 @@ def test_the_files_are_what_the_command_prints(shell: str, kvctl: Any) -> None:
         (("rooms", "ls", "--sort-by=state,-roo"), ["state,-room"]),
         (("config", "show", "--columns", "key,val"), ["key,value"]),
         (("status", "--columns", "state,sta"), []),
-        (("record", "-o", "x"), ["file"]),
+        (("record", "x"), ["file"]),
         (("completion", "z"), ["zsh"]),
         (("nonsense", ""), []),
         (("rooms", "nonsense", ""), []),

@@ -47,7 +47,7 @@ def told(path: Path) -> Any:
 
 def test_a_bundle_holds_what_its_manifest_says(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "b.tar.zst"
-    outcome = kvctl("debug", "bundle", "-o", str(path))
+    outcome = kvctl("debug", "bundle", str(path))
     assert outcome.code == 0
     files, manifest = unpacked(path), told(path)
     expected = {RECORDING, "host.txt", debug_bundle.HOST, *(text.name for text in debug_bundle.TEXTS)}
@@ -67,7 +67,7 @@ def test_its_tables_are_those_that_live_agents_and_the_file_itself_show(
     fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "b.tar.zst"
-    kvctl("debug", "bundle", "-o", str(path))
+    kvctl("debug", "bundle", str(path))
     monkeypatch.setenv("COLUMNS", "160")
     files = unpacked(path)
     for name, *args in (
@@ -84,14 +84,14 @@ def test_its_tables_are_those_that_live_agents_and_the_file_itself_show(
 
 def test_show_lists_it_and_finds_what_was_changed(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "b.tar.zst"
-    kvctl("debug", "bundle", "-o", str(path), "--redact")
+    kvctl("debug", "bundle", str(path), "--redact")
     shown = kvctl("debug", "show", str(path), "-o", "json")
     assert shown.code == 0
     assert [row["file"] for row in json.loads(shown.out)["data"]] == [each["name"] for each in told(path)["files"]]
     assert "made by kvctl 0.1.0 at " in shown.err
     assert ", redacted\n" in shown.err
     recording = tmp_path / "r.kvrec"
-    kvctl("record", "-o", str(recording))
+    kvctl("record", str(recording))
     refused = kvctl("debug", "show", str(recording))
     assert (refused.code, refused.out) == (1, "")
     assert "it is no bundle of kvctl: kvctl debug bundle makes one" in refused.err
@@ -100,14 +100,14 @@ def test_show_lists_it_and_finds_what_was_changed(fleet: Any, kvctl: Any, tmp_pa
 
 
 def test_list_says_what_would_be_in_it_and_asks_nobody(kvctl: Any) -> None:
-    outcome = kvctl("debug", "bundle", "--list", "-o", "unused.tar.zst", "--columns", "file")
+    outcome = kvctl("debug", "bundle", "--list", "unused.tar.zst", "--columns", "file")
     assert outcome.code == 0
     files = outcome.out.split()
     assert {RECORDING, "stacks.txt", "health.json", "metrics.prom", "host.json", "manifest.json"} <= set(files)
     assert not Path("unused.tar.zst").exists()
     missing = kvctl("debug", "bundle")
     assert missing.code == 2
-    assert "-o FILE.tar.zst is missing" in missing.err
+    assert "FILE is missing" in missing.err
 
 
 SECRETS = ("node7.rack", "lovelace", "/homes/lovelace", "10.9.8.7", "gpu-b12", "/srv/models", KEY, "fd00::7")
@@ -168,8 +168,8 @@ def test_redaction_leaves_no_name_of_a_machine_a_person_a_place_or_a_key(
     telling: None, kvctl: Any, tmp_path: Path
 ) -> None:
     plain, path = tmp_path / "plain.tar.zst", tmp_path / "red.tar.zst"
-    assert kvctl("debug", "bundle", "-o", str(plain)).code == 0
-    outcome = kvctl("debug", "bundle", "-o", str(path), "--redact")
+    assert kvctl("debug", "bundle", str(plain)).code == 0
+    outcome = kvctl("debug", "bundle", str(path), "--redact")
     assert outcome.code == 0
     before, text = everything(plain), everything(path)
     for secret in (*SECRETS, os.environ["KVCTL_SOCKET_DIR"], str(tmp_path)):
@@ -188,8 +188,8 @@ def test_redaction_leaves_no_name_of_a_machine_a_person_a_place_or_a_key(
 
 def test_an_older_bundle_is_redacted_from_its_file(telling: None, kvctl: Any, tmp_path: Path) -> None:
     plain, path = tmp_path / "plain.tar.zst", tmp_path / "red.tar.zst"
-    kvctl("debug", "bundle", "-o", str(plain))
-    assert kvctl("debug", "bundle", "--from", str(plain), "--redact", "-o", str(path)).code == 0
+    kvctl("debug", "bundle", str(plain))
+    assert kvctl("debug", "bundle", "--from", str(plain), "--redact", str(path)).code == 0
     text = everything(path)
     assert not [secret for secret in SECRETS if secret in text]
     assert load(path).at_ns == load(plain).at_ns
@@ -209,7 +209,7 @@ def test_an_agent_that_hangs_and_one_that_refuses_hold_nobody_up(
     with socket.socket(socket.AF_UNIX) as hung:
         hung.bind(str(socket_directory / "decode-1.sock"))
         hung.listen()
-        outcome = kvctl("debug", "bundle", "-o", str(path), "--timeout", "1s")
+        outcome = kvctl("debug", "bundle", str(path), "--timeout", "1s")
     assert outcome.code == 7
     assert "decode-1: no answer within" in outcome.err
     assert [fault["agent"] for fault in told(path)["errors"]] == ["decode-1"]
@@ -226,7 +226,7 @@ def test_sockets_whose_names_are_no_text_hold_nothing_up(
     odd = socket_directory / os.fsdecode(b"odd-\xff.sock")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(os.fsencode(odd))
-    outcome = kvctl("debug", "bundle", "-o", str(path))
+    outcome = kvctl("debug", "bundle", str(path))
     assert outcome.code == 0
     assert "not in the bundle" not in outcome.err
     assert "odd-\\udcff\tstale" in kvctl("agents", "--from", str(path), "--columns", "agent,state").out.replace(
@@ -236,7 +236,7 @@ def test_sockets_whose_names_are_no_text_hold_nothing_up(
 
 def test_without_agents_there_is_still_this_machine(kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "b.tar.zst"
-    outcome = kvctl("debug", "bundle", "-o", str(path))
+    outcome = kvctl("debug", "bundle", str(path))
     assert outcome.code == 3
     assert "no agent answered" in outcome.err
     assert unpacked(path).keys() == {RECORDING, "host.txt", debug_bundle.HOST, "manifest.json"}
@@ -255,7 +255,7 @@ def test_ctrl_c_leaves_a_bundle_that_can_be_read(
 
     monkeypatch.setattr(Output, "detail", say)
     path = tmp_path / "b.tar.zst"
-    outcome = kvctl("debug", "bundle", "-o", str(path), *redact)
+    outcome = kvctl("debug", "bundle", str(path), *redact)
     assert outcome.code == 130
     assert told(path)["partial"] is True
     assert [each.name for each in tmp_path.iterdir()] == ["b.tar.zst"]
@@ -275,11 +275,11 @@ def test_ctrl_c_while_agents_are_asked_keeps_what_was_said(
     monkeypatch.setattr(debug_bundle, "_APART_NS", 3600 * 10**9)
     path = tmp_path / "b.tar.zst"
     for redact in ((), ("--redact",)):
-        assert kvctl("debug", "bundle", "-o", str(path), *redact).code == 130
+        assert kvctl("debug", "bundle", str(path), *redact).code == 130
         assert told(path)["partial"] is True
         assert kvctl("status", "--from", str(path)).code == 0
     path = tmp_path / "series.kvrec"
-    outcome = kvctl("record", "-o", str(path), "--for", "1h")
+    outcome = kvctl("record", str(path), "--for", "1h")
     assert outcome.code == 130
     assert "1 moment saved" in outcome.err
     assert kvctl("status", "--from", str(path)).code == 0
@@ -296,7 +296,7 @@ def test_an_interrupt_that_comes_last_loses_nothing(
 
     monkeypatch.setattr(Archive, "end", late)
     path = tmp_path / "b.tar.zst"
-    assert kvctl("debug", "bundle", "-o", str(path)).code == 130
+    assert kvctl("debug", "bundle", str(path)).code == 130
     assert kvctl("debug", "show", str(path)).code == 0
 
 
@@ -306,7 +306,7 @@ def test_one_command_that_fails_costs_its_own_file_only(
     wrong = debug_bundle.Text("wrong.txt", ("rooms", "--columns", "speed"), "nothing")
     monkeypatch.setattr(debug_bundle, "TEXTS", (wrong, *debug_bundle.TEXTS[:1]))
     path = tmp_path / "b.tar.zst"
-    outcome = kvctl("debug", "bundle", "-o", str(path))
+    outcome = kvctl("debug", "bundle", str(path))
     assert outcome.code == 0
     assert "not in the bundle: wrong.txt: " in outcome.err
     assert "speed" in told(path)["failed"][0]
@@ -314,12 +314,12 @@ def test_one_command_that_fails_costs_its_own_file_only(
 
 
 def test_what_cannot_be_written_leaves_nothing(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
-    outcome = kvctl("debug", "bundle", "-o", str(tmp_path / "no" / "where.tar.zst"))
+    outcome = kvctl("debug", "bundle", str(tmp_path / "no" / "where.tar.zst"))
     assert outcome.code == 1
     assert "cannot write" in outcome.err
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    outcome = kvctl("debug", "bundle", "-o", str(pipe))
+    outcome = kvctl("debug", "bundle", str(pipe))
     assert outcome.code == 1
     assert "it is no plain file" in outcome.err
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]

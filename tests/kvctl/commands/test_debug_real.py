@@ -63,8 +63,8 @@ def everything(path: Path) -> str:
 def test_a_real_fleet_bundled_and_redacted(busy: Path, kvctl: Any, tmp_path: Path) -> None:
     until_rooms_are_done(kvctl)
     plain, path = tmp_path / "plain.tar.zst", tmp_path / "red.tar.zst"
-    assert kvctl("debug", "bundle", "-o", str(plain)).code == 0
-    outcome = kvctl("debug", "bundle", "--from", str(plain), "--redact", "-o", str(path))
+    assert kvctl("debug", "bundle", str(plain)).code == 0
+    outcome = kvctl("debug", "bundle", "--from", str(plain), "--redact", str(path))
     assert outcome.code == 0
     assert "not in the bundle" not in outcome.err
     text = everything(path)
@@ -94,7 +94,7 @@ def test_a_real_fleet_bundled_and_redacted(busy: Path, kvctl: Any, tmp_path: Pat
 def test_ctrl_c_ends_a_series_and_the_file_is_whole(busy: Path, kvctl: Any, tmp_path: Path) -> None:
     until_rooms_are_done(kvctl)
     path = tmp_path / "series.kvrec"
-    command = [sys.executable, "-m", "kvctl", "record", "-o", str(path), "--for", "1h", "--every", "50ms"]
+    command = [sys.executable, "-m", "kvctl", "record", str(path), "--for", "1h", "--every", "50ms"]
     partial = re.compile(r"\.series\.kvrec\.\d+\.partial")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as recorder:
         deadline = time.monotonic() + PATIENCE_S

@@ -55,7 +55,7 @@ def fixed(text: str) -> str:
 @pytest.fixture
 def recording(fleet: Any, kvctl: Any, tmp_path: Path) -> Path:
     path = tmp_path / "fleet.kvrec"
-    assert kvctl("record", "-o", str(path)).code == 0
+    assert kvctl("record", str(path)).code == 0
     return path
 
 
@@ -92,7 +92,7 @@ def test_faults_and_refusals_are_the_same(start: Any, kvctl: Any, tmp_path: Path
     start("decode-1", {"peers": refuse})
     start("newer", protocol=[7, 9])
     path = tmp_path / "some.kvrec"
-    assert kvctl("record", "-o", str(path)).code == 7
+    assert kvctl("record", str(path)).code == 7
     for args in (("peers",), ("rooms",), ("agents", "--columns", "agent,state"), ("peers", "-l", "role=decode")):
         live, file = kvctl(*args, "-o", "json"), kvctl(*args, "-o", "json", "--from", str(path), "-q")
         assert (file.code, fixed(file.out), file.err) == (live.code, fixed(live.out), live.err)
@@ -125,7 +125,7 @@ def test_a_room_whose_timeline_was_left_out_says_so(
 ) -> None:
     monkeypatch.setattr(captured_taking, "_ROOMS_OF_ONE", 1)
     path = tmp_path / "short.kvrec"
-    told = kvctl("record", "-o", str(path)).err
+    told = kvctl("record", str(path)).err
     assert "not in the file: timelines of 12 of 16 rooms" in told
     outcome = kvctl("rooms", "show", "7", "-o", "json", "--from", str(path))
     assert outcome.code == 0
@@ -136,7 +136,7 @@ def test_a_room_whose_timeline_was_left_out_says_so(
 def test_watching_a_file_plays_its_moments_once(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "series.kvrec"
     for milliseconds in (40, 400, 4000, 40_000):  # a busy machine takes longer for a moment
-        outcome = kvctl("record", "-o", str(path), "--for", f"{milliseconds}ms", "--every", "5ms")
+        outcome = kvctl("record", str(path), "--for", f"{milliseconds}ms", "--every", "5ms")
         assert outcome.code == 0
         if (count := len(Captured(path).moments)) > 1:
             break
@@ -150,7 +150,7 @@ def test_watching_a_file_plays_its_moments_once(fleet: Any, kvctl: Any, tmp_path
     assert kvctl("events", "--from", str(path), "-w", "0.001").out.count("decode-0\t") == 2
 
 
-@pytest.mark.parametrize("args", [("record", "-o", "x.kvrec")])
+@pytest.mark.parametrize("args", [("record", "x.kvrec")])
 def test_what_acts_refuses_a_file(args: tuple[str, ...], recording: Path, kvctl: Any) -> None:
     outcome = kvctl(*args, "--from", str(recording))
     assert outcome.code == 2
@@ -220,7 +220,7 @@ def test_a_file_that_is_missing_or_not_ours(kvctl: Any, tmp_path: Path, monkeypa
 def test_answers_of_another_shape_are_told_in_one_line(start: Any, kvctl: Any, tmp_path: Path) -> None:
     start("decode-0", {"staging": lambda _: {"agent": "decode-0"}})
     path = tmp_path / "odd.kvrec"
-    assert kvctl("record", "-o", str(path)).code == 0
+    assert kvctl("record", str(path)).code == 0
     outcome = kvctl("staging", "map", "--from", str(path))
     assert outcome.code == 6
     assert "it does not hold what this kvctl reads: KeyError 'ring'" in outcome.err

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("toy_codes")
 def file(fleet: Any, kvctl: Any, tmp_path: Path) -> str:
     """Two moments of the fleet."""
     path = tmp_path / "moments"
-    assert kvctl("record", "-o", str(path), "--for", "0.2s", "--every", "0.1s").code == 0
+    assert kvctl("record", str(path), "--for", "0.2s", "--every", "0.1s").code == 0
     return str(path)
 
 

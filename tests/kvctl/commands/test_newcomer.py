@@ -143,7 +143,7 @@ def test_sizes_that_do_not_go_together_are_explained(shell: Shell) -> None:
 def test_what_was_seen_is_kept_and_read_again(shell: Shell, fleet: Any, tmp_path: Path) -> None:
     before = shell("kvctl rooms -o json | jq -c '.data | sort_by(.agent, .room)'").stdout
     bundle = tmp_path / "b.tar.zst"
-    done = shell(f"kvctl debug bundle --redact -o {bundle} -q")
+    done = shell(f"kvctl debug bundle --redact {bundle} -q")
     assert done.returncode == 0, done.stderr
     done = shell(f"kvctl --from {bundle} rooms -o json | jq -c '.data | sort_by(.agent, .room)'")
     assert (done.returncode, done.stdout) == (0, before)

@@ -28,7 +28,7 @@ ACTS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "abort": (("rooms", "abort", ROOM), {"decode-0", "prefill-0", "prefill-1"}),
     "release": (("staging", "release", "decode-0:7", "--force"), {"decode-0"}),
     "release-room": (("staging", "release", "--room", ROOM, "--force"), {"decode-0"}),
-    "drain": (("drain",), {"decode-0", "decode-1", "prefill-0", "prefill-1"}),
+    "drain": (("drain", "--all"), {"decode-0", "decode-1", "prefill-0", "prefill-1"}),
     "drain-some": (("drain", "decode-1", "prefill-*"), {"decode-1", "prefill-0", "prefill-1"}),
     "resume": (("resume", "decode-1"), {"decode-1"}),
     "set": (
@@ -93,11 +93,11 @@ def forbidden(_: dict[str, Any]) -> Any:
 
 def test_without_leave(start: Any, kvctl: Any) -> None:
     start("decode-0", {"drain": forbidden})
-    outcome = kvctl("drain", "--yes")
+    outcome = kvctl("drain", "--all", "--yes")
     assert outcome.code == ExitCode.NOT_PERMITTED
     assert "drain needs level operate" in outcome.err
     start("decode-1")
-    outcome = kvctl("drain", "--yes", "-o", "json")
+    outcome = kvctl("drain", "--all", "--yes", "-o", "json")
     assert outcome.code == ExitCode.PARTIAL
     document = orjson.loads(outcome.out)
     assert [row["agent"] for row in document["data"]] == ["decode-1"]
@@ -148,6 +148,149 @@ def test_what_makes_no_sense(fleet: Any, kvctl: Any, args: tuple[str, ...], code
     assert wanted in outcome.err
 
 
+class TestAbortSeveral:
+    """`rooms abort ROOM...` and `rooms abort --filter`."""
+
+    @pytest.fixture
+    def told(self, start: Any, canned: ModuleType) -> list[tuple[str, int]]:
+        """What (agent, room) is told; rooms 1 and 2 on decode-0 and prefill-0, room 3 on prefill-0 alone."""
+        told: list[tuple[str, int]] = []
+
+        def agent(name: str, rooms: dict[str, int]) -> None:
+            rows = [canned.room_row(name, room, age_ns=age_s * canned.S) for room, age_s in rooms.items()]
+
+            def room(args: dict[str, Any]) -> Any:
+                found = [{**row, "timeline": []} for row in rows if row["room"] == str(args["room"])]
+                if not found:
+                    raise RequestRefused(ErrorCode.UNKNOWN_ROOM, "not here")
+                return found
+
+            def abort(args: dict[str, Any]) -> Any:
+                told.append((name, args["room"]))
+                text = args.get("reason", "")
+                return [{"agent": name, "subject": f"room {args['room']}", "result": "aborted", "text": text}]
+
+            start(name, {"rooms": lambda _: rows, "room": room, "abort": abort})
+
+        agent("decode-0", {"1": 9, "2": 3})
+        agent("prefill-0", {"1": 2, "2": 3, "3": 4})
+        return told
+
+    def test_a_filter_aborts_a_room_on_all_its_ranks(self, told: list[tuple[str, int]], kvctl: Any) -> None:
+        outcome = kvctl("rooms", "abort", "--filter", "age>5s", "--reason", "late", "--yes", "-o", "json")
+        assert (outcome.code, outcome.err) == (0, "")
+        assert sorted(told) == [("decode-0", 1), ("prefill-0", 1)], "only decode-0's row is so old"
+        assert {row["text"] for row in orjson.loads(outcome.out)["data"]} == {"late"}
+
+    def test_all_filters_hold(self, told: list[tuple[str, int]], kvctl: Any) -> None:
+        assert kvctl("rooms", "abort", "--filter", "age>2.5s", "--filter", "role=prefill", "--yes").code == 0
+        assert sorted(told) == [("decode-0", 2), ("prefill-0", 2), ("prefill-0", 3)]
+
+    def test_only_on_the_agents_that_are_chosen(self, told: list[tuple[str, int]], kvctl: Any) -> None:
+        assert kvctl("rooms", "abort", "--filter", "age>1s", "-e", "decode-0", "--yes").code == 0
+        assert sorted(told) == [("decode-0", 1), ("decode-0", 2)]
+
+    def test_several_rooms_by_number(self, told: list[tuple[str, int]], kvctl: Any) -> None:
+        assert kvctl("rooms", "abort", "3", "1", "3", "--yes").code == 0
+        assert sorted(told) == [("decode-0", 1), ("prefill-0", 1), ("prefill-0", 3)]
+
+    def test_one_unknown_number_and_nothing_is_done(self, told: list[tuple[str, int]], kvctl: Any) -> None:
+        outcome = kvctl("rooms", "abort", "1", "12", "13", "--yes")
+        assert (outcome.code, outcome.out, told) == (1, "", [])
+        assert "no agent knows room 12, 13" in outcome.err
+
+    def test_no_room_matches(self, told: list[tuple[str, int]], kvctl: Any) -> None:
+        outcome = kvctl("rooms", "abort", "--filter", "age>1h", "--yes")
+        assert (outcome.code, outcome.out, told) == (0, "", [])
+        assert outcome.err == "kvctl: no rooms match --filter: nothing was aborted\n"
+        assert orjson.loads(kvctl("rooms", "abort", "--filter", "age>1h", "--yes", "-o", "json").out)["data"] == []
+
+    def test_one_agent_refuses(self, told: list[tuple[str, int]], start: Any, canned: ModuleType, kvctl: Any) -> None:
+        row = canned.room_row("prefill-1", "1", age_ns=9 * canned.S)
+        start("prefill-1", {"rooms": lambda _: [row], "abort": forbidden})
+        outcome = kvctl("rooms", "abort", "--filter", "age>5s", "--yes")
+        assert outcome.code == ExitCode.PARTIAL
+        assert sorted(told) == [("decode-0", 1), ("prefill-0", 1)]
+
+    def test_an_agent_that_stopped_answering_is_asked_once(self, start: Any, canned: ModuleType, kvctl: Any) -> None:
+        rows = [canned.room_row("decode-0", str(room)) for room in range(50)]
+        asked: list[int] = []
+
+        def abort(args: dict[str, Any]) -> Any:
+            asked.append(args["room"])
+            time.sleep(1.0)
+            return []
+
+        start("decode-0", {"rooms": lambda _: rows, "abort": abort})
+        outcome = kvctl("rooms", "abort", "--filter", "age>1s", "--yes", "--timeout", "0.5s")
+        assert outcome.code == ExitCode.TIMEOUT
+        assert asked == [0]
+
+    @pytest.mark.parametrize(
+        ("args", "wanted"),
+        [
+            ((), "name rooms, or choose them with --filter"),
+            (("1", "--filter", "age>5s"), "name rooms, or choose them with --filter"),
+            (("--filter", "age"), "is not COLUMN OPERATOR VALUE"),
+            (("--filter", "result=done"), "no column 'result' here"),
+        ],
+    )
+    def test_wrong_usage(self, told: list[tuple[str, int]], kvctl: Any, args: tuple[str, ...], wanted: str) -> None:
+        outcome = kvctl("rooms", "abort", *args, "--yes")
+        assert (outcome.code, outcome.out, told) == (2, "", [])
+        assert wanted in outcome.err
+
+    def test_the_rooms_are_listed_before_the_question(
+        self, told: list[tuple[str, int]], socket_directory: Path
+    ) -> None:
+        code, seen = on_terminal(socket_directory, "\n", "rooms", "abort", "--filter", "age>2.5s")
+        assert seen.replace("\r", "").startswith(
+            "  1      9 s  decode-0 Transferring, prefill-0 Transferring\n"
+            "  2      3 s  decode-0 Transferring, prefill-0 Transferring\n"
+            "  3      4 s  prefill-0 Transferring\n"
+            "Abort these 3 rooms? [y/N]"
+        )
+        assert (code, told) == (ExitCode.FAILED, [])
+        code, seen = on_terminal(socket_directory, "y\n", "rooms", "abort", "--filter", "age>2.5s")
+        assert code == 0
+        assert len(told) == 5
+
+
+@pytest.mark.parametrize("command", ["drain", "resume"])
+class TestWhoIsMeant:
+    """`drain` and `resume` never mean all agents by accident."""
+
+    def test_nobody_is_named(self, fleet: Any, kvctl: Any, command: str) -> None:
+        outcome = kvctl(command, "--yes")
+        assert (outcome.code, outcome.out) == (2, "")
+        there = "decode-0, decode-1, prefill-0, prefill-1"
+        assert f"name the agents, or say --all; there are: {there}" in outcome.err
+
+    def test_nobody_is_there(self, kvctl: Any, socket_directory: Path, command: str) -> None:
+        outcome = kvctl(command, "--yes")
+        assert outcome.code == 2
+        assert "name the agents, or say --all\n" in outcome.err
+
+    def test_a_configured_fleet_is_not_a_choice(
+        self, fleet: Any, kvctl: Any, command: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("KVCTL_ENDPOINT", "decode-0 decode-1")
+        outcome = kvctl(command, "--yes")
+        assert outcome.code == 2
+        assert "there are: decode-0, decode-1\n" in outcome.err
+
+    @pytest.mark.parametrize("choice", [("-e", "decode-0"), ("-l", "role=decode,dp=0"), ("decode-0",)])
+    def test_a_choice_needs_no_more(self, fleet: Any, kvctl: Any, command: str, choice: tuple[str, ...]) -> None:
+        outcome = kvctl(command, *choice, "--yes", "-o", "json")
+        assert outcome.code == 0
+        assert [row["agent"] for row in orjson.loads(outcome.out)["data"]] == ["decode-0"]
+
+    def test_names_and_all(self, fleet: Any, kvctl: Any, command: str) -> None:
+        outcome = kvctl(command, "decode-0", "--all", "--yes")
+        assert outcome.code == 2
+        assert "name agents or say --all, not both" in outcome.err
+
+
 def on_terminal(socket_directory: Path, answer: str, *args: str) -> tuple[int, str]:
     """Exit code, and what a person sees who answers once to `[y/N]`."""
     ours, theirs = pty.openpty()
@@ -183,17 +326,23 @@ def on_terminal(socket_directory: Path, answer: str, *args: str) -> tuple[int, s
 @pytest.mark.parametrize(
     ("args", "question"),
     [
-        (("drain", "decode-1"), "take no new rooms any more: decode-1? [y/N]"),
+        (("drain", "decode-1"), "Drain decode-1 (it will accept no new rooms)? [y/N]"),
+        (("drain", "--all"), "Drain decode-0, decode-1, prefill-0, prefill-1 (they will accept no new rooms)? [y/N]"),
+        (("resume", "decode-1"), "Resume decode-1 (it will accept new rooms again)? [y/N]"),
+        (
+            ("config", "set", "waiting_timeout_s", "60", "-e", "decode-0"),
+            "Set waiting_timeout_s = 60 on decode-0? [y/N]",
+        ),
         (
             ("rooms", "abort", ROOM),
-            f"abort room {ROOM} (decode-0 Transferring, prefill-0 Transferring, prefill-1 Transferring)? [y/N]",
+            f"Abort room {ROOM} (decode-0 Transferring, prefill-0 Transferring, prefill-1 Transferring)? [y/N]",
         ),
         (
             ("staging", "release", "decode-0:7", "--force"),
-            "release allocation 7 of decode-0 (8 MiB, room 7, quarantined for 4 s, writer prefill-0) by force",
+            "Release allocation 7 of decode-0 (8 MiB, room 7, quarantined for 4 s, writer prefill-0) by force",
         ),
     ],
-    ids=["drain", "abort", "release"],
+    ids=["drain", "drain-all", "resume", "set", "abort", "release"],
 )
 def test_a_person_is_asked_and_may_say_no(
     fleet: Any, socket_directory: Path, args: tuple[str, ...], question: str

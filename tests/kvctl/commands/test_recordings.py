@@ -23,7 +23,7 @@ def read(path: Path) -> list[form.Frame]:
 
 def test_all_agents_go_into_one_file(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "all.kvrec"
-    outcome = kvctl("-o", "json", "record", "-o", str(path))
+    outcome = kvctl("-o", "json", "record", str(path))
     assert outcome.code == 0
     rows = json.loads(outcome.out)["data"]
     assert [(row["agent"], row["inputs"]) for row in rows] == [(name, 40) for name in sorted(fleet)]
@@ -42,7 +42,7 @@ def test_all_agents_go_into_one_file(fleet: Any, kvctl: Any, tmp_path: Path) -> 
 
 def test_agents_are_chosen_as_everywhere(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "some.kvrec"
-    assert kvctl("record", "-o", str(path), "-l", "role=decode").code == 0
+    assert kvctl("record", str(path), "-l", "role=decode").code == 0
     names = [frame.about["header"]["name"] for frame in read(path) if frame.kind == form.AGENT]
     assert names == ["decode-0", "decode-1"]
 
@@ -58,14 +58,14 @@ def test_what_is_lacking_is_told_with_its_own_reason(start: Any, kvctl: Any, can
 
     start("decode-0", {"inputs": ended})
     start("decode-1", {"inputs": nothing})
-    told = kvctl("record", "-o", str(tmp_path / "some.kvrec")).err
+    told = kvctl("record", str(tmp_path / "some.kvrec")).err
     assert "decode-0: 5 inputs were not recorded, its recording has ended: TypeError: no such class" in told
     assert "decode-1: records nothing (record_inputs is 0)" in told
     assert "too many rooms" not in told
 
 
 def test_nobody_there_leaves_no_file(kvctl: Any, tmp_path: Path) -> None:
-    outcome = kvctl("record", "-o", str(tmp_path / "none.kvrec"))
+    outcome = kvctl("record", str(tmp_path / "none.kvrec"))
     assert outcome.code == 3
     assert list(tmp_path.iterdir()) == []
 
@@ -85,7 +85,7 @@ def test_part_of_a_fleet_is_saved_and_exits_7(start: Any, kvctl: Any, canned: An
     start("decode-0", {"inputs": refuse})
     start("decode-1", {"inputs": half})
     path = tmp_path / "some.kvrec"
-    outcome = kvctl("record", "-o", str(path))
+    outcome = kvctl("record", str(path))
     assert outcome.code == 7
     assert "decode-0: inputs needs level operate" in outcome.err
     assert "decode-1: boom" in outcome.err
@@ -98,7 +98,7 @@ def test_where_inputs_are_refused_there_are_moments_still(start: Any, kvctl: Any
 
     start("decode-0", {"inputs": refuse})
     path = tmp_path / "some.kvrec"
-    outcome = kvctl("record", "-o", str(path))
+    outcome = kvctl("record", str(path))
     assert outcome.code == 7
     assert "decode-0: inputs needs level operate" in outcome.err
     assert "record_inputs" not in outcome.err
@@ -108,7 +108,7 @@ def test_where_inputs_are_refused_there_are_moments_still(start: Any, kvctl: Any
 def test_where_nobody_answers_an_old_recording_stays(kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "old.kvrec"
     path.write_bytes(b"what was there before")
-    outcome = kvctl("record", "-o", str(path))
+    outcome = kvctl("record", str(path))
     assert outcome.code == 3
     assert "saved to" not in outcome.err
     assert path.read_bytes() == b"what was there before"
@@ -117,13 +117,13 @@ def test_where_nobody_answers_an_old_recording_stays(kvctl: Any, tmp_path: Path)
 
 def test_an_agent_whose_pages_never_end_is_a_fault(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:
     start("decode-0", {"inputs": lambda _: canned.inputs("decode-0", 0)})
-    outcome = kvctl("record", "-o", str(tmp_path / "endless.kvrec"))
+    outcome = kvctl("record", str(tmp_path / "endless.kvrec"))
     assert outcome.code == 7
     assert "its pages do not come to an end" in outcome.err
 
 
 def test_a_file_that_cannot_be_made_is_an_error(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
-    outcome = kvctl("record", "-o", str(tmp_path / "no" / "where.kvrec"))
+    outcome = kvctl("record", str(tmp_path / "no" / "where.kvrec"))
     assert outcome.code == 1
     assert "cannot write" in outcome.err
 
@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_neither_part_nor_loss(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(recordings.os, "fsync", full)
-    outcome = kvctl("record", "-o", str(path))
+    outcome = kvctl("record", str(path))
     assert outcome.code == 1
     assert f"cannot write {path}: No space left on device" in outcome.err
     assert path.read_bytes() == b"what was there before"

@@ -57,7 +57,7 @@ def test_a_file_that_cannot_be_written_is_named(fleet: Any, kvctl: Any, tmp_path
 
 def test_a_recording_shows_its_last_moment(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     recording, path = tmp_path / "fleet.kvrec", tmp_path / "screen.txt"
-    assert kvctl("record", "-o", str(recording)).code == 0
+    assert kvctl("record", str(recording)).code == 0
     outcome = kvctl(
         "top",
         "--from",

@@ -46,7 +46,7 @@ def test_what_a_live_fleet_did_is_clean_and_happens_again(
     fleet.settle()
 
     path = tmp_path / "fleet.kvrec"
-    assert run(["record", "-o", str(path)]) == 0
+    assert run(["record", str(path)]) == 0
     capsys.readouterr()
     assert run(["replay", str(path), "-o", "json"]) == 0
     verdicts = json.loads(capsys.readouterr().out)["data"]
@@ -97,7 +97,7 @@ def test_so_it_is_with_devices_that_fail(
     fleet.settle()
     fleet.errors()
     recorded = tmp_path / "fleet.kvrec"
-    assert run(["record", "-o", str(recorded)]) == 0
+    assert run(["record", str(recorded)]) == 0
     capsys.readouterr()
     assert run(["replay", str(recorded), "-o", "json"]) == 0
     verdicts = json.loads(capsys.readouterr().out)["data"]

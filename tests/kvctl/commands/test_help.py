@@ -1,0 +1,185 @@
+"""`kvctl help` and the help of every command: examples that can be typed, and the global options in one place."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from kvctl.cli import cli
+from kvctl.commands.options import GlobalOptions, KvctlGroup
+from kvctl.commands.registry import COMMANDS, load
+
+POINTER = "Global options (-e, -l, -o, --filter, -w, --from, ...): kvctl help options"
+# Where the shell takes over.
+_END = re.compile(r"\s(?:\||>|&&|\|\|)\s")
+
+
+def walk(path: tuple[str, ...], command: click.Command) -> Iterator[tuple[tuple[str, ...], GlobalOptions]]:
+    assert isinstance(command, GlobalOptions)
+    yield path, command
+    if isinstance(command, click.Group):
+        for name, child in command.commands.items():
+            yield from walk((*path, name), child)
+
+
+def commands() -> dict[tuple[str, ...], GlobalOptions]:
+    loaded = {name: load(name) for name in COMMANDS}
+    return {path: each for name, command in loaded.items() if command for path, each in walk((name,), command)}
+
+
+ALL = commands()
+EXAMPLES = [(path, line) for path, command in {(): cli, **ALL}.items() for _, line in command.examples]
+every = pytest.mark.parametrize("path", ALL, ids=" ".join)
+# They start fleets, need a terminal, wait for something or change something; what they do has tests of its own.
+NOT_RUN = {"top", "bench", "tune", "demo", "wait", "drain", "resume", "replay", "key", "context"}
+ACTS = {("rooms", "abort"), ("staging", "release"), ("config", "set"), ("peers", "probe")}
+
+
+def words_of(line: str) -> list[str]:
+    name, *words = shlex.split(_END.split(line)[0])
+    assert name == "kvctl"
+    return words
+
+
+def target(words: list[str], kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> click.Command:
+    """The command that would run."""
+    reached: list[click.Command] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(click.Command, "invoke", lambda self, ctx: reached.append(self))
+        outcome = kvctl(*words)
+    assert (outcome.code, outcome.err) == (0, "")
+    return reached[-1]
+
+
+@every
+def test_every_command_has_examples(path: tuple[str, ...]) -> None:
+    assert ALL[path].shown_examples()
+
+
+@pytest.mark.parametrize(("path", "line"), EXAMPLES, ids=[line for _, line in EXAMPLES])
+def test_an_example_can_be_typed(
+    path: tuple[str, ...], line: str, kvctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = words_of(line)
+    for word in words:
+        if re.fullmatch(r"[\w-]+\.[\w.]+", word):
+            Path(word).touch()
+    found = target(words, kvctl, monkeypatch)
+    if path and "--from" not in words and path != ("help",) and path != ("record",):
+        assert found is ALL[path], "an example of another command"
+
+
+def test_a_comment_is_a_sentence_without_its_full_stop() -> None:
+    for command in (cli, *ALL.values()):
+        for does, line in command.examples:
+            assert re.fullmatch(r"[A-Za-z].*[^.]", does)
+            assert len(line) <= 100
+
+
+@pytest.fixture
+def files(fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the examples read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
+    assert kvctl("record", "fleet.kvrec").code == 0
+    assert kvctl("debug", "bundle", "incident.tar.zst").code in {0, 7}
+
+
+def test_examples_that_read_show_something(
+    files: None, toy_codes: None, kvctl: Any, canned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the fleet of fixed answers; rooms are numbered otherwise there."""
+    ran = 0
+    for path, line in EXAMPLES:
+        words = words_of(line)
+        alive = not any("tcp://" in word or word in {"-w", "--for"} for word in words)
+        if path[:1] in {(name,) for name in NOT_RUN} or path in ACTS or not alive or words[0] in NOT_RUN:
+            continue
+        replaced = [
+            {"7": canned.ROOM, "KV_PEER_LOST": "ring_full", "ring_pinned": "ring_full"}.get(w, w) for w in words
+        ]
+        replaced = [re.sub("KV_LANE_SLOW|KV_CLOCK_SKEW", "KV_RING_FULL", word) for word in replaced]
+        outcome = kvctl(*replaced)
+        assert outcome.code in {0, 1, 2 if path[:1] == ("check",) else 0}, (line, outcome.err)
+        assert outcome.out or path[:2] == ("health", "unmute") or "--filter" in words, line
+        ran += 1
+    assert ran > 40
+
+
+# ---- the global options ------------------------------------------------------------------------------------------
+
+
+@every
+def test_global_options_are_not_repeated(path: tuple[str, ...], kvctl: Any) -> None:
+    text = kvctl(*path, "--help").out
+    assert POINTER in text
+    assert "--server-key" not in text.replace(" --server-key fleet.pub", "").replace("--key, --server-key", "")
+
+
+def test_they_are_listed_in_two_places(kvctl: Any) -> None:
+    listed = kvctl("help", "options")
+    assert (listed.code, listed.err) == (0, "")
+    for option in ("--endpoint", "--server-key", "--filter", "--watch", "--from", "--verbose"):
+        assert option in listed.out
+    assert listed.out in kvctl("--help").out
+    assert POINTER not in kvctl("--help").out
+
+
+# ---- kvctl help --------------------------------------------------------------------------------------------------
+
+
+@every
+def test_help_prints_what_the_option_prints(path: tuple[str, ...], kvctl: Any) -> None:
+    assert kvctl("help", *path) == kvctl(*path, "--help")
+
+
+def test_help_alone_lists_the_commands(kvctl: Any) -> None:
+    assert kvctl("help").out == kvctl("--help").out == kvctl().out
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("stauts",), "did you mean 'kvctl status'?"),
+        (("rooms", "shwo"), "did you mean 'kvctl rooms show'?"),
+        (("status", "more"), "kvctl status has no commands under it, so there is no 'more'"),
+    ],
+)
+def test_help_for_what_is_not_there(words: tuple[str, ...], wanted: str, kvctl: Any) -> None:
+    outcome = kvctl("help", *words)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert wanted in outcome.err
+
+
+def test_a_group_shows_an_example_of_each_command(kvctl: Any) -> None:
+    rooms = ALL[("rooms",)]
+    assert isinstance(rooms, KvctlGroup)
+    text = kvctl("rooms", "--help").out
+    for child in rooms.commands.values():
+        assert isinstance(child, GlobalOptions)
+        assert child.examples[0][1] in text
+
+
+# ---- -o ----------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_o_is_the_format_everywhere(path: tuple[str, ...]) -> None:
+    for param in ALL[path].params:
+        if "-o" in param.opts:
+            assert isinstance(param.type, click.Choice)
+
+
+@pytest.mark.parametrize("command", [("record",), ("debug", "bundle")])
+def test_a_file_after_o_is_answered_with_the_right_line(command: tuple[str, ...], kvctl: Any) -> None:
+    outcome = kvctl(*command, "-o", "fleet.kvrec")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"a file is an argument: kvctl {' '.join(command)} fleet.kvrec" in outcome.err
+    assert not Path("fleet.kvrec").exists()
