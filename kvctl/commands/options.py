@@ -120,7 +120,12 @@ def global_options() -> list[click.Option]:
             help="Only rows like this: 'age>5s', 'bytes>=64MiB', 'state=Failed', 'text~lost'. "
             "Repeatable; all must hold.",
         ),
-        _option("-w", "--watch", metavar="[SECONDS]", help=f"Read again and again. [every {_DEFAULT_WATCH} s]"),
+        _option(
+            "-w",
+            "--watch",
+            metavar="[SECONDS]",
+            help=f"Read again every SECONDS until Ctrl-C. [default: {_DEFAULT_WATCH}]",
+        ),
         _option(
             "--from",
             "from_file",

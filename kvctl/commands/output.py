@@ -6,17 +6,19 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 
+from kvctl.commands.screen import Screen, on_terminal
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain, silence_stdout, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.data import comma_separated, json_document, json_lines, projected, tsv
 from kvctl.views.expressions import ExpressionError
-from kvctl.views.printable import printable_lines
+from kvctl.views.printable import printable, printable_lines
 from kvctl.views.report import Grid, Report, Text
 from kvctl.views.selection import Selection, data_columns, select, table_columns
 from kvctl.views.view import Column, Row, View
@@ -35,6 +37,9 @@ class Output:
         self.format = settings.resolved_output()
         self.colour = _wants_colour(settings.color)
         self._printed = 0
+        self._screen: Screen | None = None
+        self._messages: list[str] = []  # for the next drawing
+        self._last: tuple[str, tuple[str, ...]] = "", ()  # the drawing and its messages
 
     @property
     def human(self) -> bool:
@@ -146,20 +151,41 @@ class Output:
             if self._printed and self.format in {"plain", "csv"}:
                 text = text.partition("\n")[2]
             self.write(text)
-        elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            self.write(f"{title}\n\n{text}", before="\x1b[H\x1b[2J\x1b[3J")
+        elif self._screen is not None:
+            self._last = f"{title}\n\n{text}", tuple(self._messages)
+            self._messages.clear()
+            shown = [printable(f"kvctl: {message}") for message in self._last[1]]
+            self._screen.draw(printable_lines(self._last[0], styled=self.colour), shown)
         else:
             self.write(f"{title}\n\n{text}\n")
         self._printed += 1
 
-    def write(self, text: str, before: str = "") -> None:
-        """Writes data, unprintable characters replaced. A reader that closes early, as `head` does, ends the command.
-
-        Args:
-            before: control sequences of our own for the terminal.
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While this lasts, `redraw` draws on the alternate screen of a terminal that has one; the last drawing is
+        printed on the normal screen at the end.
         """
+        if not (self.human and on_terminal()):
+            yield
+            return
+        self._screen = Screen(self._put)
         try:
-            sys.stdout.write(before + printable_lines(text, styled=self.colour))
+            with self._screen.opened():
+                yield
+        finally:
+            self._screen = None
+            text, messages = self._last
+            self.write(text)
+            for message in (*messages, *self._messages):
+                complain(message)
+
+    def write(self, text: str) -> None:
+        """Writes data, unprintable characters replaced. A reader that closes early, as `head` does, ends it quietly."""
+        self._put(printable_lines(text, styled=self.colour))
+
+    def _put(self, text: str) -> None:
+        try:
+            sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError:
             silence_stdout()
@@ -171,11 +197,18 @@ class Output:
     def note(self, text: str) -> None:
         """A remark on stderr, which `-q` silences."""
         if not self._settings.quiet:
-            complain(text)
+            self.complain(text)
 
     def detail(self, text: str) -> None:
         """Something that only `-v` wants to know."""
         if self._settings.verbose:
+            self.complain(text)
+
+    def complain(self, text: str) -> None:
+        """An error on stderr; on the screen that `redraw` draws, if there is one."""
+        if self._screen is not None and sys.stderr.isatty():
+            self._messages.append(text)
+        else:
             complain(text)
 
 

@@ -15,7 +15,6 @@ from kvctl.client.fleet import Fleet, Survey
 from kvctl.client.source import Source
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
 from kvctl.views.report import Report
 from kvctl.views.view import View
@@ -54,17 +53,18 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
     """
     output = Output(settings)
     output.selection(view)  # a wrong column is an error before anybody is asked
-    with source(settings) as fleet:
+    with source(settings) as fleet, output.watching() if settings.watch_ns is not None else nullcontext():
         while True:
             survey = fleet.survey(calls, clock_rounds)
             with _understood(settings):
                 report = read(survey)
                 report.at_ns = survey.at_ns
-                if settings.watch_ns is not None:
-                    output.redraw(report, _title(settings, survey))
-                elif report.answered or report.rows or output.format == "json":
+                if settings.watch_ns is None and (report.answered or report.rows or output.format == "json"):
                     output.emit(report)
             code = conclude(output, settings, survey, report)
+            if settings.watch_ns is not None:
+                with _understood(settings):
+                    output.redraw(report, _title(settings, survey))
             if settings.watch_ns is None or not fleet.advance():
                 raise click.exceptions.Exit(code)
             time.sleep(settings.watch_ns / 1e9)
@@ -102,15 +102,15 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
     for endpoint in survey.discovery.stale:
         output.detail(f"{endpoint.name}: stale socket {endpoint.path}")
     for line in lines(report.faults):
-        complain(line)
+        output.complain(line)
     for note in (*survey.remarks, *report.notes):
         output.note(note)
     if report.failure is not None:
-        complain(report.failure)
+        output.complain(report.failure)
         return ExitCode.FAILED
     code = exit_code(report.answered, report.faults)
     if code is ExitCode.NO_AGENT and not report.faults:
-        complain(nobody(settings, survey).message)
+        output.complain(nobody(settings, survey).message)
     return code
 
 
