@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.side import Coord, Side
+from kvctl_agent.layout.sizes import check_sizes, set_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Rank:
     `stages` is the number of layers of each pipeline stage; empty where they are even.
 
     Raises:
-        LayoutError: a coordinate lies outside its size.
+        LayoutError: a coordinate or size is no whole number, or a coordinate lies outside its size.
     """
 
     dp: int = 0
@@ -29,9 +30,12 @@ class Rank:
     stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        set_sizes(self, *Coord._fields, minimum=0)
+        set_sizes(self, *(f"{axis}_size" for axis in Coord._fields))
+        object.__setattr__(self, "stages", check_sizes("layers of a stage", self.stages))
         for axis in Coord._fields:
             place, size = getattr(self, axis), getattr(self, f"{axis}_size")
-            if not 0 <= place < size:
+            if place >= size:
                 raise LayoutError(f"rank {axis}={place} is outside {axis}_size={size}")
 
     @property

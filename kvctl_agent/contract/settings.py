@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, TOOL_VARIABLES, Key, Value
 from kvctl_agent.contract.snapshots import ConfigRow
+from kvctl_agent.contract.values import integer, shown
 from kvctl_agent.errors import ConfigError
 
 PREFIX = "KVCTL_"
@@ -202,10 +203,13 @@ def _is_plain_number(text: str) -> bool:
 
 
 def _setting(key: Key, value: object, origin: str) -> Setting:
-    """Checks type, choices and range; an int is taken for a float key, nothing else is converted."""
+    """Checks type, choices and range. An int key takes integers of any type, a float key those and subclasses of float
+    (numpy's float64); nothing else is converted."""
     if value is None and key.default is None:
         return Setting(None, origin)
-    if key.type is float and type(value) is int and abs(value) <= 2**53:
+    if key.type in (int, float) and (number := integer(value)) is not None:
+        value = float(number) if key.type is float and abs(number) <= 2**53 else number
+    elif key.type is float and isinstance(value, float):
         value = float(value)
     if type(value) is not key.type:
         raise _wrong(key, value, origin)
@@ -224,7 +228,7 @@ def _setting(key: Key, value: object, origin: str) -> Setting:
 
 def _wrong(key: Key, value: object, origin: str) -> ConfigError:
     hint = near(value, key.choices) if isinstance(value, str) else ""
-    return ConfigError(f"{key.name} = {value!r} ({origin}) is not allowed: it takes {allowed(key)}{hint}")
+    return ConfigError(f"{key.name} = {shown(value)} ({origin}) is not allowed: it takes {allowed(key)}{hint}")
 
 
 def allowed(key: Key) -> str:

@@ -28,8 +28,7 @@ def page_count(tokens: int, page_size: int) -> int:
     Raises:
         LayoutError: a negative token count or a page size below 1.
     """
-    check_size("tokens", tokens, minimum=0)
-    check_size("page_size", page_size)
+    tokens, page_size = check_size("tokens", tokens, minimum=0), check_size("page_size", page_size)
     return -(-tokens // page_size)
 
 
@@ -39,8 +38,8 @@ def prefix_pages(prefix_tokens: int, page_size: int) -> int:
     Raises:
         LayoutError: the prefix ends inside a page; this room fails, no other does.
     """
-    check_size("prefix_tokens", prefix_tokens, minimum=0)
-    check_size("page_size", page_size)
+    prefix_tokens = check_size("prefix_tokens", prefix_tokens, minimum=0)
+    page_size = check_size("page_size", page_size)
     pages, over = divmod(prefix_tokens, page_size)
     if over:
         raise LayoutError(
@@ -56,8 +55,7 @@ def chunk_pages(chunk_tokens: int, page_size: int) -> int:
     Raises:
         LayoutError: a size below 1.
     """
-    check_size("chunk_tokens", chunk_tokens)
-    check_size("page_size", page_size)
+    chunk_tokens, page_size = check_size("chunk_tokens", chunk_tokens), check_size("page_size", page_size)
     return max(1, chunk_tokens // page_size)
 
 

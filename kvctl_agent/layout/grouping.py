@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvctl_agent.contract.pipeline import FEW_LAYERS, PIPELINE_MODES, PipelineMode
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.layout.sizes import check_size
+from kvctl_agent.layout.sizes import check_size, check_sizes
 
 _MIN_SATURATION = 1.01  # keeps the slope finite
 
@@ -31,6 +31,9 @@ class ForwardInfo:
         draft: The forward is a draft or speculative worker's.
         input_embeddings: Some request gives embeddings in place of tokens.
         prefill_only: Some request has no decode side.
+
+    Raises:
+        LayoutError: `tokens` is no list of whole numbers.
     """
 
     tokens: tuple[int, ...]
@@ -41,6 +44,9 @@ class ForwardInfo:
     draft: bool = False
     input_embeddings: bool = False
     prefill_only: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", check_sizes("tokens", self.tokens, minimum=0))
 
     @property
     def average_tokens(self) -> float:

@@ -14,7 +14,7 @@ from kvctl_agent.layout.context import CP_MODES
 from kvctl_agent.layout.heads import head_range
 from kvctl_agent.layout.shape import ModelShape, Segment, segments
 from kvctl_agent.layout.side import Coord, Side
-from kvctl_agent.layout.sizes import check_size
+from kvctl_agent.layout.sizes import set_sizes
 
 PLAN_VERSION = 2
 """Raised whenever the same inputs would give another plan. 1: attention TP and DP, replicated heads, one stage.
@@ -51,8 +51,7 @@ class PlanInputs:
     plan_version: int = PLAN_VERSION
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "chunk_pages", "plan_version"):
-            check_size(name, getattr(self, name))
+        set_sizes(self, "page_size", "chunk_pages", "plan_version")
         if self.decode.cp != 1:
             raise LayoutError(
                 f"decode cp={self.decode.cp}: decode has no context parallelism; start the decode instance with cp=1"

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.sizes import check_size
+from kvctl_agent.layout.sizes import check_size, check_sizes, set_sizes
 
 KINDS = ("mha", "mla")
 MAX_STATES = 16
@@ -50,14 +51,18 @@ class StateShape:
     head_bytes: int
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or self.name in _KV_NAMES or len(self.name) > 64:
+        if (
+            not isinstance(self.name, str)
+            or not self.name.isidentifier()
+            or self.name in _KV_NAMES
+            or len(self.name) > 64
+        ):
             raise LayoutError(
-                f"state {self.name!r:.80}: its name must be a word of at most 64 letters, not a segment's"
+                f"state {shown(self.name)}: its name must be a word of at most 64 letters, not a segment's"
             )
         for size in ("rows", "heads", "head_bytes"):
-            check_size(f"state {self.name} {size}", getattr(self, size))
-        for layer in self.layers:
-            check_size(f"state {self.name} layer", layer, minimum=0)
+            object.__setattr__(self, size, check_size(f"state {self.name} {size}", getattr(self, size)))
+        object.__setattr__(self, "layers", check_sizes(f"state {self.name} layer", self.layers, minimum=0))
         if not self.layers or list(self.layers) != sorted(self.layers):
             raise LayoutError(f"state {self.name}: layers {self.layers!s:.80} are not ascending layer numbers")
 
@@ -96,19 +101,22 @@ class ModelShape:
     states: tuple[StateShape, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise LayoutError(f"kind {self.kind!r:.40} is unknown: it must be one of {', '.join(KINDS)}")
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
+            raise LayoutError(f"kind {shown(self.kind)} is unknown: it must be one of {', '.join(KINDS)}")
         latent = self.kind == "mla"
-        for name in ("num_layers", "num_kv_heads", "k_dim", "dtype_bytes"):
-            check_size(name, getattr(self, name))
-        check_size("v_dim", self.v_dim, minimum=0 if latent else 1)
-        for name in ("k_scale_bytes", "v_scale_bytes"):
-            check_size(name, getattr(self, name), minimum=0)
+        set_sizes(self, "num_layers", "num_kv_heads", "k_dim", "dtype_bytes")
+        set_sizes(self, "v_dim", minimum=0 if latent else 1)
+        set_sizes(self, "k_scale_bytes", "v_scale_bytes", minimum=0)
         if latent and (self.num_kv_heads, self.v_dim, self.v_scale_bytes) != (1, 0, 0):
             raise LayoutError(
                 f"kind 'mla' has one latent row a token: num_kv_heads must be 1, v_dim and v_scale_bytes 0, "
                 f"not {self.num_kv_heads}, {self.v_dim} and {self.v_scale_bytes}"
             )
+        if not isinstance(self.draft, ModelShape | None):
+            raise LayoutError(f"draft is {shown(self.draft)}: it must be a ModelShape")
+        if not isinstance(self.states, tuple | list) or not all(isinstance(each, StateShape) for each in self.states):
+            raise LayoutError(f"states is {shown(self.states)}: it must be a list of StateShape")
+        object.__setattr__(self, "states", tuple(self.states))
         if self.draft is not None and (self.draft.draft is not None or self.draft.states):
             raise LayoutError("a draft model has no draft model and no state of its own here")
         names = [state.name for state in self.states]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.sizes import check_size
+from kvctl_agent.layout.sizes import check_sizes, set_sizes
 
 MAX_RANKS = 65_536
 """A peer states its own sizes; this bounds the work that its numbers can ask of us."""
@@ -41,15 +41,13 @@ class Side:
     stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for axis in Coord._fields:
-            check_size(axis, getattr(self, axis))
+        set_sizes(self, *Coord._fields)
         if self.size > MAX_RANKS:
             raise LayoutError(
                 f"dp={self.dp} * pp={self.pp} * cp={self.cp} * tp={self.tp} = {self.size} ranks: "
                 f"an instance may have at most {MAX_RANKS}"
             )
-        for layers in self.stages:
-            check_size("layers of a stage", layers)
+        object.__setattr__(self, "stages", check_sizes("layers of a stage", self.stages))
         if self.stages and len(self.stages) != self.pp:
             sizes = ",".join(map(str, self.stages))
             raise LayoutError(f"stages of {sizes} layers are {len(self.stages)}, but pp={self.pp}")

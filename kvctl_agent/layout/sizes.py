@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from kvctl_agent.errors import LayoutError
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvctl_agent.contract.values import integer, shown
+from kvctl_agent.errors import KvctlError, LayoutError
 
 MAX_SIZE = 2**31 - 1
 """Sizes travel in plan inputs and index arrays; above this they no longer fit a signed 32-bit index."""
 
 
-def check_size(name: str, value: object, minimum: int = 1) -> int:
-    """Return a whole number from `minimum` to `MAX_SIZE`, and refuse anything else (a bool is not a number here).
+def check_size(
+    name: str, value: object, minimum: int = 1, maximum: int = MAX_SIZE, error: type[KvctlError] = LayoutError
+) -> int:
+    """Return a whole number from `minimum` to `maximum` as an int, and refuse anything else (a bool is no number here).
 
     Raises:
-        LayoutError: naming the size and what it is.
+        LayoutError, or `error`: naming the size, what it is and what is allowed.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_SIZE:
-        raise LayoutError(f"{name} is {value!r:.40}: it must be a whole number from {minimum} to {MAX_SIZE}")
-    return value
+    number = integer(value)
+    if number is None or not minimum <= number <= maximum:
+        raise error(f"{name} is {shown(value)}: it must be a whole number from {minimum} to {maximum}")
+    return number
+
+
+def set_sizes(of: object, *names: str, minimum: int = 1) -> None:
+    """Check attributes of a frozen dataclass, and make each an int.
+
+    Raises:
+        LayoutError: as `check_size`.
+    """
+    for name in names:
+        object.__setattr__(of, name, check_size(name, getattr(of, name), minimum))
+
+
+def check_sizes(name: str, values: object, minimum: int = 1) -> tuple[int, ...]:
+    """Return a list of whole numbers as a tuple of ints.
+
+    Raises:
+        LayoutError: it is no list, or `check_size` refuses a number.
+    """
+    if not isinstance(values, Sequence | np.ndarray):
+        raise LayoutError(f"{name} is {shown(values)}: it must be a list of whole numbers")
+    return tuple(check_size(name, value, minimum) for value in values)

@@ -8,8 +8,10 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
+from kvctl_agent.contract.values import integer, shown
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.sizes import check_size, check_sizes
 from kvctl_agent.memory.tensors import Seen, see, see_latent, see_layers, see_rows
 
 Tensors = Sequence[Any]
@@ -81,6 +83,13 @@ def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> Given:
     """
     label = "" if name == "kv" else f"{name} "
     scales = {"k_scale": kv.k_scale, "v_scale": kv.v_scale} if kv.v is not None else {"scale": kv.k_scale}
+    planes_given = {"k" if kv.v is not None else "latent": kv.k, "v": kv.v, **scales}
+    for plane, tensors in planes_given.items():
+        if tensors is not None and not isinstance(tensors, Sequence):
+            raise MemoryLayoutError(
+                f"{label}{plane} is {shown(tensors)}: it must be a list of tensors, one for each layer"
+            )
+    total_kv_heads = check_size(f"{label}total_kv_heads", kv.total_kv_heads, error=MemoryLayoutError)
     if not kv.k or (kv.v is not None and len(kv.k) != len(kv.v)):
         count = len(kv.k)
         raise MemoryLayoutError(
@@ -88,7 +97,7 @@ def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> Given:
             if kv.v is None
             else f"{label}{count} K and {len(kv.v)} V layers; give one K and one V for every layer"
         )
-    if kv.v is None and (kv.v_scale is not None or kv.total_kv_heads != 1):
+    if kv.v is None and (kv.v_scale is not None or total_kv_heads != 1):
         raise MemoryLayoutError(f"{label}latent: it has no V and one head; give no v_scale and total_kv_heads=1")
 
     def layers(tensors: Tensors, plane: str, look: Any) -> list[Seen]:
@@ -106,9 +115,9 @@ def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> Given:
         first, other = planes[0][0], planes[1][0]
         heads, k_dim, v_dim = *first.shape[1:], other.shape[2]
         other.expect((*first.shape[:2], v_dim), first)
-    if kv.total_kv_heads <= 0 or kv.total_kv_heads % heads:
+    if total_kv_heads % heads:
         raise MemoryLayoutError(
-            f"{label}total_kv_heads is {kv.total_kv_heads}, not a multiple of the {heads} heads on this rank; "
+            f"{label}total_kv_heads is {total_kv_heads}, not a multiple of the {heads} heads on this rank; "
             "pass the number in the model's config"
         )
     num_pages = first.shape[0] // page_size
@@ -121,7 +130,7 @@ def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> Given:
         scale_bytes.append(_scale_bytes(planes[-1][0], num_pages, heads, latent=kv.v is None))
     shape = ModelShape(
         num_layers=len(kv.k),
-        num_kv_heads=kv.total_kv_heads,
+        num_kv_heads=total_kv_heads,
         k_dim=k_dim,
         v_dim=v_dim,
         dtype_bytes=first.itemsize,
@@ -139,28 +148,37 @@ def read_state(state: StateTensors) -> Given:
         MemoryLayoutError: names the layer and what is wrong with it.
         LayoutError: its name, or the layers it runs beside, are none.
     """
+    if not isinstance(state.name, str):
+        raise MemoryLayoutError(f"state name is {shown(state.name)}: it must be a word")
+    if not isinstance(state.tensors, Sequence):
+        raise MemoryLayoutError(
+            f"{state.name}: tensors is {shown(state.tensors)}: it must be a list, one for each layer"
+        )
     count = len(state.tensors)
-    beside = tuple(range(count) if state.layers is None else state.layers)
+    beside = tuple(range(count)) if state.layers is None else check_sizes(f"{state.name} layer", state.layers, 0)
+    of_model = check_size(f"{state.name}: heads", state.heads, error=MemoryLayoutError)
     if len(beside) != count:
         raise MemoryLayoutError(f"{state.name}: {count} tensors, but {len(beside)} layers that they run beside")
     layers = see_layers(state.tensors, [f"{state.name} layer {layer}" for layer in range(count)], see)
     shape, axis = layers[0].shape, state.axis
     if axis is None:
-        if state.heads != 1:
+        if of_model != 1:
             raise MemoryLayoutError(
-                f"{state.name}: {state.heads} heads over the whole model, but no axis; say which of {shape} is cut"
+                f"{state.name}: {of_model} heads over the whole model, but no axis; say which of {shape} is cut"
             )
         rows, heads, row = 1, 1, shape[1:]
     else:
-        if not 0 < axis < len(shape):
-            raise MemoryLayoutError(f"{state.name}: axis {axis} is no dimension of an item; the shape is {shape}")
-        rows, heads, row = prod(shape[1:axis]), shape[axis], shape[axis + 1 :]
-    if state.heads <= 0 or state.heads % heads:
+        if (number := integer(axis)) is None or not 0 < number < len(shape):
+            raise MemoryLayoutError(
+                f"{state.name}: axis {shown(axis)} is no dimension of an item; the shape is {shape}"
+            )
+        rows, heads, row = prod(shape[1:number]), shape[number], shape[number + 1 :]
+    if of_model % heads:
         raise MemoryLayoutError(
-            f"{state.name}: heads is {state.heads}, not a multiple of the {heads} on this rank; "
+            f"{state.name}: heads is {of_model}, not a multiple of the {heads} on this rank; "
             "pass the size over the whole model"
         )
-    component = StateShape(state.name, beside, rows, state.heads, prod(row) * layers[0].itemsize)
+    component = StateShape(state.name, beside, rows, of_model, prod(row) * layers[0].itemsize)
     return Given(state.name, component, heads, shape[0], [(layer,) for layer in layers])
 
 

@@ -13,10 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
+from kvctl_agent.layout.sizes import check_size
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocation import Allocation, DeviceAllocation
 from kvctl_agent.memory.given import DraftKV, Given, StateTensors, Tensors, read_kv, read_state
@@ -133,8 +135,11 @@ class KVPool:
     def _of_tensors(
         cls, kv: DraftKV, page_size: int, aux: Any, draft: DraftKV | None, state: Sequence[StateTensors]
     ) -> KVPool:
-        if page_size <= 0:
-            raise MemoryLayoutError(f"page_size is {page_size}; it must be positive")
+        page_size = check_size("page_size", page_size, error=MemoryLayoutError)
+        if not isinstance(draft, DraftKV | None):
+            raise MemoryLayoutError(f"draft is {shown(draft)}: it must be a DraftKV")
+        if not isinstance(state, Sequence) or not all(isinstance(each, StateTensors) for each in state):
+            raise MemoryLayoutError(f"state is {shown(state)}: it must be a list of StateTensors")
         given = [read_kv(kv, page_size)]
         if draft is not None:
             given.append(read_kv(draft, page_size, "draft"))
