@@ -22,8 +22,9 @@ from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.lane import LaneCost
 from kvctl_agent.contract.settings import load_settings
+from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Copies
-from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
+from kvctl_agent.errors import ConfigError, DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.export.exports import Exports
 from kvctl_agent.layout.chunks import prefix_pages
 from kvctl_agent.layout.grouping import ForwardInfo, Grouping
@@ -49,8 +50,9 @@ from kvctl_agent.runtime.arrivals import ArrivalLoop
 from kvctl_agent.runtime.bootstrap import Registries
 from kvctl_agent.runtime.control import ControlLoop
 from kvctl_agent.runtime.desk import Desk, OnState
+from kvctl_agent.runtime.destinations import written
 from kvctl_agent.runtime.forwards import Forwards
-from kvctl_agent.runtime.handles import Bounds, Receive, Send
+from kvctl_agent.runtime.handles import Bounds, Receive, Send, check_flag, check_room, check_timeout
 from kvctl_agent.runtime.hands import AgentHands
 from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
@@ -101,8 +103,7 @@ class Agent:
         on_state: OnState | None = None,
         **config: Value,
     ) -> None:
-        if role not in ("prefill", "decode"):
-            raise ConfigError(f"role {role!r}: must be 'prefill' or 'decode'")
+        assembly.check_arguments(role, rank, pool, name, model, on_state)
         self.name = name
         self.role = role
         self.rank = rank
@@ -115,9 +116,7 @@ class Agent:
         self._keys = load_fleet_key(settings["fleet_key"])
         remote = remote_of(settings, self._keys)
         self.exports = Exports(settings, name, role)
-        self._instances = (bootstrap,) if isinstance(bootstrap, str) else tuple(bootstrap)
-        if not self._instances or (role == "prefill" and len(self._instances) > 1):
-            raise ConfigError(f"{len(self._instances)} bootstrap endpoints: a {role} agent needs exactly one, or more")
+        self._instances = assembly.instances_of(role, bootstrap)
         for endpoint in self._instances:
             self._check_endpoint(endpoint)
         self.telemetry = Telemetry(
@@ -135,7 +134,7 @@ class Agent:
         pool.place(held)
         assembly.check_settings(settings, pool)
         self.chooser = Chooser(self.shape, pool.page_size, settings["path"], settings["staging"])
-        self._desk = Desk(name, on_state)
+        self._desk = Desk(name, on_state, assembly.destinations_of(pool) if role == "decode" else None)
         self._forwards: Forwards | None = None
         if role == "prefill" and pool.device is not None:
             self._forwards = Forwards(f"{name}-forwards", pool.device)
@@ -305,7 +304,7 @@ class Agent:
             DeadlineExceeded: names who is missing.
             ConfigError: the registry or a peer refuses us; names the differing factor.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + check_timeout(timeout)
         while (waiting := self.waiting_for()) is not None:
             if self._registries is not None:
                 check_fit(self.name, self.role, self._instances, self._registries, self.machine)
@@ -366,10 +365,10 @@ class Agent:
         Raises:
             DeadlineExceeded: names the rooms still in flight.
         """
+        deadline = time.monotonic() + check_timeout(timeout)
         self._leaving = True
         if self._state == "running":
             self.begin_drain()
-        deadline = time.monotonic() + timeout
         while self._desk.rooms:
             if time.monotonic() >= deadline:
                 rooms = ", ".join(str(room) for room in sorted(self._desk.rooms)[:8])
@@ -381,6 +380,7 @@ class Agent:
 
         In a process that was forked off it does nothing: all of it is the parent's.
         """
+        timeout = check_timeout(timeout)
         if self.local.pid != os.getpid():
             return
         with self._turning:
@@ -439,6 +439,8 @@ class Agent:
 
         No groups: call `send.pages`. Else give the groups to `send.prefetch` and call `send.layers` for each of them.
         """
+        if not isinstance(forward, ForwardInfo):
+            raise LayoutError(f"forward is {shown(forward)}: it must be a ForwardInfo")
         return self.pipelining.decide(forward)
 
     def send(self, room: int, *, fake: bool = False) -> Send:
@@ -448,8 +450,10 @@ class Agent:
             fake: an engine's warm-up or health check: nothing moves, and the room has succeeded at once.
 
         Raises:
-            LocalProtocolError: the room is in use here, or this is no running prefill agent.
+            LocalProtocolError: the room is no unsigned 64-bit number or in use here, or this is no running prefill
+                agent.
         """
+        room, fake = check_room(room), check_flag("fake", fake)
         self._check_running("prefill", begun=fake or self.machine.knows(room))
         handle = Send(room, _discard if fake else self._mailbox.put, self._bounds(), self._forwards)
         self._take(handle, fake)
@@ -482,31 +486,21 @@ class Agent:
             fake: as for `send`.
 
         Raises:
-            LocalProtocolError: the room is in use here, a page, item or aux row lies outside the pool, or this is no
-                running decode agent.
-            LayoutError: the prefix is not page-aligned.
+            LocalProtocolError: the room is no unsigned 64-bit number or in use here; a page, item or aux row lies
+                outside the pool, is given twice, or belongs to another room that may still be written to; or this is
+                no running decode agent.
+            LayoutError: the prefix is not page-aligned, or prefix and pages together are too many.
             ConfigError: `prefill` is no endpoint, or one that needs keys.
         """
+        room, fake = check_room(room), check_flag("fake", fake)
         self._check_running("decode", begun=fake)
-        if prefill is not None and prefill not in self._instances:
+        if prefill is not None:
             self._check_endpoint(prefill)
         prefix = prefix_pages(prefix_tokens, self.pool.page_size)
-        bounds = self._bounds()
-        opening = ev.OpenRoom(
-            room=room,
-            nonce=secrets.randbits(63) | 1,
-            pages=bounds.pages(room, pages),
-            prefix_pages=prefix,
-            total_pages=prefix + len(pages),
-            aux_index=bounds.aux(room, aux_index),
-            instance=prefill or self._instances[0],
-            states=bounds.states(room, state_indices),
-            prefill_only=prefill_only,
-        )
-        if prefill_only and opening.total_pages:
-            raise LocalProtocolError(f"room {room}: a prefill-only room has no pages and no prefix here")
+        wanted = pages, prefix, aux_index, state_indices, prefill_only
+        opening = self._bounds().opening(room, prefill or self._instances[0], *wanted)
         handle = Receive(room, _discard if fake else self._mailbox.put, self.pool.device)
-        self._take(handle, fake)
+        self._take(handle, fake, written(opening))
         if not fake:
             self._mailbox.put(opening)
         return handle
@@ -516,11 +510,11 @@ class Agent:
         if self.role != role or not (self.accepting or (self.draining and begun)):
             raise LocalProtocolError(f"agent {self.name} ({self.role}, {self._state}) takes no {role} rooms")
 
-    def _take(self, handle: Send | Receive, fake: bool) -> None:
+    def _take(self, handle: Send | Receive, fake: bool, written: tuple[ev.Pages, ...] = ()) -> None:
         if fake:
             self._desk.finish(handle)
         else:
-            self._desk.add(handle)
+            self._desk.add(handle, written)
 
     def _bounds(self) -> Bounds:
         slots = tuple(memory.num_slots for memory in self.pool.segments if memory.held.segment.state)

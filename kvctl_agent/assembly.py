@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError
 from kvctl_agent.layout.chunks import chunk_pages
@@ -26,6 +27,7 @@ from kvctl_agent.protocol.messages import MAX_SHARED, MAX_TEXT, SharedMemory
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
+from kvctl_agent.runtime.destinations import Destinations
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.recorder import FlightRecorder
@@ -33,11 +35,42 @@ from kvctl_agent.transport.base import Region, Transport
 
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
 _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
+_MAX_NAME_BYTES = 255  # of a ZMQ identity
 _PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
 _MOST_WORKERS = 4
 _FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
 
 Settings = Mapping[str, Any]
+
+
+def check_arguments(role: object, rank: object, pool: object, name: object, model: object, on_state: object) -> None:
+    """Raises ConfigError for an argument of `Agent` that is of the wrong type, or a name that nobody could type."""
+    if not isinstance(role, str) or role not in ("prefill", "decode"):
+        raise ConfigError(f"role {shown(role)}: must be 'prefill' or 'decode'")
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
+        raise ConfigError(f"name is {shown(name)}: it must be 1 to {_MAX_NAME_BYTES} bytes of printable text")
+    for argument, value, kind in (("rank", rank, Rank), ("pool", pool, KVPool), ("model", model, ModelShape)):
+        if not isinstance(value, kind) and (value is not None or kind is not ModelShape):
+            raise ConfigError(f"{argument} is {shown(value)}: it must be a {kind.__name__}")
+    if on_state is not None and not callable(on_state):
+        raise ConfigError(f"on_state is {shown(on_state)}: it must be callable")
+
+
+def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
+    """Endpoints of the registries; raises ConfigError for no list, none, or several of a prefill agent."""
+    if not isinstance(bootstrap, str | Sequence):
+        raise ConfigError(f"bootstrap is {shown(bootstrap)}: it must be an endpoint or a list of endpoints")
+    found = (bootstrap,) if isinstance(bootstrap, str) else tuple(bootstrap)
+    if not found or (role == "prefill" and len(found) > 1):
+        raise ConfigError(f"{len(found)} bootstrap endpoints: a {role} agent needs exactly one, or more")
+    return found
+
+
+def destinations_of(pool: KVPool) -> Destinations:
+    """A decode rank's memory that rooms are received into, in the order of `runtime.destinations.written`."""
+    states = [memory for memory in pool.segments if memory.held.segment.state]
+    kinds = [(f"item of state {memory.held.segment.name}", memory.num_slots) for memory in states]
+    return Destinations([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])
 
 
 def workers(settings: Settings, device: Device | None) -> int:
@@ -61,8 +94,8 @@ def threads(configured: int | None, most: int) -> int:
 
 def check_path(path: str, pool: KVPool) -> None:
     """Raises ConfigError for a path that there is not, or not for this pool."""
-    if path not in _PATHS:
-        raise ConfigError(f"path {path!r}: must be {', '.join(_PATHS)}")
+    if not isinstance(path, str) or path not in _PATHS:
+        raise ConfigError(f"path {shown(path)}: must be {', '.join(_PATHS)}")
     if path == DIRECT and pool.device is None:
         raise ConfigError("path direct needs a pool on a GPU, and this one is host memory; auto serves both")
 

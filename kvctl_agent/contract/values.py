@@ -22,7 +22,7 @@ def integer(value: object) -> int | None:
             return None
         if "bool" in str(getattr(value, "dtype", "")):
             return None
-        return int(operator.index(value))  # type: ignore[call-overload,no-any-return]
+        return int(operator.index(value))  # type: ignore[arg-type]
     except Exception:  # the caller's own type may raise anything
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,14 @@ def check_sizes(name: str, values: object, minimum: int = 1) -> tuple[int, ...]:
     Raises:
         LayoutError: it is no list, or `check_size` refuses a number.
     """
-    if not isinstance(values, Sequence | np.ndarray):
+    items = as_list(values)
+    if items is None:
         raise LayoutError(f"{name} is {shown(values)}: it must be a list of whole numbers")
-    return tuple(check_size(name, value, minimum) for value in values)
+    return tuple(check_size(name, value, minimum) for value in items)
+
+
+def as_list(values: object) -> Sequence[Any] | None:
+    """A sequence or array as it is; None for what has no length, an iterator or an array of no dimension too."""
+    if isinstance(values, np.ndarray):
+        return list(values) if values.ndim else None
+    return values if isinstance(values, Sequence) else None

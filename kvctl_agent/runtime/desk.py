@@ -9,11 +9,11 @@ from collections.abc import Callable
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.protocol.events import Pages
+from kvctl_agent.runtime.destinations import Destinations
 from kvctl_agent.runtime.handles import Receive, Send
 
 OnState = Callable[[Send | Receive, RoomState], None]
-
-_MAX_ROOM = (1 << 64) - 1
 
 
 class Desk:
@@ -21,25 +21,27 @@ class Desk:
 
     Args:
         on_state: called at each change of a room's state; it must only enqueue.
+        destinations: of a decode rank: which room its memory belongs to.
     """
 
-    def __init__(self, name: str, on_state: OnState | None) -> None:
+    def __init__(self, name: str, on_state: OnState | None, destinations: Destinations | None = None) -> None:
         self._name = name
         self._on_state = on_state
+        self._destinations = destinations or Destinations(())
         self._handles: dict[int, Send | Receive] = {}
         self._lock = threading.Lock()
 
-    def add(self, handle: Send | Receive) -> None:
-        """Take a new room in.
+    def add(self, handle: Send | Receive, written: tuple[Pages, ...] = ()) -> None:
+        """Take a new room in; `written` is the memory that it receives into, as `Destinations.take` wants it.
 
         Raises:
-            LocalProtocolError: its number is in use here, or no room number.
+            LocalProtocolError: its number is in use here, or its memory belongs to another room.
         """
-        if not 0 <= handle.room <= _MAX_ROOM:
-            raise LocalProtocolError(f"room {handle.room} is no unsigned 64-bit number")
         with self._lock:
             if handle.room in self._handles:
                 raise LocalProtocolError(f"room {handle.room} is in use on {self._name}")
+            if written:
+                self._destinations.take(handle.room, written)
             self._handles[handle.room] = handle
 
     @property
@@ -52,6 +54,8 @@ class Desk:
         handle = self._handles.get(room)
         if handle is None:
             return
+        if state is RoomState.SUCCESS:  # before the engine can know and give the pages to another room
+            self._free(room)
         handle.tell(state, failure)
         self._forget(handle)
         if self._on_state is not None:
@@ -61,6 +65,7 @@ class Desk:
         """A room's pages are free."""
         handle = self._handles.get(room)
         if handle is not None:
+            self._free(room)
             handle.release()
             self._forget(handle)
 
@@ -68,6 +73,7 @@ class Desk:
         """The machine does not take this room."""
         handle = self._handles.get(room)
         if handle is not None:
+            self._free(room)
             handle.release()
             self.tell(room, RoomState.FAILED, self._failure("KV_ROOM_DUPLICATE", text))
 
@@ -84,6 +90,10 @@ class Desk:
             text = f"agent {self._name} was closed with the room in flight"
             handle.tell(RoomState.FAILED, self._failure("AGENT_CLOSED", text))
         self._handles.clear()
+
+    def _free(self, room: int) -> None:
+        with self._lock:
+            self._destinations.free(room)
 
     def _failure(self, code: str, text: str) -> Failure:
         return {"rank": self._name, "code": code, "at_ns": time.time_ns(), "text": text}

@@ -18,10 +18,12 @@ import zmq
 
 from kvctl_agent.contract.admin import MAX_SOCKET_PATH_BYTES
 from kvctl_agent.contract.keys import KeyPair
+from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.security import curve
 
 _LINGER_MS = 0
+_LONGEST = 1024
 _HIGH_WATER = 20_000
 
 
@@ -43,8 +45,11 @@ def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False) -> None
     """Refuse what must not be bound; `keys`: whether there are any.
 
     Raises:
-        ConfigError: unknown scheme, a path over the limit, or a public address without keys or `insecure`.
+        ConfigError: it is no printable text or longer than 1024 characters; an unknown scheme, a path
+            over the limit, or a public address without keys or `insecure`.
     """
+    if not isinstance(endpoint, str) or not endpoint.isprintable() or len(endpoint) > _LONGEST:
+        raise ConfigError(f"{shown(endpoint)} is no endpoint: write ipc:///path or tcp://address:port")
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):
@@ -144,9 +149,13 @@ def _tcp(endpoint: str) -> tuple[str, str]:
         host, port = parts.hostname, parts.netloc.rpartition(":")[2]
     except ValueError:
         host, port = None, ""
-    if parts.scheme != "tcp" or not host or not (port.isdecimal() or port == "*"):
+    if parts.scheme != "tcp" or not host or not (_is_port(port) or port == "*"):
         raise ConfigError(f"{endpoint!r} is no endpoint: write ipc:///path or tcp://address:port")
     return (f"[{host}]" if ":" in host else host), port
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 1 << 16
 
 
 def _loopback(host: str) -> bool:

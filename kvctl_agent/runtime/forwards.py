@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import DeviceError, KvctlError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
@@ -86,6 +87,8 @@ class Forwards:
             return Moment(given, self._device.event_of(given))
         except DeviceError as error:
             raise LocalProtocolError(f"room {room}: event: {error}") from None
+        except Exception as error:  # the engine's own type
+            raise LocalProtocolError(f"room {room}: event is {shown(given)}, which is none: {error}") from None
 
     def tell(self, sender: Sender, moment: Moment | None, make: Callable[[int], ev.Event]) -> None:
         """Pass on what `make` returns for the monotonic ns of that time, once the moment has come; None: at once,

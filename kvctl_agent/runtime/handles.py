@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.values import encodable, integer, shown
 from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import LocalProtocolError
+from kvctl_agent.layout.sizes import as_list, check_size
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.messages import MAX_TEXT
 from kvctl_agent.runtime.forwards import Forwards, Moment
 
 _MAX_PAGE = int(np.iinfo(np.int32).max)
+_MAX_ROOM = (1 << 64) - 1
+_LONGEST_WAIT_S = 1e9
 
 
 class Handle:
@@ -31,8 +39,12 @@ class Handle:
         self._changed = threading.Condition(threading.Lock())
 
     def wait(self, timeout: float) -> RoomState:
-        """Wait until the room has ended and its pages are free, or for `timeout` seconds; returns the state then."""
-        deadline = time.monotonic() + timeout
+        """Wait until the room has ended and its pages are free, or for `timeout` seconds; returns the state then.
+
+        Raises:
+            LocalProtocolError: `timeout` is no number.
+        """
+        deadline = time.monotonic() + check_timeout(timeout)
         with self._changed:
             while not (self.state.finished and self.released):
                 left = deadline - time.monotonic()
@@ -41,8 +53,17 @@ class Handle:
         return self.state
 
     def abort(self, reason: str) -> None:
-        """Give the room up; it fails on every rank with this as its first cause."""
-        self._post(ev.AbortRoom(self.room, reason))
+        """Give the room up; it fails on every rank with this as its first cause. Nothing happens where it has ended.
+
+        Args:
+            reason: text; the first 4096 characters count.
+
+        Raises:
+            LocalProtocolError: `reason` is no text.
+        """
+        if not isinstance(reason, str):
+            raise LocalProtocolError(f"room {self.room}: reason is {shown(reason)}: it must be text")
+        self.post_unless_over(ev.AbortRoom(self.room, encodable(str(reason[:MAX_TEXT]))))
 
     def post_unless_over(self, event: ev.Event) -> bool:
         """Pass an event on; False where the room has ended, whose number may be another room's by now."""
@@ -74,9 +95,36 @@ class Bounds(NamedTuple):
     layers: range
     state_slots: tuple[int, ...]  # of each state component, in the model's order
 
+    def opening(
+        self,
+        room: int,
+        instance: str,
+        pages: Any,
+        prefix_pages: int,
+        aux_index: int | None,
+        state_indices: Sequence[Any],
+        prefill_only: bool,
+    ) -> ev.OpenRoom:
+        """What a decode engine wants of a room, checked; also raises LayoutError for too many pages."""
+        indices = self.pages(room, pages)
+        prefill_only = check_flag(f"room {room}: prefill_only", prefill_only)
+        if prefill_only and (prefix_pages or len(indices)):
+            raise LocalProtocolError(f"room {room}: a prefill-only room has no pages and no prefix here")
+        return ev.OpenRoom(
+            room=room,
+            nonce=secrets.randbits(63) | 1,
+            pages=indices,
+            prefix_pages=prefix_pages,
+            total_pages=check_size("prefix and pages", prefix_pages + len(indices), minimum=0),
+            aux_index=self.aux(room, aux_index),
+            instance=instance,
+            states=self.states(room, state_indices),
+            prefill_only=prefill_only,
+        )
+
     def pages(self, room: int, indices: Any) -> ev.Pages:
         """Page numbers of this rank's pool."""
-        pages = page_array(indices)
+        pages = page_array(indices, f"room {room}: pages")
         if len(pages) and int(pages.max()) >= self.num_pages:
             raise LocalProtocolError(f"room {room}: page {pages.max()} is outside the pool of {self.num_pages}")
         return pages
@@ -85,17 +133,23 @@ class Bounds(NamedTuple):
         """An aux row's number, -1 for none."""
         if index is None:
             return -1
-        if not 0 <= index < self.aux_slots:
-            raise LocalProtocolError(f"room {room}: aux row {index} is outside the pool's {self.aux_slots}")
-        return index
+        number = integer(index)
+        if number is None or not 0 <= number < self.aux_slots:
+            text = f"room {room}: aux_index is {shown(index)}: it must be None or a row of the pool's {self.aux_slots}"
+            raise LocalProtocolError(text)
+        return number
 
     def states(self, room: int, indices: Sequence[Any]) -> tuple[ev.Pages, ...]:
         """Item numbers of each state component; none of one that this rank's pipeline stage has no layers of."""
-        if len(indices) > len(self.state_slots):
+        lists = as_list(indices)
+        if lists is None:
+            text = f"room {room}: state_indices is {shown(indices)}: it must have a list of items for each component"
+            raise LocalProtocolError(text)
+        if len(lists) > len(self.state_slots):
             raise LocalProtocolError(
-                f"room {room}: {len(indices)} lists of state items, the model has {len(self.state_slots)} components"
+                f"room {room}: {len(lists)} lists of state items, the model has {len(self.state_slots)} components"
             )
-        arrays = tuple(map(page_array, indices))
+        arrays = tuple(page_array(items, f"room {room}: state_indices") for items in lists)
         for items, slots in zip(arrays, self.state_slots, strict=False):
             if len(items) and slots and int(items.max()) >= slots:
                 raise LocalProtocolError(f"room {room}: state item {items.max()} is outside the pool's {slots}")
@@ -104,6 +158,8 @@ class Bounds(NamedTuple):
     def group(self, room: int, layers: range) -> tuple[int, int]:
         """A layer group of this rank as [lo, hi)."""
         own = self.layers
+        if not isinstance(layers, range):
+            raise LocalProtocolError(f"room {room}: layers is {shown(layers)}: it must be a range of layers")
         if layers.step != 1 or not own.start <= layers.start < layers.stop <= own.stop:
             raise LocalProtocolError(
                 f"room {room}: {layers} is no group of this rank's layers {own.start} to {own.stop - 1}"
@@ -137,10 +193,20 @@ class Send(Handle):
                 `pages` will be called. A cell of the grid is cut into parts once, so what is said first holds.
 
         Raises:
-            LocalProtocolError: a group that is not consecutive layers of this rank.
+            LocalProtocolError: `groups` is no list, or a group is not consecutive layers of this rank.
         """
-        cut = tuple(self._bounds.group(self.room, group) for group in groups)
-        self._post(ev.Prefetch(self.room, cut, time.monotonic_ns()))
+        most = len(self._bounds.layers)
+        try:
+            given = list(islice(groups, most + 1))
+        except Exception:  # the engine's own type
+            given = []
+            most = -1
+        if len(given) > most:
+            raise LocalProtocolError(
+                f"room {self.room}: groups is {shown(groups)}: it must be a list of ranges of this rank's layers"
+            )
+        cut = tuple(self._bounds.group(self.room, group) for group in given)
+        self.post_unless_over(ev.Prefetch(self.room, cut, time.monotonic_ns()))
 
     def pages(self, indices: Any, last: bool = False, event: Any = None) -> None:
         """The next pages of the prompt are computed, in all layers of this rank; or will be, once `event` is done.
@@ -159,8 +225,7 @@ class Send(Handle):
         """
         if self._last:
             raise LocalProtocolError(f"room {self.room}: pages after the last ones")
-        self._computed(self._bounds.pages(self.room, indices), last, None, event)
-        self._last = last
+        self._last = self._computed(indices, last, None, event)
 
     def layers(self, layers: range, indices: Any, last: bool = False, event: Any = None) -> None:
         """The next pages of the prompt are computed in one layer group; the others follow with the same pages.
@@ -177,7 +242,7 @@ class Send(Handle):
         if self._finished or self._last:
             raise LocalProtocolError(f"room {self.room}: layers after the last ones")
         group = self._bounds.group(self.room, layers)
-        self._computed(self._bounds.pages(self.room, indices), last, group, event)
+        self._computed(indices, last, group, event)
 
     def finish(self, aux_index: int | None = None, state_indices: Sequence[Any] = ()) -> None:
         """Nothing follows but the aux row `aux_index` and the state; also ends a room whose last chunk is empty.
@@ -196,20 +261,24 @@ class Send(Handle):
         self._last = self._finished = True
         self._tell(lambda at_ns: ev.Finish(self.room, aux, at_ns, states))
 
-    def _computed(self, pages: ev.Pages, last: bool, group: tuple[int, int] | None, event: Any) -> None:
+    def _computed(self, indices: Any, last: bool, group: tuple[int, int] | None, event: Any) -> bool:
+        """Returns `last`."""
+        last = check_flag(f"room {self.room}: last", last)
+        pages = self._bounds.pages(self.room, indices)
         if event is None:
             self._tell(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group))
-            return
+            return last
         if self._forwards is None:
             raise LocalProtocolError(f"room {self.room}: event= is for pools on a device, this one is host memory")
         moment = self._forwards.moment(self.room, event)
         self.post_unless_over(ev.Launched(self.room))
         self._tell(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group, launched=True), moment)
+        return last
 
     def _tell(self, make: Callable[[int], ev.Event], moment: Moment | None = None) -> None:
         """Behind everything that was said of the room before, and no sooner than the moment."""
         if self._forwards is None:
-            self._post(make(time.monotonic_ns()))
+            self.post_unless_over(make(time.monotonic_ns()))
         else:
             self._forwards.tell(self, moment, make)
 
@@ -239,24 +308,43 @@ class Receive(Handle):
         return self._event
 
 
-def page_array(indices: Any) -> ev.Pages:
-    """Page numbers as a private int32 array.
+def check_room(room: object) -> int:
+    """A room's number as an int; raises LocalProtocolError for anything but an unsigned integer of 64 bits."""
+    return check_size("room", room, 0, _MAX_ROOM, LocalProtocolError)
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Raises LocalProtocolError for anything but a bool, Python's or numpy's."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise LocalProtocolError(f"{name} is {shown(value)}: it must be True or False")
+
+
+def check_timeout(seconds: object) -> float:
+    """Seconds that a call may wait; raises LocalProtocolError for what is no number."""
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or seconds != seconds:
+        raise LocalProtocolError(f"timeout is {shown(seconds)}: it must be a number of seconds")
+    return _LONGEST_WAIT_S if not seconds <= _LONGEST_WAIT_S else max(float(seconds), 0.0)
+
+
+def page_array(indices: Any, name: str = "pages") -> ev.Pages:
+    """Page numbers as a private int32 array; `name` is the argument's.
 
     Raises:
         LocalProtocolError: not a flat list of integers in the range of a page number.
     """
     try:
         pages = np.asarray(indices)
-    except (TypeError, ValueError) as error:  # ragged lists, tensors of another device
+    except Exception as error:  # ragged lists, tensors of another device, the engine's own types
         if hasattr(indices, "__cuda_array_interface__"):
             raise LocalProtocolError(
-                "pages: an array on a GPU; give page numbers from host memory: reading them would synchronise"
+                f"{name}: an array on a GPU; give page numbers from host memory: reading them would synchronise"
             ) from None
-        raise LocalProtocolError(f"pages: {error}") from None
+        raise LocalProtocolError(f"{name}: {shown(indices)} is no list of integers: {error}") from None
     if pages.size == 0:
         return np.empty(0, np.int32)
     if pages.ndim != 1 or pages.dtype.kind not in "iu":
-        raise LocalProtocolError(f"pages: {pages.dtype} {pages.shape}, expected a flat list of integers")
+        raise LocalProtocolError(f"{name}: {shown(indices)} ({pages.dtype} {pages.shape}) is no flat list of integers")
     if int(pages.min()) < 0 or int(pages.max()) > _MAX_PAGE:
-        raise LocalProtocolError(f"pages: {pages.min()}..{pages.max()} are no page numbers")
+        raise LocalProtocolError(f"{name}: {pages.min()}..{pages.max()} are not in 0..{_MAX_PAGE}")
     return pages.astype(np.int32)  # a copy: the engine may reuse its array at once

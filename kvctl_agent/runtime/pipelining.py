@@ -7,11 +7,14 @@ from random import Random
 from typing import Any
 
 from kvctl_agent.contract.pipeline import PIPELINE_MODES
+from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.layout.grouping import ForwardInfo, Grouping, GroupingOptions, group_layers
 from kvctl_agent.paths.pacing import Pacer
 from kvctl_agent.protocol.events import Overlapped
 from kvctl_agent.telemetry.metrics import Metrics
+
+_MOST_DIGITS = 4  # of layers per group
 
 
 class Pipelining:
@@ -48,14 +51,14 @@ class Pipelining:
         Raises:
             ConfigError: anything else.
         """
-        if mode.isdecimal() and int(mode) > 0:
+        if isinstance(mode, str) and mode.isdecimal() and len(mode) <= _MOST_DIGITS and int(mode) > 0:
             self.options = replace(self.options, mode="on", group_size=int(mode))
             return
         for known in PIPELINE_MODES:
-            if mode == known:
+            if isinstance(mode, str) and mode == known:
                 self.options = replace(self.options, mode=known, group_size=None)
                 return
-        raise ConfigError(f"pipeline {mode!r:.40}: must be {', '.join(PIPELINE_MODES)}, or layers per group")
+        raise ConfigError(f"pipeline {shown(mode)}: must be {', '.join(PIPELINE_MODES)}, or layers per group")
 
     def change(self, key: str, value: Any) -> None:
         """Take another value of a configuration key, one of those that begin with `pipeline`."""

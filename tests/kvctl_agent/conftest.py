@@ -31,7 +31,7 @@ from kvctl_agent.runtime.handles import Receive, Send
 sys.path.insert(0, str(Path(__file__).parent))
 
 POISON = 0xDB
-AUX_SLOTS, AUX_ROW_BYTES = 8, 40
+AUX_SLOTS, AUX_ROW_BYTES = 64, 40
 
 
 @dataclass(frozen=True)

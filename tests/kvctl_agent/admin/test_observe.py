@@ -116,7 +116,7 @@ def ask(connect: Any, agent: Any, cmd: str, **args: Any) -> Any:
 
 
 def test_the_contracts_shape_at_any_moment_of_live_transfers(fleet: Any, connect: Any) -> None:
-    rooms = [fleet.receive(fleet.room(FIRST + number, 16, aux=1)) for number in range(20)]
+    rooms = [fleet.receive(fleet.room(FIRST + number, 16, aux=number)) for number in range(20)]
     clients = {agent.name: connect(socket_path(agent.name)) for agent in fleet.prefill + fleet.decode}
     stop = threading.Event()
 
@@ -166,7 +166,7 @@ class TestPipelined:
         deep = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=600, layers=8)
         fleet = make_fleet("nixl", model=deep, path="staged", pipeline="on", pipeline_group_size=2).start()
         for number in range(3):
-            room = fleet.claim(fleet.receive(fleet.room(FIRST + number, 16, aux=1)))
+            room = fleet.claim(fleet.receive(fleet.room(FIRST + number, 16, aux=number)))
             groups = fleet.prefill[0].layer_groups(ForwardInfo((128,))).groups
             for send in room.sends:
                 send.prefetch(groups)
@@ -175,7 +175,7 @@ class TestPipelined:
                 for send in room.sends:
                     send.layers(group, room.src, last=True)
             for send in room.sends:
-                send.finish(aux_index=1)
+                send.finish(aux_index=number)
             assert room.wait() == {RoomState.SUCCESS}
             fleet.expect(room)
         fleet.prefill[0].layer_groups(ForwardInfo(()))

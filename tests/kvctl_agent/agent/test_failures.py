@@ -280,10 +280,16 @@ class TestCalls:
         for call, text in (
             (lambda: decode.send(1), r"decode-0 \(decode, running\) takes no prefill rooms"),
             (lambda: prefill.receive(1, [0]), r"prefill-0 \(prefill, running\) takes no decode rooms"),
-            (lambda: decode.receive(2**64, [0]), "18446744073709551616 is no unsigned 64-bit number"),
-            (lambda: decode.receive(-1, [0]), "-1 is no unsigned 64-bit number"),
+            (
+                lambda: decode.receive(2**64, [0]),
+                "room is 18446744073709551616: it must be a whole number from 0 to 18446744073709551615",
+            ),
+            (lambda: decode.receive(-1, [0]), "room is -1: it must be a whole number from 0"),
             (lambda: decode.receive(1, [64]), "page 64 is outside the pool of 64"),
-            (lambda: decode.receive(1, [0], aux_index=8), "aux row 8 is outside the pool's 8"),
+            (
+                lambda: decode.receive(1, [0], aux_index=64),
+                "aux_index is 64: it must be None or a row of the pool's 64",
+            ),
             (lambda: decode.start(), "decode-0 was started before"),
             (lambda: decode.measure_lane(), r"decode-0 \(running\) has no lane to measure"),
         ):

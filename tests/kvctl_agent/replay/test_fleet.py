@@ -33,7 +33,7 @@ def test_what_a_live_fleet_did_is_clean_and_happens_again(
         "nixl", model=wide, path="staged", chunk_tokens=32, staging_ring_mb=1, record_inputs=record_inputs
     )
     fleet.start()
-    rooms = [fleet.receive(fleet.room(1000 + number, 16, aux=1)) for number in range(ROOMS)]
+    rooms = [fleet.receive(fleet.room(1000 + number, 16, aux=number)) for number in range(ROOMS)]
     for number, room in enumerate(rooms):
         fleet.claim(room)
         if number % 5 == 4:
@@ -77,7 +77,7 @@ def test_so_it_is_with_devices_that_fail(
     devices = {"prefill": HostDevice(), "decode": HostDevice()}
     fleet = make_fleet("loopback", device=devices, path=path, record_inputs=record_inputs).start()
     for number in range(1, 13):
-        room = fleet.claim(fleet.receive(fleet.room(number, 6, aux=1)))
+        room = fleet.claim(fleet.receive(fleet.room(number, 6, aux=number)))
         devices["decode" if path == "staged" and number % 4 == 2 else "prefill"].fail_next = (
             number % 2 == 0 and path == "staged"
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.runtime.desk import Desk
+from kvctl_agent.runtime.destinations import Destinations
 from kvctl_agent.runtime.handles import Receive
 
 CAUSE: Failure = {"rank": "prefill-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
@@ -49,10 +51,55 @@ def test_a_number_is_free_when_its_room_has_ended_and_released_its_pages(desk: D
     taken(desk)
 
 
-@pytest.mark.parametrize("room", [-1, 1 << 64])
-def test_what_is_no_room_number_is_refused(desk: Desk, room: int) -> None:
-    with pytest.raises(LocalProtocolError, match="is no unsigned 64-bit number"):
-        taken(desk, room)
+class TestMemory:
+    """Pages [4, 5] of room 7 belong to it until nothing writes to them any more."""
+
+    @pytest.fixture
+    def desk(self, told: list[Any]) -> Desk:
+        # The pages are free before the engine can know that the room has succeeded.
+        def on_state(handle: Any, state: RoomState) -> None:
+            told.append((handle.room, state))
+            if state is RoomState.SUCCESS:
+                self.add(desk, 8, [5])
+
+        desk = Desk("decode-0", on_state, Destinations([("page", 10)]))
+        return desk
+
+    @staticmethod
+    def add(desk: Desk, room: int, pages: list[int]) -> None:
+        desk.add(Receive(room, lambda event: None), (np.array(pages, np.int32),))
+
+    def test_they_cannot_be_given_to_another_room(self, desk: Desk) -> None:
+        self.add(desk, 7, [4, 5])
+        with pytest.raises(LocalProtocolError, match="room 8: page 5 belongs to room 7, which may still be written to"):
+            self.add(desk, 8, [6, 5])
+        assert desk.rooms == [7]
+        self.add(desk, 8, [6])
+
+    def test_a_failed_room_keeps_them_until_it_is_released(self, desk: Desk) -> None:
+        self.add(desk, 7, [4, 5])
+        desk.tell(7, RoomState.FAILED, CAUSE)
+        with pytest.raises(LocalProtocolError, match="page 5 belongs to room 7"):
+            self.add(desk, 8, [5])
+        desk.release(7)
+        self.add(desk, 8, [5])
+
+    def test_a_room_that_succeeded_gives_them_up_before_its_state_is_seen(self, desk: Desk, told: list[Any]) -> None:
+        self.add(desk, 7, [4, 5])
+        desk.tell(7, RoomState.SUCCESS, None)
+        assert told == [(7, RoomState.SUCCESS)]
+        assert desk.rooms == [7, 8]
+
+    def test_a_room_that_the_machine_refuses_gives_them_up(self, desk: Desk) -> None:
+        self.add(desk, 7, [4, 5])
+        desk.refuse(7, "room 7 is open already")
+        self.add(desk, 8, [5])
+
+    def test_a_number_in_use_takes_nothing(self, desk: Desk) -> None:
+        self.add(desk, 7, [4])
+        with pytest.raises(LocalProtocolError, match="room 7 is in use"):
+            self.add(desk, 7, [5])
+        self.add(desk, 8, [5])
 
 
 def test_a_room_that_the_machine_does_not_take_has_failed_and_holds_nothing(desk: Desk, told: list[Any]) -> None:

@@ -100,7 +100,9 @@ class TestSend:
 
     @pytest.mark.parametrize("row", [-1, 4])
     def test_an_aux_row_outside_the_pool_is_refused(self, send: Send, posted: list[Any], row: int) -> None:
-        with pytest.raises(LocalProtocolError, match=f"room 7: aux row {row} is outside the pool's 4"):
+        with pytest.raises(
+            LocalProtocolError, match=f"room 7: aux_index is {row}: it must be None or a row of the pool's 4"
+        ):
             send.finish(aux_index=row)
         assert posted == []
         send.finish(aux_index=3)
