@@ -17,7 +17,7 @@ from kvctl.commands.completion import SCRIPTS
 from kvctl.commands.help import global_options_text
 from kvctl.commands.registry import COMMANDS as CLI_COMMANDS
 from kvctl.commands.registry import load
-from kvctl.exit_codes import ExitCode
+from kvctl.exit_codes import FINDING_EXITS, ExitCode
 from kvctl.health.codes import CODES
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.config import KEYS, Key
@@ -115,7 +115,12 @@ def command_pages() -> dict[str, str]:
     context = click.Context(cli, terminal_width=HELP_COLUMNS, max_content_width=HELP_COLUMNS)
     options = f"```\n{global_options_text(context)}\n```"
     checks = "`kvctl check` alone follows the monitoring-plugin rule: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN."
-    pages["commands.md"] = page("Commands", listed, "## Global options", options, "## Exit codes", codes, checks)
+    judged = [(f"{each}", str(code.value), f"{state.value} {state.name}") for each, code, state in FINDING_EXITS]
+    verdicts = table(("found", "`kvctl doctor`, `kvctl health`, `kvctl health detail`", "`kvctl check`"), judged)
+    about = "Commands that judge the fleet; what `--filter` leaves out of the output counts all the same:"
+    pages["commands.md"] = page(
+        "Commands", listed, "## Global options", options, "## Exit codes", codes, checks, about, verdicts
+    )
     return pages
 
 

@@ -35,3 +35,13 @@ class CheckState(IntEnum):
     def gravity(self) -> int:
         """Larger is worse: not to know is worse than a warning, and better than to know of a disaster."""
         return (CheckState.OK, CheckState.WARNING, CheckState.UNKNOWN, CheckState.CRITICAL).index(self)
+
+
+FINDING_EXITS: tuple[tuple[str, ExitCode, CheckState], ...] = (
+    ("no finding, or only info; muted findings do not count", ExitCode.OK, CheckState.OK),
+    ("a warning", ExitCode.FAILED, CheckState.WARNING),
+    ("a critical finding", ExitCode.FAILED, CheckState.CRITICAL),
+    ("an agent that does not answer", ExitCode.FAILED, CheckState.CRITICAL),
+    ("no agent", ExitCode.NO_AGENT, CheckState.CRITICAL),
+)
+"""What commands that judge the fleet exit with: the situation, `kvctl doctor` and `kvctl health`, `kvctl check`."""

@@ -31,11 +31,13 @@ from kvctl_agent.contract.admin import socket_dir
 @click.option("--host-only", is_flag=True, help="Only this host; asks no agent.")
 @pass_settings
 def doctor(settings: Settings, host_only: bool) -> None:
-    """What is wrong, ranked: evidence, likely cause, the exact next command; and what this host means for transfers.
+    """Ranked findings: evidence, likely cause and next command; and what this host means for transfers.
 
-    Looks at the fleet twice, a second apart, and at this host: locked memory, RDMA and GPU, engines and their
-    environment, namespaces, limits, ports, versions. Exit code 0 when nothing is wrong, 1 when something is, 3 when
-    there is no agent (the host is looked at all the same). With --from only the fleet: the host would be another.
+    Reads the fleet twice, a second apart, and looks at this host: locked memory, RDMA and GPU, engines and their
+    environment, namespaces, limits, ports, versions. With --from only the fleet: the host would be another.
+
+    Exit codes as of kvctl health: 0 nothing is wrong, 1 a warning, a critical finding or an agent that does not answer,
+    3 no agent (the host is checked all the same). A warning about this host is 1, too.
     """
     if settings.watch_ns is not None:
         raise click.UsageError("doctor looks once; kvctl health -w watches")
@@ -46,7 +48,7 @@ def doctor(settings: Settings, host_only: bool) -> None:
     if host_only:
         report = _report(None, HostView())
         output.emit(report)
-        raise click.exceptions.Exit(_verdict(report, ExitCode.OK))
+        raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
     looking = Looking(settings, earlier(settings))
     with source(settings) as fleet:
         survey = fleet.survey(HEALTH_CALLS)
@@ -54,7 +56,7 @@ def doctor(settings: Settings, host_only: bool) -> None:
     host = HostView(agents=local_agents(look.snapshot)) if settings.from_file is None else None
     report = _report(look, host)
     output.emit(report)
-    raise click.exceptions.Exit(_verdict(report, conclude(output, settings, survey, report)))
+    raise click.exceptions.Exit(conclude(output, settings, survey, report))
 
 
 def _report(look: Look | None, host: HostView | None) -> Report:
@@ -67,25 +69,25 @@ def _report(look: Look | None, host: HostView | None) -> Report:
     snapshot = None if look is None else look.snapshot
     facts = [] if host is None else inspect(host, socket_dir(), snapshot)
     if look is None or snapshot is None:
+        found = rows((), (), facts)
         return Report(
-            DOCTOR, rows((), (), facts), 0, blocks=lambda kept, width: blocks(kept, width, "this host only", 0)
+            DOCTOR,
+            found,
+            0,
+            blocks=lambda kept, width: blocks(kept, width, "this host only", 0),
+            wrong=any(map(is_problem, found)),
         )
     agents, quiet = len(snapshot.agents), len(look.judged.muted)
     looked_at = f"{agents} agent{'s' * (agents != 1)}" + (" and this host" if host is not None else "")
     if not agents and host is not None:
         looked_at = "this host only: no agent answered"
+    found = rows(look.judged.raised, silences(snapshot.survey, host), facts)
     return Report(
         DOCTOR,
-        rows(look.judged.raised, silences(snapshot.survey, host), facts),
+        found,
         agents,
         snapshot.faults,
         blocks=lambda kept, width: blocks(kept, width, looked_at, quiet),
+        wrong=any(map(is_problem, found)),
         notes=list(look.remarks),
     )
-
-
-def _verdict(report: Report, otherwise: ExitCode) -> ExitCode:
-    """Something wrong is 1, if there was anybody to be wrong."""
-    if otherwise in {ExitCode.OK, ExitCode.PARTIAL} and any(is_problem(each) for each in report.rows):
-        return ExitCode.FAILED
-    return otherwise

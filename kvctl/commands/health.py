@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -19,7 +20,7 @@ from kvctl.errors import CliError
 from kvctl.health import mute_file
 from kvctl.health.codes import CODES, CODES_BY_NAME
 from kvctl.health.engine import examine
-from kvctl.health.finding import Code, Finding
+from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.mutes import Baseline, Mute
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
 from kvctl.views.findings import HEALTH, overview, paragraphs, row
@@ -53,9 +54,12 @@ def health() -> None:
 def show(settings: Settings, muted: bool) -> None:
     """A line for each finding, the worst first, and how many are muted.
 
-    Two readings, a second apart, because some things show only in how counters grow; with -w each reading is compared
-    with the one before. Findings are data: the exit code is 0 with and without them. For monitoring there is
-    kvctl check.
+    Takes two readings, a second apart, because some things show only in how counters grow; with -w each reading is
+    compared with the one before.
+
+    Exit codes as of kvctl doctor: 0 nothing is wrong, 1 a warning, a critical finding or an agent that does not answer,
+    3 no agent. Findings of severity info and muted ones do not count; --filter changes only what is printed. For
+    monitoring there is kvctl check.
     """
     looking = Looking(settings, earlier(settings))
 
@@ -69,6 +73,7 @@ def show(settings: Settings, muted: bool) -> None:
             agents,
             survey.faults,
             blocks=lambda kept, width: overview(kept, agents, len(CODES), quiet) if agents else [],
+            wrong=_wrong(look.judged.raised, survey),
         )
         if quiet and not muted and settings.resolved_output() not in {"table", "wide"}:
             report.notes.append(f"{quiet} muted (kvctl health mutes)")
@@ -91,7 +96,7 @@ def show(settings: Settings, muted: bool) -> None:
 def detail(settings: Settings, code: str | None) -> None:
     """Each finding in full, with its evidence, the likely cause and what to do; with CODE only those of that code.
 
-    What is muted is shown, too, and marked.
+    Muted findings are shown, too, and marked. Exit codes as of kvctl health; with CODE only those findings count.
     """
     only = None if code is None else _code(code).name
     looking = Looking(settings, earlier(settings))
@@ -106,6 +111,7 @@ def detail(settings: Settings, code: str | None) -> None:
             len(look.snapshot.agents),
             survey.faults,
             blocks=lambda kept, width: paragraphs(kept, width),
+            wrong=_wrong([each for each in look.judged.raised if only in {None, each.code}], survey),
         )
         if report.answered and not rows:
             report.notes.append(f"{only} is not raised" if only else "healthy: nothing to detail")
@@ -211,6 +217,11 @@ def mutes(settings: Settings) -> None:
     now_ns = time.time_ns()
     rows = [mute_row(each, now_ns) for each in mute_file.load(mute_file.path()) if each.until_ns > now_ns]
     Output(settings).emit(Report(MUTES, rows, answered=0))
+
+
+def _wrong(raised: Sequence[Finding], survey: Survey) -> bool:
+    """More than something to know; an agent that does not answer is, too."""
+    return bool(survey.faults) or any(each.severity > Severity.INFO for each in raised)
 
 
 def _quiet_rows(look: Look) -> list[dict[str, Any]]:

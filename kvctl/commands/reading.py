@@ -111,6 +111,8 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
     code = exit_code(report.answered, report.faults)
     if code is ExitCode.NO_AGENT and not report.faults:
         output.complain(nobody(settings, survey).message)
+    if report.wrong and code in {ExitCode.OK, ExitCode.PARTIAL}:
+        return ExitCode.FAILED
     return code
 
 

@@ -43,6 +43,7 @@ class Report:
         blocks: what a terminal shows instead of the plain table; gets those rows and the width in columns.
         prometheus: the exposition text, where the command has one.
         failure: why the operation failed although agents answered.
+        wrong: what the command looks for was found, as doctor and health do: exit code 1, and no message.
         notes: remarks for stderr.
         at_ns: wall clock of the answers; None means now.
     """
@@ -55,5 +56,6 @@ class Report:
     blocks: Callable[[Sequence[Row], int], Sequence[Block]] | None = None
     prometheus: Callable[[Sequence[Row]], str] | None = None
     failure: str | None = None
+    wrong: bool = False
     notes: list[str] = field(default_factory=list)
     at_ns: int | None = None

@@ -25,7 +25,7 @@ def codes(out: str) -> list[str]:
 
 def test_findings_are_those_of_the_file_compared_with_its_moment_before(file: str, kvctl: Any) -> None:
     outcome = kvctl("health", "--from", file, "-o", "json")
-    assert outcome.code == 0
+    assert outcome.code == 1
     assert codes(outcome.out) == ["KV_RING_FULL", "KV_RING_FULL", "KV_FLEET_YOUNG"]
 
 
@@ -47,5 +47,5 @@ def test_a_watch_of_a_file_ends_with_it(file: str, kvctl: Any) -> None:
     assert outcome.code == 2
     heads = [line for line in outcome.out.splitlines() if line.startswith("KVCTL ")]
     assert len(heads) >= 2
-    assert kvctl("health", "--from", file, "-w", "0.01").code == 0
+    assert kvctl("health", "--from", file, "-w", "0.01").code == 1
     assert kvctl("status", "--from", file, "-w", "0.01").code == 0

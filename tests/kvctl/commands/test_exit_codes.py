@@ -1,0 +1,104 @@
+"""Exit codes of the commands that judge a fleet: one table, for doctor, health and check."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.exit_codes import FINDING_EXITS, CheckState, ExitCode
+from kvctl.health.finding import Code, Finding, Severity
+
+ROOT = Path(__file__).parents[3]
+# What makes each situation of the table.
+SITUATIONS: dict[str, tuple[Severity | None, bool, bool]] = {
+    "no finding, or only info; muted findings do not count": (Severity.INFO, True, False),
+    "a warning": (Severity.WARNING, True, False),
+    "a critical finding": (Severity.CRITICAL, True, False),
+    "an agent that does not answer": (None, True, True),
+    "no agent": (None, False, False),
+}
+JUDGES = {
+    "doctor": ("doctor",),
+    "health": ("health",),
+    "health detail": ("health", "detail"),
+    "health detail CODE": ("health", "detail", "KV_TOY"),
+    "check": ("check",),
+}
+
+Make = Callable[[Severity | None, bool, bool], None]
+
+
+@pytest.fixture
+def make(start: Any, socket_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes a fleet with one finding of that severity, an agent or none, and one more that hangs."""
+    with ExitStack() as stack:
+
+        def situation(severity: Severity | None, agent: bool, hangs: bool) -> None:
+            def find(snapshot: Any) -> Iterator[Finding]:
+                if severity is not None and snapshot.agents:
+                    yield Finding("KV_TOY", severity, "fleet", (), "a cause", "a remedy")
+
+            code = Code("KV_TOY", "sees", "means", "remedy", Severity.CRITICAL, find)
+            for module in ("looking", "health"):
+                monkeypatch.setattr(f"kvctl.commands.{module}.CODES", (code,))
+            monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", {"KV_TOY": code})
+            monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
+            monkeypatch.setattr("kvctl.commands.doctor.inspect", lambda *_: [])
+            if agent:
+                start("decode-0")
+            if hangs:
+                hung = stack.enter_context(socket.socket(socket.AF_UNIX))
+                hung.bind(os.fspath(socket_directory / "hung.sock"))
+                hung.listen()
+
+        yield situation
+
+
+def run(judge: str, kvctl: Any, *more: str) -> int:
+    return int(kvctl(*JUDGES[judge], "--timeout", "2s", *more).code)
+
+
+def test_the_table_names_every_situation() -> None:
+    assert [situation for situation, _, _ in FINDING_EXITS] == [*SITUATIONS]
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize(("situation", "code", "state"), FINDING_EXITS, ids=SITUATIONS)
+def test_the_commands_exit_as_the_table_says(
+    situation: str, code: ExitCode, state: CheckState, judge: str, make: Make, kvctl: Any
+) -> None:
+    make(*SITUATIONS[situation])
+    assert run(judge, kvctl) == (state if judge == "check" else code)
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_muted_findings_do_not_count(judge: str, make: Make, kvctl: Any) -> None:
+    make(Severity.CRITICAL, True, False)
+    assert run(judge, kvctl) != 0
+    assert kvctl("health", "mute", "KV_TOY", "1h").code == 0
+    assert run(judge, kvctl) == 0
+
+
+@pytest.mark.parametrize("judge", ["doctor", "health", "health detail"])
+def test_what_a_filter_leaves_out_counts(judge: str, make: Make, kvctl: Any) -> None:
+    make(Severity.WARNING, True, False)
+    assert run(judge, kvctl, "--filter", "severity=critical") == ExitCode.FAILED
+
+
+def test_detail_of_another_code(make: Make, kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(Severity.CRITICAL, True, False)
+    other = Code("KV_OTHER", "sees", "means", "remedy", Severity.CRITICAL, lambda snapshot: iter(()))
+    monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", {"KV_OTHER": other})
+    assert kvctl("health", "detail", "KV_OTHER").code == 0
+
+
+def test_the_docs_have_the_table() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    for situation, code, state in FINDING_EXITS:
+        assert f"| {situation} | {code.value} | {state.value} {state.name} |" in page
