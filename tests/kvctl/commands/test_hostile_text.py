@@ -36,7 +36,7 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("wait",): ("--for", "ready"),
 }
 # They read no agent, start workers, or write files.
-NOT_HERE = {"bench", "demo", "tune", "top", "record", "replay", "debug", "completion", "key", "context"}
+NOT_HERE = {"bench", "demo", "tune", "top", "record", "replay", "debug", "completion", "help", "key", "context"}
 
 
 def poisoned(value: Any, key: str = "") -> Any:
