@@ -123,6 +123,7 @@ class Agent:
             name,
             role,
             history=settings["history_rooms"],
+            failed=settings["failed_rooms"],
             timeline_events=settings["timeline_events"],
             recorder_events=settings["recorder_events"],
             clock=clock,

@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 from kvctl.client.calls import Call
 from kvctl.client.captured_moment import Seen
 from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.fleet import FINISHED, room_rows
 from kvctl_agent.contract.admin import ErrorCode
 
 _ROWS = 1000
-_KNOWN = ("rooms", "history", "slow")
 
 
 class Absent(Exception):
@@ -81,6 +81,11 @@ def _first(seen: Seen, past: Remember, call: Call) -> Any:
     return _whole(seen, call.command)[: call.args.get("limit", _ROWS)]
 
 
+def _failed(seen: Seen, past: Remember, call: Call) -> Any:
+    whole = _whole(seen, "failed")
+    return {**whole, "rooms": whole["rooms"][: call.args.get("limit", _ROWS)]}
+
+
 def _events(seen: Seen, past: Remember, call: Call) -> Any:
     """As the recorder numbers them."""
     following = _whole(seen, "events")["next"]
@@ -127,7 +132,9 @@ def _known(seen: Seen, room: str) -> list[Any]:
         Absent: there are none.
     """
     assert seen.answer is not None
-    rows = [row for command in _KNOWN for row in seen.answer.data.get(command, ()) if row["room"] == room]
+    rows = [
+        row for command in ("rooms", *FINISHED) for row in room_rows(seen.answer.data, command) if row["room"] == room
+    ]
     return list({row["nonce"]: row for row in rows}.values()) or _unknown(seen, room)
 
 
@@ -140,6 +147,7 @@ _SPECIAL: dict[tuple[str, bool], Callable[[Seen, Remember, Call], Any]] = {
     ("rooms", False): _rooms,
     ("history", False): _first,
     ("slow", False): _first,
+    ("failed", False): _failed,
     ("events", False): _events,
     ("room", True): _room,
     ("layers", True): _room_layers,

@@ -15,7 +15,7 @@ from kvctl.client.calls import Call
 from kvctl.client.captured_moment import Moment, Seen
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import FaultCode
-from kvctl.client.fleet import AgentAnswer, Fleet
+from kvctl.client.fleet import FINISHED, AgentAnswer, Fleet, room_rows
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, Level
 
@@ -27,7 +27,7 @@ _ROOMS_OF_ONE = 200
 _AT_ONCE = 24  # an agent's socket queues 64 requests
 _SILENT = frozenset({FaultCode.TIMEOUT, FaultCode.UNREACHABLE})
 _NAMED = 5  # agents in one remark
-_LIMITS = {"rooms": _ROWS, "history": _ROWS, "slow": _ROWS, "events": _EVENTS}
+_LIMITS = {"rooms": _ROWS, "history": _ROWS, "slow": _ROWS, "failed": _ROWS, "events": _EVENTS}
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class Taker:
         if seen.answer is None:
             return
         data = seen.answer.data
-        finished = [*data.get("history", ()), *data.get("slow", ())]
+        finished = [row for command in FINISHED for row in room_rows(data, command)]
         active = data.get("rooms", ())
         had = self._lives[seen.life].finished
         new = [row for row in finished if (row["room"], row["nonce"]) not in had]
@@ -156,9 +156,7 @@ def _remember(life: _Life, seen: Seen) -> None:
     events = seen.answer.data.get("events")
     if events is not None:
         life.next = events["next"]
-    known = {
-        (row["room"], row["nonce"]) for command in ("history", "slow") for row in seen.answer.data.get(command, ())
-    }
+    known = {(row["room"], row["nonce"]) for command in FINISHED for row in room_rows(seen.answer.data, command)}
     told = {
         (room, detail["nonce"])
         for room, details in seen.rooms.items()

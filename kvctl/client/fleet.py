@@ -20,6 +20,8 @@ from kvctl_agent.contract.snapshots import Hello
 
 _HELLO = Call("hello")
 _STATUS = Call("status")
+FINISHED = ("history", "slow", "failed")
+"""Commands that tell of finished rooms, some of the same ones."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,13 @@ class Survey:
         aside = len(self.faults) - len(real)
         self.faults = real
         return aside
+
+
+def room_rows(data: Mapping[str, Any], command: str) -> Sequence[Any]:
+    """Rows of rooms in an agent's answer to `command`; none where it did not answer it."""
+    found = data.get(command, ())
+    rows: Sequence[Any] = found["rooms"] if isinstance(found, Mapping) else found
+    return rows
 
 
 class Fleet:

@@ -97,7 +97,8 @@ def rooms(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     from kvctl.client.calls import Call
 
     found: dict[str, tuple[int, str]] = {}
-    for row in _answers(ctx, (Call("rooms", {"limit": _MOST_ROOMS}), Call("history", {"limit": _MOST_ROOMS}))):
+    calls = tuple(Call(command, {"limit": _MOST_ROOMS}) for command in ("rooms", "history", "failed"))
+    for row in _answers(ctx, calls):
         opened, text = row["opened_at_ns"], f"{row['state']} on {row['agent']}"
         if row["room"] not in found or found[row["room"]][0] < opened:
             found[row["room"]] = (opened, text)
@@ -106,6 +107,7 @@ def rooms(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
 
 
 def _answers(ctx: click.Context, calls: Sequence[Call]) -> list[dict[str, Any]]:
+    from kvctl.client.fleet import room_rows
     from kvctl.commands.reading import source
 
     settings = resolve(ctx.ensure_object(dict))
@@ -114,7 +116,7 @@ def _answers(ctx: click.Context, calls: Sequence[Call]) -> list[dict[str, Any]]:
             survey = asked.survey(calls)
         if survey.agents or not survey.discovery.live:
             break
-    return [row for call in calls for _, data in survey.answers(call.command) for row in data]
+    return [row for call in calls for agent in survey.agents for row in room_rows(agent.data, call.command)]
 
 
 def _beginning(items: Iterable[tuple[str, str]], incomplete: str) -> Items:

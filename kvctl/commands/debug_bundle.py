@@ -55,6 +55,7 @@ TEXTS = (
     Text("agents.txt", ("agents", "-o", "wide"), "who was there"),
     Text("rooms.txt", ("rooms", "-o", "wide"), "active rooms"),
     Text("history.txt", ("rooms", "history", "-n", "1000", "-o", "wide"), "rooms that finished last"),
+    Text("failed.txt", ("rooms", "failed", "-n", "1000", "-o", "wide"), "rooms that failed, with their first causes"),
     Text("slow.txt", ("rooms", "slow", "-n", "1000", "-o", "wide"), "slowest finished rooms"),
     Text("staging.txt", ("staging", "-o", "wide"), "rings and buffers"),
     Text("staging-map.txt", ("staging", "map", "-o", "wide"), "a picture of each ring"),

@@ -18,6 +18,7 @@ from kvctl.views.report import Report
 from kvctl.views.units import parse_seconds
 
 _MOST = 1000
+_EVERY = 65_536  # more than recorders keep unless told to, and still one answer
 SEVERITIES = ("debug", "info", "warning", "error")
 
 
@@ -32,7 +33,12 @@ SEVERITIES = ("debug", "info", "warning", "error")
 )
 @click.option("--since", metavar="TIME", help="Only the last 5m, 30s, …")
 @click.option(
-    "-n", "--limit", type=click.IntRange(min=1), default=_MOST, show_default=True, help="Events per agent at most."
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1),
+    default=_MOST,
+    show_default=True,
+    help="Events per agent at most, the latest.",
 )
 @click.option("--severity", type=click.Choice(SEVERITIES), default="debug", help="Only events this severe or more.")
 @pass_settings
@@ -53,13 +59,19 @@ def events(settings: Settings, since: str | None, limit: int, severity: str) -> 
         follower = Follower(keep, back_ns, limit)
         follow(settings, follower.calls, follower)
 
-    def read(survey: Survey) -> Report:
-        rows, notes = _rows(survey, back_ns)
-        return Report(
-            EVENTS, [row for row in rows if keep(row)], len(survey.answers("events")), survey.faults, notes=notes
-        )
+    selection = Output(settings).selection(EVENTS)
+    chosen = severity != SEVERITIES[0] or back_ns is not None or bool(settings.filters)
 
-    run(settings, EVENTS, (Call("events", {"limit": limit}),), read)
+    def read(survey: Survey) -> Report:
+        everything, notes = _events(survey, back_ns)
+        wanted = [[row for row in events if keep(row)] for events in everything]
+        passing = [[row for row in events if selection.passes(row)] for events in wanted]
+        rows = [row for events in passing for row in events[-limit:]]
+        # That no filter passes any is said by the output.
+        rows = rows or [row for events in wanted for row in events]
+        return Report(EVENTS, rows, len(everything), survey.faults, notes=notes)
+
+    run(settings, EVENTS, (Call("events", {"limit": max(limit, _EVERY) if chosen else limit}),), read)
 
 
 def _span(text: str) -> int:
@@ -69,11 +81,12 @@ def _span(text: str) -> int:
         raise click.BadParameter(str(error), param_hint="--since") from error
 
 
-def _rows(survey: Survey, back_ns: int | None) -> tuple[list[dict[str, Any]], list[str]]:
+def _events(survey: Survey, back_ns: int | None) -> tuple[list[list[dict[str, Any]]], list[str]]:
+    """Events of each agent, oldest first."""
     earliest = 0 if back_ns is None else survey.at_ns - back_ns
-    rows, notes = [], []
+    found, notes = [], []
     for agent, data in survey.answers("events"):
-        rows += [event for event in data["events"] if event["at_ns"] >= earliest]
+        found.append([event for event in data["events"] if event["at_ns"] >= earliest])
         if data["dropped"]:
             notes.append(f"{agent.name}: {data['dropped']} older events are no longer in its recorder")
-    return rows, notes
+    return found, notes

@@ -15,19 +15,24 @@ from kvctl.client.fleet import Survey
 from kvctl.client.joined import JoinedRoom, join, most_informative_first
 from kvctl.commands.names import RoomNumber
 from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.output import Output
 from kvctl.commands.reading import run
 from kvctl.commands.rooms_abort import abort
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
-from kvctl.views.report import Report
+from kvctl.views.failed_rooms import FAILED, causes, dropped, failed_rows
+from kvctl.views.report import Grid, Report, Text
 from kvctl.views.room_report import blocks, rank_rows
 from kvctl.views.rooms import HISTORY, ROOMS, SLOW, TIMELINE
+from kvctl.views.selection import Selection
 from kvctl.views.view import Row, View
 from kvctl_agent.contract.states import STATE_LABELS
 
 _CLOCK_ROUNDS = 3
 _ALL = 1000
 _FEW = 20
+_FAILED = 100
+_EVERY = 20_000  # rows that fit well into one answer, and more than agents keep of finished rooms unless told to
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -60,7 +65,7 @@ def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
 
     Every rank that takes part in a room has its own row: -l role=decode shows each room once.
     """
-    _table(settings, ROOMS, Call("rooms", {"state": state, "limit": limit}), limit)
+    _table(settings, ROOMS, Call("rooms", {"state": state, "limit": limit}))
 
 
 @rooms.command(
@@ -90,18 +95,82 @@ def slow(settings: Settings, limit: int) -> None:
     _table(settings, SLOW, Call("slow", {"limit": limit}))
 
 
-def _table(settings: Settings, view: View, call: Call, cut_at: int | None = None) -> None:
+@rooms.command(
+    view=FAILED,
+    short_help="Rooms that failed, with the first cause of each.",
+    examples=[
+        ("Rooms that failed, the latest first", "kvctl rooms failed"),
+        ("Those that failed because a rank was lost", "kvctl rooms failed --filter code=KV_PEER_LOST"),
+        ("Failures of the last ten minutes, as CSV", "kvctl rooms failed --filter 'ago<10m' -o csv > failed.csv"),
+    ],
+)
+@click.option(
+    "-n", "--limit", type=click.IntRange(min=1), default=_FAILED, show_default=True, help="Rooms at most, the latest."
+)
+@pass_settings
+def failed(settings: Settings, limit: int) -> None:
+    """Rooms that failed, the latest first: one row for each, with the first cause, whichever ranks tell of it.
+
+    Agents keep them apart from other finished rooms (failed_rooms in their configuration). `waits_for` are agents that
+    have not confirmed the end of a room, whose memory is kept until they do.
+    """
+    output = Output(settings)
+    selection = output.selection(FAILED)
+
+    def read(survey: Survey) -> Report:
+        answers = survey.answers("failed")
+        clocks = {agent.name: agent.clock for agent in survey.agents}
+        found = failed_rows((row for _, data in answers for row in data["rooms"]), clocks, survey.at_ns)
+        kept = selection.rows(found)
+        notes = [text] if (text := dropped([(agent.name, data) for agent, data in answers])) else []
+        if len(kept) > limit:
+            notes.append(f"{len(kept) - limit} more failed rooms: raise --limit")
+        return Report(
+            FAILED,
+            kept[:limit] or found,
+            len(answers),
+            survey.faults,
+            blocks=lambda shown, width: [Text([causes(kept)]), Grid(FAILED, shown)],
+            notes=notes,
+        )
+
+    run(settings, FAILED, (Call("failed", {"limit": _EVERY}),), read)
+
+
+def _table(settings: Settings, view: View, call: Call) -> None:
+    """Rows of all agents, `limit` of each: of those that pass the filters, in the order that is wanted."""
+    limit = call.args["limit"]
+    selection = Output(settings).selection(view)
+    chosen = bool(settings.filters or settings.sort_by)
+    if chosen:
+        state = _state_wanted(selection) if call.command == "rooms" else None
+        call = Call(call.command, {"state": state, **call.args, "limit": max(limit, _EVERY)})
+    asked = call.args["limit"]
+
     def read(survey: Survey) -> Report:
         answers = survey.answers(call.command)
-        rows = [row for _, data in answers for row in data]
-        notes = [
-            f"{agent.name}: only {cut_at} rooms shown, raise --limit"
-            for agent, data in answers
-            if cut_at is not None and len(data) >= cut_at
-        ]
-        return Report(view, rows, len(answers), survey.faults, notes=notes)
+        wanted = [(agent, selection.rows(data) if chosen else data) for agent, data in answers]
+        notes = []
+        if call.command == "rooms":  # of finished rooms everybody expects the latest alone
+            notes += [
+                f"{agent.name}: only {limit} rooms shown, raise --limit" for agent, data in wanted if len(data) >= limit
+            ]
+            notes += [
+                f"{agent.name}: only its {asked:,} oldest rooms were looked at"
+                for agent, data in answers
+                if len(data) >= asked > limit
+            ]
+        kept = [row for _, data in wanted for row in data[:limit]]
+        everything = [row for _, data in answers for row in data]
+        return Report(view, kept or everything, len(answers), survey.faults, notes=notes)
 
     run(settings, view, (call,), read)
+
+
+def _state_wanted(selection: Selection) -> str | None:
+    """The state that a filter names, which agents can look for themselves."""
+    named = {each.text.casefold() for each in selection.filters if each.column.name == "state" and each.operator == "="}
+    return next((label for label in STATE_LABELS if label.casefold() in named), None)
 
 
 @rooms.command(

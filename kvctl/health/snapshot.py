@@ -18,6 +18,7 @@ from kvctl_agent.contract.config import KEYS_BY_NAME
 
 _ROOMS = 200
 _HISTORY = 50
+_FAILED = 200
 _SECOND_NS = 1_000_000_000
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ HEALTH_CALLS: tuple[Call, ...] = (
     Call("status"),
     Call("rooms", {"limit": _ROOMS}),
     Call("history", {"limit": _HISTORY}),
+    Call("failed", {"limit": _FAILED}),
     Call("staging"),
     Call("peers"),
     Call("metrics"),
@@ -51,6 +53,7 @@ class Agent:
     status: Row
     rooms: Sequence[Row]
     history: Sequence[Row]
+    failed: Sequence[Row]
     staging: Row
     peers: Sequence[Row]
     families: Mapping[str, Row]
@@ -59,6 +62,14 @@ class Agent:
     @property
     def incarnation(self) -> str:
         return text(self.status, "incarnation")
+
+    @cached_property
+    def known_rooms(self) -> Sequence[Row]:
+        """Rooms that are active, have finished lately or have failed, each once."""
+        found: dict[tuple[str, str], Row] = {}
+        for row in (*self.rooms, *self.history, *self.failed):
+            found.setdefault((text(row, "room"), text(row, "nonce")), row)
+        return list(found.values())
 
     @property
     def now_ns(self) -> int:
@@ -140,10 +151,10 @@ class Snapshot:
 
     @cached_property
     def by_room(self) -> Mapping[str, Sequence[tuple[Agent, Row]]]:
-        """Active and lately finished rooms, by number: the rows of all ranks that know it."""
+        """Active, lately finished and failed rooms, by number: the rows of all ranks that know it."""
         found: dict[str, list[tuple[Agent, Row]]] = {}
         for agent in self.agents.values():
-            for row in (*agent.rooms, *agent.history):
+            for row in agent.known_rooms:
                 found.setdefault(text(row, "room"), []).append((agent, row))
         return found
 
@@ -185,6 +196,7 @@ def _agent(answer: AgentAnswer) -> Agent:
         status=inner(data, "status"),
         rooms=rows(data.get("rooms")),
         history=rows(data.get("history")),
+        failed=rows(inner(data, "failed").get("rooms")),
         staging=inner(data, "staging"),
         peers=[row for row in rows(data.get("peers")) if is_agent_name(text(row, "peer"))],
         families={text(family, "name"): family for family in rows(data.get("metrics"))},

@@ -22,9 +22,13 @@ class Selection:
     order: tuple[tuple[Column, bool], ...]
     filters: tuple[Filter, ...]
 
+    def passes(self, row: Row) -> bool:
+        """Whether a row passes all filters."""
+        return all(each.matches(row) for each in self.filters)
+
     def rows(self, rows: Iterable[Row]) -> list[Row]:
         """The rows that pass, in order."""
-        kept = [row for row in rows if all(each.matches(row) for each in self.filters)]
+        kept = [row for row in rows if self.passes(row)]
         for column, descending in reversed(self.order):
             known = [row for row in kept if column.value(row) is not None]
             unknown = [row for row in kept if column.value(row) is None]

@@ -25,6 +25,7 @@ from kvctl_agent.contract.snapshots import (
     Bootstrap,
     ConfigRow,
     Events,
+    FailedRooms,
     Hello,
     LayerRow,
     MetricFamily,
@@ -200,6 +201,12 @@ class Observer:
 
     def history(self, limit: int = _ROWS) -> list[RoomRow]:
         return self._agent.telemetry.rooms.history(limit)
+
+    def failed(self, limit: int = _ROWS) -> FailedRooms:
+        found = self._agent.telemetry.rooms.failed(limit)
+        for row in found["rooms"]:
+            add_evidence(self._agent.machine, row)
+        return found
 
     def staging(self) -> Staging:
         agent = self._agent

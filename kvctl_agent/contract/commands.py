@@ -62,6 +62,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command("slow", "slowest finished rooms", args=(_LIMIT,)),
     Command("history", "latest finished rooms", args=(_LIMIT,)),
+    Command("failed", "latest failed rooms, kept apart from the others, and how many are gone", args=(_LIMIT,)),
     Command("staging", "ring, watermark, live allocations, gated parts, staging buffers"),
     Command("layers", "stage times per layer group", args=(Arg("room", "room", "only this room"),)),
     Command("peers", "connection, clock, watermark and errors per peer"),

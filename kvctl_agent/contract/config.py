@@ -318,6 +318,14 @@ KEYS: tuple[Key, ...] = (
         minimum=0,
         maximum=65536,
     ),
+    Key(
+        "failed_rooms",
+        int,
+        256,
+        "Failed rooms kept for `failed`, in 16 MiB at most; the oldest of the most frequent code go first.",
+        minimum=0,
+        maximum=16384,
+    ),
     Key("timeline_events", int, 512, "Timeline events kept per room.", minimum=0, maximum=65536),
     Key("recorder_events", int, 4096, "Entries kept by the flight recorder.", minimum=16, maximum=1 << 20),
     Key(

@@ -147,7 +147,7 @@ class Coverage(TypedDict):
 
 
 class RoomRow(TypedDict):
-    """One row of `rooms`, `history` and `slow`."""
+    """One row of `rooms`, `history`, `slow` and `failed`."""
 
     room: str
     nonce: str
@@ -175,6 +175,14 @@ class RoomRow(TypedDict):
     owed: dict[str, int]  # decode: cells not landed, by the name of their writer; active rooms only
     unscattered: int | None  # decode: cells landed and not in their pages
     failure: Failure | None
+
+
+class FailedRooms(TypedDict):
+    """Answer to `failed`: the latest first, those included that still wait for their peers."""
+
+    rooms: list[RoomRow]
+    kept: int  # as many as there are to be had, above the limit, too
+    dropped_total: int  # failed rooms that are no longer kept
 
 
 class TimelineEvent(TypedDict):

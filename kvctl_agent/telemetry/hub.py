@@ -30,12 +30,13 @@ class Telemetry:
         history: int,
         timeline_events: int,
         recorder_events: int,
+        failed: int = 256,
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or Clock()
         self.metrics = Metrics()
         self.recorder = FlightRecorder(self.clock, name, recorder_events)
-        self.rooms = RoomBook(self.clock, name, role, history, timeline_events)
+        self.rooms = RoomBook(self.clock, name, role, history, timeline_events, failed)
         self.stages = StageTimes(name)
         self.rate = SpanRate(RATE_WINDOW_NS)
         self.latencies = Latencies()

@@ -1,4 +1,4 @@
-"""What an agent remembers of each room: its row in `rooms`, its timeline, and the rings of finished rooms.
+"""What an agent remembers of each room: its row in `rooms`, its timeline, and what is kept of finished rooms.
 
 A `RoomRecord` belongs to the thread that runs the room. It only stores; the admin thread reads the fields as they
 are and does all the arithmetic and text. A row may therefore be one update old, never torn in a single value.
@@ -9,12 +9,21 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple, TypeVar
 
-from kvctl_agent.contract.snapshots import Failure, Role, RoomDetail, RoomRow, TimelineEvent
+from kvctl_agent.contract.snapshots import FailedRooms, Failure, Role, RoomDetail, RoomRow, TimelineEvent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.spans import Spans
+
+_T = TypeVar("_T")
+
+FAILED_BYTES = 16 << 20
+_RECORD_BYTES, _ITEM_BYTES = (
+    4096,
+    512,
+)  # what a record takes, and one item of what it lists; both above what is measured
 
 
 class Event(NamedTuple):
@@ -177,6 +186,13 @@ class RoomRecord:
         return [Event._make(event) for event in self._events.copy()]
 
     @property
+    def nbytes(self) -> int:
+        """What the record takes of memory, at most."""
+        items = len(self._events) + len(self.chunks_ready) + len(self.peers) + len(self.moved) + len(self.paths)
+        text = len(self.failure["text"]) if self.failure is not None else 0
+        return _RECORD_BYTES + _ITEM_BYTES * items + 8 * text
+
+    @property
     def latency_ns(self) -> int | None:
         """Decode: open to success. Prefill: first part ready to sent. None unless the room succeeded."""
         if self.finished_at is None or self.state_now is not RoomState.SUCCESS:
@@ -185,14 +201,52 @@ class RoomRecord:
         return None if begin is None else self.finished_at - begin
 
 
+class _FailedRecords:
+    """Failed rooms, bounded by their number and their bytes.
+
+    Where one must go, it is the oldest of the code of which there are most: a burst of one cause does not drive out
+    what failed for another. `add` belongs to one thread; everything else may be called from any.
+
+    Attributes:
+        dropped: how many had to go.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_code: dict[str, deque[tuple[RoomRecord, int]]] = {}
+        self._count = self._bytes = 0
+        self.dropped = 0
+
+    def add(self, record: RoomRecord, code: str) -> None:
+        nbytes = record.nbytes
+        self._by_code.setdefault(code, deque()).append((record, nbytes))
+        self._count += 1
+        self._bytes += nbytes
+        while self._count > self._limit or (self._bytes > FAILED_BYTES and self._count > 1):
+            most = max(self._by_code, key=lambda code: len(self._by_code[code]))
+            _, nbytes = self._by_code[most].popleft()
+            if not self._by_code[most]:
+                del self._by_code[most]
+            self._count -= 1
+            self._bytes -= nbytes
+            self.dropped += 1
+
+    def records(self) -> list[RoomRecord]:
+        """Those that are kept, the latest first."""
+        kept = [record for ring in _copy(self._by_code.values()) for record, _ in _copy(ring)]
+        return sorted(kept, key=lambda record: record.state_at, reverse=True)
+
+
 class RoomBook:
-    """Active rooms, and bounded rings of the latest and the slowest finished ones.
+    """Active rooms, and bounded numbers of the latest, the slowest and the failed ones of those that have finished.
 
     Several records may share a room number: the decode ranks of one prefill rank, or a number used again. They
     differ by nonce. `open` and `close` belong to one thread; everything else may be called from any.
     """
 
-    def __init__(self, clock: Clock, agent_name: str, role: Role, history: int, timeline_events: int) -> None:
+    def __init__(
+        self, clock: Clock, agent_name: str, role: Role, history: int, timeline_events: int, failed: int
+    ) -> None:
         self._clock = clock
         self._agent = agent_name
         self._role: Role = role
@@ -202,6 +256,7 @@ class RoomBook:
         # Min-heap: the fastest of the slowest is on top and is the one to go.
         self._slowest: list[tuple[int, int, RoomRecord]] = []
         self._slowest_limit = history
+        self._failed = _FailedRecords(failed)
         self._order = itertools.count()
 
     def open(self, room: int, nonce: int) -> RoomRecord:
@@ -224,6 +279,8 @@ class RoomBook:
         record.finish(self._clock.now_ns())
         # First into the ring, then out of the active ones: a reader in between may see it twice, never miss it.
         self._latest.append(record)
+        if record.failure is not None:
+            self._failed.add(record, record.failure["code"])
         latency = record.latency_ns
         if latency is not None and self._slowest_limit:
             entry = (latency, next(self._order), record)
@@ -240,8 +297,8 @@ class RoomBook:
     def find(self, room: int) -> list[RoomRecord]:
         """Every record with this number that is still known: active ones first, then the latest finished."""
         found = [record for record in self.active() if record.room == room]
-        finished = [*reversed(self._finished()), *(record for _, _, record in self._slow())]
-        for record in finished:
+        latest, slowest = reversed(_copy(self._latest)), (record for _, _, record in self._slow())
+        for record in (*latest, *slowest, *self._failed.records()):
             if record.room == room and not any(record is other for other in found):
                 found.append(record)
         return found
@@ -261,7 +318,19 @@ class RoomBook:
 
     def history(self, limit: int) -> list[RoomRow]:
         """Rows of the latest finished rooms, latest first."""
-        return [self.row(record) for record in itertools.islice(reversed(self._finished()), limit)]
+        return [self.row(record) for record in itertools.islice(reversed(_copy(self._latest)), limit)]
+
+    def failed(self, limit: int) -> FailedRooms:
+        """Rows of the rooms that failed last, those still active included, the latest first; and how many are gone."""
+        dropped, kept = self._failed.dropped, self._failed.records()
+        active = [record for record in self.active() if record.failure is not None]
+        found = list(dict.fromkeys([*active, *kept]))
+        found.sort(key=lambda record: record.state_at, reverse=True)
+        return {
+            "rooms": [self.row(record) for record in found[:limit]],
+            "kept": len(found),
+            "dropped_total": dropped,
+        }
 
     def slow(self, limit: int) -> list[RoomRow]:
         """Rows of the rooms that took longest to succeed, slowest first; failed rooms have no latency."""
@@ -317,14 +386,6 @@ class RoomBook:
             "failure": record.failure,
         }
 
-    def _finished(self) -> list[RoomRecord]:
-        # The owner may append while we iterate; the interpreter notices and we start over.
-        while True:
-            try:
-                return list(self._latest)
-            except RuntimeError:
-                continue
-
     def _slow(self) -> list[tuple[int, int, RoomRecord]]:
         return sorted(self._slowest.copy(), reverse=True)
 
@@ -340,3 +401,12 @@ class RoomBook:
             "peer": event.peer,
             "detail": ", ".join(text for text in (event.detail, moved) if text),
         }
+
+
+def _copy(items: Collection[_T]) -> list[_T]:
+    """A copy for another thread than the owner's; where the owner changes it meanwhile, it is begun anew."""
+    while True:
+        try:
+            return list(items)
+        except RuntimeError:
+            continue

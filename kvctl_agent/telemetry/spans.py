@@ -31,8 +31,8 @@ class Spans:
                 start, end = min(start, first), max(end, last)
         self._spans = (*spans[:place], (start, end), *later)
 
-    def __bool__(self) -> bool:
-        return bool(self._spans)
+    def __len__(self) -> int:
+        return len(self._spans)
 
     def split(self, moment: int) -> tuple[int, int]:
         """Length before and after `moment`."""

@@ -510,6 +510,11 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
         "room": room,
         "history": finished,
         "slow": finished,
+        "failed": lambda args: {
+            "rooms": [row for row in finished({"limit": 2}) if row["failure"] is not None][: args["limit"]],
+            "kept": 1,
+            "dropped_total": 0,
+        },
         "staging": lambda _: staging(name),
         "layers": lambda _: layers(name),
         "peers": lambda _: peers(name),

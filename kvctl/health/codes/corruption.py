@@ -44,7 +44,7 @@ def _lately(code: str, what: str, remedy: str, culprit: str, rooms: list[Failed]
         since_ns=latest.ago_ns,
         weight=len(rooms),
         evidence={
-            "failed_rooms_total": len(rooms),
+            "failed_rooms": len(rooms),
             "found_by": found_by,
             "latest_room": latest.room,
             "latest_ago_ns": latest.ago_ns,
@@ -63,7 +63,7 @@ def _ever(code: str, what: str, remedy: str, agent: Agent, count: float) -> Find
         subject=agent.name,
         agents=(agent.name,),
         weight=count,
-        evidence={"failed_rooms_total": int(count)},
+        evidence={"failed_rooms": int(count)},
         cause=f"{what} in {counted(count, 'room')} of {agent.name} since it was started, none of them lately",
         remedy=f"`kvctl events -e {agent.name}` may still tell of it; {remedy}",
     )

@@ -61,7 +61,7 @@ def ended(snapshot: Snapshot, code: str, culprit: str, failures: Sequence[Failed
         since_ns=latest.ago_ns,
         weight=len(failures),
         evidence={
-            "failed_rooms_total": len(failures),
+            "failed_rooms": len(failures),
             "rooms": [one.room for one in failures[:8]],
             "latest_ago_ns": latest.ago_ns,
             "latest": latest.text,
@@ -78,7 +78,7 @@ def with_ended(finding: Finding, failures: Sequence[Failed]) -> Finding:
         return finding
     return replace(
         finding,
-        evidence={**finding.evidence, "failed_rooms_total": len(failures)},
+        evidence={**finding.evidence, "failed_rooms": len(failures)},
         cause=f"{finding.cause}; {counted(len(failures), 'room')} before it ran into the deadline, "
         f"last {duration(failures[0].ago_ns)} ago",
     )

@@ -25,7 +25,7 @@ def _device(snapshot: Snapshot) -> Iterator[Finding]:
             since_ns=latest.ago_ns,
             weight=len(failures),
             evidence={
-                "failed_rooms_total": len(failures),
+                "failed_rooms": len(failures),
                 "latest_room": latest.room,
                 "latest_ago_ns": latest.ago_ns,
                 "latest": latest.text,

@@ -33,7 +33,7 @@ def failed_lately(snapshot: Snapshot) -> Mapping[str, Sequence[Failed]]:
     """By code, the latest first; use `snapshot.once(failed_lately)`."""
     rooms: dict[tuple[str, str, str, str], Failed] = {}
     for agent in snapshot.agents.values():
-        for row in (*agent.rooms, *agent.history):
+        for row in agent.known_rooms:
             failure = inner(row, "failure")
             code, rank, words = (text(failure, key) for key in ("code", "rank", "text"))
             at_ns = number(failure, "at_ns") if number(row, "finished_at_ns") is None else number(row, "finished_at_ns")

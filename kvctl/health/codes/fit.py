@@ -96,7 +96,7 @@ def _lately(snapshot: Snapshot, code: str, severity: Severity, why: str) -> Iter
             since_ns=latest.ago_ns,
             weight=len(failures),
             evidence={
-                "failed_rooms_total": len(failures),
+                "failed_rooms": len(failures),
                 "latest_room": latest.room,
                 "latest_ago_ns": latest.ago_ns,
                 "latest": latest.text,

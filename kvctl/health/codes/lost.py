@@ -58,7 +58,7 @@ def _of_silent(snapshot: Snapshot, name: str, told: list[Silence], failed: int) 
             "last_heard_ns": silent_ns,
             "missed_by": sorted({one.agent for one in told}),
             "rooms": sum(one.rooms for one in told),
-            "failed_rooms_total": failed,
+            "failed_rooms": failed,
             "answers_kvctl": name in snapshot.agents,
             "last_error": next((one.error for one in lost if one.error), ""),
         },
@@ -124,7 +124,7 @@ def _came_back(snapshot: Snapshot, name: str, count: int) -> Finding:
         agents=(name, *latest.known_to),
         since_ns=latest.ago_ns,
         weight=count,
-        evidence={"state": "back", "failed_rooms_total": count, "last_error": latest.text},
+        evidence={"state": "back", "failed_rooms": count, "last_error": latest.text},
         cause=f"{counted(count, 'room')} failed when {name} was lost, last {duration(latest.ago_ns)} ago; "
         "nobody misses it now",
         remedy=f"`kvctl events -e {latest.known_to[0]}` tells when it was lost and came back; its own log tells why",

@@ -99,7 +99,7 @@ def _duplicate(snapshot: Snapshot) -> Iterator[Finding]:
             since_ns=latest.ago_ns,
             weight=len(rooms),
             evidence={
-                "failed_rooms_total": len(rooms),
+                "failed_rooms": len(rooms),
                 "rooms": rooms[:8],
                 "active_for": holders,
                 "asked_by": asked,

@@ -151,7 +151,12 @@ def test_a_series_holds_each_finished_room_once_and_every_moment_can_tell_it(
     def history(_: Any) -> Any:
         return [canned.room_row("decode-0", "5", state="Success", finished_at_ns=canned.NOW)]
 
-    start("decode-0", {"rooms": lambda _: [], "slow": lambda _: [], "history": history, "room": room})
+    none = {
+        "rooms": lambda _: [],
+        "slow": lambda _: [],
+        "failed": lambda _: {"rooms": [], "kept": 0, "dropped_total": 0},
+    }
+    start("decode-0", {**none, "history": history, "room": room})
     with Fleet((), {}, 5 * S) as fleet:
         taker = Taker(fleet)
         path = saved(tmp_path / "series.kvrec", taker.take(), taker.take())

@@ -22,6 +22,8 @@ COMMANDS = {
     "rooms": ("rooms", "ls"),
     "history": ("rooms", "history"),
     "slow": ("rooms", "slow"),
+    # How long ago differs each time.
+    "failed": ("rooms", "failed", "--columns", "room,failed_at,rank,code,text,after,agents,waits_for,bytes,nonce"),
     "room": ("rooms", "show", "18446744073709551615"),
     "staging": ("staging", "show"),
     "staging-map": ("staging", "map"),

@@ -45,6 +45,7 @@ class Fleet:
         self.clocks: dict[str, ClockOffset] = {}
         self.faults: list[Fault] = []
         self.stale: list[str] = []
+        self.failures = 0
         for name in self.names:
             self.hellos[name] = self._hello(name)
             self.clocks[name] = ClockOffset(20_000, 150_000)
@@ -52,6 +53,7 @@ class Fleet:
                 "status": self._status(name, prefill, decode),
                 "rooms": [],
                 "history": [],
+                "failed": {"rooms": [], "kept": 0, "dropped_total": 0},
                 "staging": self._staging(name),
                 "peers": [self._peer(name, other) for other in self.names if role(other) != role(name)],
                 "metrics": self._metrics(name),
@@ -128,10 +130,14 @@ class Fleet:
         """A room that all of these agents know as failed, found by `rank`."""
         at_ns = NOW - round(ago_s * S)
         failure = {"rank": rank, "code": code, "at_ns": at_ns, "text": text}
+        self.failures += 1
         for name in names:
             row = room_row(name, room)
-            row.update(state="Failed", finished_at_ns=at_ns, failure=failure, owed={}, missing=[])
+            row.update(
+                nonce=str(self.failures), state="Failed", finished_at_ns=at_ns, failure=failure, owed={}, missing=[]
+            )
             self.answers[name]["history"].insert(0, row)
+            self.answers[name]["failed"]["rooms"].insert(0, row)
 
     def allocation(self, name: str, serial: int, **changes: Any) -> dict[str, Any]:
         """A region of this decode rank's ring, the newest or one that it has."""

@@ -32,7 +32,7 @@ def test_a_dead_prefill_rank_is_one_finding_and_comes_first():
     assert not others  # its rooms are explained by it
     assert first.agents == ("prefill-1", "decode-0", "decode-1")
     assert first.evidence["missed_by"] == ["decode-0", "decode-1"]
-    assert first.evidence["failed_rooms_total"] == 1
+    assert first.evidence["failed_rooms"] == 1
     assert first.since_ns == 41 * S
     assert "process 4243 has ended" in first.cause
     assert "can open no room" in first.cause
@@ -142,3 +142,15 @@ def test_a_clock_that_is_off():
     (found,) = fleet.find("KV_CLOCK_SKEW")
     assert found.severity is Severity.WARNING
     assert "behind" in found.cause
+
+
+def test_failures_are_told_of_however_many_rooms_succeeded_since():
+    """Successes push failed rooms out of `history`, not out of `failed`; and no count of them is called a total."""
+    fleet = Fleet()
+    fleet.failed(["decode-0", "prefill-0"], "9", "KV_PEER_LOST", "decode-0", DEAD)
+    (known,) = fleet.find("KV_PEER_LOST")
+    for name in fleet.answers:
+        fleet.answers[name]["history"] = []
+    (found,) = fleet.find("KV_PEER_LOST")
+    assert found.evidence["failed_rooms"] == known.evidence["failed_rooms"] == 1
+    assert not [name for name in found.evidence if name.endswith("_total")]

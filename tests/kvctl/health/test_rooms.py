@@ -166,7 +166,7 @@ def test_rooms_that_ran_into_their_deadline(kind):
     fleet.failed(["decode-0", "prefill-0"], "7", code, "decode-0", text)
     (found,) = fleet.examine()
     assert (found.code, found.subject, found.severity) == (code, "room 7", Severity.WARNING)
-    assert found.evidence["failed_rooms_total"] == 1
+    assert found.evidence["failed_rooms"] == 1
     assert found.agents[0] == "prefill-1"
     assert text in found.cause
 
@@ -202,7 +202,7 @@ def test_rooms_that_wait_now_and_rooms_that_have_waited_for_one_culprit_are_one_
     over_at_all_ends(fleet, "6", ago_s=40)
     (found,) = fleet.examine()
     assert (found.subject, found.severity, found.weight) == (alone.subject, alone.severity, alone.weight)
-    assert found.evidence["failed_rooms_total"] == 1
+    assert found.evidence["failed_rooms"] == 1
     assert found.cause == f"{alone.cause}; 1 room before it ran into the deadline, last 40 s ago"
 
 

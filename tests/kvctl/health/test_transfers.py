@@ -18,7 +18,7 @@ def test_what_must_never_be_comes_first(code):
     (first, *_) = fleet.examine()
     assert (first.code, first.subject, first.severity) == (code, "prefill-1", Severity.CRITICAL)
     assert first.agents[:2] == ("prefill-1", "decode-0")
-    assert (first.evidence["failed_rooms_total"], first.evidence["found_by"]) == (2, ["decode-0", "decode-1"])
+    assert (first.evidence["failed_rooms"], first.evidence["found_by"]) == (2, ["decode-0", "decode-1"])
     assert text in first.cause
     assert "kvctl rooms show 7" in first.remedy
 

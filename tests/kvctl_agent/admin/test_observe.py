@@ -29,6 +29,7 @@ ANSWERS: dict[str, Any] = {
     "room": list[snapshots.RoomDetail],
     "slow": list[snapshots.RoomRow],
     "history": list[snapshots.RoomRow],
+    "failed": snapshots.FailedRooms,
     "staging": snapshots.Staging,
     "layers": list[snapshots.LayerRow],
     "peers": list[snapshots.PeerRow],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import tracemalloc
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from kvctl_agent.contract.snapshots import Failure, Role, RoomDetail, RoomRow
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.telemetry.clock import Clock
-from kvctl_agent.telemetry.rooms import RoomBook, RoomRecord
+from kvctl_agent.telemetry.rooms import FAILED_BYTES, RoomBook, RoomRecord
 
 
 class FrozenClock(Clock):
@@ -22,8 +24,17 @@ class FrozenClock(Clock):
         self.now_ns = lambda: self.at
 
 
-def book(clock: Clock, role: Role = "decode", history: int = 3, timeline_events: int = 4) -> RoomBook:
-    return RoomBook(clock, "decode-0", role, history, timeline_events)
+def book(clock: Clock, role: Role = "decode", history: int = 3, timeline_events: int = 4, failed: int = 3) -> RoomBook:
+    return RoomBook(clock, "decode-0", role, history, timeline_events, failed)
+
+
+def fail(rooms: RoomBook, clock: FrozenClock, room: int, code: str = "KV_PEER_LOST") -> RoomRecord:
+    record = rooms.open(room, room + 1)
+    clock.at += 1
+    record.fail(failure(code), clock.at)
+    record.state(RoomState.FAILED, clock.at)
+    rooms.close(record)
+    return record
 
 
 def failure(code: str) -> Failure:
@@ -181,6 +192,90 @@ class TestEnd:
         assert rooms.history(10) == rooms.slow(10) == []
 
 
+class TestFailedRooms:
+    def test_successes_do_not_push_failures_out(self) -> None:
+        clock = FrozenClock()
+        rooms = book(clock, history=2)
+        fail(rooms, clock, 1)
+        for room in range(10, 20):
+            finish(rooms, clock, room, took=1)
+        assert [row["room"] for row in rooms.failed(10)["rooms"]] == ["1"]
+        (detail,) = rooms.detail(1)
+        assert [event["stage"] for event in detail["timeline"]] == ["fail"]
+
+    def test_the_latest_come_first_and_those_that_went_are_counted(self) -> None:
+        clock = FrozenClock()
+        rooms = book(clock, failed=3)
+        for room in range(5):
+            fail(rooms, clock, room)
+        found = rooms.failed(2)
+        assert [row["room"] for row in found["rooms"]] == ["4", "3"]
+        assert (found["kept"], found["dropped_total"]) == (3, 2)
+
+    def test_a_burst_of_one_cause_leaves_the_others_there(self) -> None:
+        clock = FrozenClock()
+        rooms = book(clock, failed=4)
+        fail(rooms, clock, 1, "KV_DEVICE")
+        for room in range(10, 30):
+            fail(rooms, clock, room)
+        assert [row["room"] for row in rooms.failed(10)["rooms"]] == ["29", "28", "27", "1"]
+
+    def test_a_failed_room_that_waits_for_its_writers_is_one_of_them(self) -> None:
+        clock = FrozenClock()
+        rooms = book(clock)
+        fail(rooms, clock, 1)
+        record = rooms.open(2, 2)
+        record.fail(failure("timeout"), 8)
+        record.state(RoomState.FAILED, 8)
+        found = rooms.failed(10)
+        assert [(row["room"], row["finished_at_ns"] is None) for row in found["rooms"]] == [("2", True), ("1", False)]
+        assert found["kept"] == 2
+
+    def test_none_are_kept_where_none_are_wanted(self) -> None:
+        clock = FrozenClock()
+        rooms = book(clock, failed=0)
+        fail(rooms, clock, 1)
+        assert rooms.failed(10) == {"rooms": [], "kept": 0, "dropped_total": 1}
+
+    def test_their_timelines_are_bounded_in_bytes_of_real_memory(self) -> None:
+        """As many rooms as there may be, each with all the events there may be, of which each has its own values."""
+        clock = FrozenClock()
+        rooms = book(clock, history=0, timeline_events=512, failed=256)
+        tracemalloc.start()
+        try:
+            for room in range(256):
+                record = rooms.open(room, room + (1 << 62))
+                for event in range(512):
+                    moment = (room << 40) + (event << 20)
+                    record.event(
+                        "scatter", moment, event, event << 10, (event << 9, event << 11), "", "", "bulk", moment
+                    )
+                record.fail({**failure("timeout"), "text": f"{room} " + "x" * 400}, 1 << 50)
+                rooms.close(record)
+            used, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        found = rooms.failed(1000)
+        assert found["kept"] + found["dropped_total"] == 256
+        assert 0 < found["kept"] < 256
+        assert FAILED_BYTES / 4 < used < FAILED_BYTES
+
+    def test_a_storm_costs_the_thread_that_runs_rooms_little(self) -> None:
+        """Also where each failure has a code of its own, as a peer could make them."""
+        clock = FrozenClock()
+        rooms = book(clock, history=0, failed=256)
+
+        def storm(code: Callable[[int], str], first: int) -> float:
+            began = time.process_time()
+            for room in range(first, first + 4000):
+                fail(rooms, clock, room, code(room))
+            return (time.process_time() - began) / 4000
+
+        assert storm(lambda room: "KV_PEER_LOST", 0) < 200e-6
+        assert storm(lambda room: f"CODE_{room}", 4000) < 400e-6
+        assert rooms.failed(1000)["kept"] == 256
+
+
 class TestNumbers:
     def test_decode_ranks_of_one_room_are_told_apart_by_nonce(self) -> None:
         rooms = book(Clock(), "prefill")
@@ -273,7 +368,7 @@ def test_a_reader_never_disturbs_or_is_disturbed_by_the_owner(switching: None) -
         return loop
 
     def everything() -> None:
-        for read in (rooms.history, rooms.slow):
+        for read in (rooms.history, rooms.slow, rooms.failed):
             read(100)
         rooms.rows(None, 100)
         rooms.detail(3)
@@ -286,6 +381,8 @@ def test_a_reader_never_disturbs_or_is_disturbed_by_the_owner(switching: None) -
         for chunk in range(4):
             record.event("arrive", number, 0, chunk, (0, 2), "p")
             record.part("bulk", 10)
+        if number % 3 == 0:
+            record.fail(failure(f"CODE_{number % 5}"), number)
         record.state(RoomState.SUCCESS, number)
         rooms.close(record)
     stop.set()

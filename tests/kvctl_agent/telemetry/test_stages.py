@@ -130,7 +130,7 @@ def test_workers_lose_no_part(switching: None) -> None:
 class TestRoom:
     def test_each_part_with_its_moments(self) -> None:
         clock = Clock()
-        record = RoomBook(clock, "prefill-0", "prefill", 1, 100).open(7, 1)
+        record = RoomBook(clock, "prefill-0", "prefill", 1, 100, failed=4).open(7, 1)
         record.event("open", 1)
         for chunk, start in ((0, 100 * US), (1, 300 * US)):
             record.event("ready", start, 0, chunk, (0, 4), "decode-0")
@@ -145,7 +145,7 @@ class TestRoom:
 
     def test_decode_ranks_are_different_parts(self) -> None:
         clock = Clock()
-        rooms = RoomBook(clock, "prefill-0", "prefill", 1, 100)
+        rooms = RoomBook(clock, "prefill-0", "prefill", 1, 100, failed=4)
         records = [rooms.open(7, nonce) for nonce in (1, 2)]
         for record in records:
             record.event("post", 5, 0, 0, (0, 4), "decode", path="bulk", nbytes=64)

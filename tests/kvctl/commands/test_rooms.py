@@ -1,0 +1,152 @@
+"""`kvctl rooms`: what is wanted is found before it is limited, and failed rooms have a list of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CAUSE = {"rank": "decode-0", "code": "KV_PEER_LOST", "text": "peer prefill-0 lost: silent for 15 s"}
+
+
+@pytest.fixture
+def history(canned: Any) -> Callable[[dict[str, Any]], Any]:
+    """What an agent tells: 40 rooms, the latest first, of which the oldest failed."""
+
+    def answer(args: dict[str, Any]) -> Any:
+        rows = [
+            canned.room_row("decode-0", str(100 - number), state="Success", finished_at_ns=canned.NOW - number)
+            for number in range(39)
+        ]
+        failure = {**CAUSE, "at_ns": canned.NOW - canned.S}
+        failed = canned.room_row("decode-0", "1", state="Failed", finished_at_ns=canned.NOW - canned.S, failure=failure)
+        return [*rows, failed][: args["limit"]]
+
+    return answer
+
+
+@pytest.mark.parametrize("command", ["history", "slow"])
+def test_a_filter_comes_before_the_limit(
+    command: str, history: Callable[[dict[str, Any]], Any], start: Any, kvctl: Any
+) -> None:
+    start("decode-0", {command: history})
+    outcome = kvctl("rooms", command, "-n", "5", "--filter", "state=Failed", "-o", "jsonl")
+    assert [json.loads(line)["room"] for line in outcome.out.splitlines()] == ["1"]
+    assert kvctl("rooms", command, "-n", "5", "-o", "jsonl").out.count("\n") == 5
+
+
+def test_the_order_comes_before_the_limit(history: Callable[[dict[str, Any]], Any], start: Any, kvctl: Any) -> None:
+    start("decode-0", {"history": history})
+    outcome = kvctl("rooms", "history", "-n", "2", "--sort-by", "room", "-o", "jsonl")
+    assert [json.loads(line)["room"] for line in outcome.out.splitlines()] == ["1", "62"]
+
+
+def test_agents_look_for_a_state_themselves_before_they_limit(canned: Any, start: Any, kvctl: Any) -> None:
+    asked: list[Any] = []
+
+    def rooms(args: dict[str, Any]) -> Any:
+        asked.append(args.get("state"))
+        return [canned.room_row("decode-0", state="Failed")]
+
+    start("decode-0", {"rooms": rooms})
+    assert kvctl("rooms", "--filter", "state=failed", "--filter", "age>1s", "-o", "jsonl").out.count("\n") == 1
+    kvctl("rooms", "--filter", "state!=failed")
+    kvctl("rooms", "--filter", "age>1s", "--state", "Transferring")
+    assert asked == ["Failed", None, "Transferring"]
+
+
+def test_events_are_chosen_before_they_are_limited(canned: Any, start: Any, kvctl: Any) -> None:
+    def events(args: dict[str, Any]) -> Any:
+        row = canned.events("decode-0")[0]
+        rows = [{**row, "sequence": number, "severity": "info", "text": f"event {number}"} for number in range(50)]
+        rows[3] |= {"severity": "error"}
+        return {"events": rows[-args["limit"] :], "next": 50, "dropped": 0}
+
+    start("decode-0", {"events": events})
+    for wanted in (("--severity", "error"), ("--filter", "severity=error")):
+        outcome = kvctl("events", "-n", "2", *wanted, "-o", "jsonl")
+        assert [json.loads(line)["sequence"] for line in outcome.out.splitlines()] == [3]
+    outcome = kvctl("events", "-n", "2", "--filter", "severity=info", "-o", "jsonl")
+    assert [json.loads(line)["sequence"] for line in outcome.out.splitlines()] == [48, 49]
+
+
+def failing(canned: Any, start: Any) -> None:
+    """Room 1 failed on all its ranks, of which prefill-0 was stopped and learnt of it 8 s later; room 2 on one."""
+    cause = {**CAUSE, "at_ns": canned.NOW + 13 * canned.S}
+
+    def answer(name: str, dropped: int = 0) -> Callable[[dict[str, Any]], Any]:
+        late = 21 * canned.S if name == "prefill-0" else 0
+        rows = [
+            canned.room_row(
+                name,
+                "1",
+                state="Failed",
+                failure=cause,
+                opened_at_ns=canned.NOW + late,
+                finished_at_ns=canned.NOW + max(late, 13 * canned.S),
+                missing=[],
+            )
+        ]
+        if name == "decode-0":
+            own = {"rank": "decode-0", "code": "ABORTED", "at_ns": canned.NOW + canned.S, "text": "by an operator"}
+            rows.append(canned.room_row(name, "2", state="Failed", failure=own, nonce="5", missing=["prefill-1"]))
+        return lambda args: {"rooms": rows[: args["limit"]], "kept": len(rows), "dropped_total": dropped}
+
+    start("prefill-0", {"failed": answer("prefill-0")})
+    start("prefill-1", {"failed": answer("prefill-1")})
+    start("decode-0", {"failed": answer("decode-0", dropped=12)})
+
+
+def test_a_failed_room_is_one_row_with_its_first_cause(canned: Any, start: Any, kvctl: Any) -> None:
+    failing(canned, start)
+    outcome = kvctl("rooms", "failed", "-o", "json")
+    first, second = json.loads(outcome.out)["data"]
+    assert (first["room"], second["room"]) == ("1", "2")
+    assert (first["rank"], first["code"], first["text"]) == tuple(CAUSE.values())
+    assert first["agents"] == ["prefill-0", "prefill-1", "decode-0"]
+    assert first["after_ns"] == 13 * canned.S
+    assert (first["waits_for"], second["waits_for"]) == ([], ["prefill-1"])
+    assert outcome.err == "kvctl: failed rooms no longer kept: 12 of decode-0 (failed_rooms)\n"
+
+
+def test_failed_rooms_on_a_terminal_are_counted_by_code(canned: Any, start: Any, kvctl: Any) -> None:
+    failing(canned, start)
+    summary, _, header, first, *_ = kvctl("rooms", "failed", "-o", "table").out.splitlines()
+    assert summary == "2 failed rooms   KV_PEER_LOST 1   ABORTED 1"
+    assert header.split()[:5] == ["ROOM", "AGO", "RANK", "CODE", "TEXT"]
+    assert first.split()[0] == "1"
+
+
+def test_failed_rooms_are_filtered_before_they_are_limited(canned: Any, start: Any, kvctl: Any) -> None:
+    failing(canned, start)
+    limited = kvctl("rooms", "failed", "-n", "1", "-o", "jsonl")
+    assert [json.loads(line)["room"] for line in limited.out.splitlines()] == ["1"]
+    assert "1 more failed rooms: raise --limit" in limited.err
+    chosen = kvctl("rooms", "failed", "-n", "1", "--filter", "code=ABORTED", "-o", "jsonl")
+    assert [json.loads(line)["room"] for line in chosen.out.splitlines()] == ["2"]
+    assert kvctl("rooms", "failed", "--filter", "code=NONE", "-o", "csv").out.count("\n") == 1
+
+
+def test_a_recording_holds_failed_rooms_with_their_timelines(
+    canned: Any, start: Any, kvctl: Any, tmp_path: Path
+) -> None:
+    """A room that no other command tells of any more."""
+    cause = {**CAUSE, "at_ns": canned.NOW}
+    row = canned.room_row("decode-0", "9", state="Failed", finished_at_ns=canned.NOW, failure=cause)
+    told = {**row, "timeline": [canned.event(0, "decode-0", "open")], "timeline_dropped": 0}
+    start(
+        "decode-0",
+        {"failed": lambda _: {"rooms": [row], "kept": 1, "dropped_total": 3}, "room": lambda _: [told]},
+    )
+    path = tmp_path / "fleet.kvrec"
+    assert kvctl("record", "-o", str(path)).code == 0
+    columns = ("--columns", "room,code,agents,failed_at", "-o", "csv")
+    recorded = kvctl("rooms", "failed", *columns, "--from", str(path))
+    assert recorded.out == kvctl("rooms", "failed", *columns).out
+    assert recorded.out.splitlines()[1].startswith("9,KV_PEER_LOST,decode-0,")
+    assert "no longer kept: 3 of decode-0" in recorded.err
+    timeline = kvctl("rooms", "show", "9", "--from", str(path), "-o", "csv", "--columns", "stage")
+    assert timeline.out == "stage\nopen\n"
