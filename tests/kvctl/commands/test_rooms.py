@@ -142,7 +142,7 @@ def test_a_recording_holds_failed_rooms_with_their_timelines(
         {"failed": lambda _: {"rooms": [row], "kept": 1, "dropped_total": 3}, "room": lambda _: [told]},
     )
     path = tmp_path / "fleet.kvrec"
-    assert kvctl("record", "-o", str(path)).code == 0
+    assert kvctl("record", str(path)).code == 0
     columns = ("--columns", "room,code,agents,failed_at", "-o", "csv")
     recorded = kvctl("rooms", "failed", *columns, "--from", str(path))
     assert recorded.out == kvctl("rooms", "failed", *columns).out
