@@ -140,6 +140,7 @@ class Agent:
         if role == "prefill" and pool.device is not None:
             self._forwards = Forwards(f"{name}-forwards", pool.device)
         self._state: Literal["new", "running", "draining", "closed"] = "new"
+        self.drain_began_ns = 0
         self._leaving = False  # the engine wants no more rooms, ever
         self._turning = threading.Lock()  # an operator may resume while the engine closes
         self.transport = self._open_transport()
@@ -344,6 +345,8 @@ class Agent:
             if self._state not in ("running", "draining"):
                 raise LocalProtocolError(f"agent {self.name} is {self._state}")
             # In this order: an opening that comes between the two is refused, and our engine, if it comes too, is told.
+            if self._state == "running":
+                self.drain_began_ns = time.monotonic_ns()
             self._mailbox.put(ev.Drain(True))
             self._state = "draining"
 

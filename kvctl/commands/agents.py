@@ -38,7 +38,7 @@ def _read(survey: Survey) -> Report:
         {
             **agent.hello,
             "agent": agent.name,
-            "state": "ok",
+            "state": "draining" if agent.hello.get("draining") else "ok",
             "rtt_ns": agent.rtt_ns,
             "clock_offset_ns": agent.clock.offset_ns,
             "clock_error_ns": agent.clock.error_ns,

@@ -22,8 +22,6 @@ from kvctl.views.fleet import FleetSummary, Rates, rates, summarise
 from kvctl.views.report import Report
 from kvctl.views.status import MOMENTS, STATUS, moment, screen
 
-_CALLS = tuple(call for call in HEALTH_CALLS if call.command != "metrics")
-"""What health reads, less the counters: they are half of all bytes, and say little without a reading before."""
 _BRIEFLY = (Call("status"),)
 _HEALTH_EVERY_NS = 2_000_000_000
 
@@ -42,11 +40,11 @@ _HEALTH_EVERY_NS = 2_000_000_000
 def status(settings: Settings) -> None:
     """One screen: health, ranks by role, rooms by state, ring use, GB/s while rooms are open, latency p50/p99.
 
-    Health is what one quick reading shows; kvctl health takes two and looks at the counters, too. With -w one line per
-    reading, as vmstat does; rates are differences between two readings, so the first line has none.
+    Health comes from one reading; kvctl health and kvctl doctor compare two, a second apart, and so see more. With -w
+    one line per reading, as vmstat does; rates are differences between two readings, so the first line has none.
     """
     if settings.watch_ns is None:
-        run(settings, STATUS, _CALLS, _Screen(settings))
+        run(settings, STATUS, HEALTH_CALLS, _Screen(settings))
     Output(settings).selection(MOMENTS)
     line = _Line(settings)
     follow(settings, line.calls, line)
@@ -108,7 +106,7 @@ class _Line:
         self._looks = self._looked_ns is None or now - self._looked_ns >= self._every_ns
         if self._looks:
             self._looked_ns = now
-        return _CALLS if self._looks else _BRIEFLY
+        return HEALTH_CALLS if self._looks else _BRIEFLY
 
     def __call__(self, output: Output, survey: Survey) -> None:
         summary = summarise(data for _, data in survey.answers("status"))

@@ -12,6 +12,8 @@ AREAS: dict[str, str] = {
 
 _PREFIXES: tuple[tuple[str, str], ...] = (
     ("KV_ROOM_STUCK_BOOTSTRAP", "ready"),
+    ("KV_NOT_READY", "ready"),
+    ("KV_DRAINING", "ready"),
     ("KV_PORT_CLASH", "ready"),
     ("KV_PEER", "peers"),
     ("KV_COMPAT", "peers"),

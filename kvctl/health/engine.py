@@ -6,17 +6,21 @@ from collections.abc import Iterable, Sequence
 
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
+from kvctl.views.peer_matrix import natural
 
 
 def examine(snapshot: Snapshot, codes: Iterable[Code]) -> list[Finding]:
     """All findings, the worst first; among equally severe ones that which explains others comes first.
+
+    Findings of one severity and code are in the order of their subjects: what they weigh changes from one reading to
+    the next, and a list that somebody watches must not jump.
 
     A code that fails on what some agent answered is a finding of its own: the others are wanted all the more then.
     """
     order = list(codes)
     place = {code.name: number for number, code in enumerate(order)}
     found = [finding for code in order for finding in _find(code, snapshot)]
-    return sorted(found, key=lambda one: (-one.severity, place[one.code], -one.weight, one.subject))
+    return sorted(found, key=lambda one: (-one.severity, place[one.code], natural(one.subject), one.cause))
 
 
 def _find(code: Code, snapshot: Snapshot) -> list[Finding]:

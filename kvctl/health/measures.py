@@ -51,6 +51,10 @@ def _waiting(snapshot: Snapshot) -> float:
     return sum(bool(text(agent.status, "waiting_for")) for agent in snapshot.agents.values())
 
 
+def _draining(snapshot: Snapshot) -> float:
+    return sum(agent.status.get("draining") is True for agent in snapshot.agents.values())
+
+
 def _peers(state: str) -> Callable[[Snapshot], float]:
     return lambda snapshot: sum(
         text(peer, "state") == state for agent in snapshot.agents.values() for peer in agent.peers
@@ -122,6 +126,7 @@ def _queue(snapshot: Snapshot) -> float | None:
 MEASURES: tuple[Measure, ...] = (
     Measure("agents", "ready", Unit.COUNT, lambda snapshot: len(snapshot.agents), "agents that answer", least=True),
     Measure("waiting", "ready", Unit.COUNT, _waiting, "agents that wait for ranks of the other side"),
+    Measure("draining", "ready", Unit.COUNT, _draining, "agents that were told to take no new rooms"),
     Measure("lost", "peers", Unit.COUNT, _peers("lost"), "peers that an agent has lost"),
     Measure("suspect", "peers", Unit.COUNT, _peers("suspect"), "peers that an agent has not heard in time"),
     Measure("silence", "peers", Unit.SECONDS, _silence, "longest since a peer was heard"),

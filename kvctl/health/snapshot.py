@@ -143,8 +143,9 @@ class Snapshot:
 
     @cached_property
     def agents(self) -> Mapping[str, Agent]:
-        """By name; those that answered `status`."""
-        return {answer.name: _agent(answer) for answer in self.survey.agents if "status" in answer.data}
+        """By name, in the order of the names; those that answered `status`."""
+        answers = sorted(self.survey.agents, key=lambda answer: answer.name)
+        return {answer.name: _agent(answer) for answer in answers if "status" in answer.data}
 
     def of_role(self, role: str) -> Iterator[Agent]:
         return (agent for agent in self.agents.values() if agent.role == role)

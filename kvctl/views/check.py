@@ -78,6 +78,8 @@ def _each_once(verdicts: Sequence[Verdict]) -> list[Problem]:
 
 def _summary(values: Mapping[str, float | None]) -> str:
     shown = [name for name in _SUMMARY if name in values] if "agents" in values and len(values) > 3 else list(values)
+    if values.get("draining") and "draining" not in shown:
+        shown = [*shown, "draining"]
     known = [(MEASURES_BY_NAME[name], values[name]) for name in shown if values[name] is not None]
     return ", ".join(f"{measure.name.replace('-', ' ')} {human(measure, value)}" for measure, value in known) or "well"
 

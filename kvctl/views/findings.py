@@ -87,9 +87,11 @@ def headline(rows: Iterable[Row]) -> Span:
 
 
 def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
-    """The first few by name, for a line that has other things to say."""
+    """The first few of one reading by name, for a line that has other things to say."""
     bad = [each for each in findings if each.severity > Severity.INFO]
-    spans: list[Span] = [] if bad else [("✓ healthy", palette.VERDICTS["ok"])]
+    spans: list[Span] = [] if bad else [("✓ nothing wrong in one reading", palette.VERDICTS["ok"])]
+    if not bad and findings:
+        spans.append((f", {len(findings)} info (kvctl health)", palette.VERDICTS["info"]))
     for each in bad[:_SHORT]:
         label = each.severity.label
         spans.append((f"{palette.VERDICT_GLYPHS[label]} {each.code} {each.subject}", palette.VERDICTS[label]))

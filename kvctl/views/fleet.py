@@ -21,7 +21,10 @@ class FleetSummary:
     """One fleet at one moment; None is unknown.
 
     Attributes:
+        prefill_active: rooms that prefill ranks have open; one that no decode rank has opened is among them alone.
         counted: what rooms, bytes and latency were counted on: "decode" or "prefill".
+        waiting: agents that wait for others, with their words.
+        draining: agents that take no new rooms, with the time since they were told (ns).
         gb_per_s: sum of the ranks' rates, each over the wall clock of its own transfers.
     """
 
@@ -29,6 +32,7 @@ class FleetSummary:
     counted: str
     roles: Mapping[str, int]
     active: Mapping[str, int]
+    prefill_active: int
     succeeded_total: int
     failed_total: int
     bytes_total: int
@@ -41,6 +45,7 @@ class FleetSummary:
     p99_ns: int | None
     latencies: int
     waiting: Sequence[tuple[str, str]]
+    draining: Sequence[tuple[str, int | None]]
 
     @property
     def ring_ratio(self) -> float | None:
@@ -52,7 +57,7 @@ def summarise(statuses: Iterable[Status]) -> FleetSummary:
     ranks = list(statuses)
     decode = [rank for rank in ranks if rank["role"] == "decode"]
     counted = decode or ranks
-    leads = [rank for rank in counted if not any(rank["rank"].get(axis) for axis in ("tp", "pp", "cp"))] or counted
+    leads = _leads(counted)
     active: Counter[str] = Counter()
     finished: Counter[str] = Counter()
     for rank in leads:
@@ -66,6 +71,11 @@ def summarise(statuses: Iterable[Status]) -> FleetSummary:
         counted="decode" if decode else "prefill",
         roles=Counter(rank["role"] for rank in ranks),
         active=active,
+        prefill_active=sum(
+            number
+            for rank in _leads([rank for rank in ranks if rank["role"] == "prefill"])
+            for number in rank["rooms"].values()
+        ),
         succeeded_total=finished["Success"],
         failed_total=finished["Failed"],
         bytes_total=sum(rank["bytes_total"] for rank in counted),
@@ -78,7 +88,13 @@ def summarise(statuses: Iterable[Status]) -> FleetSummary:
         p99_ns=max(p99s, default=None),
         latencies=sum(rank["latency"]["count"] for rank in counted),
         waiting=[(rank["name"], rank["waiting_for"]) for rank in ranks if rank["waiting_for"]],
+        draining=[(rank["name"], rank.get("draining_age_ns")) for rank in ranks if rank.get("draining")],
     )
+
+
+def _leads(ranks: Sequence[Status]) -> Sequence[Status]:
+    """One rank of each instance and dp group; all ranks where none of those answered."""
+    return [rank for rank in ranks if not any(rank["rank"].get(axis) for axis in ("tp", "pp", "cp"))] or ranks
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

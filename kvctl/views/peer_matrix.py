@@ -169,5 +169,6 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     """Sorts `decode-2` before `decode-10`."""
     pieces: list[tuple[int, int, str]] = []
     for each in name.replace("-", " - ").replace("_", " _ ").split():
-        pieces.append((0, int(each), "") if each.isdecimal() else (1, 0, each))
+        digits = each.lstrip("0") if each.isdecimal() else ""  # int() refuses thousands of them
+        pieces.append((0, len(digits), digits) if each.isdecimal() else (1, 0, each))
     return pieces

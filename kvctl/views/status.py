@@ -15,6 +15,7 @@ from kvctl.views.report import Block, Grid, Line, Span, Text
 from kvctl.views.view import Column, Row, View, Width
 
 _GAUGE = 20
+_DRAINING = "KV_DRAINING"
 
 
 def _ring(row: Row) -> float | None:
@@ -30,8 +31,11 @@ def _rank(row: Row) -> str:
 
 
 def _health(row: Row) -> str:
-    """The codes that name this agent, added by whoever looked."""
-    return ",".join(row["health"]) or "ok"
+    """The codes that name this agent, added by whoever looked; an agent that drains is never "ok"."""
+    codes = [*row["health"]]
+    if row.get("draining") and _DRAINING not in codes:
+        codes.append("draining")
+    return ",".join(codes) or "ok"
 
 
 STATUS = View(
@@ -47,7 +51,7 @@ STATUS = View(
         Column("p50", "latency.p50_ns", Kind.DURATION),
         Column("p99", "latency.p99_ns", Kind.DURATION),
         Column("ring", _ring, Kind.RATIO, Width.NORMAL),
-        Column("health", _health, styles={"ok": "green", "": "bold red"}),
+        Column("health", _health, styles={"ok": "green", "draining": "yellow", "": "bold red"}),
         Column("peers", "peers", Kind.MAP, Width.NORMAL),
         Column("transport", "transport.engine", width=Width.NORMAL),
         Column("uptime", kind=Kind.DURATION, width=Width.NORMAL),
@@ -128,7 +132,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Blo
         _line("rate", *_rate(summary)),
         _line("latency", *_latency(summary)),
         *_pipeline(rows),
-        *(_line("waiting", (name, "bold"), (f": {text}", "yellow")) for name, text in summary.waiting),
+        *_kept_from_serving(summary),
     ]
     return [Text(lines), Grid(STATUS, rows)]
 
@@ -140,8 +144,21 @@ def outline(rows: Sequence[Row]) -> list[Line]:
         *_ranks(rows),
         _line("rooms", *_rooms(summary)),
         *_pipeline(rows),
-        *(_line("waiting", (name, "bold"), (f": {text}", "yellow")) for name, text in summary.waiting),
+        *_kept_from_serving(summary),
     ]
+
+
+def _kept_from_serving(summary: FleetSummary) -> list[Line]:
+    """Agents that were told to take no new rooms, and agents that wait for others."""
+    lines = []
+    if summary.draining:
+        names = ", ".join(name for name, _ in summary.draining)
+        ages = [age for _, age in summary.draining if age is not None]
+        since = f" for {units.duration(max(ages))}" if ages else ""
+        resume = " ".join(name for name, _ in summary.draining)
+        lines.append(_line("draining", (names, "bold"), (f"{since}, no new rooms: kvctl resume {resume}", "yellow")))
+    lines += [_line("waiting", (name, "bold"), (f": {text}", "yellow")) for name, text in summary.waiting]
+    return lines
 
 
 def _line(label: str, *spans: Span) -> Line:
@@ -166,10 +183,10 @@ def _ranks(rows: Sequence[Row]) -> list[Line]:
         shapes = sorted({" ".join(f"{axis}{size}" for axis, size in row["sizes"].items() if size > 1) for row in ranks})
         engines = sorted({_engine(row["transport"]) for row in ranks})
         devices = sorted({row["device"] for row in ranks})
-        shape = " or ".join(each or "one rank" for each in shapes)
-        ranks_of = f"{len(ranks)} of {max(whole, len(ranks))} ranks of {shape}"
+        shape = " and ".join(each or "one rank" for each in shapes)
+        ranks_of = f"{len(ranks)} of {max(whole, len(ranks))} ranks answered ({shape})"
         if shapes == [""]:
-            ranks_of = f"{len(ranks)} single rank{'s' * (len(ranks) != 1)}"
+            ranks_of = f"{len(ranks)} rank{'s' * (len(ranks) != 1)} answered"
         lines.append(
             _line(
                 role,
@@ -194,6 +211,10 @@ def _rooms(summary: FleetSummary) -> list[Span]:
     spans += [(f"{summary.succeeded_total:,}", "bold"), (" done", "")]
     if summary.failed_total:
         spans += [("   ", ""), (f"{summary.failed_total:,} failed", "bold red")]
+    spans.append((f"   (at {summary.counted} ranks", "dim"))
+    if summary.counted == "decode" and summary.prefill_active > sum(summary.active.values()):
+        spans.append((f"; prefill ranks have {summary.prefill_active:,} active", "yellow"))
+    spans.append((")", "dim"))
     return spans
 
 

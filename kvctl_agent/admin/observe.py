@@ -82,6 +82,8 @@ class Observed(Protocol):
     pipelining: Pipelining
     exports: Exports
 
+    drain_began_ns: int
+
     @property
     def accepting(self) -> bool: ...
 
@@ -122,6 +124,7 @@ class Observer:
             "level": "",
             "capabilities": sorted(command.name for command in COMMANDS),
             "uptime_ns": time.monotonic_ns() - self._started_ns,
+            "draining": agent.draining,
             "now_ns": agent.telemetry.clock.wall_ns(time.monotonic_ns()),
         }
 
@@ -177,6 +180,7 @@ class Observer:
             "waiting_for": agent.waiting_for(),
             "accepting": agent.accepting,
             "draining": agent.draining,
+            "draining_age_ns": time.monotonic_ns() - agent.drain_began_ns if agent.draining else None,
             "memory_gb_per_s": agent.lanes.memory_gb_per_s,
             "process": process_use(),
             "metrics_url": agent.exports.metrics_url or None,

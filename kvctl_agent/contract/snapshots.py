@@ -24,6 +24,7 @@ class Hello(TypedDict):
     level: str  # what this client may do: read, operate, admin
     capabilities: list[str]
     uptime_ns: int
+    draining: bool  # told to take no new rooms
     now_ns: int  # the agent's wall clock when it answered: the client's clock-offset estimate
 
 
@@ -133,6 +134,7 @@ class Status(TypedDict):
     waiting_for: str | None  # e.g. "6 of 8 prefill ranks registered, missing tp=2,3"
     accepting: bool  # its engine may begin rooms: started, not draining, not closed
     draining: bool  # told to take no new rooms; drained once no room is active
+    draining_age_ns: int | None  # since it was told; None: it is not draining
     memory_gb_per_s: float | None  # one thread's memcpy, the floor of any rate; prefill, where `auto` measured it
     process: ProcessUse
 

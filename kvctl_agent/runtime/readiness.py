@@ -12,17 +12,22 @@ from kvctl_agent.runtime.bootstrap import Registries
 
 def waiting_for(name: str, role: str, instances: Iterable[str], registries: Registries, machine: Machine) -> str | None:
     """None when nothing does: a prefill rank is registered, a decode rank has met every rank of its instances."""
-    for instance in instances:
+    asked = list(instances)
+    waits: list[str] = []
+    for instance in asked:
         silent = f"no answer from the registry at {instance}"
         roster = registries.roster(instance)
         if role == "prefill":
             return None if any(rank.name == name for rank in roster.ranks) else silent
         if not registries.complete(instance):
-            return roster.missing or silent
-        if not machine.roster(instance):
-            return f"the ranks of {instance} are not taken up"
+            at = f" at {instance}" if len(asked) > 1 else ""
+            waits.append(f"{roster.missing}{at}" if roster.missing else silent)
+        elif not machine.roster(instance):
+            waits.append(f"the ranks of {instance} are not taken up")
     missing = machine.missing_peers if isinstance(machine, DecodeMachine) else []
-    return f"no hello from {', '.join(missing)}" if missing else None
+    if missing:
+        waits.append(f"no hello from {', '.join(missing)}")
+    return "; ".join(waits) or None
 
 
 def check_fit(name: str, role: str, instances: Iterable[str], registries: Registries, machine: Machine) -> None:

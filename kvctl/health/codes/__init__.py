@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvctl.health.codes.corruption import DIGEST_MISMATCH, PAGE_REUSED, READY_VIOLATION
 from kvctl.health.codes.devices import DEVICE
+from kvctl.health.codes.draining import DRAINING
 from kvctl.health.codes.fit import COMPAT_MISMATCH, PLAN_MISMATCH
 from kvctl.health.codes.grants import CHUNK_OVERSIZED, GRANT_UNANSWERED
 from kvctl.health.codes.lanes import DESCRIPTOR_FLOOD, LANE_SLOW, READY_GAP
@@ -12,6 +13,7 @@ from kvctl.health.codes.lost import PEER_LOST
 from kvctl.health.codes.numbers import METRIC_IMPLAUSIBLE
 from kvctl.health.codes.peers import CLOCK_SKEW, PEER_BLOCKING, PEER_STALE, SUBSCRIBER_DEAD
 from kvctl.health.codes.quarantine import QUARANTINE
+from kvctl.health.codes.readiness import NOT_READY
 from kvctl.health.codes.ring import RING_GATED_EMPTY, RING_PINNED
 from kvctl.health.codes.ring_cycle import RING_CYCLE
 from kvctl.health.codes.ring_size import RING_SMALL
@@ -29,6 +31,7 @@ CODES: tuple[Code, ...] = (
     COMPAT_MISMATCH,
     PLAN_MISMATCH,
     PEER_STALE,
+    DRAINING,
     RING_GATED_EMPTY,
     RING_CYCLE,
     RING_PINNED,
@@ -42,6 +45,7 @@ CODES: tuple[Code, ...] = (
     STUCK_TRANSFER,
     STUCK_BOOTSTRAP,
     STUCK_WAITING,
+    NOT_READY,
     TRANSPORT,
     CHUNK_OVERSIZED,
     RING_SMALL,

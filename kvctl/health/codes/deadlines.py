@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from kvctl.health.codes.draining import expired_for_drain
 from kvctl.health.codes.failures import Failed, all_names, failed_lately
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.wording import counted, listed, named_in
@@ -21,7 +22,7 @@ def by_culprit(snapshot: Snapshot, code: str, live: Collection[str]) -> dict[str
     """
     rooms: dict[str, list[Failed]] = {}
     for failed in snapshot.once(failed_lately).get(code, ()):
-        if failed.room not in live:
+        if failed.room not in live and not expired_for_drain(snapshot, failed):
             rooms.setdefault(failed.room, []).append(failed)
     found: dict[str, list[Failed]] = {}
     for told in rooms.values():

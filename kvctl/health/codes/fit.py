@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 from kvctl.health.answers import text, texts
 from kvctl.health.codes.failures import Failed, all_names, failed_lately
-from kvctl.health.codes.wording import counted, listed, named_in
+from kvctl.health.codes.wording import common_factors, counted, listed, named_in
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
 from kvctl.views.units import duration
@@ -40,20 +39,9 @@ def _valued(factor: str, ours: str, theirs: str) -> str:
     return factor if match is None else f"{match['name']} {match['ours']} ({ours}) ≠ {match['theirs']} ({theirs})"
 
 
-def _odd_ones(pairs: dict[_Pair, list[str]]) -> Iterator[tuple[str, list[_Pair]]]:
-    """The fewest agents that explain all refusals, each with the pairs that it explains."""
-    left = sorted(pairs)
-    while left:
-        refusals = Counter(name for pair in left for name in pair)
-        all_refusals = Counter(name for pair in pairs for name in pair)
-        odd = max(refusals, key=lambda name: (refusals[name], all_refusals[name], name in {b for _, b in left}, name))
-        yield odd, [pair for pair in left if odd in pair]
-        left = [pair for pair in left if odd not in pair]
-
-
 def _compat(snapshot: Snapshot) -> Iterator[Finding]:
     pairs = _refused(snapshot)
-    for odd, refusals in _odd_ones(pairs):
+    for odd, refusals in common_factors(list(pairs)):
         factors = list(dict.fromkeys(factor for pair in refusals for factor in pairs[pair]))
         others = [next(name for name in pair if name != odd) for pair in refusals]
         known = odd in snapshot.agents and any(other in snapshot.agents for other in others)

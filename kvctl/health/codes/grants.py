@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
+from typing import NamedTuple
 
 from kvctl.health.answers import amount, number, rows, text
 from kvctl.health.codes.ring import ring_of
 from kvctl.health.codes.silence import absent
-from kvctl.health.codes.wording import counted, listed, pair
+from kvctl.health.codes.wording import common_factors, counted, listed, pair
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
+from kvctl.views.peer_matrix import natural
 from kvctl.views.units import duration, size
 
 _REQUESTS = 5
@@ -18,39 +20,62 @@ _LONGEST_ANSWER_NS = 10_000_000_000
 _MIB = 1 << 20
 
 
-def _unanswered(snapshot: Snapshot) -> Iterator[Finding]:
+class Asked(NamedTuple):
+    """A part whose writer has asked for its ring region again and again."""
+
+    writer: str
+    peer: str
+    asked_ns: float
+    requests: float
+    room: str
+
+
+def unanswered(snapshot: Snapshot) -> Mapping[tuple[str, str], Sequence[Asked]]:
+    """By writer and decode rank, where the decode rank is heard and answers none of it; use `snapshot.once`."""
+    found: dict[tuple[str, str], list[Asked]] = {}
     for agent in snapshot.of_role("prefill"):
         patience_ns = max(_LONGEST_ANSWER_NS, 2 * _REQUESTS * agent.period_ns("resend_s"))
-        by_peer: dict[str, list[tuple[float, float, str]]] = {}
         for part in rows(agent.staging.get("gated")):
-            asked, requests = amount(part, "asked_age_ns"), amount(part, "requests")
-            often = requests >= _REQUESTS and asked >= patience_ns
-            if often and text(part, "waiting_for") == "grant":
-                by_peer.setdefault(text(part, "peer"), []).append((asked, requests, text(part, "room")))
-        for peer, parts in by_peer.items():
-            if peer in snapshot.once(absent):
-                continue  # a silent peer grants nothing: it is named itself
-            asked, requests, room = max(parts)
-            all_rooms = sorted({room for _, _, room in parts})
-            yield Finding(
-                code="KV_GRANT_UNANSWERED",
-                severity=Severity.CRITICAL,
-                subject=pair(agent.name, peer),
-                agents=(peer, agent.name),
-                since_ns=int(asked),
-                weight=len(parts),
-                evidence={
-                    "requests_total": int(requests),
-                    "asked_age_ns": int(asked),
-                    "waiting_parts": len(parts),
-                    "rooms": all_rooms,
-                },
-                cause=f"{agent.name} has asked {peer} {requests:.0f} times in {duration(asked)} for staging of room "
-                f"{room} and got neither grant nor refusal; {counted(len(parts), 'part')} of "
-                f"{listed(f'room {one}' for one in all_rooms)} wait for it",
-                remedy=f"`kvctl peers -e {peer}` shows whether {peer} hears {agent.name}; `kvctl rooms abort {room}` "
-                "fails the room",
-            )
+            asked_ns, requests, peer = amount(part, "asked_age_ns"), amount(part, "requests"), text(part, "peer")
+            often = requests >= _REQUESTS and asked_ns >= patience_ns
+            # A silent peer grants nothing: it is named itself.
+            if often and text(part, "waiting_for") == "grant" and peer not in snapshot.once(absent):
+                part_asked = Asked(agent.name, peer, asked_ns, requests, text(part, "room"))
+                found.setdefault((agent.name, peer), []).append(part_asked)
+    return found
+
+
+def _unanswered(snapshot: Snapshot) -> Iterator[Finding]:
+    """One finding for all that the same writer asks, or that the same decode rank leaves unanswered."""
+    pairs = snapshot.once(unanswered)
+    for common, concerned in common_factors(list(pairs)):
+        parts = [part for each in concerned for part in pairs[each]]
+        first = max(parts, key=lambda part: part.asked_ns)
+        rooms = sorted({part.room for part in parts}, key=natural)
+        writers, peers = (sorted({each[side] for each in concerned}, key=natural) for side in (0, 1))
+        others = peers if common == writers[0] else writers
+        yield Finding(
+            code="KV_GRANT_UNANSWERED",
+            severity=Severity.CRITICAL,
+            subject=common if len(concerned) > 1 else pair(*concerned[0]),
+            agents=(common, *others) if len(concerned) > 1 else (*peers, *writers),
+            since_ns=int(first.asked_ns),
+            weight=len(parts),
+            evidence={
+                "requests_total": int(first.requests),
+                "asked_age_ns": int(first.asked_ns),
+                "waiting_parts": len(parts),
+                "writers": writers,
+                "peers": peers,
+                "rooms": rooms,
+            },
+            cause=f"{listed(writers)} asked {listed(peers)} for staging of {counted(len(rooms), 'room')} and got "
+            f"neither grant nor refusal: {counted(first.requests, 'request')} in {duration(first.asked_ns)} for room "
+            f"{first.room}; {counted(len(parts), 'part')} wait",
+            remedy=f"`kvctl staging -e {first.writer}` lists the parts that wait for a grant and how often each was "
+            f"asked for; `kvctl stacks -e {first.peer}` shows what its control thread does; `kvctl rooms abort "
+            f"{first.room}` fails the room",
+        )
 
 
 GRANT_UNANSWERED = Code(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvctl.health.answers import Row, amount, counts, inner, number, text, texts
+from kvctl.health.codes.grants import unanswered
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.slowness import slow_writers
 from kvctl.health.snapshot import Agent, Snapshot
@@ -79,9 +80,10 @@ class Ends:
         return {**dict.fromkeys(names), **owed}
 
     def excused(self) -> bool:
-        """Whether it waits for somebody who is known to be silent or slow, which is told elsewhere."""
+        """Whether it waits for a rank that is known to be silent or slow, or to get no grant: each has its own code."""
         excuses = self.snapshot.once(absent) | self.snapshot.once(slow_writers).keys()
-        return any(name in excuses for name in self.owing())
+        without_grant = self.snapshot.once(unanswered)
+        return any(name in excuses or (name, self.agent.name) in without_grant for name in self.owing())
 
     def culprits(self) -> Iterator[Culprit]:
         """Writers against which there is evidence."""

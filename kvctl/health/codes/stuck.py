@@ -9,7 +9,7 @@ from kvctl.health.answers import Row, amount, inner, rows, text, texts
 from kvctl.health.codes.deadlines import by_culprit, ended, with_ended
 from kvctl.health.codes.ring import held_up
 from kvctl.health.codes.room_ends import Culprit, Ends, unfinished
-from kvctl.health.codes.unopened import BOOTSTRAP, never_opened, not_there
+from kvctl.health.codes.unopened import BOOTSTRAP, never_opened
 from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
@@ -42,7 +42,8 @@ class Stuck:
         return self.code, self.ends.agent.name, *(culprit.name for culprit in self.culprits)
 
 
-def _stuck(snapshot: Snapshot) -> list[Stuck]:
+def stuck_rooms(snapshot: Snapshot) -> list[Stuck]:
+    """Live rooms of decode ranks that do not go on; use `snapshot.once(stuck_rooms)`."""
     return [found for ends in snapshot.once(unfinished) if (found := _judge(ends)) is not None]
 
 
@@ -97,7 +98,7 @@ def _oldest_landed_ns(ends: Ends) -> int:
 def _find(code: str) -> Callable[[Snapshot], Iterator[Finding]]:
     def find(snapshot: Snapshot) -> Iterator[Finding]:
         groups: dict[tuple[str, ...], list[Stuck]] = {}
-        for stuck in snapshot.once(_stuck):
+        for stuck in snapshot.once(stuck_rooms):
             if stuck.code == code:
                 groups.setdefault(stuck.cause_key, []).append(stuck)
         for group in groups.values():
@@ -109,7 +110,6 @@ def _find(code: str) -> Callable[[Snapshot], Iterator[Finding]]:
             yield with_ended(live, over.pop(live.agents[0], ()))
         yield from (ended(snapshot, code, name, failures) for name, failures in over.items())
         if code == BOOTSTRAP:
-            yield from not_there(snapshot)
             yield from never_opened(snapshot)
 
     return find

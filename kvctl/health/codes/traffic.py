@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.health.answers import amount, text, texts
+from kvctl.health.codes.draining import unopened_for_drain
 from kvctl.health.codes.failures import all_names, failed_lately
 from kvctl.health.codes.wording import counted, listed, named_in
 from kvctl.health.finding import Code, Finding, Severity
@@ -49,6 +50,7 @@ def _never_asked(snapshot: Snapshot) -> Iterator[Finding]:
         if text(row, "state") == "Bootstrapping"
         and amount(row, "state_age_ns") >= _WAITED_NS
         and not texts(row, "peers")
+        and not unopened_for_drain(snapshot, amount(row, "state_age_ns"))
     ]
     if len(waiting) < _ROOMS:
         return

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 _MOST = 3
+_Pair = tuple[str, str]
 
 
 def listed(names: Iterable[str]) -> str:
@@ -30,3 +32,18 @@ def named_in(text: str, names: Collection[str]) -> list[str]:
 def pair(writer: str, reader: str) -> str:
     """Subject of what is between two agents."""
     return f"{writer} → {reader}"
+
+
+def common_factors(pairs: Sequence[_Pair]) -> Iterator[tuple[str, list[_Pair]]]:
+    """The fewest agents that explain all these pairs (writer, reader), each with the pairs that it explains.
+
+    Of two agents that explain as many, the one that is in more pairs at all, then a reader, then the last by name.
+    """
+    left = sorted(pairs)
+    in_all = Counter(name for each in pairs for name in each)
+    while left:
+        in_left = Counter(name for each in left for name in each)
+        readers = {reader for _, reader in left}
+        common = max(in_left, key=lambda name: (in_left[name], in_all[name], name in readers, name))
+        yield common, [each for each in left if common in each]
+        left = [each for each in left if common not in each]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import permutations
 
 import pytest
 
@@ -34,12 +35,21 @@ def test_the_worst_comes_first_and_what_explains_others_before_them(empty: Snaps
     found = examine(empty, [first, second])
     assert [(one.code, one.subject) for one in found] == [
         ("KV_FIRST", "b"),
-        ("KV_SECOND", "heavy"),
         ("KV_SECOND", "a"),
+        ("KV_SECOND", "heavy"),
         ("KV_FIRST", "a"),
     ]
     assert worst(found) == "critical"
     assert worst([]) == "ok"
+
+
+def test_findings_of_one_code_keep_their_order_whatever_they_weigh(empty: Snapshot) -> None:
+    weights = {"decode-2": 1.0, "decode-10": 9.0, "room 7": 3.0}
+    for order in permutations(weights):
+        found = examine(empty, [code("KV_X", *(finding("KV_X", Severity.WARNING, each, 1.0) for each in order))])
+        assert [one.subject for one in found] == ["decode-2", "decode-10", "room 7"]
+    heavier = [finding("KV_X", Severity.WARNING, each, weight) for each, weight in reversed(weights.items())]
+    assert [one.subject for one in examine(empty, [code("KV_X", *heavier)])] == ["decode-2", "decode-10", "room 7"]
 
 
 def test_a_code_that_fails_is_told_of_and_stops_no_other(empty: Snapshot) -> None:

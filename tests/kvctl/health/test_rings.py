@@ -183,6 +183,30 @@ def test_a_request_that_nobody_answers():
     assert fleet.find("KV_GRANT_UNANSWERED") == []
 
 
+def test_one_writer_that_nobody_answers_is_one_finding():
+    fleet = Fleet()
+    for peer, room in (("decode-0", "1001"), ("decode-1", "1002"), ("decode-1", "1005")):
+        fleet.gated("prefill-0", peer, room, waiting_for="grant", requests=12, asked_age_ns=13 * S)
+        # It waits for the same thing, and is no finding of its own.
+        fleet.room(peer, room, state_age_ns=200 * S, owed={"prefill-0": 32}, peers=["prefill-0", "prefill-1"])
+    (found,) = fleet.examine()
+    assert (found.code, found.subject) == ("KV_GRANT_UNANSWERED", "prefill-0")
+    assert found.agents == ("prefill-0", "decode-0", "decode-1")
+    assert found.cause == (
+        "prefill-0 asked decode-0 and decode-1 for staging of 3 rooms and got neither grant nor refusal: 12 requests "
+        "in 13 s for room 1001; 3 parts wait"
+    )
+    assert found.remedy.startswith("`kvctl staging -e prefill-0`")
+
+
+def test_a_decode_rank_that_answers_nobody_is_one_finding():
+    fleet = Fleet()
+    for writer in ("prefill-0", "prefill-1"):
+        fleet.gated(writer, "decode-1", "1002", waiting_for="grant", requests=12, asked_age_ns=13 * S)
+    (found,) = fleet.find("KV_GRANT_UNANSWERED")
+    assert (found.subject, found.agents) == ("decode-1", ("decode-1", "prefill-0", "prefill-1"))
+
+
 def test_a_request_whose_turn_has_not_come_is_not_unanswered():
     fleet = Fleet()
     fleet.gated("prefill-0", "decode-1", "1002", waiting_for="grant", requests=0, asked_age_ns=None, age_ns=60 * S)

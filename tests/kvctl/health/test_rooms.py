@@ -142,12 +142,32 @@ def test_an_instance_that_is_not_complete():
     fleet = Fleet()
     fleet.status("decode-0", waiting_for=waits)
     fleet.room("decode-0", "7", state="Bootstrapping", state_age_ns=12 * S, missing=[])
-    found = fleet.find("KV_ROOM_STUCK_BOOTSTRAP")
-    assert {one.subject for one in found} == {"room 7", "decode-0"}
-    assert all(waits in one.cause and one.severity is Severity.WARNING for one in found)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject) == ("KV_ROOM_STUCK_BOOTSTRAP", "room 7")
+    assert waits in found.cause
+    assert found.severity is Severity.WARNING
+    assert found.remedy.startswith("`kvctl bootstrap`")
+
+
+def test_an_instance_that_never_answered_is_no_stuck_room():
+    """A decode rank with two instances: the first never came, every room of the second is done."""
     fleet = Fleet()
-    fleet.status("decode-0", waiting_for=waits, uptime_ns=20 * S)
-    assert fleet.find("KV_ROOM_STUCK_BOOTSTRAP") == []  # the others are on their way
+    waits = "no answer from the registry at tcp://10.0.0.1:7000"
+    for name in ("decode-0", "decode-1"):
+        fleet.status(name, waiting_for=waits)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == ("KV_NOT_READY", "decode-0", Severity.WARNING)
+    assert found.cause == (
+        f"decode-0 and decode-1 wait, 10m00s after the start: {waits}; rooms that need none of this are served "
+        "(2408 rooms done)"
+    )
+    for name in ("decode-0", "decode-1"):
+        fleet.status(name, rooms_finished_total={"Success": 0, "Failed": 0})
+    (found,) = fleet.examine()
+    assert found.cause == f"decode-0 and decode-1 cannot serve, 10m00s after the start: {waits}"
+    for name in ("decode-0", "decode-1"):
+        fleet.status(name, uptime_ns=20 * S)
+    assert fleet.examine() == []  # the others are on their way
 
 
 def test_a_room_that_nobody_opens():

@@ -1,0 +1,133 @@
+"""Agents that were told to take no new rooms, and the rooms that are refused or wait because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from kvctl.health.answers import amount, counts, number, text, texts
+from kvctl.health.codes.failures import Failed, failed_lately
+from kvctl.health.codes.wording import counted, listed
+from kvctl.health.finding import Code, Finding, Severity
+from kvctl.health.snapshot import Agent, Snapshot
+from kvctl.views.units import duration
+
+_CODE = "KV_DRAINING"
+_UNOPENED = "KV_ROOM_STUCK_BOOTSTRAP"
+
+
+def draining(snapshot: Snapshot) -> Mapping[str, Sequence[Agent]]:
+    """Draining agents by role, in the order of their names; use `snapshot.once(draining)`."""
+    found: dict[str, list[Agent]] = {}
+    for name in sorted(snapshot.agents):
+        agent = snapshot.agents[name]
+        if agent.status.get("draining") is True:
+            found.setdefault(agent.role, []).append(agent)
+    return found
+
+
+def _since_ns(agents: Sequence[Agent]) -> int | None:
+    """How long the first of them has been draining; None where none of them says."""
+    ages = [age for agent in agents if (age := number(agent.status, "draining_age_ns")) is not None]
+    return int(max(ages)) if ages else None
+
+
+def unopened_for_drain(snapshot: Snapshot, age_ns: float) -> bool:
+    """Whether a room of this age, which no decode rank has opened, can be one that a draining decode rank refused."""
+    since_ns = _since_ns(snapshot.once(draining).get("decode", ()))
+    return since_ns is not None and age_ns <= since_ns
+
+
+def expired_for_drain(snapshot: Snapshot, failed: Failed) -> bool:
+    """Whether a room that no decode rank opened in time is one that a draining decode rank refused."""
+    roles = {snapshot.agents[name].role for name in (failed.rank, *failed.known_to) if name in snapshot.agents}
+    return failed.code == _UNOPENED and roles == {"prefill"} and unopened_for_drain(snapshot, failed.ago_ns)
+
+
+def _waiting(snapshot: Snapshot) -> list[str]:
+    """Rooms that prefill ranks hold and that no decode rank has opened since one of those began to drain."""
+    opened = {text(row, "room") for agent in snapshot.of_role("decode") for row in agent.rooms}
+    rooms = {
+        text(row, "room")
+        for agent in snapshot.of_role("prefill")
+        for row in agent.rooms
+        if text(row, "state") == "Bootstrapping"
+        and not texts(row, "peers")
+        and unopened_for_drain(snapshot, amount(row, "state_age_ns"))
+    }
+    return sorted(rooms - opened)
+
+
+def _nobody_left(snapshot: Snapshot, role: str, agents: Sequence[Agent]) -> bool:
+    """Whether no other instance of this role takes rooms.
+
+    A room needs every rank of a prefill instance, so one draining rank stops the whole of it.
+    """
+    ranks = list(snapshot.of_role(role))
+    if role == "prefill":
+        instance = max(int(prod(counts(agent.status, "sizes").values())) for agent in agents)
+        return len(ranks) <= max(instance, len(agents))
+    return len(agents) == len(ranks)
+
+
+def _find(snapshot: Snapshot) -> Iterator[Finding]:
+    for role, agents in snapshot.once(draining).items():
+        names = [agent.name for agent in agents]
+        since_ns = _since_ns(agents)
+        refused = [
+            failed.room
+            for failed in snapshot.once(failed_lately).get(_CODE, ())
+            if failed.rank in names and (since_ns is None or failed.ago_ns <= since_ns)
+        ]
+        waiting = _waiting(snapshot) if role == "decode" else []
+        expired = {
+            failed.room
+            for failed in snapshot.once(failed_lately).get(_UNOPENED, ())
+            if role == "decode" and expired_for_drain(snapshot, failed)
+        }
+        harmful = bool(refused or waiting or expired) or _nobody_left(snapshot, role, agents)
+        cause = f"{listed(names)} {'is' if len(names) == 1 else 'are'} draining"
+        if since_ns is not None:
+            cause += f", for {duration(since_ns)} now,"
+        cause += f" and take{'s' * (len(names) == 1)} no new rooms"
+        if refused:
+            cause += f"; {counted(len(set(refused)), 'room')} refused, the last one {refused[0]}"
+        if waiting:
+            cause += f"; {counted(len(waiting), 'room')} of prefill ranks wait for a decode rank to open them"
+        if expired:
+            cause += f"; {counted(len(expired), 'room')} failed because no decode rank opened them in time"
+        if harmful and not (refused or waiting or expired):
+            cause += f"; no other {role} instance takes rooms"
+        yield Finding(
+            code=_CODE,
+            severity=Severity.WARNING if harmful else Severity.INFO,
+            subject=names[0],
+            agents=tuple(names),
+            since_ns=since_ns,
+            weight=len(names),
+            evidence={
+                "draining": names,
+                "draining_age_ns": since_ns,
+                "refused_rooms_total": len(set(refused)),
+                "waiting_rooms_total": len(waiting),
+                "expired_rooms_total": len(expired),
+            },
+            cause=cause,
+            remedy=f"`kvctl resume {' '.join(names)}` lets {'it' if len(names) == 1 else 'them'} take new rooms again; "
+            "or take the engine out of its router",
+        )
+
+
+DRAINING = Code(
+    name=_CODE,
+    sees="no new room is served although all agents answer; rooms fail with KV_DRAINING",
+    means="An agent was told to take no new rooms, by kvctl drain or by its engine before it closes. Rooms in flight "
+    "go on. A draining prefill rank refuses the rooms that decode ranks open there, so that its whole instance serves "
+    "no new room. A draining decode rank refuses its engine; prefill ranks whose engine has begun such a room wait for "
+    "it until bootstrap_timeout_s. Reported as information while rooms can go elsewhere, as a warning when rooms are "
+    "refused or wait, or when no other instance of that role is left.",
+    remedy="Let it take new rooms again with kvctl resume, or take its engine out of the router.",
+    severity=Severity.WARNING,
+    find=_find,
+    alert='sum by (instance) (increase(kvctl_room_failures_total{code="KV_DRAINING"}[10m])) > 0',
+)
