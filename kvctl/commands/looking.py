@@ -61,14 +61,14 @@ def earlier(settings: Settings, calls: Sequence[Call] = HEALTH_CALLS) -> Snapsho
         return None
     if settings.from_file is not None:
         return _moment_before(settings, calls)
-    started = time.monotonic()
     # Who does not answer this one is waited for by the next.
     brief = replace(settings, timeout_ns=min(settings.timeout_ns, _PATIENCE_NS))
     with source(brief) as fleet:
         survey = fleet.survey(calls)
     if not survey.agents:
         return None
-    time.sleep(max(0, PAUSE_S - (time.monotonic() - started)))
+    # From the end of one reading to the end of the next at least: some codes want a heartbeat between the two.
+    time.sleep(max(0.0, PAUSE_S - (time.monotonic_ns() - survey.tick_ns) / 1e9))
     return Snapshot(survey, survey.tick_ns)
 
 

@@ -34,7 +34,7 @@ def _find(code: Code, snapshot: Snapshot) -> list[Finding]:
                 subject="kvctl",
                 agents=(),
                 cause=f"{code.name} could not look at what the agents answered: {type(error).__name__}: {error}",
-                remedy="it is a bug of kvctl: report it with kvctl debug bundle FILE.tar.zst --redact",
+                remedy="`kvctl debug bundle bundle.tar.zst --redact` saves what is to be reported: a bug of kvctl",
             )
         ]
 

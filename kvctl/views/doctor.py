@@ -52,10 +52,10 @@ def is_problem(each: Row) -> bool:
     return each["rank"] is not None and Severity[each["severity"].upper()] > Severity.INFO
 
 
-def next_step(remedy: str) -> str:
-    """The first command of a remedy, or all of it where it has none."""
+def next_step(remedy: str) -> str | None:
+    """The first command of a remedy, to be pasted into a shell; None where it names none."""
     command = _COMMAND.search(remedy)
-    return command[1] if command else remedy
+    return command[1] if command else None
 
 
 def _found(finding: Finding) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _of_host(fact: Fact) -> dict[str, Any]:
         remedy=fact.remedy,
         evidence={"found": fact.found, "means": fact.means},
     )
-    return {**_found(finding), "next": next_step(fact.remedy) or None}
+    return _found(finding)
 
 
 def blocks(kept: Sequence[Row], width: int, looked_at: str, quiet: int) -> list[Block]:
@@ -94,9 +94,9 @@ def blocks(kept: Sequence[Row], width: int, looked_at: str, quiet: int) -> list[
     found += [Text(paragraph(_as_told(each), width, each["rank"])) for each in problems]
     if facts:
         found.append(Text([[("this host", "bold")], *(line for each in facts for line in _fact(each, width))]))
-    first = next((each for each in problems if is_problem(each)), None)
+    first = next((each["next"] for each in problems if is_problem(each)), None)
     if first is not None:
-        found.append(Text([[("next: ", "bold"), (first["next"] or "", "bold")]]))
+        found.append(Text([[("next: ", "bold"), (first, "bold")]]))
     return found
 
 

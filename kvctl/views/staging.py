@@ -70,6 +70,8 @@ STAGING = View(
         Column("granted", "ring.granted_total", Kind.COUNT, Width.WIDE),
         Column("refused", "ring.refused_total", Kind.COUNT, Width.WIDE),
         Column("revoked", "ring.revoked_total", Kind.COUNT, Width.WIDE),
+        Column("copies_waiting", "ring.copies.waiting", Kind.COUNT, Width.WIDE),
+        Column("copying", "ring.copies.copying_age_ns", Kind.DURATION, Width.WIDE),
         Column("pieces", "buffers.pieces", Kind.COUNT, Width.WIDE, header="OF PIECES"),
         Column("pieces_high_water", "buffers.pieces_high_water", Kind.COUNT, Width.WIDE),
         Column("piece", "buffers.piece_bytes", Kind.BYTES, Width.WIDE),

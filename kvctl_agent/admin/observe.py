@@ -219,7 +219,7 @@ class Observer:
             "agent": agent.name,
             "role": agent.role,
             "enabled": agent.settings["staging"] != "off",
-            "ring": ring_view(agent.machine, agent.telemetry.metrics),
+            "ring": ring_view(agent.machine, agent.telemetry),
             "buffers": None
             if buffers is None
             else {

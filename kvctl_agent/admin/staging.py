@@ -9,8 +9,8 @@ from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.send_room import Leg, Part
-from kvctl_agent.protocol.staging import Holding
-from kvctl_agent.telemetry.metrics import Metrics
+from kvctl_agent.protocol.staging import Holding, RegionState
+from kvctl_agent.telemetry.hub import Telemetry
 
 GONE = "gone"
 
@@ -28,14 +28,14 @@ def ring_use(machine: Machine) -> RingUse | None:
     }
 
 
-def ring_view(machine: Machine, metrics: Metrics) -> RingView | None:
+def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
     """None where there is no ring."""
     if not isinstance(machine, DecodeMachine) or not machine.book.ring.size_bytes:
         return None
     now = time.monotonic_ns()
     book, ring = machine.book, machine.book.ring
     allocations = [_allocation(machine, holding, now) for holding in book.holdings()]
-    watermark = ring.watermark
+    metrics, watermark = telemetry.metrics, ring.watermark
     pin = next((allocation for allocation in allocations if not allocation["aside"]), None)
     return {
         "size_bytes": ring.size_bytes,
@@ -49,11 +49,20 @@ def ring_view(machine: Machine, metrics: Metrics) -> RingView | None:
             "age_ns": pin["age_ns"] if pin else 0,
         },
         "allocations": allocations,
+        "copies": {
+            "waiting": sum(allocation["state"] == RegionState.LANDED.value for allocation in allocations),
+            "copying_age_ns": _since(telemetry.copying_since_ns, now),
+            "turn_age_ns": _since(telemetry.arrival_turn_ns, now),
+        },
         "granted_total": int(metrics.total("kvctl_ring_grants_total")),
         "refused_total": int(metrics.total("kvctl_ring_refusals_total")),
         "refused_largest_bytes": book.refused_largest_bytes or None,
         "revoked_total": int(metrics.total("kvctl_ring_revokes_total")),
     }
+
+
+def _since(at_ns: int, now_ns: int) -> int | None:
+    return max(0, now_ns - at_ns) if at_ns else None
 
 
 def _allocation(machine: DecodeMachine, holding: Holding, now_ns: int) -> RingAllocation:

@@ -242,6 +242,14 @@ class Watermark(TypedDict):
     age_ns: int
 
 
+class CopyUse(TypedDict):
+    """What a decode rank's arrival thread does with what has landed in the ring."""
+
+    waiting: int  # landed parts of which no copy to their pages has ended
+    copying_age_ns: int | None  # since the oldest copy that has not ended was begun; None: none runs
+    turn_age_ns: int | None  # since the thread last began to look for work; None: it has not
+
+
 class RingView(TypedDict):
     size_bytes: int
     head_bytes: int
@@ -250,6 +258,7 @@ class RingView(TypedDict):
     high_water_bytes: int
     watermark: Watermark
     allocations: list[RingAllocation]  # oldest first
+    copies: CopyUse
     granted_total: int
     refused_total: int
     refused_largest_bytes: int | None  # the largest part that was ever refused; None: none was

@@ -50,6 +50,7 @@ _Found = TypeVar("_Found")
 class _Begun(NamedTuple):
     """Parts that are being scattered."""
 
+    at_ns: int
     work: Work
     orders: list[Scatter]
 
@@ -115,6 +116,7 @@ class ArrivalLoop:
             nap_exactly()
         heard = time.monotonic()
         while not (self._stopping and not self._begun):
+            self._telemetry.arrival_turn_ns = time.monotonic_ns()
             if self._hear():
                 heard = time.monotonic()
             orders = self._take(self._pause(heard))
@@ -214,12 +216,16 @@ class ArrivalLoop:
                 known.append(order)
         if not known:
             return
+        began_ns = time.monotonic_ns()
+        if not self._begun:
+            self._telemetry.copying_since_ns = began_ns
         try:
             work = self._copier.scatter(landed)
         except Exception as error:
             self._failed(known, error)
+            self._note_oldest()
             return
-        self._begun.append(_Begun(work, known))
+        self._begun.append(_Begun(began_ns, work, known))
         self._begun_s = time.monotonic()
         self._end()
 
@@ -234,7 +240,7 @@ class ArrivalLoop:
     def _end(self) -> None:
         """Report what is in its pages by now; scatters end in the order in which they were begun."""
         while self._begun:
-            work, orders = self._begun[0]
+            _, work, orders = self._begun[0]
             try:
                 if not work.done():
                     return
@@ -244,6 +250,10 @@ class ArrivalLoop:
                 now = time.monotonic_ns()
                 self._report(*(Scattered(order.serial, now) for order in orders))
             del self._begun[0]
+            self._note_oldest()
+
+    def _note_oldest(self) -> None:
+        self._telemetry.copying_since_ns = self._begun[0].at_ns if self._begun else 0
 
     def _try(self, order: _Order, serve: Callable[[_Order], _Found]) -> _Found | None:
         try:

@@ -19,6 +19,8 @@ class Telemetry:
     """Built once per agent; written by its threads, read by the admin thread.
 
     Attributes:
+        copying_since_ns, arrival_turn_ns: decode, monotonic: when the oldest copy that runs was begun, and when the
+            arrival thread last began to look for work; 0: no copy runs, or it has not looked.
         on_finish: told of every room that has ended, on the control thread: it must only enqueue.
     """
 
@@ -41,6 +43,7 @@ class Telemetry:
         self.rate = SpanRate(RATE_WINDOW_NS)
         self.latencies = Latencies()
         self.on_finish: Callable[[RoomRecord], None] | None = None
+        self.copying_since_ns = self.arrival_turn_ns = 0
         self._arrived_ns = 0  # reader: when the last part was in its pages
 
     def finish(self, record: RoomRecord, now_ns: int) -> None:

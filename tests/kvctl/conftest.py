@@ -234,6 +234,7 @@ def staging(name: str) -> dict[str, Any]:
             allocation(9, 28, 36, "landed", 20 * MS),
             allocation(10, 36, 40, "granted", 9 * MS),
         ],
+        "copies": {"waiting": 1, "copying_age_ns": 12 * MS, "turn_age_ns": 12 * MS},
         "granted_total": 10,
         "refused_total": 0,
         "refused_largest_bytes": None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -90,6 +91,24 @@ class Demo:
                 assert done.returncode == 1
                 return rows[0]
             assert time.monotonic() < deadline, f"doctor never said {code} first, but {[row['code'] for row in rows]}"
+
+    def shows(self, found: Finding, *patterns: str, rc: int = 0) -> str:
+        """Runs what a finding says to type next, as it stands; its output has a match for each of the patterns.
+
+        There is no terminal here: a command that asks first is told `--yes`, one that shows is told `-o table`.
+        """
+        words = shlex.split(found["next"])
+        if words[:2] in (["kvctl", "resume"], ["kvctl", "drain"]) or words[1:3] == ["staging", "release"]:
+            words.append("--yes")
+        if words[0] == "kvctl":
+            words = [*KVCTL, *words[1:], *(() if "-o" in words else ("-o", "table"))]
+        done = subprocess.run(
+            words, env=self._environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert done.returncode == rc, (found["next"], done.returncode, done.stdout, done.stderr)
+        for pattern in patterns:
+            assert re.search(pattern, done.stdout), (found["next"], pattern, done.stdout, done.stderr)
+        return done.stdout
 
     def close(self) -> int:
         """Ctrl-C; its exit code."""

@@ -38,6 +38,7 @@ def test_a_dead_peer(demo: Start) -> None:
     assert pid is not None
     assert pid[1] in found["cause"]
     assert set(found["evidence"]["missed_by"]) == {"prefill-0", "prefill-1"}
+    fleet.shows(found, r"prefill-0\s+decode-1\s+lost\b.*has ended", r"prefill-1\s+decode-1\s+lost\b.*has ended")
 
 
 def test_bytes_that_change_on_the_wire(demo: Start) -> None:
@@ -49,6 +50,7 @@ def test_bytes_that_change_on_the_wire(demo: Start) -> None:
     assert re.search(
         r"from prefill-1 \((direct|staged)\) was sent with digest [0-9a-f]{8}", found["evidence"]["latest"]
     )
+    fleet.shows(found, "KV_DIGEST_MISMATCH", "prefill-1")
     history = json.loads(fleet.kvctl("rooms", "history", "--filter", "state=Failed", "-o", "json").stdout)["data"]
     assert {row["failure"]["code"] for row in history} == {"KV_DIGEST_MISMATCH"}
 
@@ -60,6 +62,15 @@ def test_a_writer_whose_layers_lag(demo: Start) -> None:
     assert found["subject"] == "prefill-1"
     assert found["evidence"]["wire_a_part_ns"] >= 150_000_000
     assert found["evidence"]["others_wire_a_part_ns"] < found["evidence"]["wire_a_part_ns"]
+    fleet.shows(found, "prefill-0", "prefill-1")
+    rows = json.loads(fleet.kvctl(*found["next"].split()[1:], "-o", "json").stdout)["data"]
+    wire_ns = {row["agent"]: row["stages"]["wire"]["p50_ns"] or 0 for row in rows}
+    assert wire_ns["prefill-1"] > 5 * wire_ns["prefill-0"]
+    # What the fleet does meanwhile is no reason to measure nothing, and status sees what doctor sees.
+    probed = fleet.kvctl("peers", "probe", "--busy", "prefill-1", "decode-0", "-o", "json")
+    assert probed.returncode == 0, probed.stderr
+    status = json.loads(fleet.kvctl("status", "-o", "json").stdout)["data"]
+    assert {row["name"] for row in status if "KV_LANE_SLOW" in row["health"]} >= {"prefill-1"}
 
 
 def test_a_ring_that_is_smaller_than_a_part(demo: Start) -> None:
@@ -70,7 +81,8 @@ def test_a_ring_that_is_smaller_than_a_part(demo: Start) -> None:
     # The largest of the prompts so far; a whole chunk would be 2 MiB.
     assert found["evidence"]["ring_bytes"] == 1 << 20
     assert 1 << 20 < found["evidence"]["largest_part_bytes"] <= 2 << 20
-    assert "`staging_ring_mb=2`" in found["remedy"]
+    assert "a staging_ring_mb of 2 or more" in found["remedy"]
+    fleet.shows(found, "REFUSED", "decode-1")
     assert re.search(r"chunk_tokens of at most \d+ \(now 1024\)", found["remedy"])
 
 
@@ -81,6 +93,7 @@ def test_engines_that_disagree_on_a_prompt(demo: Start) -> None:
     assert found["subject"] in ("prefill-0", "prefill-1")
     assert found["severity"] == "critical"
     assert "this side computed 9 pages, decode-0 expects 8" in found["evidence"]["latest"]
+    fleet.shows(found, "KV_PLAN_MISMATCH", "this side computed 9 pages")
 
 
 def test_a_room_that_waits_for_a_writer(begun: Begun) -> None:
@@ -90,7 +103,7 @@ def test_a_room_that_waits_for_a_writer(begun: Begun) -> None:
     found = fleet.diagnosed("KV_ROOM_STUCK_TRANSFER")
     assert found["subject"].startswith("room ")
     assert "prefill-1" in found["cause"]
-    assert found["remedy"]
+    fleet.shows(found, "prefill-1", found["subject"].removeprefix("room "))
 
 
 def test_a_ring_that_is_pinned_by_a_stopped_writer(begun: Begun) -> None:
@@ -101,6 +114,7 @@ def test_a_ring_that_is_pinned_by_a_stopped_writer(begun: Begun) -> None:
     assert re.fullmatch(r"decode-0 allocation \d+", found["subject"])
     assert (found["evidence"]["writer"], found["evidence"]["room"]) == ("p1-prefill-0", told[1])
     assert f"kvctl staging release decode-0:{found['subject'].rpartition(' ')[2]}" in found["remedy"]
+    fleet.shows(found, "released|aside|region|lead")
 
 
 def test_a_rank_that_was_set_up_with_another_page_size(demo: Start) -> None:
@@ -109,6 +123,7 @@ def test_a_rank_that_was_set_up_with_another_page_size(demo: Start) -> None:
     found = fleet.diagnosed("KV_COMPAT_MISMATCH")
     assert found["subject"] == "decode-1"
     assert "page_size 16 (prefill-0) ≠ 32 (decode-1)" in found["evidence"]["differences"]
+    fleet.shows(found, r"page_size\b.*16.*32", rc=1)  # which is what it says of two that do not fit
 
 
 def test_a_rank_that_is_short_of_files(demo: Start) -> None:
@@ -118,6 +133,9 @@ def test_a_rank_that_is_short_of_files(demo: Start) -> None:
     found = fleet.diagnosed("KV_FDS_LOW")
     assert found["subject"] == "decode-1"
     assert found["evidence"]["fds_limit"] == int(limit[1])
+    fleet.shows(found)
+    after = json.loads(fleet.kvctl("status", "-e", "decode-1", "-o", "json").stdout)["data"][0]["process"]
+    assert after["fds_limit"] == 4 * int(limit[1])
 
 
 def test_an_instance_of_which_a_rank_never_came(begun: Begun) -> None:
@@ -125,6 +143,7 @@ def test_an_instance_of_which_a_rank_never_came(begun: Begun) -> None:
     fleet.said("p0-prefill-1 is not started")
     found = fleet.diagnosed("KV_ROOM_STUCK_BOOTSTRAP")
     assert "missing tp=1" in found["cause"]
+    fleet.shows(found, "missing tp=1")
 
 
 def test_a_writer_whose_requests_are_not_answered(begun: Begun) -> None:
@@ -134,6 +153,7 @@ def test_a_writer_whose_requests_are_not_answered(begun: Begun) -> None:
     assert found["subject"] == "prefill-0 → decode-0"
     assert found["evidence"]["requests_total"] >= 5
     assert found["evidence"]["rooms"]
+    fleet.shows(found, r"prefill-0\s+\d+\s+decode-0\b.*\bgrant\b")
 
 
 def test_a_failure_that_the_other_side_never_hears_of(begun: Begun) -> None:
@@ -144,15 +164,19 @@ def test_a_failure_that_the_other_side_never_hears_of(begun: Begun) -> None:
     assert (found["evidence"]["state"], found["evidence"]["waits_for"]) == ("WaitingForInput", ["prefill-0"])
     assert "but prefill-0 failed it at +" in found["cause"]
     assert "ABORTED: the engine is out of memory" in found["cause"]
+    fleet.shows(found, "the engine is out of memory", "prefill-0")
 
 
 def test_parts_that_stay_in_the_ring(begun: Begun) -> None:
     fleet = begun["stuck-scatter"]
     fleet.said("decode-0 copies nothing from its ring")
     # Between rooms that have ended by their deadline, which are said of the rank, and the next there may be none.
-    evidence = fleet.diagnosed("KV_ROOM_STUCK_SCATTER", of=r"room \d+")["evidence"]
+    found = fleet.diagnosed("KV_ROOM_STUCK_SCATTER", of=r"room \d+")
+    evidence = found["evidence"]
     assert evidence["decode"] == "decode-0"
     assert evidence["landed_cells"] == evidence["planned_cells"] > evidence["scattered_cells"]
+    assert re.search(r"its arrival thread runs and has begun no copy of \d+ landed part", found["cause"])
+    fleet.shows(found, r"decode-0\b.*\blanded\b")
 
 
 def test_a_ring_that_gates_although_it_is_empty(begun: Begun) -> None:
@@ -165,3 +189,4 @@ def test_a_ring_that_gates_although_it_is_empty(begun: Begun) -> None:
     assert found["evidence"]["gated_writers"] == ["prefill-0"]
     assert found["evidence"]["gated_parts"] > 0
     assert "kvctl debug bundle" in found["remedy"]
+    fleet.shows(found, r"prefill-0\s+\d+\s+decode-0\b.*\bwatermark\b")

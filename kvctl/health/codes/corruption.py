@@ -69,7 +69,7 @@ def _ever(code: str, what: str, remedy: str, agent: Agent, count: float) -> Find
     )
 
 
-_SAVE = "save `kvctl debug bundle` and report it: this must never be"
+_SAVE = "save `kvctl debug bundle bundle.tar.zst` and report it: this must never happen"
 
 DIGEST_MISMATCH = Code(
     name="KV_DIGEST_MISMATCH",

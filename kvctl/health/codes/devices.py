@@ -32,8 +32,9 @@ def _device(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"the GPU of {rank} or its driver failed {counted(len(failures), 'room')}, last "
             f"{duration(latest.ago_ns)} ago: {latest.text}",
-            remedy=f"`dmesg | grep -i xid` on the host of {rank} tells a fault of the GPU from one of a kernel; then "
-            "restart that worker: after most of these errors its process can use the GPU no more",
+            remedy=f"`kvctl rooms show {latest.room}` shows which copy it was; `dmesg | grep -i xid` on the host of "
+            f"{rank} tells a fault of the GPU from one of a kernel; then restart that worker: after most of these "
+            "errors its process cannot use the GPU any more",
         )
 
 

@@ -75,7 +75,9 @@ def _lately(snapshot: Snapshot, code: str, severity: Severity, why: str) -> Iter
         agents = dict.fromkeys((rank, *latest.known_to, *named_in(latest.text, snapshot.once(all_names))))
         roles = {one: snapshot.agents[one].role for one in agents if one in snapshot.agents}
         other = next((one for one, role in roles.items() if role != roles.get(rank)), "")
-        layouts = f"`kvctl peers diff {rank} {other}`" if other else "kvctl peers diff"
+        layouts = (
+            f"`kvctl peers diff {rank} {other}` shows whether their layouts differ" if other else "compare layouts"
+        )
         yield Finding(
             code=code,
             severity=severity,
@@ -90,8 +92,8 @@ def _lately(snapshot: Snapshot, code: str, severity: Severity, why: str) -> Iter
                 "latest": latest.text,
             },
             cause=f"{counted(len(failures), 'room')} failed {why}, last {duration(latest.ago_ns)} ago: {latest.text}",
-            remedy=f"`kvctl rooms show {latest.room}` shows both ends, {layouts} whether their layouts "
-            "differ; if not, their engines disagree on the prompt or its cached prefix",
+            remedy=f"`kvctl rooms show {latest.room}` shows both ends; {layouts}; if they do not, the engines disagree "
+            "on the prompt or its cached prefix",
         )
 
 

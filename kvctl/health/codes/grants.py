@@ -104,16 +104,17 @@ def _oversized(snapshot: Snapshot) -> Iterator[Finding]:
         needed = None if largest is None else ceil(largest / _MIB)
         chunks = sorted({one.setting("chunk_tokens") for one in snapshot.of_role("prefill")})
         cause = f"{counted(refused, 'part')} did not fit {agent.name}'s ring of {size(total)} and went by a slower path"
-        remedy = "`kvctl config -e " + agent.name + "` shows staging_ring_mb: raise it"
+        shown = f"`kvctl staging -e {agent.name} -o wide` shows the ring, and how many parts it refused"
+        remedy = f"{shown}; start {agent.name} with a larger staging_ring_mb"
         if largest is not None and needed is not None:
             cause = (
                 f"a part needs {size(largest)}, {agent.name}'s ring has {size(total)}: {counted(refused, 'part')} went "
                 "by a slower path"
             )
-            remedy = f"start {agent.name} with `staging_ring_mb={needed}` or more"
+            remedy = f"{shown}; start {agent.name} with a staging_ring_mb of {needed} or more"
             if chunks and chunks[-1] and total:
                 fitting = int(chunks[-1] * total / largest)
-                remedy += f"; or the prefill ranks with chunk_tokens of at most {fitting} (now {chunks[-1]:.0f})"
+                remedy += f", or the prefill ranks with chunk_tokens of at most {fitting} (now {chunks[-1]:.0f})"
         yield Finding(
             code="KV_CHUNK_OVERSIZED",
             severity=Severity.WARNING,

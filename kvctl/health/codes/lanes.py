@@ -52,11 +52,12 @@ def _slow(snapshot: Snapshot) -> Iterator[Finding]:
                 "parts_total": wire.parts,
                 "lanes": texts(inner(agent.status, "transport"), "lanes"),
             },
-            cause=f"a part of {name} is {duration(wire.seconds_a_part * 1e9)} on the wire, {times:.0f} times longer by "
-            f"byte than those of {listed(slow.other_names)} ({duration(others.seconds_a_part * 1e9)}); rooms wait "
-            "for it",
-            remedy=f"`kvctl peers probe {name}` measures its lane; compare its transport with the others' "
-            "(kvctl status -o wide), UCX_TLS, UCX_NET_DEVICES and its host's load",
+            cause=f"a part of {name} takes {duration(wire.seconds_a_part * 1e9)} on the wire, {times:.0f} times longer "
+            f"for each byte than those of {listed(slow.other_names)} ({duration(others.seconds_a_part * 1e9)}); rooms "
+            "wait for it",
+            remedy="`kvctl layers -l role=prefill` shows the time on the wire for each writer; `kvctl peers probe "
+            f"--busy {name}` measures its lanes, and rooms wait for that; compare its transport with the others' "
+            "(`kvctl status -o wide`), UCX_TLS, UCX_NET_DEVICES and the load of its host",
         )
     for agent in snapshot.of_role("prefill"):
         yield from _below_memory(snapshot, agent)
@@ -97,8 +98,8 @@ def _below_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
         cause=f"one large write from {agent.name} to {text(worst, 'peer')} on the same host ran at "
         f"{three_digits(lane)} GB/s{more}, where one thread copies memory at {three_digits(memory)} GB/s: it does not "
         "go through shared memory",
-        remedy=f"`kvctl peers probe {agent.name}` measures it again; if it stays, see that both run in one IPC and PID "
-        "namespace and that UCX_TLS allows sm (cma, posix, cuda_ipc)",
+        remedy=f"`kvctl peers probe --busy {agent.name}` measures it again; if it stays slow, see that both run in one "
+        "IPC and PID namespace and that UCX_TLS allows sm (cma, posix, cuda_ipc)",
     )
 
 
@@ -143,16 +144,16 @@ def _below_hardware(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
 
 _WAY = {"cuda_ipc": "by CUDA IPC", "rdma": "by RDMA", "tcp through the host": "through the host, and by TCP"}
 _COULD = {"cuda_ipc": "GPUs of one host reach each other (cuda_ipc)", "rdma": "this host has RDMA devices"}
+_PROBE = "`kvctl peers probe --busy {agent}` measures it again, after a change, too; "
 _MAKE_IT = {
-    "cuda_ipc": "let UCX_TLS have cuda_ipc, show both processes both GPUs (CUDA_VISIBLE_DEVICES), run their "
-    "containers with --ipc=host --pid=host, and allocate pools without expandable_segments; then `kvctl peers probe "
-    "{agent}`",
-    "rdma": "`modprobe nvidia-peermem` (or the driver's open kernel modules, for dma-buf), and let UCX_TLS have rc and "
-    "cuda_copy, UCX_NET_DEVICES the card next to the GPU; then `kvctl peers probe {agent}`",
+    "cuda_ipc": _PROBE + "let UCX_TLS have cuda_ipc, show both processes both GPUs (CUDA_VISIBLE_DEVICES), run their "
+    "containers with --ipc=host --pid=host, and allocate pools without expandable_segments",
+    "rdma": _PROBE + "load nvidia-peermem (or the driver's open kernel modules, for dma-buf), and let UCX_TLS have rc "
+    "and cuda_copy, UCX_NET_DEVICES the card next to the GPU",
 }
 _BY_TCP = (
-    "Mooncake over TCP copies through the host: `transport=nixl`, or transport_params protocol=nvlink_intra or rdma "
-    "where its wheel and this host have it; then `kvctl peers probe {agent}`"
+    _PROBE + "Mooncake over TCP copies through the host: set transport to nixl, or in transport_params protocol to "
+    "nvlink_intra or rdma where its wheel and this host have it"
 )
 
 
@@ -214,7 +215,7 @@ def _flood(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"{agent.name} hands the engine {of_part:.0f} descriptors of {size(each)} for each part: posting "
             f"takes {duration(post_s * 1e9)}, {percent(ratio)} of the time in the engine",
-            remedy=f"`kvctl config -e {agent.name}` shows path and staging: with `staging=on` a part is one write; "
+            remedy=f"`kvctl config -e {agent.name}` shows path and staging: with staging on a part is one write; "
             "larger pages help too",
         )
 

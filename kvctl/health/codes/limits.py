@@ -114,7 +114,8 @@ def _transport(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"the engine of {rank} failed {counted(len(failures), 'room')}, last {duration(latest.ago_ns)} ago: "
             f"{latest.text}",
-            remedy=f"`kvctl peers probe {rank}` tells whether its lanes work; then the engine's own log of {rank}",
+            remedy=f"`kvctl rooms show {latest.room}` shows which part failed and to whom; then see the engine's own "
+            f"log of {rank}",
         )
 
 
@@ -147,8 +148,8 @@ def _internal(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"the control loop of {agent.name} met {counted(count, 'bug')}, its own or of a callback, and went "
             "on without what it was doing",
-            remedy=f"`kvctl events -e {agent.name}` has them under the kind control; save `kvctl debug bundle` and "
-            "report them",
+            remedy=f"`kvctl events -e {agent.name}` has them under the kind control; save `kvctl debug bundle "
+            "bundle.tar.zst` and report them",
         )
 
 

@@ -76,13 +76,13 @@ def _words(
     process = _process(snapshot, name)
     if closed:
         return f"{name} was closed and has not come back; {seen_by} waited for it", (
-            f"start {name} again, and see with `kvctl peers` that it is taken up; or take it out of its instance"
+            f"`kvctl peers` shows who waits for it; start {name} again, or take it out of its instance"
         )
     if error.endswith("has ended"):
         heard = "" if silent_ns is None else f", last heard {duration(silent_ns)} ago"
         return f"{name} died: {error.rpartition(': ')[2]}, as {seen_by} saw{heard}", (
-            f"start {name} again: the others take it up by themselves, `kvctl peers` shows it; its own log tells why "
-            "it died"
+            f"`kvctl peers` shows who lost it; start {name} again, and the others take it up by themselves; its own "
+            "log tells why it died"
         )
     if name in snapshot.agents:
         agent = snapshot.agents[name]
@@ -91,11 +91,11 @@ def _words(
         )
     if name in mute_agents(snapshot):
         return f"{seen_by} heard nothing of {name}{since}, nor does it answer kvctl: it is stopped or hangs", (
-            f"`kvctl stacks -e {name}` shows where it hangs; no answer: its process is stopped "
-            f"(kill -CONT {process}) or must be started again"
+            f"`kvctl agents` shows whether its process is stopped (then kill -CONT {process}); a process that runs and "
+            "does not answer must be started again"
         )
     return f"{seen_by} heard nothing of {name}{since}, and no agent of that name answers kvctl here", (
-        f"see with `kvctl agents` whether {name} runs; start it again, and the others take it up by themselves"
+        f"`kvctl agents` shows whether {name} runs; start it again, and the others take it up by themselves"
     )
 
 

@@ -26,7 +26,8 @@ def _implausible(snapshot: Snapshot) -> Iterator[Finding]:
             weight=len(wrong),
             evidence={name: value for name, (value, _) in wrong.items()},
             cause=f"{agent.name} reports {metric} = {value:g}, {why}",
-            remedy=f"save `kvctl debug bundle` and report it; believe nothing that is made from {metric} meanwhile",
+            remedy=f"`kvctl debug bundle bundle.tar.zst` saves what is to be reported; trust nothing that is "
+            f"derived from {metric} meanwhile",
         )
 
 

@@ -42,10 +42,10 @@ def _stale(snapshot: Snapshot) -> Iterator[Finding]:
                 "state": text(row, "state"),
                 "last_heard_ns": number(row, "last_heard_ns"),
             },
-            cause=f"{agent.name} still speaks to a life of {other.name} that is over: {other.name} was started again "
-            f"{duration(uptime)} ago and {agent.name} has not met it since",
-            remedy=f"`kvctl events -e {agent.name}` tells what it makes of {other.name}'s greeting; restart "
-            f"{agent.name}, and report it: a restarted peer must be taken up without that",
+            cause=f"{agent.name} still sends to an earlier incarnation of {other.name}, which was started again "
+            f"{duration(uptime)} ago",
+            remedy=f"`kvctl events -e {agent.name}` shows why it does not take up {other.name}; restart "
+            f"{agent.name}, and report it: a restarted peer must be recognised without that",
         )
 
 
@@ -143,8 +143,8 @@ def _subscriber(snapshot: Snapshot) -> Iterator[Finding]:
                 },
                 cause=f"{writer.name} has not seen a watermark of {reader.name} that was sent more than "
                 f"{duration(snapshot.since_ns)} ago, and {counted(waiting, 'part')} of it wait for one",
-                remedy=f"`kvctl peers -e {writer.name}` shows both sequence numbers; restart {writer.name}, and report "
-                "it: heartbeats carry the watermark too",
+                remedy=f"`kvctl peers -e {writer.name} -o wide` shows both sequence numbers; restart "
+                f"{writer.name}, and report it: heartbeats carry the watermark too",
             )
 
 
@@ -191,8 +191,8 @@ def _skew(snapshot: Snapshot) -> Iterator[Finding]:
             evidence={"offset_ns": max((one[0] - middle for one in told), key=abs), "bound_ns": bound, "agents": names},
             cause=f"the clock of {listed(names)} is {duration(bound)} or more {'ahead of' if direction else 'behind'} "
             "the others'",
-            remedy="`timedatectl` on those hosts shows whether the clock is kept by NTP; kvctl corrects timelines for "
-            "it, logs and traces are not corrected",
+            remedy="`kvctl agents -o wide` shows every offset; `timedatectl` on those hosts shows whether NTP keeps "
+            "the clock; kvctl corrects timelines for it, logs and traces are not corrected",
         )
 
 

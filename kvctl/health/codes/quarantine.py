@@ -54,8 +54,8 @@ def _quarantine(snapshot: Snapshot) -> Iterator[Finding]:
             cause=f"{agent.name} keeps {size(max(total, in_ring))} of "
             f"{'ring and ' * bool(in_ring)}pages from use: "
             f"{listed(held_for)} may still write there, and nobody could prove the opposite",
-            remedy=f"make sure that the process of {listed(held_for)} has ended, then `{command}`; it is given back by "
-            "itself when that agent comes back",
+            remedy=f"`kvctl staging map -e {agent.name}` shows what is kept; make sure that the process of "
+            f"{listed(held_for)} has ended, then `{command}`; it is given back by itself when that agent comes back",
         )
 
 

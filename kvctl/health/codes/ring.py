@@ -113,15 +113,16 @@ def _pin(agent: Agent, allocation: Row, is_oldest: bool, waiting: list[Gated]) -
     if blocks:
         cause += f"; {counted(len(waiting), 'part')} of {listed(writers)} wait behind it"
     elif allocation.get("aside"):
-        cause += f"; the others are led round it, with {size(held)} less of the ring"
+        cause += f"; later grants go round it, with {size(held)} less of the ring"
     release = f"kvctl staging release {agent.name}:{serial}"
-    hangs = f"`kvctl stacks -e {writer}` tells whether {writer} hangs; continue its process, or end it"
+    regions = f"`kvctl staging map -e {agent.name}`"
+    hangs = f"continue the process of {writer}, or end it; `kvctl stacks -e {writer}` shows where it hangs"
     if silent_ns is None:
         remedy = f"`{release}` gives the region back"
     elif allocation.get("aside"):
-        remedy = f"{hangs}: then its part of the ring comes back"
+        remedy = f"{regions} shows what {writer} holds, which comes back when it goes on or has ended: {hangs}"
     else:
-        remedy = f"`{release}` leads the others round it; {hangs}"
+        remedy = f"`{release}` lets the others go round it; {hangs}"
     return Finding(
         code="KV_RING_PINNED",
         severity=Severity.CRITICAL if blocks else Severity.WARNING,
@@ -220,8 +221,9 @@ def _gated_empty(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"{counted(len(stuck), 'part')} of {listed(writers)} wait for the watermark of {agent.name}, whose "
             "ring is empty: nothing is left that could move it",
-            remedy="save `kvctl debug bundle bundle.tar.zst` and report it, this is a bug; "
-            f"`kvctl rooms abort {text(stuck[0].row, 'room')}` frees the room",
+            remedy=f"`kvctl staging -e {agent.name} -e {writers[0]}` shows the empty ring and the parts that wait for "
+            "it; `kvctl debug bundle bundle.tar.zst` saves what is to be reported, since this is a bug; "
+            f"`kvctl rooms abort {text(stuck[0].row, 'room')}` ends the wait",
         )
 
 

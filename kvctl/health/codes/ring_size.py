@@ -87,7 +87,8 @@ def _small(snapshot: Snapshot) -> Iterator[Finding]:
             cause=f"parts of {listed(writers)} waited {duration(mean_s * 1e9)} each for {agent.name}'s ring of "
             f"{size(total)}, {percent(share)} of the time from ready to sent; "
             f"{counted(len(waiting), 'part')} ({size(waiting_bytes)}) wait now",
-            remedy=f"start {agent.name} with `staging_ring_mb={needed}` or more: what waits now would have found room",
+            remedy=f"`kvctl staging -e {agent.name} -e {writers[0]}` shows the ring and what waits for it; start "
+            f"{agent.name} with a staging_ring_mb of {needed} or more: what waits now would have found room",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvctl.health.answers import Row, amount, inner, rows, text, texts
+from kvctl.health.answers import Row, amount, inner, number, rows, text, texts
 from kvctl.health.codes.deadlines import by_culprit, ended, with_ended
 from kvctl.health.codes.ring import held_up
 from kvctl.health.codes.room_ends import Culprit, Ends, unfinished
@@ -61,9 +61,9 @@ def _judge(ends: Ends) -> Stuck | None:
     if planned and landed >= planned and scattered < planned:
         late_ns = _oldest_landed_ns(ends)
         if late_ns >= ends.patience_ns or overdue:
-            why = f"everything has landed and {planned - scattered} of {planned} cells are not in their pages"
+            why = f"everything has landed, and {planned - scattered} of {planned} cells are not in their pages"
             since = f", the oldest of them for {duration(late_ns)}" if late_ns else f", and {old}"
-            return Stuck(SCATTER, ends, (), why + since)
+            return Stuck(SCATTER, ends, (), why + since + _why_not_copied(ends))
         return None
     culprits = tuple(ends.culprits())
     if not culprits and (not overdue or ends.agent.name in ends.snapshot.once(held_up)):
@@ -90,6 +90,20 @@ def _oldest_landed_ns(ends: Ends) -> int:
         if text(region, "room") == ends.room and text(region, "state") in ("landed", "scattering")
     ]
     return int(max(ages, default=0))
+
+
+def _why_not_copied(ends: Ends) -> str:
+    """What the decode rank's arrival thread does instead; "" where it does not say."""
+    copies = inner(inner(ends.agent.staging, "ring"), "copies")
+    waiting = counted(amount(copies, "waiting"), "landed part")
+    copying_ns, turn_ns = number(copies, "copying_age_ns"), number(copies, "turn_age_ns")
+    if copying_ns is not None:
+        return f"; one copy has been running for {duration(copying_ns)}, with {waiting} not copied"
+    if turn_ns is not None and turn_ns >= ends.patience_ns:
+        return f"; its arrival thread has not looked for work for {duration(turn_ns)}, with {waiting} not copied"
+    if amount(copies, "waiting"):
+        return f"; its arrival thread runs and has begun no copy of {waiting}"
+    return ""
 
 
 # ---- findings -------------------------------------------------------------------------------------------------
@@ -157,7 +171,13 @@ def _live(group: list[Stuck]) -> Finding:
 
 def _remedy(code: str, ends: Ends) -> str:
     if code == BOOTSTRAP and text(ends.agent.status, "waiting_for"):
-        return "`kvctl bootstrap` shows which ranks have registered: start those that are missing"
+        return "`kvctl bootstrap` shows which ranks have registered; start those that are missing"
+    if code == SCATTER:
+        name = ends.agent.name
+        return (
+            f"`kvctl staging map -e {name}` lists what has landed and is not copied; `kvctl stacks -e {name}` shows "
+            f"what its arrival thread does; `kvctl rooms abort {ends.room}` fails the room"
+        )
     return (
         f"`kvctl rooms show {ends.room}` shows both ends on one timeline; `kvctl rooms abort {ends.room}` fails it "
         "everywhere and frees what it holds"

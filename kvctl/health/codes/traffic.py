@@ -67,8 +67,8 @@ def _never_asked(snapshot: Snapshot) -> Iterator[Finding]:
         evidence={"waiting_rooms": len(waiting), "opened_rooms_total": 0, "prefill": prefill, "decode": decode},
         cause=f"{listed(prefill)} began {counted(len(waiting), 'room')} and {listed(decode)} never opened one: "
         "requests reach the prefill side alone",
-        remedy="see in the router's log which decode workers it sends these requests to; `kvctl agents` lists those "
-        "that are here",
+        remedy="`kvctl agents` lists the decode ranks that are here; the router's log tells to which it sends these "
+        "requests",
     )
 
 

@@ -45,6 +45,6 @@ def never_opened(snapshot: Snapshot) -> Iterator[Finding]:
             evidence={"rooms_total": len(late), "oldest_room": room, "state_age_ns": age},
             cause=f"the engine of {agent.name} began {counted(len(late), 'room')} that no decode rank has opened, the "
             f"oldest, room {room}, {duration(age)} ago",
-            remedy=f"see whether the router sent room {room} to a decode instance that knows this prefill instance; "
-            f"`kvctl rooms abort {room}` ends it",
+            remedy=f"`kvctl rooms show {room}` shows who knows it; see whether the router sent it to a decode instance "
+            f"that knows this prefill instance; `kvctl rooms abort {room}` ends it",
         )

@@ -52,7 +52,7 @@ def _rdma(host: HostView) -> Iterator[Fact]:
             f"{', '.join(devices)}, and no /dev/infiniband/uverbs*",
             "the kernel has devices that this container may not open, so engines fall back to TCP",
             Severity.WARNING,
-            "start the container with `--device=/dev/infiniband --cap-add=IPC_LOCK`",
+            "start the container with --device=/dev/infiniband --cap-add=IPC_LOCK",
         )
     elif not active:
         yield Fact(

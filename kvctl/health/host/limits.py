@@ -132,7 +132,7 @@ def _shared_memory(host: HostView) -> Iterator[Fact]:
         found,
         "engines that share memory, and PyTorch workers, fail in odd ways when it is full; 64 MiB is Docker's default",
         Severity.WARNING,
-        "start the container with `--shm-size=1g`, or remove what is left in /dev/shm",
+        "start the container with --shm-size=1g, or remove what is left in /dev/shm",
     )
 
 

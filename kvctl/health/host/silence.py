@@ -49,7 +49,7 @@ def _explained(fault: Fault, pid: int | None, state: str | None) -> Silence:
         remedy = f"`cat /proc/{pid}/stack` tells where, and dmesg what has happened"
     elif state is not None:
         text = f"{fault.message}; its process {pid} runs"
-        remedy = f"`py-spy dump --pid {pid}` shows where it hangs; raise --timeout if it is only slow"
+        remedy = f"`kvctl agents --timeout 10s` tells whether it is only slow; py-spy dump --pid {pid} where it hangs"
     return Silence(fault.agent, fault.code, text, remedy)
 
 

@@ -43,7 +43,7 @@ def _namespaces(host: HostView) -> Fact:
             "processes in different PID namespaces can neither copy each other's memory (cma) nor share GPU memory "
             "(cuda_ipc), so their lanes fall back to TCP",
             Severity.WARNING,
-            "start workers of one host with `--pid=host --ipc=host`, or in one pod with shareProcessNamespace",
+            "start workers of one host with --pid=host --ipc=host, or in one pod with shareProcessNamespace",
             "KV_LANE_SLOW",
         )
     if apart:

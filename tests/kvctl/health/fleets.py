@@ -7,10 +7,15 @@ moments, the ring has turned over. Every test harms it in one way and looks at w
 from __future__ import annotations
 
 import pickle
+import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import click
+
+from kvctl.cli import cli
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import Fault
@@ -19,7 +24,7 @@ from kvctl.health.codes import CODES, CODES_BY_NAME
 from kvctl.health.engine import examine
 from kvctl.health.finding import Finding
 from kvctl.health.snapshot import Snapshot
-from kvctl_agent.contract.config import KEYS
+from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME
 from kvctl_agent.contract.metrics import METRICS
 
 MS = 1_000_000
@@ -27,6 +32,8 @@ S = 1_000_000_000
 MIB = 1 << 20
 NOW = 1_760_000_000 * S
 NONCE = "9007199254740993"
+COMMANDS = re.compile("`([^`]+)`")
+PROGRAMS = {"prlimit", "dmesg", "timedatectl"}
 STAGES_S = {"gate": 0.02, "queue": 0.01, "gather": 0.004, "post": 0.001, "wire": 0.006}
 
 
@@ -86,11 +93,11 @@ class Fleet:
 
     def find(self, code: str, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
         """What one code finds."""
-        return examine(self.snapshot(before, apart_s), [CODES_BY_NAME[code]])
+        return checked(examine(self.snapshot(before, apart_s), [CODES_BY_NAME[code]]))
 
     def examine(self, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
         """What all codes find, the worst first."""
-        return examine(self.snapshot(before, apart_s), CODES)
+        return checked(examine(self.snapshot(before, apart_s), CODES))
 
     def copy(self) -> Fleet:
         """Quicker than `deepcopy`, and there are many."""
@@ -253,6 +260,7 @@ class Fleet:
                 region(32, age_ns=900 * MS),
                 region(33, writer="prefill-1", state="revoking", age_ns=600 * MS),
             ],
+            "copies": {"waiting": 1, "copying_age_ns": 2 * MS, "turn_age_ns": 2 * MS},
             "granted_total": 33,
             "refused_total": 0,
             "refused_largest_bytes": None,
@@ -356,6 +364,40 @@ class Fleet:
             if name == reader and state == "WaitingForInput":
                 row["owed"] = dict.fromkeys(writers, 32)
                 row["coverage"].update(landed=0, scattered=0)
+
+
+def checked(findings: list[Finding]) -> list[Finding]:
+    """The same, once each of them says what to type next, and everything that it says to type can be typed."""
+    for each in findings:
+        commands = COMMANDS.findall(each.remedy)
+        assert each.remedy.startswith("`"), f"{each.code}: the remedy does not begin with a command: {each.remedy}"
+        for command in commands:
+            parse(command)
+    return findings
+
+
+def parse(command: str) -> None:
+    """As the shell and the command line would, short of running it.
+
+    Raises:
+        click.UsageError: kvctl has no such command, option or value.
+        AssertionError: another program than those that hosts have.
+    """
+    program, *words = shlex.split(command)
+    if program != "kvctl":
+        assert program in PROGRAMS, command
+        return
+    for each in words:
+        key, equals, _ = each.partition("=")
+        assert not equals or key in KEYS_BY_NAME or key in {"role", "state"}, command
+    parent: click.Context | None = None
+    name: str | None = "kvctl"
+    at: click.Command | None = cli
+    while at is not None:
+        parent = at.make_context(name, list(words), parent=parent)
+        if not isinstance(at, click.Group):
+            return
+        name, at, words = at.resolve_command(parent, [*parent._protected_args, *parent.args])
 
 
 def role(name: str) -> str:

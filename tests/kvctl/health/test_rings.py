@@ -48,7 +48,7 @@ def test_what_the_others_are_led_round_still_comes_first():
         part["age_ns"] = 0
     (first, second) = fleet.examine()
     assert (first.code, first.severity) == ("KV_RING_PINNED", Severity.WARNING)
-    assert "led round it" in first.cause
+    assert "later grants go round it" in first.cause
     assert second.code == "KV_PEER_LOST"
 
 
@@ -154,7 +154,7 @@ def test_a_ring_that_is_too_small():
     assert (found.subject, found.severity) == ("decode-0 ring", Severity.WARNING)
     assert found.evidence["needed_ring_mb"] == 64 + 32
     assert found.evidence["gate_ratio"] > 0.9
-    assert "`staging_ring_mb=96`" in found.remedy
+    assert "a staging_ring_mb of 96 or more" in found.remedy
     assert fleet.find("KV_READY_GAP", before, apart_s=12) == []  # which explains it
 
 
@@ -164,7 +164,7 @@ def test_a_part_that_no_ring_holds():
     (found,) = fleet.find("KV_CHUNK_OVERSIZED")
     assert (found.subject, found.severity, found.weight) == ("decode-0 ring", Severity.WARNING, 4)
     assert "needs 96 MiB, decode-0's ring has 64 MiB" in found.cause
-    assert "`staging_ring_mb=96`" in found.remedy
+    assert "a staging_ring_mb of 96 or more" in found.remedy
     assert "chunk_tokens of at most 5461 (now 8192)" in found.remedy
     fleet.answers["decode-0"]["staging"]["ring"]["refused_largest_bytes"] = (
         2 * MIB

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fleets import NOW, Fleet, S
+from fleets import MS, NOW, Fleet, S
 
 from kvctl.health.finding import Severity
 
@@ -126,6 +126,33 @@ def test_everything_landed_and_is_not_in_its_pages():
     (found,) = fleet.find("KV_ROOM_STUCK_SCATTER")
     assert (found.subject, found.severity) == ("room 7", Severity.CRITICAL)
     assert "4 of 64 cells are not in their pages, the oldest of them for 25 s" in found.cause
+
+
+@pytest.mark.parametrize(
+    ("copies", "reason"),
+    [
+        (
+            {"waiting": 3, "copying_age_ns": 24 * S, "turn_age_ns": 24 * S},
+            "one copy has been running for 24 s, with 3 landed parts not copied",
+        ),
+        (
+            {"waiting": 3, "copying_age_ns": None, "turn_age_ns": 24 * S},
+            "its arrival thread has not looked for work for 24 s, with 3 landed parts not copied",
+        ),
+        (
+            {"waiting": 1, "copying_age_ns": None, "turn_age_ns": 2 * MS},
+            "its arrival thread runs and has begun no copy of 1 landed part",
+        ),
+    ],
+)
+def test_why_what_has_landed_is_not_copied(copies, reason):
+    fleet = Fleet()
+    fleet.room("decode-0", "7", state_age_ns=40 * S, coverage={"landed": 64, "scattered": 60}, owed={}, missing=[])
+    fleet.allocation("decode-0", 41, room="7", state="landed", age_ns=25 * S)
+    fleet.answers["decode-0"]["staging"]["ring"]["copies"] = copies
+    (found,) = fleet.find("KV_ROOM_STUCK_SCATTER")
+    assert reason in found.cause
+    assert found.remedy.startswith("`kvctl staging map -e decode-0`")
 
 
 def test_a_rank_that_does_not_accept():

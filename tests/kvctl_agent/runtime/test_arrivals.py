@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,6 +124,31 @@ def test_a_tag_is_reported_with_its_moment(rig: Rig) -> None:
     first, second = rig.report(), rig.report()
     assert (first.tag, second.tag.serial) == (TAG, 12)
     assert before <= first.at_ns <= time.monotonic_ns()
+
+
+def test_a_copy_that_does_not_end_is_told_of(rig: Rig, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    copy = rig.copier.scatter
+
+    def slow(landed: Any) -> Any:
+        entered.set()
+        assert go_on.wait(60), "the test did not let the copy go on within 60 s"
+        return copy(landed)
+
+    monkeypatch.setattr(rig.copier, "scatter", slow)
+    before = time.monotonic_ns()
+    rig.loop.put(scatter())
+    assert entered.wait(60), "no copy was begun within 60 s"
+    turn_ns = telemetry.arrival_turn_ns
+    assert before <= telemetry.copying_since_ns <= time.monotonic_ns()
+    time.sleep(0.05)
+    assert telemetry.arrival_turn_ns == turn_ns  # it makes no turn meanwhile
+    go_on.set()
+    assert rig.report().serial == 21
+    deadline = time.monotonic() + 60
+    while telemetry.copying_since_ns:
+        assert time.monotonic() < deadline, "the copy was not taken for ended within 60 s"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("garbage", [b"x", bytes(49), TAG.pack() + b"!"])
