@@ -55,7 +55,7 @@ PEER_STALE = Code(
     means="One agent knows another by an incarnation, the random number of one life, that the other no longer has. "
     "Greetings are repeated until they are answered, so this should last for seconds after a restart; it is reported "
     "when it lasted longer than lost_s.",
-    remedy="Restart the agent that holds the stale incarnation, and report it with `kvctl debug bundle`.",
+    remedy="Restart the agent that knows the old incarnation, and report it with `kvctl debug bundle bundle.tar.zst`.",
     severity=Severity.CRITICAL,
     find=_stale,
     alert='sum by (instance) (rate(kvctl_control_dropped_total{reason="incarnation"}[5m])) > 1',
@@ -159,7 +159,7 @@ SUBSCRIBER_DEAD = Code(
     means="The watermark says which granted ring regions may be written. A lost message is repaired by the next "
     "heartbeat, so a writer that has not seen after several heartbeats what was sent before them does not read them "
     "at all.",
-    remedy="Restart the prefill rank, and report it with `kvctl debug bundle`.",
+    remedy="Restart the prefill rank, and report it with `kvctl debug bundle bundle.tar.zst`.",
     severity=Severity.CRITICAL,
     find=_subscriber,
 )

@@ -196,7 +196,9 @@ class TestStatus:
 
     def test_what_is_muted_is_a_count_here_too(self, fleet: Any, kvctl: Any) -> None:
         kvctl("health", "mute", "KV_RING_FULL", "1h")
-        assert kvctl("status", "-o", "table").out.startswith("fleet    ✓ healthy  2 muted   4 agents\n")
+        assert kvctl("status", "-o", "table").out.startswith(
+            "fleet    ✓ nothing wrong in one reading  2 muted   4 agents\n"
+        )
 
     def test_an_agent_that_refuses_what_only_health_reads_has_answered(self, start: Any, kvctl: Any) -> None:
         def refuse(_: dict[str, Any]) -> Any:

@@ -77,8 +77,23 @@ def test_instances_of_one_rank_are_single_ranks(canned: Any) -> None:
     rows = [canned.status("prefill-0"), canned.status("prefill-1")]
     for row in rows:
         row["sizes"] = dict.fromkeys(row["sizes"], 1)
-    assert headline(rows, "prefill").startswith("prefill  2 single ranks, ")
-    assert headline(rows[:1], "prefill").startswith("prefill  1 single rank, ")
+    assert headline(rows, "prefill").startswith("prefill  2 ranks answered, ")
+    assert headline(rows[:1], "prefill").startswith("prefill  1 rank answered, ")
+
+
+def test_ranks_of_instances_of_several_shapes(canned: Any) -> None:
+    rows = [canned.status("prefill-0"), canned.status("prefill-1")]
+    rows[1]["sizes"] = dict.fromkeys(rows[1]["sizes"], 1)
+    assert headline(rows, "prefill").startswith("prefill  2 of 3 ranks answered (one rank and tp2), ")
+
+
+def test_rooms_that_only_prefill_ranks_have_are_told(canned: Any) -> None:
+    rows = [canned.status(name) for name in canned.FLEET]
+    assert headline(rows, "rooms").endswith(" failed   (at decode ranks)")
+    for row in rows:
+        row["rooms"] = {"Bootstrapping": 24} if row["role"] == "prefill" else {}
+    assert headline(rows, "rooms").startswith("rooms    none active   2,408 done")
+    assert headline(rows, "rooms").endswith("   (at decode ranks; prefill ranks have 24 active)")
 
 
 def test_more_than_the_ring_has_is_granted_ahead(canned: Any) -> None:

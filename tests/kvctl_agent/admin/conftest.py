@@ -60,6 +60,7 @@ def hello(name: str = "decode-0") -> Hello:
         "level": "",
         "capabilities": [],
         "uptime_ns": 1,
+        "draining": False,
         "now_ns": 2,
     }
 
