@@ -18,7 +18,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.views.expressions import ExpressionError
 from kvctl.views.units import parse_seconds
 
-_VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
+_VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
 _SNAPSHOTS = (".svg", ".txt")
 _LEAST = (60, 16)
 _MOST = (500, 200)
@@ -91,7 +91,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
 def top(
     settings: Settings, view: str, interval: int, readonly: bool, snapshot: Path | None, size: tuple[int, int]
 ) -> None:
-    """The fleet live: overview, rooms, staging, layers, peers, events. ? shows the keys, q quits.
+    """The fleet live: overview, rooms, staging, layers, peers, events, failed rooms. ? shows the keys, q quits.
 
     Agents that do not answer within an interval (or --timeout, if given) keep their rows, dimmed, with their age, and
     come back by themselves. Keys that change something ask first. --from FILE replays a recording, [ and ] seek in it.

@@ -17,6 +17,7 @@ from textual.widgets import ContentSwitcher
 from kvctl.tui import keys
 from kvctl.tui.palette import PALETTES
 from kvctl.tui.panels.events import EventsPanel
+from kvctl.tui.panels.failed import FailedPanel
 from kvctl.tui.panels.layers import LayersPanel
 from kvctl.tui.panels.overview import OverviewPanel
 from kvctl.tui.panels.panel import Panel
@@ -42,6 +43,7 @@ _PANELS: dict[str, type[Panel]] = {
     "layers": LayersPanel,
     "peers": PeersPanel,
     "events": EventsPanel,
+    "failed": FailedPanel,
     "room": RoomPanel,
     "record": RecordPanel,
 }
@@ -70,7 +72,7 @@ class Browser(App[None]):
     Args:
         feed: where readings come from; started and stopped by the app.
         mode: interval, replayed file, read-only.
-        view: which of the six views comes first.
+        view: which of the views comes first.
         clock: ours, ns, for how long a pause has lasted.
         wish: filters and order of that view.
     """

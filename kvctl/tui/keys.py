@@ -98,7 +98,7 @@ def help_page(width: int, *, recorded: bool, writes: bool) -> Sequence[Line]:
     """All keys with what they do, and the glyphs."""
     shown = [key for key in KEYS if (writes or not key.writes) and key.recorded in {None, recorded}]
     numbers = [key for key in shown if key.label.isdigit()]
-    lines: list[Line] = [_line("1 - 6", ", ".join(key.does for key in numbers))]
+    lines: list[Line] = [_line(f"1 - {len(numbers)}", ", ".join(key.does for key in numbers))]
     lines += [_line(*each) for each in _MOVING]
     lines += [_line(key.label, key.help) for key in shown if key not in numbers]
     glyphs: list[Line] = [

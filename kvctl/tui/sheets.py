@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from kvctl.views.events import EVENTS
 from kvctl.views.expressions import ExpressionError, find_column
+from kvctl.views.failed_rooms import FAILED
 from kvctl.views.findings import HEALTH
 from kvctl.views.layers import LAYERS, hidden_share
 from kvctl.views.peers import PEERS
@@ -150,6 +151,13 @@ EVENTS_SHEET = Sheet(
     faulty=lambda row: row["severity"] in {"warning", "error"},
     room=lambda row: row["room"],
 )
+FAILED_SHEET = Sheet(
+    FAILED,
+    key=lambda row: (row["room"], row["nonce"], row["failed_at_ns"]),
+    agent=lambda row: "",
+    faulty=lambda row: True,
+    room=lambda row: str(row["room"]),
+)
 VIEW_OF: Mapping[str, View] = {
     "overview": STATUS,
     "rooms": ROOMS,
@@ -157,5 +165,6 @@ VIEW_OF: Mapping[str, View] = {
     "layers": LAYERS,
     "peers": PEERS,
     "events": EVENTS,
+    "failed": FAILED,
 }
 """What filter and order are for, by the TUI's view."""

@@ -20,6 +20,7 @@ from kvctl.health.finding import Severity
 from kvctl.health.mutes import Judged
 from kvctl.tui.readings import Place, Reading
 from kvctl.tui.trends import Trends
+from kvctl.views.failed_rooms import failed_rows
 from kvctl.views.view import Row
 from kvctl_agent.contract.commands import Level
 from kvctl_agent.contract.snapshots import RoomDetail
@@ -149,6 +150,11 @@ class Store:
         details = [cast(RoomDetail, row) for row in self.rows("room") if row["room"] == number]
         clocks = {name: state.clock for name, state in self.agents.items()}
         return next(iter(most_informative_first(join(details, clocks))), None)
+
+    def failed_rooms(self) -> list[Row]:
+        """Rooms that failed, joined over the ranks that tell of them."""
+        answers = [row for answer in self.rows("failed") for row in answer["rooms"]]
+        return failed_rows(answers, {name: state.clock for name, state in self.agents.items()}, self.now_ns)
 
     def may(self, agent: str, level: Level) -> bool:
         """Whether an agent lets us do what takes that level."""

@@ -10,7 +10,7 @@ from kvctl.tui.store import Store
 from kvctl.views import findings, palette, units
 from kvctl.views.report import Line, Span
 
-VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
+VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
 _SECOND = 1_000_000_000
 _NAMED = 3  # silent agents that the banner names one by one
 Ends = tuple[Line, Line]

@@ -142,6 +142,41 @@ class Specimen:
             )
         return [row for row in rows if state in {None, row["state"]}]
 
+    def _failed(self, name: str, beat: int, limit: int = 1000) -> dict[str, Any]:
+        """Of two causes; prefill ranks tell of all rooms, decode ranks of their own."""
+        reads = self._reads(name)
+        if not self.prefill or not self.decode:
+            return {"rooms": [], "kept": 0, "dropped_total": 0}
+        rows = []
+        for place in range(9):
+            reader = self.decode[place % len(self.decode)]
+            if reads and reader != name:
+                continue
+            lost = place % 3 > 0
+            at = NOW - (place * 7 + 3) * S
+            failure = {
+                "rank": reader if lost else self.prefill[-1],
+                "code": "KV_PEER_LOST" if lost else "KV_TRANSFER_FAILED",
+                "at_ns": at,
+                "text": f"peer {self.prefill[-1]} (incarnation c0ffee) lost: silent for 15.1 s"
+                if lost
+                else f"write to {reader} failed: NIXL_ERR_REMOTE_DISCONNECT",
+            }
+            rows.append(
+                self._canned.room_row(
+                    name,
+                    str(4600 + place),
+                    nonce=str(70 + place),
+                    state="Failed",
+                    opened_at_ns=at - 13 * S,
+                    finished_at_ns=at + 3 * MS,
+                    age_ns=13 * S,
+                    missing=[],
+                    failure=failure,
+                )
+            )
+        return {"rooms": rows[:limit], "kept": len(rows), "dropped_total": 4 if name == self.prefill[0] else 0}
+
     def _room(self, name: str, beat: int, room: str) -> list[dict[str, Any]] | None:
         mine = name in self.prefill or name == self.decode[0]
         if int(room) != 4711 or not mine:

@@ -15,7 +15,7 @@ from kvctl.tui.palette import PALETTES
 from kvctl.tui.widgets.bars import Bar
 from kvctl.tui.widgets.table import Table
 
-VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
+VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
 
 
 def said(pilot: Any) -> list[str]:
@@ -208,6 +208,18 @@ def test_faults_only(view: str, left: int, specimen, build, drive) -> None:
     drive(build(specimen, view), script)
 
 
+def test_from_a_failed_room_into_the_room(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        assert [row["room"] for row in pilot.app.panel.main.listing.rows] == [str(4600 + place) for place in range(9)]
+        await press(pilot, "slash", *"code=KV_PEER_LOST", "enter")
+        assert len(pilot.app.panel.main.listing.rows) == 6
+        await press(pilot, "enter")
+        assert pilot.app.name_on_screen == "room"
+        assert pilot.app.panel.room == "4601"
+
+    drive(build(specimen, "failed"), script)
+
+
 def test_faults_only_filters_events_by_severity(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
         await press(pilot, "e")
@@ -310,7 +322,7 @@ def test_help_lists_every_key_that_works(specimen, build, drive) -> None:
         await press(pilot, "question_mark")
         assert isinstance(pilot.app.screen, Help)
         text = "\n".join("".join(part for part, _ in line) for line in pilot.app.screen._draw(90))
-        for label in ("1 - 6", "/", "Enter", "Esc", "Space", "s ", "e ", "y ", "E ", "t ", "?", "q ", "a ", "r "):
+        for label in ("1 - 7", "/", "Enter", "Esc", "Space", "s ", "e ", "y ", "E ", "t ", "?", "q ", "a ", "r "):
             assert f"\n{label}" in f"\n{text}"
         assert "one moment back" not in text
         await press(pilot, "escape")

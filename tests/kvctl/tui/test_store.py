@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvctl.client.calls import Call
+from kvctl.client.clock import ClockOffset
 from kvctl.client.fleet import Survey
 from kvctl.tui.readings import Question, Reading
 from kvctl.tui.store import Store
@@ -35,6 +36,18 @@ def test_an_agent_that_hangs_keeps_its_last_answers_and_their_age(specimen: Any)
     specimen.silent = set()
     take(store, specimen, 5)
     assert store.stale_ns("decode-1") is None
+
+
+def test_a_clock_that_was_measured_through_a_pause_does_not_replace_a_better_one(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0)
+    good = store.agents["decode-0"].clock
+    survey: Survey = specimen.survey(STATUS.calls, 1)
+    for agent in survey.agents:
+        agent.clock = ClockOffset(900_000_000, 1_000_000_000)
+    store.take(Reading(STATUS, survey.at_ns, survey))
+    assert store.agents["decode-0"].clock.offset_ns == good.offset_ns
+    assert store.agents["decode-0"].clock.error_ns < 1_000_000
 
 
 def test_an_agent_that_is_gone_is_forgotten_after_ten_minutes(specimen: Any) -> None:
