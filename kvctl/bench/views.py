@@ -98,9 +98,9 @@ PLAN = View(
     (
         Column("fleet", width=Width.WIDE),
         Column("writer"),
-        Column("writer_gpu", kind=Kind.COUNT, width=Width.WIDE, header="GPU"),
+        Column("writer_gpu", kind=Kind.COUNT, width=Width.WIDE),
         Column("reader"),
-        Column("reader_gpu", kind=Kind.COUNT, width=Width.WIDE, header="GPU"),
+        Column("reader_gpu", kind=Kind.COUNT, width=Width.WIDE),
         Column("segment", width=Width.NORMAL),
         Column("heads", kind=Kind.LAYERS),
         Column("layers", kind=Kind.LAYERS),

@@ -70,7 +70,7 @@ def act(
         report = Report(DONE, [], 0, survey.faults, blocks=lambda kept, width: done_lines(kept))
         if isinstance(chosen, str):
             report.failure, report.answered = chosen or None, 0 if chosen else len(survey.agents)
-            if output.format == "json":
+            if output.document:
                 output.emit(report)
             raise click.exceptions.Exit(conclude(output, settings, survey, report))
         agents = permitted(chosen, call, survey.faults)
@@ -82,7 +82,7 @@ def act(
             complain("nothing was done")
             raise click.exceptions.Exit(ExitCode.FAILED)
         interrupted = _ask(fleet, rounds(agents) if rounds else [[(agent, call) for agent in agents]], report)
-    if report.rows or output.format == "json":
+    if report.rows or output.document:
         output.emit(report)
     code = conclude(output, settings, survey, report)
     raise click.exceptions.Exit(ExitCode.INTERRUPTED if interrupted else code)
@@ -138,7 +138,7 @@ def named(agents: Sequence[AgentAnswer]) -> str:
 
 
 def _none_to_tell(output: Output, settings: Settings, survey: Survey, report: Report) -> ExitCode:
-    if output.format == "json":
+    if output.document:
         output.emit(report)
     code = conclude(output, settings, survey, report)
     if code is ExitCode.OK:  # agents answered, and none of them is concerned

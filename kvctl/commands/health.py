@@ -75,7 +75,7 @@ def show(settings: Settings, muted: bool) -> None:
             blocks=lambda kept, width: overview(kept, agents, len(CODES), quiet) if agents else [],
             wrong=_wrong(look.judged.raised, survey),
         )
-        if quiet and not muted and settings.resolved_output() not in {"table", "wide"}:
+        if quiet and not muted and settings.output not in {"table", "wide"}:
             report.notes.append(f"{quiet} muted (kvctl health mutes)")
         report.notes.extend(look.remarks)
         return report

@@ -97,8 +97,8 @@ def global_options() -> list[click.Option]:
             "--output",
             type=_Format([*OUTPUTS, PROMETHEUS]),
             metavar="|".join(OUTPUTS),
-            help="Output format; table on a terminal, else plain (TSV). Tables show units for people; plain, csv "
-            "and json give whole numbers in the unit that the name ends in. prom: metrics only.",
+            help="Output format. Tables show units for people, and whole texts in a pipe; tsv, csv, json and yaml "
+            "give whole numbers in the unit that the name ends in. prom: metrics and check only. [default: table]",
         ),
         _option(
             "--columns",

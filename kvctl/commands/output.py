@@ -8,15 +8,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import click
 
+from kvctl.client.faults import Fault
 from kvctl.commands.screen import Screen, on_terminal
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain, silence_stdout, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.views.data import comma_separated, json_document, json_lines, projected, tsv
+from kvctl.views.data import comma_separated, json_document, json_lines, projected, tsv, yaml_document
 from kvctl.views.expressions import ExpressionError
 from kvctl.views.printable import printable, printable_lines
 from kvctl.views.report import Grid, Report, Text
@@ -26,7 +28,8 @@ from kvctl.views.view import Column, Row, View
 _PIPE_WIDTH = 120
 _HEADER_EVERY = 20
 _HUMAN = frozenset({"table", "wide"})
-_NONE_PASSES = Text([[("nothing passes --filter", "dim")]])
+_DOCUMENTS = frozenset({"json", "yaml"})
+_NONE_PASSES = Text([[("no rows match --filter", "dim")]])
 
 
 class Output:
@@ -34,8 +37,9 @@ class Output:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.format = settings.resolved_output()
+        self.format = settings.output
         self.colour = _wants_colour(settings.color)
+        self._terminal = to_terminal()
         self._printed = 0
         self._screen: Screen | None = None
         self._messages: list[str] = []  # for the next drawing
@@ -46,10 +50,17 @@ class Output:
         return self.format in _HUMAN
 
     @property
+    def document(self) -> bool:
+        """True for the formats that say by themselves that there is nothing, and who did not answer."""
+        return self.format in _DOCUMENTS
+
+    @property
     def width(self) -> int | None:
-        """Columns to fit into; None where nothing may be cut off."""
-        if self.format == "wide":
-            return None
+        """Columns to fit tables into; None where nothing may be cut off: with `-o wide`, and away from a terminal."""
+        return self._picture_width if self._terminal and self.format != "wide" else None
+
+    @property
+    def _picture_width(self) -> int:
         return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
 
     def selection(self, view: View) -> Selection:
@@ -78,28 +89,35 @@ class Output:
         selection = self.selection(view)
         rows = selection.rows(report.rows)
         match self.format:
-            case "plain":
+            case "tsv":
                 return tsv(data_columns(view, selection), rows)
             case "csv":
                 return comma_separated(data_columns(view, selection), rows)
-            case "json" | "jsonl":
+            case "json" | "jsonl" | "yaml":
                 whole = report.objects is not None and selection.columns is None
                 data = report.objects(rows) if whole and report.objects else projected(selection.columns, rows)
                 if self.format == "jsonl":
                     return json_lines(data)
-                return json_document(view, data, report.faults, report.at_ns or time.time_ns(), indent=not compact)
+                return self._document(view, data, report.faults, report.at_ns, compact)
             case "prom":
                 if report.prometheus is None:
                     raise click.UsageError("-o prom is for metrics: kvctl metrics -o prom")
                 return report.prometheus(rows)
         return self._for_people(report, selection, rows)
 
+    def _document(
+        self, view: View, data: Sequence[Any], faults: Sequence[Fault], at_ns: int | None, compact: bool
+    ) -> str:
+        now_ns = at_ns or time.time_ns()
+        if self.format == "yaml":
+            return yaml_document(view, data, faults, now_ns)
+        return json_document(view, data, faults, now_ns, indent=not compact)
+
     def _for_people(self, report: Report, selection: Selection, rows: Sequence[Row]) -> str:
-        from kvctl.views.terminal import render  # rich takes its time: not for those who pipe
+        from kvctl.views.terminal import render
 
         picture = report.blocks is not None and selection.columns is None
-        width = shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
-        blocks = report.blocks(rows, width) if picture and report.blocks else [Grid(report.view, rows)]
+        blocks = report.blocks(rows, self._picture_width) if picture and report.blocks else [Grid(report.view, rows)]
         if report.rows and not rows:  # there is something, only nothing like that
             blocks = [_NONE_PASSES if isinstance(each, Grid) and each.view is report.view else each for each in blocks]
         wide = self.format == "wide"
@@ -113,7 +131,7 @@ class Output:
         return render(blocks, columns, self.width, self.colour)
 
     def stream(self, view: View, rows: Sequence[Row], at_ns: int | None = None) -> None:
-        """Prints rows that follow earlier ones of the same stream; headers come once, for people every 20 lines.
+        """Prints rows that follow earlier ones of the same stream; headers come once, on terminals every 20 lines.
 
         Args:
             at_ns: wall clock of the answers; None means now.
@@ -123,15 +141,14 @@ class Output:
         columns = data_columns(view, selection)
         for row in kept:
             match self.format:
-                case "plain":
+                case "tsv":
                     self.write(tsv(columns, [row], header=self._printed == 0))
                 case "csv":
                     self.write(comma_separated(columns, [row], header=self._printed == 0))
                 case "jsonl":
                     self.write(json_lines(projected(selection.columns, [row])))
-                case "json":
-                    data = projected(selection.columns, [row])
-                    self.write(json_document(view, data, (), at_ns or time.time_ns(), indent=False))
+                case "json" | "yaml":
+                    self.write(self._document(view, projected(selection.columns, [row]), (), at_ns, compact=True))
                 case "prom":
                     raise click.UsageError("-o prom is for metrics: kvctl metrics -o prom")
                 case _:
@@ -141,14 +158,16 @@ class Output:
     def _stream_line(self, columns: Sequence[Column], row: Row) -> None:
         from kvctl.views.terminal import stream_header, stream_line
 
-        header = f"{stream_header(columns)}\n" if self._printed % _HEADER_EVERY == 0 else ""
-        self.write(f"{header}{stream_line(columns, row, self.colour)}\n")
+        gap = " " if self._terminal else "  "  # lines fit 80 cells of a terminal; elsewhere fields are to be told apart
+        due = self._printed % _HEADER_EVERY == 0 if self._terminal else self._printed == 0
+        header = f"{stream_header(columns, gap)}\n" if due else ""
+        self.write(f"{header}{stream_line(columns, row, self.colour, gap)}\n")
 
     def redraw(self, report: Report, title: str) -> None:
         """Prints the report in place of the one before it, on terminals that can."""
         text = self.text(report, compact=True)
         if not self.human:
-            if self._printed and self.format in {"plain", "csv"}:
+            if self._printed and self.format in {"tsv", "csv"}:
                 text = text.partition("\n")[2]
             self.write(text)
         elif self._screen is not None:
@@ -212,7 +231,12 @@ class Output:
             complain(text)
 
 
+def to_terminal() -> bool:
+    """Whether data goes to a terminal, as against a pipe or a file."""
+    return sys.stdout.isatty()
+
+
 def _wants_colour(wish: str) -> bool:
     if wish != "auto":
         return wish == "always"
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return to_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

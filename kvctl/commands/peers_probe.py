@@ -72,7 +72,7 @@ def probe(settings: Settings, prefill: str | None, decode: str | None, nbytes: i
         if survey.agents and not found:
             report.failure = _nothing(survey, prefill, decode)
         _probe_all(fleet, survey, report, found, {"bytes": nbytes, "busy": busy or None}, quiet=settings.quiet)
-    if report.rows or output.format == "json":
+    if report.rows or output.document:
         output.emit(report)
     raise click.exceptions.Exit(conclude(output, settings, survey, report))
 

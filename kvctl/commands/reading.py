@@ -59,7 +59,7 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
             with _understood(settings):
                 report = read(survey)
                 report.at_ns = survey.at_ns
-                if settings.watch_ns is None and (report.answered or report.rows or output.format == "json"):
+                if settings.watch_ns is None and (report.answered or report.rows or output.document):
                     output.emit(report)
             code = conclude(output, settings, survey, report)
             if settings.watch_ns is not None:

@@ -9,7 +9,6 @@ A wrong value names where it comes from, because an old line in a file is the la
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,8 @@ from kvctl.client.labels import LABELS
 from kvctl.commands.files import CONTEXT, FILE_KEYS, File, context_of, project_file, user_file
 from kvctl.views.units import parse_seconds
 
-OUTPUTS = ("table", "wide", "plain", "json", "jsonl", "csv")
+OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv", "yaml")
+DEFAULT_OUTPUT = "table"
 PROMETHEUS = "prom"
 COLOURS = ("auto", "always", "never")
 DEFAULT_TIMEOUT = "2s"
@@ -33,13 +33,13 @@ class Settings:
     """Global options, resolved.
 
     Attributes:
-        output: one of OUTPUTS or "prom"; None means a table on a terminal and TSV elsewhere.
+        output: one of OUTPUTS, "prom" or "nagios".
         watch_ns: time between readings; None reads once.
         keys: what names the keys for agents on other machines; files are read once there is one to ask.
         from_file: the recording or bundle to ask in place of live agents.
     """
 
-    output: str | None
+    output: str
     columns: str | None
     sort_by: str | None
     filters: tuple[str, ...]
@@ -53,9 +53,6 @@ class Settings:
     color: str
     from_file: Path | None
 
-    def resolved_output(self) -> str:
-        return self.output or ("table" if sys.stdout.isatty() else "plain")
-
 
 def resolve(flags: Mapping[str, Any]) -> Settings:
     """Merges the sources.
@@ -66,7 +63,7 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
     source = _Sources.read(flags)
     from_file = flags.get("from_file")
     return Settings(
-        output=source.get("output", None, _one_of((*OUTPUTS, PROMETHEUS))),
+        output=source.get("output", DEFAULT_OUTPUT, _one_of((*OUTPUTS, PROMETHEUS))),
         columns=flags.get("columns"),
         sort_by=flags.get("sort_by"),
         filters=tuple(flags.get("filters", ())),

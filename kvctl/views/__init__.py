@@ -1,3 +1,3 @@
-"""One declared view per kind of data; tables, TSV, CSV and JSON are all rendered from it."""
+"""One declared view per kind of data; tables, TSV, CSV, JSON and YAML are all rendered from it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Renders a view for programs: TSV, CSV, JSON, JSON lines. Raw integers in the unit that the header's name ends in."""
+"""Renders a view for programs: TSV, CSV, JSON, JSON lines, YAML; whole numbers in the unit that their name ends in."""
 
 from __future__ import annotations
 
@@ -42,13 +42,24 @@ def projected(columns: Sequence[Column] | None, rows: Iterable[Row]) -> list[Any
 
 def json_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int, indent: bool) -> str:
     """The envelope every command shares."""
-    envelope = {
+    return _json(_envelope(view, data, faults, now_ns), orjson.OPT_INDENT_2 if indent else 0)
+
+
+def yaml_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int) -> str:
+    """The same envelope as one YAML document, which begins with `---` so that several can follow each other."""
+    from kvctl.views.yaml_text import dumped  # PyYAML takes 30 ms to import
+
+    # By way of JSON, so that both formats have the same types.
+    return dumped(orjson.loads(orjson.dumps(_envelope(view, data, faults, now_ns))))
+
+
+def _envelope(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int) -> dict[str, Any]:
+    return {
         "schema": view.schema,
         "generated_at_ns": now_ns,
         "data": data,
         "errors": [asdict(fault) for fault in faults],
     }
-    return _json(envelope, orjson.OPT_INDENT_2 if indent else 0)
 
 
 def json_lines(data: Iterable[Any]) -> str:

@@ -1,7 +1,8 @@
 """The filter language: `column operator value`, nothing else — no code, no regular expressions, so nothing to exploit.
 
-`age>5s`, `bytes>=64MiB`, `state=Failed`, `peers=decode-0` (one of a list), `text~timeout` (contains), `error=-`
-(unknown). A filter that compares with an unknown value does not match, except by `!=`.
+A column is called by its name, its header or its JSON name. `age>5s`, `bytes>=64MiB`, `state=Failed`, `peers=decode-0`
+(one of a list), `text~timeout` (contains), `error=-` (unknown). A filter that compares with an unknown value does not
+match, except by `!=`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 
 from kvctl.views.kinds import Kind, raw
 from kvctl.views.units import UNKNOWN
-from kvctl.views.view import Column, Row, View
+from kvctl.views.view import Column, Row, View, folded
 
-_GRAMMAR = re.compile(r"\s*([A-Za-z][\w.]*)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(.*?)\s*", re.DOTALL)
+_GRAMMAR = re.compile(r"\s*([^=!<>~]+?)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(.*?)\s*", re.DOTALL)
 _ORDER: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -108,7 +109,7 @@ def _number(column: Column, name: str, op: str, value: str) -> float | None:
         return None
     # `age_ns>5000` names its unit in the column, `age>5` names it nowhere.
     bare = re.fullmatch(r"-?\d+(\.\d+)?", value)
-    if bare and (not rules.unit or name.lower() == column.machine != column.name or float(value) == 0):
+    if bare and (not rules.unit or _names_unit(column, name) or float(value) == 0):
         return float(value)
     if bare:
         raise ExpressionError(f"{name} needs a unit: {name}{op}{rules.unit}, or {column.machine}{op}{value}")
@@ -119,15 +120,22 @@ def _number(column: Column, name: str, op: str, value: str) -> float | None:
         raise ExpressionError(f"filter {name}{op}{value}: {text}") from error
 
 
+def _names_unit(column: Column, name: str) -> bool:
+    suffix = column.kind.value.suffix
+    return bool(suffix) and folded(name).endswith(suffix) and folded(name) != column.name
+
+
 def find_column(view: View, name: str) -> Column:
     """The column of that name.
 
     Raises:
-        ExpressionError: there is none; names near matches or all columns.
+        ExpressionError: there is none; names near matches and all columns.
     """
     column = view.column(name)
     if column is None:
-        near = difflib.get_close_matches(name.lower(), view.names(), n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        spellings = {spelling: each.name for each in view.columns for spelling in each.spellings}
+        found = difflib.get_close_matches(folded(name), spellings, n=6)
+        near = list(dict.fromkeys(spellings[spelling] for spelling in found))[:3]
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ExpressionError(f"no column {name!r} here; {hint}columns: {', '.join(view.names())}")
     return column

@@ -33,8 +33,8 @@ LAYERS = View(
         Column("bytes", kind=Kind.BYTES, width=Width.NORMAL),
         *(_median(stage) for stage in STAGES),
         Column("exposed", kind=Kind.DURATION, width=Width.NORMAL),
-        Column("overlapped", kind=Kind.DURATION, width=Width.NORMAL, header="HIDDEN"),
-        Column("hidden", hidden_share, Kind.RATIO, Width.NORMAL, header="SHARE"),
+        Column("hidden", "overlapped_ns", Kind.DURATION, Width.NORMAL),
+        Column("share", hidden_share, Kind.RATIO, Width.NORMAL),
         *(
             Column(f"{stage}_{quantile}", f"stages.{stage}.{quantile}_ns", Kind.DURATION, Width.WIDE)
             for stage in STAGES

@@ -27,7 +27,7 @@ PROBE = View(
     (
         Column("agent"),
         Column("peer"),
-        Column("bytes", kind=Kind.BYTES, header="DESCRIPTOR"),
+        Column("bytes", kind=Kind.BYTES, header="SIZE"),
         Column("descriptors", kind=Kind.COUNT, header="IN A WRITE"),
         Column("write", kind=Kind.DURATION, header="TAKES"),
         Column("descriptor", kind=Kind.DURATION, header="EACH ADDS"),

@@ -8,14 +8,11 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text as RichText
+from rich.cells import cell_len, set_cell_size
 
 from kvctl.views.kinds import Kind
 from kvctl.views.printable import one_line, printable
-from kvctl.views.report import Block, Grid, Line
+from kvctl.views.report import Block, Grid, Line, Span
 from kvctl.views.view import Column, Row, Width
 
 GAP = 2
@@ -32,60 +29,86 @@ def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: 
         columns: for each block, the columns of its table (ignored for text).
         width: of the terminal; None cuts nothing off, however long the lines get.
     """
+    lines: list[Line] = []
+    for index, (block, chosen) in enumerate(zip(blocks, columns, strict=True)):
+        if index:
+            lines.append([])
+        lines += _table(block, chosen, width) if isinstance(block, Grid) else block.lines
+    return _written(lines, colour)
+
+
+def _written(lines: Sequence[Line], colour: bool) -> str:
+    """The lines as text, in colour if wanted; spaces at their ends are left out."""
+    safe = [[(printable(text), style) for text, style in line] for line in lines]
+    if colour:
+        return _coloured(safe)
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in safe)
+
+
+def _coloured(lines: Sequence[Line]) -> str:
+    from rich.console import Console  # 40 ms, which output without colour does not need
+    from rich.text import Text
+
     out = io.StringIO()
     console = Console(
         file=out,
-        width=_NO_LIMIT,  # widths are decided here, cells are cut there
-        force_terminal=colour,
-        color_system="standard" if colour else None,
+        width=_NO_LIMIT,  # widths are decided here
+        force_terminal=True,
+        color_system="standard",
         highlight=False,
         markup=False,
         emoji=False,
         legacy_windows=False,
     )
-    for index, (block, chosen) in enumerate(zip(blocks, columns, strict=True)):
-        if index:
-            console.print()
-        if isinstance(block, Grid):
-            _print_table(console, block, chosen, width)
-        else:
-            for line in block.lines:
-                console.print(_assembled(line), soft_wrap=True)
+    for line in lines:
+        console.print(Text.assemble(*line), soft_wrap=True)
     return "\n".join(line.rstrip() for line in out.getvalue().split("\n"))
 
 
-def _assembled(line: Line) -> RichText:
-    return RichText.assemble(*((printable(text), style) for text, style in line))
-
-
-def _print_table(console: Console, grid: Grid, columns: Sequence[Column], width: int | None) -> None:
-    if grid.title:
-        console.print(RichText(printable(grid.title), "bold"), soft_wrap=True)
+def _table(grid: Grid, columns: Sequence[Column], width: int | None) -> list[Line]:
+    lines: list[Line] = [[(grid.title, "bold")]] if grid.title else []
     if not grid.rows:
-        console.print(RichText(grid.view.empty, "dim"), soft_wrap=True)
-        return
+        return [*lines, [(grid.view.empty, "dim")]]
     whole = natural(columns, grid.rows)
     widths, hidden = fitted(whole, grid.rows, width)
-    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
-    for column, cells in widths.items():
-        table.add_column(
-            column.title,
-            justify="right" if column.kind.value.numeric else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            width=cells,
-        )
-    for row in grid.rows:
-        table.add_row(*(RichText(one_line(column.human(row)), style_of(column, row)) for column in widths))
-    console.print(table, crop=False)
+    lines += [table_header(widths), *(table_row(row, widths) for row in grid.rows)]
     cut = [column for column, cells in widths.items() if cells < whole[column]]
     said = [
         f"{what} at this width: {', '.join(column.name for column in those)}"
         for what, those in (("hidden", hidden), ("cut", cut))
         if those
     ]
-    if said:
-        console.print(RichText(f"{'; '.join(said)} (-o wide shows all)", "dim"), soft_wrap=True)
+    return [*lines, [(f"{'; '.join(said)} (-o wide shows all)", "dim")]] if said else lines
+
+
+def table_header(widths: Mapping[Column, int], marks: Mapping[Column, str] | None = None) -> Line:
+    """Titles above their columns; `marks` follow some of them."""
+    return [
+        span
+        for column, cells in widths.items()
+        for span in _cell(column, column.title + (marks or {}).get(column, ""), cells, "bold")
+    ]
+
+
+def table_row(row: Row, widths: Mapping[Column, int], texts: Mapping[Column, str] | None = None) -> list[Span]:
+    """One row; `texts` replace what some columns would print."""
+    return [
+        span
+        for column, cells in widths.items()
+        for span in _cell(
+            column, (texts or {}).get(column) or one_line(column.human(row)), cells, style_of(column, row)
+        )
+    ]
+
+
+def _cell(column: Column, text: str, cells: int, style: str) -> list[Span]:
+    """A text in its cells and the gap after it: numbers at the right, what is too long cut."""
+    size = cell_len(text)
+    if size > cells:
+        text, size = set_cell_size(text, cells - 1) + "…", cells
+    space = " " * (cells - size)
+    gap = (" " * GAP, "")
+    return [(space, ""), (text, style), gap] if column.kind.value.numeric else [(text, style), (space, ""), gap]
 
 
 def style_of(column: Column, row: Row) -> str:
@@ -146,21 +169,16 @@ def _needed(widths: Mapping[Column, int], most: int | None = None) -> int:
     return sum(cells) + GAP * (len(widths) - 1)
 
 
-def stream_header(columns: Sequence[Column]) -> str:
+def stream_header(columns: Sequence[Column], gap: str = " ") -> str:
     """Header of a stream of lines."""
-    return " ".join(_padded(column, column.title) for column in columns).rstrip()
+    return gap.join(_padded(column, column.title) for column in columns).rstrip()
 
 
-def stream_line(columns: Sequence[Column], row: Row, colour: bool) -> str:
+def stream_line(columns: Sequence[Column], row: Row, colour: bool, gap: str = " ") -> str:
     """One line of a stream; columns that do not declare a width follow unpadded."""
     cells = [(_padded(column, one_line(column.human(row))), style_of(column, row)) for column in columns]
-    spans = [span for cell in cells for span in (cell, (" ", ""))][:-1]
-    if not colour:
-        return "".join(text for text, _ in spans).rstrip()
-    out = io.StringIO()
-    console = Console(file=out, width=_NO_LIMIT, force_terminal=True, color_system="standard", highlight=False)
-    console.print(_assembled(spans), soft_wrap=True, end="")
-    return out.getvalue()
+    line = [span for cell in cells for span in (cell, (gap, ""))][:-1]
+    return _written([line], colour).removesuffix("\n")
 
 
 def _padded(column: Column, text: str) -> str:

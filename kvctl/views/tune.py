@@ -13,7 +13,7 @@ from kvctl.views.view import Column, Row, View, Width
 TUNE = View(
     "tune",
     (
-        Column("choice", lambda row: "▶" if row["recommended"] else "·", header=" ", styles={"▶": "bold green"}),
+        Column("choice", lambda row: "▶" if row["recommended"] else "·", styles={"▶": "bold green"}),
         Column("path"),
         Column("page_size", kind=Kind.COUNT, header="PAGE"),
         Column("chunk_tokens", kind=Kind.COUNT, header="CHUNK", width=Width.NORMAL),
@@ -38,11 +38,11 @@ CONFIRM = View(
     (
         Column("path"),
         Column("predicted_rooms_per_s", kind=Kind.NUMBER, header="ROOMS/S PREDICTED"),
-        Column("measured_rooms_per_s", kind=Kind.NUMBER, header="MEASURED"),
-        Column("rooms_off", kind=Kind.RATIO, header="OFF"),
-        Column("predicted_p50", kind=Kind.DURATION, header="P50 PREDICTED"),
-        Column("measured_p50", kind=Kind.DURATION, header="MEASURED"),
-        Column("p50_off", kind=Kind.RATIO, header="OFF"),
+        Column("measured_rooms_per_s", kind=Kind.NUMBER, header="ROOMS/S MEASURED"),
+        Column("rooms_off", kind=Kind.RATIO, header="ROOMS/S OFF"),
+        Column("predicted_p50", kind=Kind.DURATION),
+        Column("measured_p50", kind=Kind.DURATION),
+        Column("p50_off", kind=Kind.RATIO),
         Column("bound", width=Width.NORMAL),
     ),
 )

@@ -20,12 +20,17 @@ class Width(Enum):
     WIDE = "wide"
 
 
+def folded(name: str) -> str:
+    """A name of a column as it is compared."""
+    return "_".join(name.casefold().replace("-", " ").split())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
     """One column.
 
     Attributes:
-        name: what `--columns`, `--sort-by` and `--filter` call it.
+        name: its first name in `--columns`, `--sort-by` and `--filter`, which take the others of `spellings`, too.
         path: keys into the row joined by dots (`coverage.landed`), or a function of the row.
         header: of tables; the name in capitals unless given.
         styles: value -> terminal style, for values that deserve attention.
@@ -49,6 +54,13 @@ class Column:
         """Name where raw values are printed: ends in the unit."""
         suffix = self.kind.value.suffix
         return self.name if self.name.endswith(suffix) or self.name == suffix[1:] else self.name + suffix
+
+    @property
+    def spellings(self) -> frozenset[str]:
+        """What the column may be called: its name, its header and its path in JSON, each also with the unit."""
+        names = {folded(name) for name in (self.name, self.title, self.path) if isinstance(name, str) and name}
+        suffix = self.kind.value.suffix
+        return frozenset(names | {self.machine} | {name if name.endswith(suffix) else name + suffix for name in names})
 
     def value(self, row: Row) -> Any:
         """The raw value, None where the row has none."""
@@ -85,9 +97,9 @@ class View:
         return f"kvctl.{self.name}/1"
 
     def column(self, name: str) -> Column | None:
-        """The column of that name, as tables or as raw output spell it."""
-        folded = name.strip().lower()
-        return next((column for column in self.columns if folded in {column.name, column.machine}), None)
+        """The column of that name, as any output spells it, in any case; `WAITS FOR` may be typed as `waits-for`."""
+        wanted = folded(name)
+        return next((column for column in self.columns if wanted in column.spellings), None)
 
     def names(self) -> list[str]:
         return [column.name for column in self.columns]

@@ -620,6 +620,18 @@ def kvctl(capsys: pytest.CaptureFixture[str]) -> Kvctl:
 
 
 @pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`terminal(80)`: from then on data goes to a terminal of that width, without colour."""
+
+    def set_width(columns: int) -> None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr("kvctl.commands.output.to_terminal", lambda: True)
+        monkeypatch.setenv("NO_COLOR", "1")
+
+    return set_width
+
+
+@pytest.fixture
 def canned() -> ModuleType:
     """This module: its fixed answers, for tests that need no socket."""
     return sys.modules[__name__]

@@ -14,13 +14,12 @@ from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from kvctl.tui.pictures.cells import cells, header
 from kvctl.tui.sheets import Listing, Sheet
 from kvctl.tui.widgets.canvas import Canvas
 from kvctl.views import units
 from kvctl.views.printable import one_line
 from kvctl.views.report import Line, Span
-from kvctl.views.terminal import GAP, fitted, natural
+from kvctl.views.terminal import GAP, fitted, natural, table_header, table_row
 from kvctl.views.view import Column, Row, Width
 
 _GUTTER = 2
@@ -131,14 +130,14 @@ class Table(Canvas):
         shown = self.listing.rows[self.top : self.top + self._rows_high]
         marks = self._marks(self.listing)
         widths, _ = fitted(self._worth(self._grown(shown, marks), width - _GUTTER), shown, width - _GUTTER)
-        lines: list[Line] = [[(" " * _GUTTER, ""), *header(widths, marks)]]
+        lines: list[Line] = [[(" " * _GUTTER, ""), *table_header(widths, marks)]]
         lines += [self._line(self.top + number, row, widths) for number, row in enumerate(shown)]
         return lines
 
     def _line(self, number: int, row: Row, widths: dict[Column, int]) -> Line:
         stale = self._stale_ns(row)
         said = {column: self._agent_text(column, row, stale) for column in widths if column.name == _AGENT}
-        spans = cells(row, widths, said)
+        spans = table_row(row, widths, said)
         if stale is not None:
             spans = [(text, "dim") for text, _ in spans]
         if number == self.cursor:

@@ -110,7 +110,7 @@ def after(bench: subprocess.Popen[str], step: str) -> None:
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])
 def test_every_path_of_unequal_layouts_verifies(spawn: Run, transport: str, tmp_path: Path):
     saved = tmp_path / "result.json"
-    bench = spawn(*FOUR_TO_TWO, *TINY, "--transport", transport, "--save", str(saved))
+    bench = spawn(*FOUR_TO_TWO, *TINY, "--transport", transport, "--save", str(saved), "-o", "tsv")
     code, out, err = finish(bench)
     assert (code, err) == (0, "")
     document = orjson.loads(saved.read_bytes())
@@ -268,7 +268,7 @@ def test_a_rank_that_is_killed_ends_the_bench_and_is_named(
 
 
 def test_interrupting_prints_what_there_is_and_leaves_nothing(spawn: Run):
-    bench = spawn(*LOOPBACK, *TINY, "--repeat", "1000", "--path", "slice,staged", "-v")
+    bench = spawn(*LOOPBACK, *TINY, "--repeat", "1000", "--path", "slice,staged", "-v", "-o", "tsv")
     after(bench, "verifying staged")
     bench.send_signal(signal.SIGINT)
     code, out, err = finish(bench)
@@ -293,7 +293,7 @@ def test_killing_the_bench_takes_the_ranks_and_their_files_along(spawn: Run, soc
 
 
 def test_held_fleets_can_be_watched_and_two_of_them_share_the_machine(spawn: Run, socket_directory: Path):
-    held = spawn(*LOOPBACK, *TINY, "--path", "staged", "--hold")
+    held = spawn(*LOOPBACK, *TINY, "--path", "staged", "--hold", "-o", "tsv")
     assert held.stdout is not None
     assert held.stdout.readline().startswith("path\t")
     wait_for(lambda: (socket_directory / "decode-0.sock").exists())
@@ -408,7 +408,7 @@ def test_pipelines_stand_side_by_side_and_a_report_is_drawn(spawn: Run, tmp_path
 
 def test_a_preset_prints_the_published_columns(spawn: Run):
     sizes = ["--layers", "8", "--kv-heads", "2", "--head-dim", "16", "--sweep", "tokens=64", "--concurrency", "2"]
-    code, out, err = finish(spawn(*LOOPBACK, "--preset", "pipeline-sweep", *sizes, "--rooms", "2"))
+    code, out, err = finish(spawn(*LOOPBACK, "--preset", "pipeline-sweep", *sizes, "--rooms", "2", "-o", "tsv"))
     assert code == 0, err
     header, *lines = (line.split("\t") for line in out.splitlines())
     assert header[:4] == ["tokens", "concurrency", "ratio", "pipeline"]
@@ -423,7 +423,7 @@ def test_a_preset_prints_the_published_columns(spawn: Run):
 
 def test_interrupting_fleets_in_turns_prints_what_each_has_measured(spawn: Run):
     options = ["--prefill-cp", "2", "--cp-mode", "rank0,all", "--repeat", "1000", "--path", "staged", "-v"]
-    bench = spawn(*LOOPBACK, *TINY, *options)
+    bench = spawn(*LOOPBACK, *TINY, *options, "-o", "tsv")
     after(bench, "all: verifying staged")
     bench.send_signal(signal.SIGINT)
     code, out, err = finish(bench)

@@ -68,7 +68,7 @@ def test_thresholds(args: tuple[str, ...], code: int, calm: None, fleet: Any, kv
         (("nothing",), "no command 'nothing'"),
         (("all", "--warn", "ring"), "write NAME=VALUE"),
         (("all", "--bogus"), "--bogus"),
-        (("all", "-o", "yaml"), "yaml"),
+        (("all", "-o", "xml"), "xml"),
         (("all", "--timeout", "soon"), "'soon' is not a duration"),
         (("peers", "--warn", "ring=80%"), "is of kvctl check staging"),
         (("all", "-e", "udp://x/y"), "udp:// is not an address of an agent"),
@@ -124,7 +124,7 @@ def test_who_was_killed_leaves_a_warning(calm: None, socket_directory: Path, sta
     assert kvctl("check", "rooms").code == 0
 
 
-@pytest.mark.parametrize("form", ["json", "jsonl", "plain", "csv", "table", "wide", "prom"])
+@pytest.mark.parametrize("form", ["json", "jsonl", "tsv", "csv", "table", "wide", "prom"])
 def test_every_form_has_the_same_status(form: str, toy_codes: None, fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("check", "all", "-o", form)
     assert outcome.code == 2

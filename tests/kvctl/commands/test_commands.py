@@ -97,6 +97,8 @@ def test_columns_order_and_filters(fleet: Any, kvctl: Any) -> None:
         "age>8s",
         "--filter",
         "agent~code",
+        "-o",
+        "tsv",
     )
     assert outcome.out == "room\tage_ns\tagent\n7\t9000000000\tdecode-0\n7\t9000000000\tdecode-1\n"
 
@@ -105,7 +107,7 @@ def test_columns_order_and_filters(fleet: Any, kvctl: Any) -> None:
 def test_a_filter_that_leaves_nothing_is_not_a_fleet_without_any(
     command: tuple[str, ...], fleet: Any, kvctl: Any
 ) -> None:
-    assert kvctl(*command, "--filter", "agent=nobody", "-o", "table").out == "nothing passes --filter\n"
+    assert kvctl(*command, "--filter", "agent=nobody", "-o", "table").out == "no rows match --filter\n"
 
 
 def test_states_are_asked_of_the_agent(fleet: Any, kvctl: Any) -> None:
@@ -186,12 +188,12 @@ def test_labels_that_match_nobody_exit_3_and_say_who_answered(fleet: Any, kvctl:
         (("stauts",), "did you mean 'kvctl status'?"),
         (("rooms", "hsitory"), "did you mean 'kvctl rooms history'?"),
         (("rooms", "--filter", "age>5"), "age needs a unit"),
-        (("rooms", "--columns", "stat"), "did you mean state?"),
+        (("rooms", "--columns", "stat"), "did you mean state or state_age?"),
         (("rooms", "show", "-1"), "No such option"),
         (("rooms", "show", "18446744073709551616"), "not a room number"),
         (("rooms", "show"), "Missing argument 'ROOM'"),
         (("rooms", "-o", "prom"), "-o prom is for metrics"),
-        (("rooms", "-o", "yaml"), "'yaml' is not one of"),
+        (("rooms", "-o", "xml"), "'xml' is not one of"),
         (("status", "-l", "colour=red"), "with a key of role, dp"),
         (("status", "--timeout", "soon"), "--timeout: 'soon' is not a duration"),
         (("status", "-w", "0"), "--watch: '0' is shorter than a millisecond"),

@@ -47,7 +47,7 @@ def test_a_context_is_added_used_shown_and_removed(kvctl: Any, path: Path, fleet
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "no context is in use" in kvctl("context", "show").err
     names = kvctl("-c", "decoders", "agents", "--columns", "agent").out
-    assert names.split() == ["agent", "decode-0", "decode-1"]
+    assert names.split() == ["AGENT", "decode-0", "decode-1"]
     assert kvctl("context", "use", "decoders").code == 0
     assert kvctl("agents", "--columns", "agent").out == names
     assert rows(kvctl, "show")["decoders"] | {"endpoint": None} == {

@@ -47,8 +47,8 @@ def sound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_page(width: int, host: None, fleet: Any, kvctl: Any, golden: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_the_page(width: int, host: None, fleet: Any, kvctl: Any, golden: Any, terminal: Any) -> None:
+    terminal(width)
     outcome = kvctl("doctor", "-o", "table")
     assert (outcome.code, outcome.err) == (1, "")
     golden(f"doctor-{width}.txt", outcome.out)
@@ -116,7 +116,7 @@ def test_what_makes_no_sense_is_refused(args: tuple[str, ...], kvctl: Any) -> No
     assert kvctl("doctor", *args).code == 2
 
 
-@pytest.mark.parametrize("form", ["plain", "csv", "jsonl", "wide"])
+@pytest.mark.parametrize("form", ["tsv", "csv", "jsonl", "wide"])
 def test_other_forms(form: str, host: None, fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("doctor", "-o", form)
     assert outcome.code == 1

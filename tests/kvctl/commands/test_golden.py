@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import click
 import pytest
+import yaml
 
 from kvctl.commands.registry import COMMANDS as TOP
 from kvctl.commands.registry import load
@@ -56,10 +58,18 @@ NOT_HERE = {
     ("config", "set"),
     ("peers", "probe"),
 }
-SUFFIXES = {"wide": "-wide.txt", "plain": ".tsv", "json": ".json", "jsonl": ".jsonl", "csv": ".csv"}
+SUFFIXES = {
+    "table": "-pipe.txt",
+    "wide": "-wide.txt",
+    "tsv": ".tsv",
+    "json": ".json",
+    "jsonl": ".jsonl",
+    "csv": ".csv",
+    "yaml": ".yaml",
+}
 # The bound of a clock, in the table of a room's ranks and in its JSON.
 _MEASURED = re.compile(r" +\d[\d.]* [µm]s$", re.MULTILINE)
-_CLOCK = re.compile(r'("(?:generated_at_ns|offset_ns|error_ns|clock_offset_ns|clock_error_ns)": ?)-?\d+')
+_CLOCK = re.compile(r'("?\b(?:generated_at_ns|offset_ns|error_ns|clock_offset_ns|clock_error_ns)"?: ?)-?\d+')
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +96,7 @@ def printed(name: str, outcome: Any) -> str:
         text = head + middle + _MEASURED.sub("  (measured)", ranks) + gap + tail
     if name != "peers":
         text = _CLOCK.sub(r"\g<1>0", text)
-    return re.sub(r'"generated_at_ns": ?\d+', '"generated_at_ns": 0', text)
+    return re.sub(r'("?generated_at_ns"?: ?)\d+', r"\g<1>0", text)
 
 
 @pytest.fixture
@@ -97,14 +107,14 @@ def context(kvctl: Any) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_tables(name: str, fleet: Any, context: None, kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables(name: str, fleet: Any, context: None, kvctl: Any, terminal: Any) -> None:
     for width in (80, 120):
-        monkeypatch.setenv("COLUMNS", str(width))
+        terminal(width)
         check(f"{name}-{width}.txt", printed(name, kvctl(*COMMANDS[name], "-o", "table")))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_formats_for_programs_and_wide_windows(name: str, fleet: Any, context: None, kvctl: Any) -> None:
+def test_formats_in_a_pipe(name: str, fleet: Any, context: None, kvctl: Any) -> None:
     for output, suffix in SUFFIXES.items():
         check(f"{name}{suffix}", printed(name, kvctl(*COMMANDS[name], "-o", output)))
 
@@ -138,3 +148,20 @@ def test_no_view_is_forgotten() -> None:
         assert command is not None
         for path, leaf in leaves(command, (name,)):
             assert getattr(leaf, "view", None) is None or path in listed or path[:1] in NOT_HERE, path
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_pipe_gets_what_a_very_wide_terminal_shows(
+    name: str, fleet: Any, context: None, kvctl: Any, terminal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")  # pictures have to have some width; tables do not
+    piped = printed(name, kvctl(*COMMANDS[name]))
+    assert "at this width" not in piped
+    terminal(400)
+    assert piped == printed(name, kvctl(*COMMANDS[name]))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_yaml_says_what_json_says(name: str, fleet: Any, context: None, kvctl: Any) -> None:
+    in_yaml, in_json = (printed(name, kvctl(*COMMANDS[name], "-o", output)) for output in ("yaml", "json"))
+    assert yaml.safe_load(in_yaml) == json.loads(in_json)

@@ -34,16 +34,16 @@ def mutes_file() -> Path:
     ],
 )
 def test_tables(
-    name: str, args: tuple[str, ...], width: int, fleet: Any, kvctl: Any, golden: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, args: tuple[str, ...], width: int, fleet: Any, kvctl: Any, golden: Any, terminal: Any
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+    terminal(width)
     outcome = kvctl(*args, "-o", "table")
     assert (outcome.code, outcome.err) == (0 if args[-1] in {"codes", "ring_full"} else 1, "")
     golden(f"{name}-{width}.txt", outcome.out)
 
 
 def test_tsv(fleet: Any, kvctl: Any, golden: Any) -> None:
-    outcome = kvctl("health")
+    outcome = kvctl("health", "-o", "tsv")
     assert (outcome.code, outcome.err) == (1, "")
     golden("health.tsv", outcome.out)
 
@@ -134,7 +134,7 @@ class TestMutes:
     def test_the_list(self, fleet: Any, kvctl: Any) -> None:
         kvctl("health", "mute", "KV_RING_FULL:decode-1", "1h", "--reason", "ticket 17")
         kvctl("health", "mute", "KV_FLEET_YOUNG", "1d")
-        assert kvctl("health", "mutes", "--columns", "target,until_worse,reason").out == (
+        assert kvctl("health", "mutes", "--columns", "target,until_worse,reason", "-o", "tsv").out == (
             "target\tuntil_worse\treason\n"
             "KV_RING_FULL:decode-1\t1 critical, weight 2.52e+07\tticket 17\n"
             "KV_FLEET_YOUNG\t1 info, weight 1\t\n"

@@ -16,6 +16,7 @@ import pytest
 
 from kvctl.commands.registry import COMMANDS as COMMANDS_BY_NAME
 from kvctl.commands.registry import SECTIONS
+from kvctl.commands.settings import OUTPUTS
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.errors import AdminError
 
@@ -85,10 +86,11 @@ def test_json_goes_to_jq_and_tables_to_grep(shell: Shell, fleet: Any, canned: An
     assert done.stdout.split() == [canned.ROOM, "7"]
     done = shell("kvctl rooms | grep -c WaitingForInput")
     assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
-    assert shell("kvctl rooms | awk -F'\\t' 'NR > 1 {print $4}' | sort -u").stdout.split() == [
-        "Transferring",
-        "WaitingForInput",
-    ]
+    for line in (
+        "kvctl rooms | awk -F '  +' 'NR > 1 {print $4}' | sort -u",
+        "kvctl rooms -o tsv | cut -f 4 | tail -n +2 | sort -u",
+    ):
+        assert shell(line).stdout.split() == ["Transferring", "WaitingForInput"]
 
 
 def test_no_colour_without_being_asked_for_it(shell: Shell, fleet: Any) -> None:
@@ -103,7 +105,7 @@ def test_no_colour_without_being_asked_for_it(shell: Shell, fleet: Any) -> None:
 def test_from_cron_there_is_no_home_and_no_terminal(shell: Shell, fleet: Any) -> None:
     directory = os.environ["KVCTL_SOCKET_DIR"]
     bare = f"env -i PATH=/usr/bin:/bin KVCTL_SOCKET_DIR={directory} KVCTL_TIMEOUT={PATIENCE} {sys.executable} -m kvctl"
-    done = shell(f"cd {Path(__file__).parents[3]}; {bare} agents --columns agent,state < /dev/null")
+    done = shell(f"cd {Path(__file__).parents[3]}; {bare} agents -o tsv --columns agent,state < /dev/null")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\tok\n") == 4
     done = shell(f"cd {Path(__file__).parents[3]}; {bare} check all < /dev/null; echo $?")
@@ -118,7 +120,7 @@ def test_two_agents_of_one_name_are_refused_and_the_first_is_unharmed(shell: She
         second.start()
     second.close()
     done = shell("kvctl agents --columns agent,state")
-    assert (done.returncode, done.stdout) == (0, "agent\tstate\ndecode-0\tok\n")
+    assert (done.returncode, done.stdout) == (0, "AGENT     STATE\ndecode-0  ok\n")
 
 
 def test_an_agent_of_another_version_is_named_and_the_others_answer(shell: Shell, start: Any) -> None:
@@ -126,10 +128,10 @@ def test_an_agent_of_another_version_is_named_and_the_others_answer(shell: Shell
     start("decode-1", version="9.9.9")
     start("newer", protocol=[2, 3])
     done = shell("kvctl status --columns agent")
-    assert (done.returncode, done.stdout) == (7, "agent\ndecode-0\ndecode-1\n")
+    assert (done.returncode, done.stdout) == (7, "AGENT\ndecode-0\ndecode-1\n")
     assert "newer: serves admin protocol 2 to 3, this kvctl speaks 1 to 1: update kvctl" in done.stderr
     done = shell("kvctl version --agents --columns component,version")
-    assert "decode-1\t9.9.9\n" in done.stdout
+    assert "decode-1   9.9.9\n" in done.stdout
     assert shell("kvctl -e newer status").returncode == 6
 
 
@@ -157,8 +159,7 @@ COMMANDS = (
     "staging map", "layers", "peers", "peers matrix", "peers diff prefill-0 decode-0", "bootstrap", "metrics", "events",
     "stacks", "config show", "config show --origin", "config explain workers", "context ls", "version --agents",
 )  # fmt: skip
-FORMATS = ("table", "wide", "plain", "json", "jsonl", "csv")
-CASES = [(command, FORMATS[number % len(FORMATS)]) for number, command in enumerate(COMMANDS)]
+CASES = [(command, OUTPUTS[number % len(OUTPUTS)]) for number, command in enumerate(COMMANDS)]
 # One interpreter, a child process for each line of its input: they start quicker so, and end as `kvctl` does.
 CHILDREN = """
 import os, sys

@@ -21,7 +21,7 @@ def user_file(surroundings: None) -> Path:
 
 def test_defaults(surroundings: None) -> None:
     settings = resolve({})
-    assert (settings.output, settings.timeout_ns, settings.watch_ns) == (None, 2_000_000_000, None)
+    assert (settings.output, settings.timeout_ns, settings.watch_ns) == ("table", 2_000_000_000, None)
     assert (settings.endpoints, settings.labels, settings.color) == ((), {}, "auto")
 
 
@@ -40,8 +40,8 @@ def test_flags_beat_environment_beats_file(user_file: Path, monkeypatch: pytest.
 
 
 def test_a_wrong_value_names_its_source(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    user_file.write_text('output = "yaml"\n')
-    with pytest.raises(click.UsageError, match=r"output in .*config\.toml: 'yaml' is not one of"):
+    user_file.write_text('output = "xml"\n')
+    with pytest.raises(click.UsageError, match=r"output in .*config\.toml: 'xml' is not one of"):
         resolve({})
     monkeypatch.setenv("KVCTL_OUTPUT", "xml")
     with pytest.raises(click.UsageError, match=r"KVCTL_OUTPUT \(environment\): 'xml'"):
@@ -127,7 +127,7 @@ def test_the_project_ends_at_the_root_of_its_repository(
     (tmp_path / "plain").mkdir()
     for directory in ("repository", "plain"):
         monkeypatch.chdir(tmp_path / directory)
-        assert resolve({}).output is None
+        assert resolve({}).output == "table"
     monkeypatch.chdir(tmp_path)
     assert resolve({}).output == "csv"
 

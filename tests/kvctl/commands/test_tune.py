@@ -53,7 +53,7 @@ def test_advice_from_a_real_probe_confirmed_by_the_bench(kvctl: Any) -> None:
 
 def test_every_way_to_share_the_sending_is_considered(kvctl: Any) -> None:
     outcome = kvctl(
-        "tune", *SMALL, "--transport", "loopback", "--prefill-cp", "2", "--page-sizes", "16", "-o", "plain",
+        "tune", *SMALL, "--transport", "loopback", "--prefill-cp", "2", "--page-sizes", "16", "-o", "tsv",
         "--columns", "path,cp_mode", "-q",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err

@@ -7,11 +7,12 @@ import io
 import json
 from typing import Any
 
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.client.faults import Fault
-from kvctl.views.data import comma_separated, json_document, tsv
+from kvctl.views.data import comma_separated, json_document, tsv, yaml_document
 from kvctl.views.events import EVENTS
 from kvctl.views.metrics import exposition, sample_rows
 from kvctl.views.printable import printable_lines
@@ -52,6 +53,42 @@ def test_the_envelope_names_schema_time_data_and_errors() -> None:
         "data": [{"room": "1"}],
         "errors": [{"agent": "a", "code": "timeout", "message": "m"}],
     }
+
+
+ANY_DATA = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | ANY_TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(ANY_DATA)
+def test_json_and_yaml_read_back_and_are_printable(data: Any) -> None:
+    in_json = json_document(ROOMS, [data], [], 7, indent=True)
+    in_yaml = yaml_document(ROOMS, [data], [], 7)
+    assert json.loads(in_json) == yaml.safe_load(in_yaml)
+    assert json.loads(in_json)["data"] == [data]
+    assert all(each.isprintable() or each == "\n" for each in in_json + in_yaml)
+
+
+def test_yaml_quotes_what_some_readers_would_take_for_a_number() -> None:
+    for text in ("12e4", "0o17", "1_000", "1:30", ".5", "+1", "-", "18446744073709551615"):
+        assert f'id: "{text}"\n' in yaml_document(ROOMS, [{"id": text}], [], 7)
+
+
+def test_prometheus_names_cannot_add_lines() -> None:
+    family = {
+        "name": "a 1\nb",
+        "kind": "gauge\nx 1",
+        "unit": "",
+        "help": "h\x1b",
+        "samples": [{"labels": {'k"} 1\n': 'v\x9b\n"'}, "value": 1}],
+    }
+    assert exposition(sample_rows("agent\x1b", [family])).splitlines() == [
+        "# HELP a_1_b h\ufffd",
+        "# TYPE a_1_b gauge x 1",
+        'a_1_b{agent="agent\ufffd",k___1_="v\ufffd\\n\\""} 1',
+    ]
 
 
 def test_prometheus_text_groups_families_and_escapes(canned: Any) -> None:

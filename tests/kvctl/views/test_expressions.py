@@ -48,6 +48,13 @@ def passes(expression: str, row: Any, view: Any = ROOMS) -> bool:
         ("latency!=-", False),
         ("latency!=5s", True),
         ("age=-", False),
+        ("AGE_NS>5000000000", True),
+        ("FOR<3s", True),
+        ("for_ns<3000000000", True),
+        ("Waits For=prefill-1", True),
+        ("waits-for=prefill-1", True),
+        ("coverage.landed=48", True),
+        ("CELLS=32/64", True),
     ],
 )
 def test_a_filter_means_what_it_says(canned: Any, expression: str, expected: bool) -> None:
@@ -71,7 +78,10 @@ def test_ratios_compare_as_shares_and_as_percent(canned: Any) -> None:
         ("bytes>1 parsec", "not a size"),
         ("parked>few", "not a number"),
         ("agee>5s", "did you mean age"),
-        ("__class__=x", "not COLUMN OPERATOR VALUE"),
+        ("__class__=x", "no column '__class__'"),
+        ("opned>5s", "did you mean opened_at"),
+        ("waits fr=x", "did you mean missing"),
+        ("latncy_ns>5", "did you mean latency"),
     ],
 )
 def test_what_is_wrong_is_said(expression: str, words: str) -> None:

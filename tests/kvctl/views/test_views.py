@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+import kvctl.bench
 import kvctl.views
 from kvctl.views.bars import STAGE_GLYPHS
 from kvctl.views.events import EVENTS
 from kvctl.views.layers import LAYERS
 from kvctl.views.peers import PEERS
 from kvctl.views.rooms import ROOMS
+from kvctl.views.selection import select
 from kvctl.views.staging import STAGING
 from kvctl.views.status import STATUS
 from kvctl.views.view import View
@@ -22,10 +24,11 @@ from kvctl_agent.contract.states import STAGES
 
 
 def all_views() -> Iterator[View]:
-    for info in pkgutil.iter_modules(kvctl.views.__path__):
-        for value in vars(importlib.import_module(f"kvctl.views.{info.name}")).values():
-            if isinstance(value, View):
-                yield value
+    for package in (kvctl.views, kvctl.bench):
+        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            for value in vars(importlib.import_module(info.name)).values():
+                if isinstance(value, View):
+                    yield value
 
 
 VIEWS = sorted({view.name: view for view in all_views()}.values(), key=lambda view: view.name)
@@ -33,10 +36,21 @@ VIEWS = sorted({view.name: view for view in all_views()}.values(), key=lambda vi
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
 def test_names_are_unique_and_sorts_exist(view: View) -> None:
-    spellings = [spelling for column in view.columns for spelling in {column.name, column.machine}]
-    assert len(spellings) == len(set(spellings))
+    spellings = [spelling for column in view.columns for spelling in column.spellings]
+    assert sorted(spellings) == sorted(set(spellings))
     assert all(view.column(name.removeprefix("-")) for name in view.sort)
     assert view.schema == f"kvctl.{view.name}/1"
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
+def test_what_is_printed_may_be_typed(view: View) -> None:
+    for column in view.columns:
+        json_name = [column.path] if isinstance(column.path, str) and column.path else []
+        for name in (column.title, column.title.lower(), column.name, column.machine, *json_name):
+            selection = select(view, name, f"-{name}", [f"{name} = -"])
+            assert selection.columns == (column,), name
+            assert [(column, True)] == [*selection.order]
+            assert selection.filters[0].column is column
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
