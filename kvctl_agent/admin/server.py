@@ -24,6 +24,7 @@ from kvctl_agent.admin.stacks import stacks
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
 from kvctl_agent.contract.snapshots import CommandInfo, Hello
+from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import AdminError, DeadlineExceeded, RequestRefused
 from kvctl_agent.security.gatekeeper import Gatekeeper
 from kvctl_agent.security.strangers import Strangers
@@ -262,13 +263,15 @@ class AdminServer:
 
     def _refused(self, refusal: RequestRefused) -> bytes:
         # Errors of the operating system carry file names, which may not be text.
-        message = str(refusal).encode("utf-8", "backslashreplace").decode()
-        error = {"code": str(refusal.code), "message": message}
+        error = {"code": str(refusal.code), "message": encodable(str(refusal))}
         return self._envelope(self._clock.now_ns(), {"ok": False, "error": error})
 
     def _envelope(self, moment_ns: int, content: dict[str, Any]) -> bytes:
         generated = {"generated_at_ns": self._clock.wall_ns(moment_ns), "sequence": self._sequence + 1}
-        reply = orjson.dumps({**content, **generated})
+        try:
+            reply = orjson.dumps({**content, **generated})
+        except TypeError:  # text that UTF-8 does not have: file names in errors and settings, what an engine raised
+            reply = orjson.dumps(_encodable({**content, **generated}))
         self._sequence += 1
         return reply
 
@@ -281,6 +284,18 @@ class AdminServer:
         hello["level"] = self._asking.label
         hello["capabilities"] = sorted(self._commands)
         return hello
+
+
+def _encodable(value: Any) -> Any:
+    """The same answer with lone surrogates escaped in all of its text."""
+    match value:
+        case str():
+            return encodable(value)
+        case dict():
+            return {_encodable(key): _encodable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_encodable(each) for each in value]
+    return value
 
 
 def command_list(commands: Iterable[Command] = COMMANDS) -> list[CommandInfo]:

@@ -74,6 +74,13 @@ class DecodeRooms(Machine):
         super().on_retime(event)
         self._graves.keep_for(event.bootstrap_ns)
 
+    def on_unsendable(self, event: ev.Unsendable) -> None:
+        """Resending would not help, so the room fails instead of waiting for its deadline."""
+        peer = self.peers.get(event.peer)
+        found = self._find(peer, event.room, event.nonce) if peer is not None else None
+        if found is not None:
+            self._fail(found[0], self.failure("MESSAGE_UNSENDABLE", event.text))
+
     def watermark(self) -> list[int]:
         position = self.book.ring.watermark
         return [position.round, position.tail, self.book.ring.sequence]

@@ -61,6 +61,15 @@ class PeerUnusable(Event, frozen=True):
     text: str
 
 
+class Unsendable(Event, frozen=True):
+    """A control message of this room to this peer can never be sent: it cannot be encoded, or no frame can hold it."""
+
+    peer: str
+    room: int
+    nonce: int
+    text: str
+
+
 class PeerDead(Event, frozen=True):
     """Proof, not suspicion: that process has ended."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.contract.values import encodable
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.local import Local, Timing
@@ -208,7 +209,7 @@ class Machine:
             "rank": self.local.name,
             "code": code,
             "at_ns": self.telemetry.clock.wall_ns(self.now_ns),
-            "text": text[: msg.MAX_TEXT],
+            "text": encodable(text)[: msg.MAX_TEXT],
         }
 
 

@@ -84,6 +84,8 @@ class PrefillMachine(PrefillOpenings):
             room.since_ns = self.now_ns
         else:
             self._take_pages(room, event)
+            if room.failure is None:
+                self._progress(room)
 
     def _take_pages(self, room: SendRoom, event: ev.SendPages) -> None:
         if room.failure is not None:

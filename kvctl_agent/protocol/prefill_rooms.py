@@ -92,6 +92,13 @@ class PrefillRooms(Machine):
         self._graves.keep_for(event.bootstrap_ns)
         self._deadlines_due_ns = 0
 
+    def on_unsendable(self, event: ev.Unsendable) -> None:
+        """Resending would not help, so the room fails instead of waiting for its deadline."""
+        peer = self.peers.get(event.peer)
+        found = self._find(peer, event.room, event.nonce) if peer is not None else None
+        if found is not None:
+            self._fail(found[0], self.failure("MESSAGE_UNSENDABLE", event.text))
+
     def _new_room(self, number: int) -> SendRoom:
         self._ended.pop(number, None)
         record = self.telemetry.rooms.open(number, 0)
@@ -316,16 +323,20 @@ class PrefillRooms(Machine):
             self._settle(room)
             return
         if room.sent and not room.released:
-            room.released = True
-            room.record.event("sent", self.now_ns)
-            self._tell_overlap(room)
+            self._release(room)
             for leg in room.legs.values():
                 leg.resend_ns = self.now_ns + 2 * self.timing.resend_ns  # ask then how the room has ended
-            if room.claimed:
-                self.act(ev.Released(room.room))
         if room.done and (room.released or not room.claimed):
             self._state(room, RoomState.SUCCESS)
             self._bury(room)
+
+    def _release(self, room: SendRoom) -> None:
+        """Nothing of it will be read again."""
+        room.released = True
+        room.record.event("sent", self.now_ns)
+        self._tell_overlap(room)
+        if room.claimed:
+            self.act(ev.Released(room.room))
 
     def _tell_overlap(self, room: SendRoom) -> None:
         begun, done = room.record.forward_begun_at, room.record.forward_done_at
@@ -405,6 +416,13 @@ class PrefillRooms(Machine):
             opened = f"{len(room.legs)} of {room.expected or '?'} decode ranks opened it"
             self._fail(room, self.failure("KV_ROOM_STUCK_BOOTSTRAP", f"{stuck}: {opened}"))
         elif room.state is not RoomState.BOOTSTRAPPING and waited > self.timing.waiting_ns:
+            if room.done and room.drained:
+                # The decode ranks have all that they wanted: failing now would end the room in two ways.
+                text = f"room {room.room} is received by every decode rank, but for {waited / 1e9:.1f} s"
+                self.note("room-unfinished", f"{text} {self._missing(room)}", "warning", room=room.room)
+                self._release(room)
+                self._progress(room)
+                return
             self._fail(room, self.failure("KV_ROOM_STUCK_TRANSFER", f"{stuck}: {self._missing(room)}"))
 
     def _check_drained(self, room: SendRoom) -> None:
@@ -431,7 +449,7 @@ class PrefillRooms(Machine):
                 if part.state is not PartState.SENT:
                     return f"{part.key} to {leg.peer} waits for {self._waits_for(leg, part)}"
         if not room.finished:
-            return "the engine did not finish it"
+            return "finish() was not called"
         for leg in room.legs.values():
             for final in leg.finals.values():
                 if final.state is not PartState.SENT:

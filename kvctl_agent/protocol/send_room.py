@@ -266,7 +266,8 @@ class SendRoom:
 
     @property
     def sent(self) -> bool:
-        return self.opened and self.finished and all(leg.sent for leg in self.legs.values())
+        """Nothing of it will be read again: all pages are given and sent, and the final parts that anybody wants."""
+        return self.opened and self.ledger.complete and all(leg.sent for leg in self.legs.values())
 
     @property
     def done(self) -> bool:

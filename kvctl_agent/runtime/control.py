@@ -169,6 +169,8 @@ class ControlLoop:
             self._check_liveness(now)
             self._feed(ev.Tick())
         self._links.flush()
+        for unsendable in self._links.take_unsendable():
+            self._feed(unsendable)
         self._hands.turned()
 
     def _pause(self) -> None:

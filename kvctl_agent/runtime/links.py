@@ -13,9 +13,10 @@ from collections.abc import Container, Iterator
 import zmq
 
 from kvctl_agent.contract.keys import KeyPair
+from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import codec
-from kvctl_agent.protocol.events import Received
+from kvctl_agent.protocol.events import Received, Unsendable
 from kvctl_agent.protocol.messages import Ack, Message, PartAck, RoomDone
 from kvctl_agent.runtime import endpoints
 from kvctl_agent.telemetry.hub import Telemetry
@@ -56,6 +57,7 @@ class Links:
         self._patient: dict[str, list[Message]] = {}
         self._patient_due_ns: int | None = None
         self._logged: dict[str, int] = {}
+        self._unsendable: list[Unsendable] = []
         self._unsent: dict[str, int] = {}  # messages that found no place in a peer's socket, since they last did
 
     def serve(self, endpoint: str) -> str:
@@ -147,20 +149,36 @@ class Links:
             self._send(peer, messages)
 
     def _send(self, peer: str, messages: list[Message]) -> None:
-        frame = codec.encode(self._incarnation, messages)
-        if len(frame) > codec.MAX_FRAME_BYTES or len(messages) > codec.MAX_MESSAGES:
-            # The peer's socket would hang up, and everything else that is on its way would be lost with this frame.
-            if len(messages) == 1:
-                self._telemetry.metrics.add("kvctl_control_dropped_total", 1, "oversize")
-                self._log(
-                    peer, f"to {peer}: {type(messages[0]).__name__} of {len(frame)} bytes is too large to be sent"
-                )
+        try:
+            frame = codec.encode(self._incarnation, messages)
+        except Exception as error:  # a bug: what engines hand over is checked, so that it can be encoded
+            reason, why = "unencodable", f"cannot be encoded: {error}"
+        else:
+            if len(frame) <= codec.MAX_FRAME_BYTES and len(messages) <= codec.MAX_MESSAGES:
+                self._put(peer, frame, len(messages))
                 return
+            # The peer's socket would hang up, and everything else that is on its way would be lost with this frame.
+            reason, why = "oversize", f"of {len(frame)} bytes is too large to be sent"
+        if len(messages) > 1:
             half = len(messages) // 2
             self._send(peer, messages[:half])
             self._send(peer, messages[half:])
-            return
-        self._put(peer, frame, len(messages))
+        else:
+            self._drop(peer, messages[0], reason, f"to {peer}: {type(messages[0]).__name__} {why}")
+
+    def _drop(self, peer: str, message: Message, reason: str, text: str) -> None:
+        """A message that can never be sent costs itself; its room is to fail."""
+        self._telemetry.metrics.add("kvctl_control_dropped_total", 1, reason)
+        text = encodable(text)
+        self._log(peer, text)
+        room, nonce = getattr(message, "room", None), getattr(message, "nonce", None)
+        if room is not None and nonce is not None:
+            self._unsendable.append(Unsendable(peer, room, nonce, text))
+
+    def take_unsendable(self) -> list[Unsendable]:
+        """Messages of rooms that were dropped since the last call, because they can never be sent."""
+        taken, self._unsendable = self._unsendable, []
+        return taken
 
     def _put(self, peer: str, frame: bytes, messages: int) -> None:
         """Hand a frame that carries so many messages to the socket."""

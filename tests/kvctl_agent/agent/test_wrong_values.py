@@ -18,7 +18,9 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, KvctlError, LayoutError, LocalProtocolError
 from kvctl_agent.layout.grouping import ForwardInfo
 from kvctl_agent.layout.side import Side
+from kvctl_agent.protocol import events as ev
 from kvctl_agent.rank import Rank
+from kvctl_agent.runtime.handles import Receive
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["nixl", "loopback"])
 SURROGATE = "client said \ud800"
@@ -183,6 +185,42 @@ def test_a_handle_of_a_room_that_has_ended_says_nothing_to_the_next_one_of_its_n
     send.pages([1], last=True)
     send.finish()
     assert (receive.wait(60), send.wait(60)) == (RoomState.SUCCESS, RoomState.SUCCESS), receive.error
+
+
+@TRANSPORTS
+def test_a_prefill_engine_that_never_calls_finish(make_fleet: Any, transport: str) -> None:
+    """Decode had all that it wanted and succeeded, while the prefill rank kept its pages and then failed."""
+    fleet = make_fleet(transport, prefill=(1, 1)).start()
+    room = fleet.claim(fleet.receive(fleet.room(1, 3)))
+    room.sends[0].pages(room.src, last=True)
+    assert room.wait() == {RoomState.SUCCESS}, room.errors()
+    assert room.sends[0].sent
+    room.sends[0].finish(aux_index=1)
+    fleet.expect(room)
+    fleet.check()
+    fleet.settle()
+    assert fleet.errors() == []
+
+
+@TRANSPORTS
+def test_a_message_that_cannot_be_encoded_fails_its_room_alone(make_fleet: Any, transport: str) -> None:
+    """What the checks of the public API do not know of: a bug."""
+    fleet = make_fleet(transport, prefill=(1, 1)).start()
+    decode = fleet.decode[0]
+    receive = decode.receive(1, [1])
+    innocent = fleet.claim(fleet.receive(fleet.room(3, 2)))
+    bad = Receive(2, decode._mailbox.put)
+    decode._desk.add(bad)
+    decode._mailbox.put(ev.OpenRoom(2, 5, np.array([9], np.int32), 0, 1, np.int64(1), fleet.bootstrap))
+    fleet.feed(innocent)
+    assert innocent.wait() == {RoomState.SUCCESS}, innocent.errors()
+    assert bad.wait(60) is RoomState.FAILED
+    assert bad.released
+    assert bad.error is not None
+    assert (bad.error["rank"], bad.error["code"]) == ("decode-0", "MESSAGE_UNSENDABLE")
+    assert bad.error["text"].startswith("to prefill-0: RoomOpen cannot be encoded")
+    receive.abort("test is over")
+    assert receive.wait(60) is RoomState.FAILED
 
 
 RECEIVE = ["room", "pages", "prefill", "prefix_tokens", "aux_index", "state_indices", "prefill_only", "fake"]

@@ -274,7 +274,7 @@ class TestDeadlines:
         world.source.update({("prefill-0", page): (7, page) for page in range(2)})
         world.feed("prefill-0", ev.SendPages(7, np.arange(2, dtype=np.int32), True, 1))
         text = self.failure(world, TIMING.waiting_ns)
-        assert "the aux row of prefill-0 did not arrive" in text or "the engine did not finish it" in text
+        assert "the aux row of prefill-0 did not arrive" in text or "finish() was not called" in text
 
     def test_an_engine_that_does_not_finish_one_of_two_ranks(self) -> None:
         """Not "no RoomDone": the decode side cannot say so before the aux row is there."""
@@ -291,7 +291,7 @@ class TestDeadlines:
         world.settle(ticks=130)
         failure = world.sent_failures["prefill-0", 7]
         assert failure["rank"] == "prefill-0"
-        assert failure["text"].endswith("the engine did not finish it")
+        assert failure["text"].endswith("finish() was not called")
 
     def test_a_room_that_moves_on_meets_no_deadline(self) -> None:
         world = World(Side(), Side(), chunk_pages=1, ring=64)

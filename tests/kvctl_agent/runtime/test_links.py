@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 
@@ -219,6 +220,43 @@ def test_a_message_that_no_frame_can_hold_is_counted_and_spoils_no_other(
     client.flush()
     assert [received.message for received in receive(server, 2, 10)] == [drained(1), drained(3)]
     assert dropped(telemetry, "oversize") == 1
+
+
+@pytest.mark.parametrize("wrong", [np.int64(2), 1.5j, 1 << 64, "\ud800"], ids=repr)
+def test_a_message_that_cannot_be_encoded_costs_itself(
+    make: Callable[..., Links], served: tuple[Links, str], telemetry: Telemetry, wrong: Any
+) -> None:
+    """It cost every message of its frame, and of the frames to other peers that were to follow."""
+    server, endpoint = served
+    client = make("decode-0")
+    client.connect("prefill-0", endpoint)
+    for room in (1, 2, wrong, 4, 5):
+        client.queue("prefill-0", drained(room))
+    client.flush()
+    assert [received.message.room for received in receive(server, 4, 10)] == [1, 2, 4, 5]
+    assert dropped(telemetry, "unencodable") == 1
+    assert [event.room for event in client.take_unsendable()] == [wrong]
+    client.queue("prefill-0", drained(wrong))
+    client.flush()
+    assert dropped(telemetry, "unencodable") == 2
+    (entry,) = telemetry.recorder.since(None, 10)["events"]  # one entry a minute and peer
+    assert entry["text"].startswith("to prefill-0: RoomDrained cannot be encoded: ")
+    assert entry["text"].encode()
+
+
+def test_rooms_are_told_of_the_messages_that_can_never_be_sent(
+    make: Callable[..., Links], served: tuple[Links, str]
+) -> None:
+    client = make("decode-0")
+    client.connect("prefill-0", served[1])
+    client.queue("prefill-0", opening(codec.MAX_FRAME_BYTES + 4, 2))
+    client.queue("prefill-0", msg.Watermark(1.5j, 0, 0))  # of no room
+    client.flush()
+    (event,) = client.take_unsendable()
+    assert (event.peer, event.room, event.nonce) == ("prefill-0", 2, 1)
+    assert event.text.startswith("to prefill-0: RoomOpen of ")
+    assert event.text.endswith(" bytes is too large to be sent")
+    assert client.take_unsendable() == []
 
 
 def test_a_frame_above_the_limit_never_reaches_the_loop(zmq_context: Context, served: tuple[Links, str]) -> None:
