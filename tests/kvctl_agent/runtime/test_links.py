@@ -233,7 +233,8 @@ def test_a_message_that_cannot_be_encoded_costs_itself(
     for room in (1, 2, wrong, 4, 5):
         client.queue("prefill-0", drained(room))
     client.flush()
-    assert [received.message.room for received in receive(server, 4, 10)] == [1, 2, 4, 5]
+    got: list[Any] = [received.message for received in receive(server, 4, 10)]
+    assert [message.room for message in got] == [1, 2, 4, 5]
     assert dropped(telemetry, "unencodable") == 1
     assert [event.room for event in client.take_unsendable()] == [wrong]
     client.queue("prefill-0", drained(wrong))
