@@ -48,6 +48,11 @@ class _Record:
         self.forward_begun_at: int | None = None
         self.forward_done_at: int | None = None
 
+    @property
+    def nonces(self) -> list[int]:
+        """Shown to people; what is appended is no part of the state."""
+        return []
+
     def _nothing(self, *args: object, **kwargs: object) -> None:
         pass
 
