@@ -110,7 +110,7 @@ AGENTS_SHEET = Sheet(
     STATUS,
     key=lambda row: row["name"],
     agent=lambda row: str(row["name"]),
-    faulty=lambda row: bool(row.get("health")) or bool(row["waiting_for"]),
+    faulty=lambda row: bool(row.get("health") or row["waiting_for"] or row.get("draining")),
 )
 HEALTH_SHEET = Sheet(
     HEALTH, key=lambda row: (row["code"], row["subject"]), agent=lambda row: "", faulty=lambda row: True

@@ -45,7 +45,9 @@ def _of_silent(snapshot: Snapshot, name: str, told: list[Silence], failed: int) 
     severity = Severity.CRITICAL if lost and not closed and (needed or recent) else Severity.WARNING
     cause, remedy = _words(snapshot, name, told, lost, closed, silent_ns)
     if lost and needed:
-        cause += f"; {listed(sorted(one.agent for one in lost if one.role == 'decode'))} can open no room there"
+        cause += (
+            f"; {listed(sorted(one.agent for one in lost if one.role == 'decode'))} can open no room of its instance"
+        )
     return Finding(
         code=_LOST_CODE,
         severity=severity,
@@ -80,21 +82,22 @@ def _words(
         )
     if error.endswith("has ended"):
         heard = "" if silent_ns is None else f", last heard {duration(silent_ns)} ago"
-        return f"{name} died: {error.rpartition(': ')[2]}, as {seen_by} saw{heard}", (
+        return f"{name} died: {error.rpartition(': ')[2]}{heard}; {seen_by} lost it", (
             f"`kvctl peers` shows who lost it; start {name} again, and the others take it up by themselves; its own "
             "log tells why it died"
         )
     if name in snapshot.agents:
         agent = snapshot.agents[name]
-        return f"{seen_by} heard nothing of {name}{since}, and yet it answers kvctl: the way between them is cut", (
-            f"`kvctl peers -e {agent.name}` tells whom it hears; then look at the network between their hosts"
+        return (
+            f"{seen_by} heard nothing from {name}{since}, and yet it answers kvctl: the network between them is cut",
+            (f"`kvctl peers -e {agent.name}` tells whom it hears; then look at the network between their hosts"),
         )
     if name in mute_agents(snapshot):
-        return f"{seen_by} heard nothing of {name}{since}, nor does it answer kvctl: it is stopped or hangs", (
+        return f"{seen_by} heard nothing from {name}{since}, nor does it answer kvctl: it is stopped or hangs", (
             f"`kvctl agents` shows whether its process is stopped (then kill -CONT {process}); a process that runs and "
             "does not answer must be started again"
         )
-    return f"{seen_by} heard nothing of {name}{since}, and no agent of that name answers kvctl here", (
+    return f"{seen_by} heard nothing from {name}{since}, and no agent of that name answers kvctl here", (
         f"`kvctl agents` shows whether {name} runs; start it again, and the others take it up by themselves"
     )
 
@@ -126,7 +129,7 @@ def _came_back(snapshot: Snapshot, name: str, count: int) -> Finding:
         weight=count,
         evidence={"state": "back", "failed_rooms": count, "last_error": latest.text},
         cause=f"{counted(count, 'room')} failed when {name} was lost, last {duration(latest.ago_ns)} ago; "
-        "nobody misses it now",
+        "it is connected again",
         remedy=f"`kvctl events -e {latest.known_to[0]}` tells when it was lost and came back; its own log tells why",
     )
 

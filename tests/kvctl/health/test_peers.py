@@ -92,7 +92,7 @@ def test_rooms_that_failed_while_it_was_away():
         fleet.failed(["decode-0", "prefill-0"], room, "KV_PEER_LOST", "decode-0", DEAD)
     (found,) = fleet.find("KV_PEER_LOST")
     assert (found.subject, found.severity, found.weight) == ("prefill-1", Severity.WARNING, 2)
-    assert "nobody misses it now" in found.cause
+    assert "it is connected again" in found.cause
     fleet.hellos["decode-0"]["now_ns"] += 601 * S
     fleet.hellos["prefill-0"]["now_ns"] += 601 * S
     assert fleet.find("KV_PEER_LOST") == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import shlex
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +25,9 @@ from kvctl.health.host.view import HostView, LocalAgent, listener_pid
 from kvctl_agent.contract.version import VERSION
 
 INFINITE = resource.RLIM_INFINITY
+# That a host with such a device, package or limit has, and what shells have of their own.
+PROGRAMS = {"apt-get", "cat", "chmod", "echo", "ibstat", "modprobe", "mount", "namei", "pip", "ss", "sysctl", "ulimit"}
+PROGRAMS |= {"unset"}
 AGENTS = (LocalAgent("prefill-0", 10, 10), LocalAgent("decode-0", 11, 11))
 
 Host = Callable[..., HostView]
@@ -47,6 +52,8 @@ def host(tmp_path: Path) -> Host:
 
 def only(facts: Any, topic: str) -> Fact:
     (found,) = [fact for fact in facts if fact.topic == topic]
+    for command in re.findall("`([^`]+)`", found.remedy):
+        assert shlex.split(command)[0] in PROGRAMS, f"{found.remedy}: {command} is no command"
     return found
 
 
