@@ -173,6 +173,15 @@ def stuck_scatter(stage: Stage) -> Iterator[float]:
     yield _FOR_GOOD_S
 
 
+def draining(stage: Stage) -> Iterator[float]:
+    """An operator drained it and forgot the router, which still sends requests there."""
+    writer = stage.prefill[-1]
+    while not stage.drain(writer):
+        yield _BREATH_S
+    stage.say(f"{writer} was told to take no new rooms, and rooms come for its instance all the same")
+    yield _FOR_GOOD_S
+
+
 def gated_empty(stage: Stage) -> Iterator[float]:
     """Somebody frees by force what a writer that only slept still has, and the line keeps it from the writer.
 

@@ -104,7 +104,7 @@ SCENES: tuple[Scene, ...] = (
         "grant-loss",
         "A prefill rank gets no staging grants; all else arrives.",
         "KV_GRANT_UNANSWERED",
-        ("kvctl doctor", "kvctl staging", "kvctl peers"),
+        ("kvctl doctor", "kvctl staging", "kvctl rooms"),
         plays.grant_loss,
         config={"path": "staged"},
     ),
@@ -144,7 +144,7 @@ SCENES: tuple[Scene, ...] = (
         "gated-empty",
         "A region that a deaf writer waits for is freed by force.",
         "KV_RING_GATED_EMPTY",
-        ("kvctl doctor", "kvctl staging", "kvctl peers"),
+        ("kvctl doctor", "kvctl staging", "kvctl rooms"),
         plays.gated_empty,
         options={"prefill_tp": 1, "decode_dp": 1},
         config={"path": "staged", "waiting_timeout_s": 600.0},
@@ -155,6 +155,13 @@ SCENES: tuple[Scene, ...] = (
         "KV_FDS_LOW",
         ("kvctl doctor", "kvctl health"),
         plays.fd_low,
+    ),
+    Scene(
+        "draining",
+        "A prefill rank was told to take no new rooms; its router does not know.",
+        "KV_DRAINING",
+        ("kvctl status", "kvctl doctor", "kvctl agents"),
+        plays.draining,
     ),
 )
 

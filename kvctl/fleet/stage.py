@@ -57,6 +57,10 @@ class Stage:
         """What `kvctl staging release --force` does."""
         self._ask(rank, Call("release", {"serial": serial, "force": True}))
 
+    def drain(self, rank: str) -> bool:
+        """What `kvctl drain` does; False where the rank did not answer in time."""
+        return bool(self._ask(rank, Call("drain")))
+
     @staticmethod
     def _ask(rank: str, call: Call) -> list[Any]:
         """The rank's answer; none where it gives none in time."""

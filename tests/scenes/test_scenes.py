@@ -25,6 +25,7 @@ def test_every_scene_has_a_code_that_doctor_knows() -> None:
     assert {scene.code for scene in SCENES} <= CODES_BY_NAME.keys()
     tested = {"stuck-room", "pinned-ring", "dead-peer", "slow-layer", "corrupt", "compat", "bootstrap", "fd-low"}
     tested |= {"grant-loss", "gated-empty", "oversized-chunk", "plan-mismatch", "stuck-waiting", "stuck-scatter"}
+    tested |= {"draining"}
     assert tested == SCENES_BY_NAME.keys()
     assert all(scene.look[0].startswith("kvctl ") for scene in SCENES)
 
@@ -136,6 +137,19 @@ def test_a_rank_that_is_short_of_files(demo: Start) -> None:
     fleet.shows(found)
     after = json.loads(fleet.kvctl("status", "-e", "decode-1", "-o", "json").stdout)["data"][0]["process"]
     assert after["fds_limit"] == 4 * int(limit[1])
+
+
+def test_a_rank_that_was_drained_and_forgotten(demo: Start) -> None:
+    fleet = demo("--fault", "draining", "--transport", "loopback")
+    fleet.said("prefill-1 was told to take no new rooms")
+    found = fleet.diagnosed("KV_DRAINING")
+    assert (found["subject"], found["severity"]) == ("prefill-1", "warning")
+    assert "draining prefill-1 for" in fleet.kvctl("status", "-o", "table").stdout
+    agents = json.loads(fleet.kvctl("agents", "-o", "json").stdout)["data"]
+    assert {row["agent"]: row["state"] for row in agents if row["state"] != "ok"} == {"prefill-1": "draining"}
+    fleet.shows(found, "prefill-1", "accepting")
+    rows = json.loads(fleet.kvctl("doctor", "-o", "json").stdout)["data"]
+    assert "KV_DRAINING" not in {row["code"] for row in rows}
 
 
 def test_an_instance_of_which_a_rank_never_came(begun: Begun) -> None:
