@@ -75,6 +75,7 @@ class TestMetadata:
             "all-cpu",
             "prometheus",
             "otel",
+            "png",
         }
         assert set(EXTRAS) == promised
 

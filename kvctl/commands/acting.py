@@ -60,7 +60,9 @@ def act(
     """
     once_and_live(settings)
     if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise click.UsageError(f"{click.get_current_context().command_path} acts, and nobody can be asked: add --yes")
+        raise click.UsageError(
+            f"{click.get_current_context().command_path} asks for confirmation, which needs a terminal: add --yes"
+        )
     output = Output(settings)
     output.selection(DONE)
     with Fleet((*settings.endpoints, *names), settings.labels, settings.timeout_ns, settings.keys) as fleet:

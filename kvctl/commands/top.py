@@ -16,10 +16,11 @@ from kvctl.commands.settings import DEFAULT_TIMEOUT, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.expressions import ExpressionError
+from kvctl.views.selection import select
 from kvctl.views.units import parse_seconds
 
 _VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
-_SNAPSHOTS = (".svg", ".txt")
+_SNAPSHOTS = (".svg", ".png", ".txt")
 _LEAST = (60, 16)
 _MOST = (500, 200)
 _SHORTEST_NS = 100_000_000
@@ -61,7 +62,7 @@ class Interval(click.ParamType[int]):
 
 def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
     if value is not None and value.suffix not in _SNAPSHOTS:
-        raise click.BadParameter(f"{value}: the name says the format, {' or '.join(_SNAPSHOTS)}", ctx, param)
+        raise click.BadParameter(f"{value}: the name gives the format, {', '.join(_SNAPSHOTS)}", ctx, param)
     return value
 
 
@@ -70,37 +71,42 @@ def _picture(ctx: click.Context, param: click.Parameter, value: Path | None) -> 
     examples=[
         ("The fleet live; ? shows the keys", "kvctl top"),
         ("Rooms first, those older than a second", "kvctl top --view rooms --filter 'age>1s'"),
-        ("One screen as a picture", "kvctl top --snapshot fleet.svg --size 160x50"),
+        ("One screen as a picture", "kvctl top --snapshot fleet.png --size 160x50"),
         ("Play a recording", "kvctl top --from fleet.kvrec"),
     ],
 )
-@click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="Which comes first.")
+@click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="The first view.")
 @click.option(
-    "--interval", type=Interval(), default="1s", show_default=True, metavar="TIME", help="Between readings, as -w."
+    "--interval", type=Interval(), default="1s", show_default=True, metavar="TIME", help="Time between readings, as -w."
 )
-@click.option("--readonly", is_flag=True, help="Without the keys that change something.")
+@click.option("--readonly", is_flag=True, help="Leave out the keys that change something.")
 @click.option(
     "--snapshot",
     type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.svg|txt",
+    metavar="FILE.svg|png|txt",
     callback=_picture,
-    help="No terminal: write one screen to a file.",
+    help="Write one screen to a file; needs no terminal.",
 )
-@click.option("--size", type=Size(), default="120x40", show_default=True, metavar="CxR", help="Of the snapshot.")
+@click.option("--size", type=Size(), default="120x40", show_default=True, metavar="CxR", help="Size of the snapshot.")
 @pass_settings
 def top(
     settings: Settings, view: str, interval: int, readonly: bool, snapshot: Path | None, size: tuple[int, int]
 ) -> None:
     """The fleet live: overview, rooms, staging, layers, peers, events, failed rooms. ? shows the keys, q quits.
 
-    Agents that do not answer within an interval (or --timeout, if given) keep their rows, dimmed, with their age, and
-    come back by themselves. Keys that change something ask first. --from FILE replays a recording, [ and ] seek in it.
-    Filters and order of the command line hold for the view that comes first.
+    Agents that do not answer within an interval (or --timeout, if given) keep their rows, dimmed and with their age,
+    until they answer again. Keys that change something ask first. --from FILE replays a recording, [ and ] seek in it.
+    --filter and --sort-by apply to the view that comes first; / also takes a text that rows contain. A snapshot as .png
+    needs pip install 'kvctl[png]'.
     """
     if snapshot is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("kvctl top needs a terminal; without one: --snapshot FILE.svg")
     if snapshot is None and os.environ.get("TERM") in {None, "", "dumb"}:
         raise click.UsageError("this terminal (TERM) cannot be drawn on; kvctl status -w writes a line per reading")
+    if snapshot is not None and snapshot.suffix == ".png":
+        from kvctl.tui.png import check
+
+        check()
     from kvctl.tui.app import TopApp
     from kvctl.tui.feed import SourceFeed
     from kvctl.tui.pictures.frame import Mode
@@ -109,6 +115,7 @@ def top(
     interval = interval if settings.watch_ns is None else max(settings.watch_ns, _SHORTEST_NS)
     wish = Wish(" & ".join(settings.filters), settings.sort_by or "")
     try:
+        select(VIEW_OF[view], filters=settings.filters)
         wish.selection(VIEW_OF[view])
     except ExpressionError as error:
         raise click.UsageError(str(error)) from error

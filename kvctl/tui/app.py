@@ -39,7 +39,7 @@ class TopApp(Browser):
             elif text is not None:
                 self.wish_for(replace(self.wish, filters=text.strip()))
 
-        hint = "age>5s & state=Failed; a number opens that room"
+        hint = "text, or age>5s & state=Failed; a number opens that room"
         self.push_screen(Prompt(f"filter {table.name_of}", self.wish.filters, check, hint), done)
 
     def action_sort(self) -> None:

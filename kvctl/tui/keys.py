@@ -45,7 +45,7 @@ KEYS: tuple[Key, ...] = (
         "filter",
         "/",
         "filter",
-        "age>5s & state=Failed, as with --filter; a number opens that room",
+        "a text, or age>5s & state=Failed; a number opens that room",
     ),
     Key("enter", "open", "Enter", "open", "into the room, the pair or the row under the cursor"),
     Key("escape", "out", "Esc", "back", "out again; then all rows again", footer=False),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvctl.views.events import EVENTS
-from kvctl.views.expressions import ExpressionError, find_column
+from kvctl.views.expressions import ExpressionError, contains, find_column, is_comparison
 from kvctl.views.failed_rooms import FAILED
 from kvctl.views.findings import HEALTH
 from kvctl.views.layers import LAYERS, hidden_share
@@ -45,7 +45,7 @@ class Wish:
     """What the operator wants to see of a sheet.
 
     Attributes:
-        filters: as typed, `age>5s & state=Failed`.
+        filters: as typed, `age>5s & state=Failed & decode-0`: comparisons, and text that rows contain.
         order: a column's name, `-` in front for descending; "" for the view's own.
     """
 
@@ -59,9 +59,18 @@ class Wish:
         Raises:
             ExpressionError: a filter or the order does not fit.
         """
-        texts = [piece.strip() for piece in self.filters.split(_AND) if piece.strip()]
+        texts = [piece for piece in self._pieces if is_comparison(piece)]
         order = ",".join([self.order, *view.sort]) if self.order else None
         return select(view, sort_by=order, filters=texts)
+
+    @property
+    def texts(self) -> list[str]:
+        """What a row must contain, in whatever column."""
+        return [piece for piece in self._pieces if not is_comparison(piece)]
+
+    @property
+    def _pieces(self) -> list[str]:
+        return [piece.strip() for piece in self.filters.split(_AND) if piece.strip()]
 
     def fits(self, view: View) -> bool:
         try:
@@ -90,7 +99,12 @@ class Listing:
 def listing(sheet: Sheet, rows: Sequence[Row], wish: Wish) -> Listing:
     """Filters and sorts; a wish that was made for another view counts for what fits this one."""
     fitting = wish if wish.fits(sheet.view) else replace(wish, filters="", order="")
-    kept = fitting.selection(sheet.view).rows(rows)
+    texts = fitting.texts
+    kept = [
+        row
+        for row in fitting.selection(sheet.view).rows(rows)
+        if all(contains(sheet.view, row, text) for text in texts)
+    ]
     if fitting.faults_only:
         kept = [row for row in kept if sheet.faulty(row)]
     return Listing(sheet, kept, len(rows), fitting)

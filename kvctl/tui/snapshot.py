@@ -13,6 +13,7 @@ from textual.app import App
 from kvctl.errors import CliError
 from kvctl.tui.app import TopApp
 from kvctl.tui.palette import BY_NAME, DARK
+from kvctl.tui.png import png
 from kvctl.tui.svg import Run, picture
 
 _POLL_S = 0.02
@@ -25,8 +26,9 @@ def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -
         CliError: the file cannot be written.
     """
     drawn = asyncio.run(_screen(app, path.suffix, size, patience_ns))
+    data = png(drawn) if path.suffix == ".png" else drawn.encode()
     try:
-        path.write_text(drawn, encoding="utf-8")
+        path.write_bytes(data)
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}") from error
 
@@ -37,7 +39,7 @@ async def _screen(app: TopApp, suffix: str, size: tuple[int, int], patience_ns: 
         while not app.complete and time.monotonic_ns() < deadline:
             await pilot.pause(_POLL_S)
         await pilot.pause()
-        return svg(app) if suffix == ".svg" else text(app)
+        return text(app) if suffix == ".txt" else svg(app)
 
 
 def svg(app: App[None]) -> str:

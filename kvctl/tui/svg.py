@@ -20,7 +20,7 @@ _CELL, _LINE = 8.4, 18.0  # of a monospaced font of 14 px
 _SIZE, _BASELINE = 14, 13.2
 _MARGIN = 10.0
 _ROUND = 8
-_FONTS = "ui-monospace,SFMono-Regular,Menlo,Consolas,DejaVu Sans Mono,Liberation Mono,monospace"
+FONTS = "ui-monospace,SFMono-Regular,Menlo,Consolas,DejaVu Sans Mono,Liberation Mono,monospace"
 
 _EIGHTHS = {glyph: eighths for eighths, glyph in enumerate("▁▂▃▄▅▆▇█", 1)}
 _SHADES = {"░": 0.25, "▒": 0.5, "▓": 0.75}
@@ -46,7 +46,7 @@ def picture(lines: Sequence[Sequence[Run]], foreground: str, background: str) ->
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" '
-            f'font-family="{_FONTS}" font-size="{_SIZE}">',
+            f'font-family="{FONTS}" font-size="{_SIZE}">',
             f'<rect width="100%" height="100%" rx="{_ROUND}" fill="{background}"/>',
             f'<g transform="translate({_n(_MARGIN)} {_n(_MARGIN)})">',
             *shapes,

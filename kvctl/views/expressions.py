@@ -25,6 +25,7 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+_BEGINNING = re.compile(r"[^=!<>~]*[^=!<>~\s][^=!<>~]*(?:[<>=~]|!=|!~)")
 _EQUAL = frozenset({"=", "=="})
 
 
@@ -123,6 +124,21 @@ def _number(column: Column, name: str, op: str, value: str) -> float | None:
 def _names_unit(column: Column, name: str) -> bool:
     suffix = column.kind.value.suffix
     return bool(suffix) and folded(name).endswith(suffix) and folded(name) != column.name
+
+
+def is_comparison(text: str) -> bool:
+    """Whether this is meant as a filter: an operator stands behind some text."""
+    return _BEGINNING.match(text) is not None
+
+
+def contains(view: View, row: Row, text: str) -> bool:
+    """Whether a column of the row contains the text, upper or lower case, as people or as programs read it."""
+    wanted = text.casefold()
+    for column in view.columns:
+        value = column.value(row)
+        if value not in (None, "") and (wanted in raw(value).casefold() or wanted in column.human(row).casefold()):
+            return True
+    return False
 
 
 def find_column(view: View, name: str) -> Column:

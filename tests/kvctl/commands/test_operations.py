@@ -60,7 +60,7 @@ def test_those_concerned_do_it_and_say_so(fleet: Any, kvctl: Any, args: tuple[st
 def test_nobody_is_told_where_nobody_can_be_asked(start: Any, kvctl: Any, args: tuple[str, ...]) -> None:
     outcome = kvctl(*args)
     assert outcome.code == ExitCode.USAGE
-    assert "nobody can be asked: add --yes" in outcome.err
+    assert "asks for confirmation, which needs a terminal: add --yes" in outcome.err
 
 
 @every

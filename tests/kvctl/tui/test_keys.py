@@ -65,6 +65,30 @@ def test_a_filter_holds_until_escape(specimen, build, drive) -> None:
     drive(build(specimen, "rooms"), script)
 
 
+def test_a_text_is_looked_for_in_all_columns(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "slash", *"CODE-2", "enter")
+        rows = pilot.app.panel.main.listing.rows
+        assert 0 < len(rows) < 96
+        assert {each["agent"] for each in rows} == {"decode-2"}
+        await press(pilot, "slash", *" & agent=decode-2 & bootstr", "enter")
+        rows = pilot.app.panel.main.listing.rows
+        assert {(each["agent"], each["state"]) for each in rows} == {("decode-2", "Bootstrapping")}
+        await press(pilot, "escape")
+        assert len(pilot.app.panel.main.listing.rows) == 96
+
+    drive(build(specimen, "rooms"), script)
+
+
+def test_a_text_that_no_row_contains(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        await press(pilot, "slash", *"nothing like it", "enter")
+        assert pilot.app.panel.main.listing.rows == []
+        assert pilot.app.panel.main.listing.of == 96
+
+    drive(build(specimen, "rooms"), script)
+
+
 def test_a_filter_that_is_none_says_why_and_does_not_close(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
         await press(pilot, "slash", *"aeg>5s", "enter")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvctl.views.expressions import ExpressionError, parse_filter
+from kvctl.views.expressions import ExpressionError, contains, is_comparison, parse_filter
 from kvctl.views.rooms import ROOMS
 from kvctl.views.staging import STAGING
 
@@ -126,3 +126,42 @@ def test_well_formed_filters_never_crash_on_a_row(column: str, operator: str, va
 def test_order_is_that_of_the_numbers(value: int, bound: int) -> None:
     assert passes(f"age>{bound}ms", {"age_ns": value * 10**6}) == (value > bound)
     assert passes(f"age<={bound}ms", {"age_ns": value * 10**6}) == (value <= bound)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("decode-0", True),
+        ("DECODE-0", True),
+        ("transferr", True),
+        ("16 MiB", True),
+        ("16777216", True),
+        ("6 s", True),
+        ("18446744073709551615", True),
+        ("decode-1", False),
+        ("", True),
+    ],
+)
+def test_a_text_is_found_as_people_and_as_programs_read_it(canned: Any, text: str, expected: bool) -> None:
+    assert contains(ROOMS, canned.room_row("decode-0"), text) is expected
+
+
+@pytest.mark.parametrize(
+    "text", ["age>5s", " age  <", "a=b", "text~lost", "state!=Failed", "agent!~x", "age>=", "GB/S>1", "5s>age"]
+)
+def test_text_with_an_operator_behind_it_is_a_comparison(text: str) -> None:
+    assert is_comparison(text)
+
+
+@pytest.mark.parametrize("text", ["", "decode-0", "no grant from decode-0 for 300 s", "tcp://a:1", "!", ">5s", " =x"])
+def test_other_text_is_not(text: str) -> None:
+    assert not is_comparison(text)
+
+
+@given(st.text())
+def test_what_is_a_filter_is_a_comparison(text: str) -> None:
+    try:
+        parse_filter(ROOMS, text)
+    except ExpressionError:
+        return
+    assert is_comparison(text)
