@@ -11,7 +11,6 @@ from typing import Any
 import orjson
 
 from kvctl.client.faults import Fault
-from kvctl.views.kinds import raw
 from kvctl.views.printable import escaped, json_escaped, printable_lines
 from kvctl.views.view import Column, Row, View
 
@@ -19,7 +18,7 @@ from kvctl.views.view import Column, Row, View
 def tsv(columns: Sequence[Column], rows: Iterable[Row], header: bool = True) -> str:
     """Tab-separated lines; backslashes and unprintable characters in a value are escaped, as `\\t` and `\\u202e`."""
     lines = ["\t".join(column.machine for column in columns)] if header else []
-    lines += ["\t".join(escaped(raw(column.value(row))) for column in columns) for row in rows]
+    lines += ["\t".join(escaped(column.raw(row)) for column in columns) for row in rows]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -29,7 +28,7 @@ def comma_separated(columns: Sequence[Column], rows: Iterable[Row], header: bool
     writer = csv.writer(text, lineterminator="\n")
     if header:
         writer.writerow([column.machine for column in columns])
-    writer.writerows([raw(column.value(row)) for column in columns] for row in rows)
+    writer.writerows([column.raw(row) for column in columns] for row in rows)
     return printable_lines(text.getvalue())
 
 

@@ -26,6 +26,7 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
 }
 _BEGINNING = re.compile(r"[^=!<>~]*[^=!<>~\s][^=!<>~]*(?:[<>=~]|!=|!~)")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _EQUAL = frozenset({"=", "=="})
 
 
@@ -51,7 +52,7 @@ class Filter:
         if unknown:
             return self.operator in {"!=", "!~"}
         if self.operator in {"~", "!~"}:
-            return (self.text.casefold() in raw(value).casefold()) == (self.operator == "~")
+            return (self.text.casefold() in self.column.kind.value.raw(value).casefold()) == (self.operator == "~")
         if self.operator in _ORDER:
             return _ORDER[self.operator](*_comparable(self.column, value, self))
         return self._equal(value) == (self.operator in _EQUAL)
@@ -64,8 +65,8 @@ class Filter:
             return wanted in value and (not amount or raw(value[wanted]) == amount)
         if isinstance(value, list | tuple) and self.column.kind is Kind.LIST:
             return any(raw(item).casefold() == self.text.casefold() for item in value)
-        spellings = {raw(value).casefold(), self.column.kind.value.human(value).casefold()}
-        return self.text.casefold() in spellings
+        rules = self.column.kind.value
+        return self.text.casefold() in {rules.raw(value).casefold(), rules.human(value).casefold()}
 
 
 def _comparable(column: Column, value: Any, against: Filter) -> tuple[Any, Any]:
@@ -80,12 +81,20 @@ def sort_key(column: Column, value: Any) -> tuple[int, Any]:
         return (2, 0)
     if isinstance(value, int | float):
         return (0, value)
-    if column.kind is Kind.LAYERS and not isinstance(value, str):
-        return (0, tuple(value))
+    if column.kind is Kind.LAYERS and (span := _span(value)) is not None:
+        return (0, span)
     text = raw(value)
     if column.kind is Kind.ID and text.isdecimal():
         return (0, int(text))
     return (1, text.casefold())
+
+
+def _span(value: Any) -> tuple[int, int] | None:
+    """[lo, hi) of a range as rows have it, or as tables print it; None for other text."""
+    if not isinstance(value, str):
+        return (value[0], value[1])
+    found = _RANGE.fullmatch(value)
+    return (int(found[1]), int(found[2] or found[1]) + 1) if found else None
 
 
 def parse_filter(view: View, text: str) -> Filter:

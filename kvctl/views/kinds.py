@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from kvctl.views import palette, units
+from kvctl_agent.contract.layers import layer_range
 
 
 def _text(value: Any) -> str:
@@ -27,7 +28,7 @@ def _mapping(value: Any) -> str:
 
 
 def _layers(value: Any) -> str:
-    return units.UNKNOWN if not value else f"{value[0]}-{value[1] - 1}"
+    return units.UNKNOWN if not value else layer_range(value[0], value[1])
 
 
 def _verdict(value: Any) -> str:
@@ -58,12 +59,14 @@ class KindRules:
 
     Attributes:
         human: the value as tables show it.
+        raw: the value as TSV and CSV print it.
         suffix: what the name of the column ends in where raw values are printed.
         parse: reads a filter's value written with a unit; None where values compare as text.
         unit: an example with a unit, where a bare number would be ambiguous.
     """
 
     human: Callable[[Any], str]
+    raw: Callable[[Any], str] = field(default=lambda value: raw(value))
     suffix: str = ""
     parse: Callable[[str], float] | None = None
     unit: str = ""
@@ -81,17 +84,17 @@ class Kind(Enum):
     FLAG = KindRules(_flag)
     LIST = KindRules(_list)
     MAP = KindRules(_mapping)
-    LAYERS = KindRules(_layers)
+    LAYERS = KindRules(_layers, lambda value: _layers(value) if value else "")
     VERDICT = KindRules(_verdict)  # ok, info, warning, critical, unknown
     COUNT = KindRules(units.count, parse=_number)
     NUMBER = KindRules(_number_text, parse=_number)
     RATE = KindRules(_rate, parse=_number)
-    RATIO = KindRules(units.percent, "_ratio", parse=lambda text: _ratio(text))
-    DURATION = KindRules(units.duration, "_ns", parse=units.parse_duration, unit="5s")
-    MILLISECONDS = KindRules(units.milliseconds, "_ns", parse=units.parse_duration, unit="5ms")
-    SECOND = KindRules(units.clock_seconds, "_ns", parse=_number)
-    TIME = KindRules(units.clock_time, "_ns", parse=_number)
-    BYTES = KindRules(units.size, "_bytes", parse=units.parse_size, unit="64MiB")
+    RATIO = KindRules(units.percent, suffix="_ratio", parse=lambda text: _ratio(text))
+    DURATION = KindRules(units.duration, suffix="_ns", parse=units.parse_duration, unit="5s")
+    MILLISECONDS = KindRules(units.milliseconds, suffix="_ns", parse=units.parse_duration, unit="5ms")
+    SECOND = KindRules(units.clock_seconds, suffix="_ns", parse=_number)
+    TIME = KindRules(units.clock_time, suffix="_ns", parse=_number)
+    BYTES = KindRules(units.size, suffix="_bytes", parse=units.parse_size, unit="64MiB")
 
 
 def _ratio(text: str) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvctl.client.joined import JoinedRoom, PartLife
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.contract.states import STAGES
 
 _INSTANTS_TRACK = 0
@@ -102,7 +103,7 @@ def _end(room: JoinedRoom, part: PartLife, stages: Iterable[str], pid: int | Non
         return []
     begin, end = min(at for _, at in moments), max(at for _, at in moments)
     tid = tracks.place(pid, part.writer, begin, end)
-    layers = f"L{part.layers[0]}-{part.layers[1] - 1}"
+    layers = f"L{layer_range(*part.layers)}"
     where = {"cat": "part", "pid": pid, "tid": tid}
     about = {"chunk": part.chunk, "layers": list(part.layers), "writer": part.writer, "decode": part.decode}
     found: list[Event] = [

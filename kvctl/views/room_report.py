@@ -12,6 +12,7 @@ from kvctl.views.report import Block, Grid, Line, Span, Text
 from kvctl.views.rooms import RANKS, TIMELINE
 from kvctl.views.view import Row
 from kvctl.views.waterfall import life
+from kvctl_agent.contract.layers import layer_range
 
 _MOST_BARS = 32
 
@@ -92,4 +93,4 @@ def _bars(room: JoinedRoom, width: int) -> list[Line]:
 
 
 def _label(part: PartLife) -> str:
-    return f"w{part.writer} c{part.chunk} L{part.layers[0]}-{part.layers[1] - 1} → {part.decode}"
+    return f"w{part.writer} c{part.chunk} L{layer_range(*part.layers)} → {part.decode}"

@@ -73,6 +73,10 @@ class Column:
             value = value.get(key)
         return value
 
+    def raw(self, row: Row) -> str:
+        """The value as TSV and CSV print it."""
+        return self.kind.value.raw(self.value(row))
+
     def human(self, row: Row) -> str:
         return self.kind.value.human(self.value(row))
 

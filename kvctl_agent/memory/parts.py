@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.layout.share import STAGING_ALIGN_BYTES
@@ -70,7 +71,8 @@ class PartLayout:
         index = layer - self.first_layer
         if not 0 <= index < self.num_layers:
             raise MemoryLayoutError(
-                f"layer {layer} is not in the part's layers [{self.first_layer}, {self.first_layer + self.num_layers})"
+                f"layer {layer} is not in the part's layers "
+                f"{layer_range(self.first_layer, self.first_layer + self.num_layers)}"
             )
         before = index * sum(self.page_bytes) + sum(self.page_bytes[:plane])
         return self.num_pages * before, self.num_pages * self.page_bytes[plane]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.holding import Held
 from kvctl_agent.memory.addresses import SegmentAddresses
@@ -95,11 +96,10 @@ class SegmentMemory:
 
     def _check_layers(self, lo: int, hi: int) -> None:
         if not self.blocks or not self.held.layer_lo <= lo < hi <= self.held.layer_hi:
-            asked = f"layer {lo}" if hi == lo + 1 else f"layers {lo} to {hi - 1}"
-            raise MemoryLayoutError(f"{self.name}: {asked} asked for, but {self._empty()}")
+            raise MemoryLayoutError(f"{self.name}: layers {layer_range(lo, hi)} asked for, but {self._empty()}")
 
     def _empty(self) -> str:
         lo, hi = self.held.layer_lo, self.held.layer_hi
         if self.blocks:
-            return f"this rank has layers {lo} to {hi - 1}"
+            return f"this rank has layers {layer_range(lo, hi)}"
         return "the pool is closed" if lo < hi else "this rank's stage has none of its layers"

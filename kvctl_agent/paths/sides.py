@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.paths.mapped import Mapped
@@ -61,8 +62,8 @@ class LaneSegment:
         for held in (self.ours.held, self.theirs.held):
             if not held.layer_lo <= lo < hi <= held.layer_hi:
                 raise MemoryLayoutError(
-                    f"{held.segment.name}: layers {lo}-{hi} are not those of a rank that has "
-                    f"{held.layer_lo}-{held.layer_hi}"
+                    f"{held.segment.name}: layers {layer_range(lo, hi)} are not those of a rank that has "
+                    f"{layer_range(held.layer_lo, held.layer_hi)}"
                 )
 
     def _translated(self, mapping: Mapped) -> Numbers:

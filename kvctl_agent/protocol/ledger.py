@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk, full_pages
 from kvctl_agent.protocol.events import Pages
@@ -71,10 +72,11 @@ class Ledger:
         met = [span for span in self._spans if span[0] < hi and span[1] > lo]
         starts = {span[2] for span in met}
         if not met or lo < self._spans[0][0] or hi > self._spans[-1][1] or lo >= hi:
-            raise LayoutError(f"layers {lo}-{hi} are not among this rank's {self._spans[0][0]}-{self._spans[-1][1]}")
+            own = layer_range(self._spans[0][0], self._spans[-1][1])
+            raise LayoutError(f"layers {layer_range(lo, hi)} are not among this rank's {own}")
         if len(starts) != 1:
-            at = ", ".join(f"{span[0]}-{span[1]} at page {span[2]}" for span in met)
-            raise LayoutError(f"layers {lo}-{hi} do not stand at one page: {at}")
+            at = ", ".join(f"{layer_range(span[0], span[1])} at page {span[2]}" for span in met)
+            raise LayoutError(f"layers {layer_range(lo, hi)} do not stand at one page: {at}")
         (first,) = starts
         end = first + len(pages)
         self._check_end(end, last)
@@ -110,7 +112,11 @@ class Ledger:
     def behind(self) -> str:
         """Which layers lack which pages, for the text of a failure; how many all have where none is behind."""
         most = self._given if self.total is None else self.total
-        short = [f"layers {lo}-{hi} were given {end} of {most} pages" for lo, hi, end in self._spans if end < most]
+        short = [
+            f"layers {layer_range(lo, hi)} were given {end} of {most} pages"
+            for lo, hi, end in self._spans
+            if end < most
+        ]
         return ", ".join(short) or f"all layers have {most}, and more were to come"
 
     def _check_end(self, end: int, last: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
 from kvctl_agent.layout.holding import held
@@ -53,8 +54,9 @@ class PrefillMachine(PrefillOpenings):
             return
         layers = self._layers
         if event.groups and not _tiles(event.groups, layers.start, layers.stop):
-            groups = ", ".join(f"{lo}-{hi}" for lo, hi in event.groups)
-            text = f"room {room.room}: layer groups {groups} do not tile layers {layers.start}-{layers.stop}"
+            groups = ", ".join(layer_range(lo, hi) for lo, hi in event.groups)
+            own = layer_range(layers.start, layers.stop)
+            text = f"room {room.room}: layer groups {groups} do not tile layers {own}"
             self._fail(room, self.failure("KV_PLAN_MISMATCH", text))
             return
         room.groups = event.groups

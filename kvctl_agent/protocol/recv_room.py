@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.chunks import Chunk
@@ -216,12 +217,13 @@ class RecvRoom:
             if landed != wanted:
                 layers = wanted & ~landed
                 first, last = (layers & -layers).bit_length() - 1, layers.bit_length()
-                return f"chunk {chunk} layers {first}-{last} of {self.writers[writer]} did not arrive"
+                return f"chunk {chunk} layers {layer_range(first, last)} of {self.writers[writer]} did not arrive"
         for (writer, chunk), wanted in self.wanted.items():
             if self.scattered.get((writer, chunk), 0) != wanted:
                 where = "its digest was not taken" if self.checks else "is not in its pages"
                 return f"writer {writer} chunk {chunk} landed but {where}"
         for kind, key in sorted(self.finals):
-            what = "the aux row" if kind is PartKind.AUX else f"state (segment {key.chunk}) layers {key.lo}-{key.hi}"
+            state = f"state (segment {key.chunk}) layers {layer_range(key.lo, key.hi)}"
+            what = "the aux row" if kind is PartKind.AUX else state
             return f"{what} of {self.writers[key.writer]} did not arrive"
         return "the digests of final parts were not taken" if self.checks else "nothing is missing"

@@ -9,6 +9,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.errors import RemoteProtocolError
 
 _MAGIC = 0xC7
@@ -38,7 +39,7 @@ class PartKey(NamedTuple):
     hi: int
 
     def __str__(self) -> str:
-        return f"writer {self.writer} chunk {self.chunk} layers {self.lo}-{self.hi}"
+        return f"writer {self.writer} chunk {self.chunk} layers {layer_range(self.lo, self.hi)}"
 
 
 class Tag(NamedTuple):
@@ -75,7 +76,7 @@ class Tag(NamedTuple):
         if kind not in (PartKind.KV, PartKind.AUX, PartKind.STATE):
             raise RemoteProtocolError(f"tag of unknown kind {kind}")
         if kind != PartKind.AUX and lo >= hi:
-            raise RemoteProtocolError(f"tag with empty layer range {lo}-{hi}")
+            raise RemoteProtocolError(f"tag with empty layer range {layer_range(lo, hi)}")
         digest = _DIGEST.unpack_from(data, TAG_BYTES)[0] if len(data) > TAG_BYTES else None
         return cls(PartKind(kind), incarnation, room, nonce, serial, PartKey(writer, chunk, lo, hi), digest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.inputs import PlanInputs
 from kvctl_agent.layout.plan import aux_writer, shares_to_reader, state_shares_to_reader, writer_cells
@@ -84,7 +85,7 @@ class RoomWatch:
         for (writer, chunk), wanted in self.wanted.items():
             if missing := wanted & ~self.in_place.get((writer, chunk), 0):
                 lo, hi = (missing & -missing).bit_length() - 1, missing.bit_length()
-                return f"writer {writer} chunk {chunk} layers {lo}-{hi} are not in their pages"
+                return f"writer {writer} chunk {chunk} layers {layer_range(lo, hi)} are not in their pages"
         for kind, key in sorted(self.finals):
             return f"{'the aux row' if kind is PartKind.AUX else 'state'} of writer {key.writer} has not come"
         if silent := [name for name in self.writers if name not in self.accepted]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable, integer, shown
@@ -162,7 +163,7 @@ class Bounds(NamedTuple):
             raise LocalProtocolError(f"room {room}: layers is {shown(layers)}: it must be a range of layers")
         if layers.step != 1 or not own.start <= layers.start < layers.stop <= own.stop:
             raise LocalProtocolError(
-                f"room {room}: {layers} is no group of this rank's layers {own.start} to {own.stop - 1}"
+                f"room {room}: {layers} is no group of this rank's layers {layer_range(own.start, own.stop)}"
             )
         return layers.start, layers.stop
 

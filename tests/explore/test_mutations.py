@@ -41,10 +41,10 @@ def test_a_history_says_in_words_what_happened(monkeypatch: pytest.MonkeyPatch) 
         mutation.configuration.explore(Bounds(BOUND))
     complaint, *history = str(caught.value).splitlines()
     assert complaint == "success on the last chunk: room 7 succeeds with 4 of 8 cells in place"
-    part = "KV writer 0 chunk 1 layers 0-2 of room 7 nonce 1007"
+    part = "KV writer 0 chunk 1 layers 0-1 of room 7 nonce 1007"
     assert history == [
         "   1. prefill-0's engine: SendPages(7), Finish(7)",
-        "   2. prefill-0 begins to write KV writer 0 chunk 0 layers 0-2 of room 7 nonce 1007 to decode-0",
+        "   2. prefill-0 begins to write KV writer 0 chunk 0 layers 0-1 of room 7 nonce 1007 to decode-0",
         f"   3. prefill-0 begins to write {part} to decode-0",
         f"   4. prefill-0's write lands: {part} to decode-0",
         f"   5. prefill-0 → decode-0: tag, {part}",

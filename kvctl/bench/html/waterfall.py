@@ -18,6 +18,7 @@ from kvctl.bench.html.markup import Markup, joined, tag
 from kvctl.bench.html.numbers import FONT_SIZE, fitted, significant, text_width
 from kvctl.bench.statistics import union
 from kvctl.views import units
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.contract.states import STAGES
 
 _WIDTH, _RIGHT = 1000.0, 16.0
@@ -176,7 +177,7 @@ def _labels(parts: Sequence[PartLife], pitch: float) -> list[tuple[int, str]]:
 
 def _name(part: PartLife, skip: int = 0) -> str:
     lo, hi = part["layers"]
-    layers = f" L{lo}-{hi - 1}" if hi > lo + 1 else f" L{lo}" if hi > lo else ""
+    layers = f" L{layer_range(lo, hi)}" if hi > lo else ""
     return f"{part['agent'][skip:]} → {part['peer'][skip:]} · c{part['chunk']}{layers}"
 
 

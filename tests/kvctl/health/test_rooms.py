@@ -223,7 +223,7 @@ def over_at_all_ends(fleet: Fleet, room: str, ago_s: float = 20) -> None:
     stuck = f"room {room} was stuck in Transferring for 60.0 s"
     said = {
         "prefill-0": f"{stuck}: no RoomDone from decode-0",
-        "decode-0": f"{stuck}: chunk 2 layers 0-4 of prefill-1 did not arrive",
+        "decode-0": f"{stuck}: chunk 2 layers 0-3 of prefill-1 did not arrive",
         "prefill-1": f"{stuck}: the engine gave no last pages: all layers have 32, and more were to come",
     }
     for name, text in said.items():

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvctl.views.expressions import ExpressionError, contains, is_comparison, parse_filter
+from kvctl.views.layers import LAYERS
 from kvctl.views.rooms import ROOMS
 from kvctl.views.staging import STAGING
 
@@ -165,3 +166,21 @@ def test_what_is_a_filter_is_a_comparison(text: str) -> None:
     except ExpressionError:
         return
     assert is_comparison(text)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("layers=4-7", True),
+        ("layers=4-8", False),
+        ("layers~4-7", True),
+        ("layers>3", True),
+        ("layers>4-6", True),
+        ("layers<8", True),
+        ("layers>=8-15", False),
+        ("layers=-", False),
+    ],
+)
+def test_ranges_of_layers_are_typed_as_tables_print_them(expression: str, expected: bool) -> None:
+    assert passes(expression, {"layers": [4, 8]}, LAYERS) is expected
+    assert passes("layers=4", {"layers": [4, 5]}, LAYERS)

@@ -337,7 +337,7 @@ class TestMisuse:
         send.layers(range(0, 2), SRC, last=True)
         send.finish()
         assert ended(receives) == {RoomState.FAILED}
-        assert "layers 0-6 do not stand at one page" in receives[0].error["text"]  # type: ignore[index]
+        assert "layers 0-5 do not stand at one page" in receives[0].error["text"]  # type: ignore[index]
 
     def test_groups_that_leave_a_layer_out_fail_the_room_by_name(self, make: Make) -> None:
         fleet = make(Side(), Side())
@@ -345,7 +345,7 @@ class TestMisuse:
         receives = fleet.receive(5, DST)
         agent.send(5).prefetch([range(0, 2), range(3, 6)])
         assert ended(receives) == {RoomState.FAILED}
-        assert "layer groups 0-2, 3-6 do not tile layers 0-6" in receives[0].error["text"]  # type: ignore[index]
+        assert "layer groups 0-1, 3-5 do not tile layers 0-5" in receives[0].error["text"]  # type: ignore[index]
 
     def test_a_stage_must_say_of_what_model_it_is(self) -> None:
         k, v = [np.zeros((8, 2, 4), np.float16)], [np.zeros((8, 2, 4), np.float16)]

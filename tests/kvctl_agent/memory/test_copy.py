@@ -264,13 +264,11 @@ class TestRefusals:
                 with pytest.raises(MemoryLayoutError, match=f"needs {need} contiguous uint8"):
                     copy(span, rows, staging)
 
-    @pytest.mark.parametrize(
-        ("lo", "hi", "asked"), [(2, 4, "layers 2 to 3"), (4, 6, "layers 4 to 5"), (5, 6, "layer 5")]
-    )
+    @pytest.mark.parametrize(("lo", "hi", "asked"), [(2, 4, "layers 2-3"), (4, 6, "layers 4-5"), (5, 6, "layers 5")])
     def test_layers_of_another_stage(self, memory: SegmentMemory, lo: int, hi: int, asked: str) -> None:
-        with pytest.raises(MemoryLayoutError, match=f"kv: {asked} asked for, but this rank has layers 3 to 4"):
+        with pytest.raises(MemoryLayoutError, match=f"kv: {asked} asked for, but this rank has layers 3-4"):
             memory.part_layout(lo, hi, 1, 1)
-        with pytest.raises(MemoryLayoutError, match="but this rank has layers 3 to 4"):
+        with pytest.raises(MemoryLayoutError, match="but this rank has layers 3-4"):
             memory.block(hi - 1 if lo > 3 else lo, 0)
 
     def test_a_segment_of_which_the_stage_has_no_layer(self) -> None:

@@ -260,7 +260,7 @@ class TestRefusals:
     def test_layers_that_one_side_does_not_have(self, ends: Any, geometry: Any, device: HostDevice) -> None:
         made = ends(geometry(prefill=Side(pp=3), decode=Side()))
         share = made.geometry.shares()[1]
-        with pytest.raises(MemoryLayoutError, match="kv: layers 0-2 are not those"):
+        with pytest.raises(MemoryLayoutError, match="kv: layers 0-1 are not those"):
             DirectPath(device.copies()).start(lane(made, share)[0], made.order(share, [1], [1], (0, 2)))
 
     def test_a_rank_that_owes_nothing(self, ends: Any, geometry: Any, device: HostDevice) -> None:

@@ -250,7 +250,7 @@ class TestDeadlines:
         world.receive(7, 2)
         text = self.failure(world, TIMING.waiting_ns)
         assert "KV_ROOM_STUCK" in text
-        assert "chunk 0 layers 0-2 of prefill-0 did not arrive" in text or "gave 0 pages" in text
+        assert "chunk 0 layers 0-1 of prefill-0 did not arrive" in text or "gave 0 pages" in text
 
     def test_a_decode_rank_that_never_opens(self) -> None:
         world = World(Side(), Side(tp=2))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from simulation import World, direct, mixed
 
+from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.side import Side
@@ -195,8 +196,8 @@ def test_declared_groups_that_do_not_tile_the_layers_fail_the_room_and_are_named
 ) -> None:
     world = opened()
     world.feed("prefill-0", ev.Prefetch(7, groups))
-    named = ", ".join(f"{lo}-{hi}" for lo, hi in groups)
-    assert failure(world) == f"room 7: layer groups {named} do not tile layers 0-4"
+    named = ", ".join(layer_range(lo, hi) for lo, hi in groups)
+    assert failure(world) == f"room 7: layer groups {named} do not tile layers 0-3"
     world.settle()
     assert world.rooms["decode-0", 7, 1000].failure["code"] == "KV_PLAN_MISMATCH"
 
@@ -204,13 +205,13 @@ def test_declared_groups_that_do_not_tile_the_layers_fail_the_room_and_are_named
 def test_groups_are_of_the_layers_of_ones_own_stage() -> None:
     world = opened(prefill=Side(pp=2))
     world.feed("prefill-1", ev.Prefetch(7, HALVES))
-    assert failure(world, 1) == "room 7: layer groups 0-2, 2-4 do not tile layers 2-4"
+    assert failure(world, 1) == "room 7: layer groups 0-1, 2-3 do not tile layers 2-3"
 
 
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        ({"first": 4, "end": 6}, "layers 0-4 do not stand at one page: 0-2 at page 4, 2-4 at page 0"),
+        ({"first": 4, "end": 6}, "layers 0-3 do not stand at one page: 0-1 at page 4, 2-3 at page 0"),
         (
             {"first": 0, "end": 4, "layers": (2, 4), "shift": 1},
             "pages 0-4 are others than those given for other layers",
@@ -220,7 +221,7 @@ def test_groups_are_of_the_layers_of_ones_own_stage() -> None:
             {"first": 0, "end": 2, "layers": (2, 4), "last": True},
             "the last pages end at 2, but other layers were given 4",
         ),
-        ({"first": 0, "end": 4, "layers": (2, 5)}, "layers 2-5 are not among this rank's 0-4"),
+        ({"first": 0, "end": 4, "layers": (2, 5)}, "layers 2-4 are not among this rank's 0-3"),
     ],
 )
 def test_groups_out_of_step_fail_the_room_in_words(second: dict[str, Any], text: str) -> None:
@@ -254,7 +255,7 @@ def test_finish_before_all_groups_fails_and_says_what_is_behind() -> None:
     world.feed("prefill-0", ev.Prefetch(7, HALVES))
     compute(world, 0, 4, (0, 2), last=True)
     finish(world)
-    assert failure(world) == "room 7: layers 0-4 do not stand at one page: 0-2 at page 4, 2-4 at page 0"
+    assert failure(world) == "room 7: layers 0-3 do not stand at one page: 0-1 at page 4, 2-3 at page 0"
     world.settle()
     world.check_empty()
 
@@ -265,7 +266,7 @@ def test_an_engine_that_stops_between_groups_is_told_so_at_the_deadline() -> Non
     world.settle(ticks=130)
     texts = {failure(world), world.rooms["decode-0", 7, 1000].failure["text"]}
     assert any(
-        "layers 2-4 were given 0 of 4 pages" in text or "layers 2-4 of prefill-0 did not arrive" in text
+        "layers 2-3 were given 0 of 4 pages" in text or "layers 2-3 of prefill-0 did not arrive" in text
         for text in texts
     )
 

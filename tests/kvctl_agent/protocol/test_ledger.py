@@ -101,7 +101,7 @@ def test_layers_that_stand_at_one_page_are_one_span() -> None:
     assert ledger.steps() == [Step(3, 8, 0, 4)]
     assert ledger.behind() == "all layers have 4, and more were to come"
     ledger.take((3, 5), PROMPT[4:6], last=True)
-    assert ledger.behind() == "layers 5-8 were given 4 of 6 pages"
+    assert ledger.behind() == "layers 5-7 were given 4 of 6 pages"
 
 
 def test_a_tail_rides_with_what_follows() -> None:
@@ -121,12 +121,12 @@ def test_one_group_that_knows_the_end_tells_it_for_those_before() -> None:
 @pytest.mark.parametrize(
     ("layers", "pages", "last", "text"),
     [
-        ((3, 8), PROMPT[:1], False, "layers 3-8 do not stand at one page: 3-5 at page 4, 5-8 at page 0"),
+        ((3, 8), PROMPT[:1], False, "layers 3-7 do not stand at one page: 3-4 at page 4, 5-7 at page 0"),
         ((5, 8), PROMPT[1:5], False, "pages 0-4 are others than those given for other layers"),
         ((5, 8), PROMPT[:2], True, "the last pages end at 2, but other layers were given 4"),
-        ((2, 4), PROMPT[:2], False, "layers 2-4 are not among this rank's 3-8"),
-        ((7, 9), PROMPT[:2], False, "layers 7-9 are not among this rank's 3-8"),
-        ((5, 5), PROMPT[:2], False, "layers 5-5 are not among this rank's 3-8"),
+        ((2, 4), PROMPT[:2], False, "layers 2-3 are not among this rank's 3-7"),
+        ((7, 9), PROMPT[:2], False, "layers 7-8 are not among this rank's 3-7"),
+        ((5, 5), PROMPT[:2], False, "layers [5, 5) are not among this rank's 3-7"),
     ],
 )
 def test_what_does_not_follow_is_refused_in_words(

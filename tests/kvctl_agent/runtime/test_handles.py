@@ -55,9 +55,9 @@ class TestSend:
 
     @pytest.mark.parametrize("layers", [range(0, 4), range(12, 17), range(9, 9), range(8, 16, 2)])
     def test_layers_of_another_rank_are_an_error(self, send: Send, layers: range) -> None:
-        with pytest.raises(LocalProtocolError, match=r"room 7: range.* is no group of this rank's layers 8 to 15"):
+        with pytest.raises(LocalProtocolError, match=r"room 7: range.* is no group of this rank's layers 8-15"):
             send.layers(layers, [1])
-        with pytest.raises(LocalProtocolError, match="no group of this rank's layers 8 to 15"):
+        with pytest.raises(LocalProtocolError, match="no group of this rank's layers 8-15"):
             send.prefetch([layers])
 
     def test_state_outside_the_pool_is_an_error(self, send: Send) -> None:

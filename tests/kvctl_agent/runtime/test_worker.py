@@ -256,7 +256,7 @@ class TestFailure:
         failed = bench.report()
         assert isinstance(failed, PartFailed)
         assert (failed.code, failed.in_flight) == ("KV_TRANSPORT", False)
-        assert failed.text == "writer 0 chunk 0 layers 0-2 to bad by bulk: nixl: the lane broke"
+        assert failed.text == "writer 0 chunk 0 layers 0-1 to bad by bulk: nixl: the lane broke"
         assert telemetry.metrics.total("kvctl_transport_errors_total") == 1
         assert bench.nothing_reported()
 
