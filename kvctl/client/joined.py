@@ -6,12 +6,12 @@ round trip, where that offset is larger than its error.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvctl.client.clock import ClockOffset
-from kvctl_agent.contract.snapshots import Failure, RoomDetail
+from kvctl_agent.contract.snapshots import Failure, OwedParts, RoomDetail
 from kvctl_agent.contract.states import STAGES, STATE_LABELS
 
 _NO_NONCE = "0"  # of a prefill rank where no decode rank opened the room
@@ -28,6 +28,28 @@ class PartLife:
     moments: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Debt:
+    """Parts that a writer owes a decode rank.
+
+    Attributes:
+        cells: that have not arrived.
+        chunks, layers: [first, end) of them; None where only final parts are owed.
+        finals: aux row and state components among them.
+        waits_for: why they have not come, as the rest of a sentence that begins with the writer's name.
+        age_ns: for how long they have been ready; of those that are not, since anything of the room moved.
+    """
+
+    writer: str
+    decode: str
+    cells: int
+    chunks: tuple[int, int] | None
+    layers: tuple[int, int] | None
+    finals: int
+    waits_for: str
+    age_ns: int
+
+
 @dataclass(slots=True)
 class JoinedRoom:
     """One use of a room number over all the ranks that know it.
@@ -38,6 +60,7 @@ class JoinedRoom:
         started_at_ns, age_ns: our wall clock at its first event, and the time from there to its end or to now.
         timeline: the ranks' events by our clock, each with `relative_ns` since the first.
         failure: the first cause, its time by our clock; `failing_rank` names the agent.
+        debts: of an active room: who owes what to whom, the longest wait first.
     """
 
     room: str
@@ -50,6 +73,7 @@ class JoinedRoom:
     timeline: list[dict[str, Any]]
     parts: list[PartLife]
     failure: Failure | None
+    debts: list[Debt]
 
     @property
     def failing_rank(self) -> str | None:
@@ -165,6 +189,48 @@ def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts
         timeline=timeline,
         parts=_parts(events, {rank["agent"]: rank["role"] for rank in ranks}),
         failure=failure,
+        debts=_debts(ranks, clocks),
+    )
+
+
+def _debts(ranks: Sequence[RoomDetail], answered: Container[str]) -> list[Debt]:
+    """What decode ranks miss, with what the writers say of it; what writers say alone where no decode rank tells."""
+    by_name = {rank["agent"]: rank for rank in ranks}
+    found: list[Debt] = []
+    for rank in ranks:
+        if rank["finished_at_ns"] is not None:
+            continue
+        for owed in rank.get("owed_parts", ()):
+            if rank["role"] == "prefill":
+                if owed["decode"] not in by_name:
+                    found.append(_debt(owed, f"waits for {owed['waits_for']}"))
+                continue
+            writer = by_name.get(owed["writer"])
+            if writer is None or writer["failure"] is not None:
+                unknown = "does not know the room" if owed["writer"] in answered else "was not asked or did not answer"
+                found.append(_debt(owed, "has failed the room" if writer else unknown))
+                continue
+            own = [each for each in writer.get("owed_parts", ()) if each["decode"] == rank["agent"]]
+            found += [_debt(each, f"waits for {each['waits_for']}") for each in own]
+            left = owed["cells"] - sum(each["cells"] for each in own)
+            if left > 0 or (owed["finals"] and not own):
+                found.append(
+                    _debt({**owed, "cells": max(left, 0)}, "says that they are sent, and they have not arrived")
+                )
+    return sorted(found, key=lambda debt: debt.age_ns, reverse=True)
+
+
+def _debt(owed: OwedParts, waits_for: str) -> Debt:
+    chunks, layers = owed["chunks"], owed["layers"]
+    return Debt(
+        writer=owed["writer"],
+        decode=owed["decode"],
+        cells=owed["cells"],
+        chunks=(chunks[0], chunks[1]) if chunks else None,
+        layers=(layers[0], layers[1]) if layers else None,
+        finals=owed["finals"],
+        waits_for=waits_for,
+        age_ns=owed["age_ns"],
     )
 
 

@@ -254,6 +254,19 @@ def _document(room: JoinedRoom, timeline: Sequence[Row]) -> dict[str, Any]:
         "started_at_ns": room.started_at_ns,
         "first_failing_rank": room.failing_rank,
         "failure": room.failure,
+        "owed_parts": [
+            {
+                "writer": debt.writer,
+                "decode": debt.decode,
+                "cells": debt.cells,
+                "chunks": debt.chunks,
+                "layers": debt.layers,
+                "finals": debt.finals,
+                "waits_for": debt.waits_for,
+                "age_ns": debt.age_ns,
+            }
+            for debt in room.debts
+        ],
         "ranks": ranks,
         "clocks": [
             {"agent": agent, "offset_ns": clock.offset_ns, "error_ns": clock.error_ns}

@@ -8,6 +8,7 @@ from typing import Any
 from kvctl.client.joined import JoinedRoom, PartLife
 from kvctl.views import palette, units
 from kvctl.views.bars import legend, segments
+from kvctl.views.kinds import Kind
 from kvctl.views.report import Block, Grid, Line, Span, Text
 from kvctl.views.rooms import RANKS, TIMELINE
 from kvctl.views.view import Row
@@ -15,12 +16,13 @@ from kvctl.views.waterfall import life
 from kvctl_agent.contract.layers import layer_range
 
 _MOST_BARS = 32
+_MOST_DEBTS = 16
 
 
 def blocks(room: JoinedRoom, timeline: Sequence[Row], width: int) -> list[Block]:
     """Header, ranks, parts and timeline of one room."""
     return [
-        Text([*_header(room), *_verdict(room)]),
+        Text([*_header(room), *_verdict(room), *_debts(room), *_waits(room)]),
         Grid(RANKS, rank_rows(room)),
         *([Text(_bars(room, width))] if room.parts else []),
         Grid(TIMELINE, timeline),
@@ -72,6 +74,54 @@ def _verdict(room: JoinedRoom) -> list[Line]:
     if failure["rank"] not in room.clocks:
         text = f"{failure['rank']} was not asked or did not answer: the time of its failure is by its own clock"
         lines.append([(text, "yellow")])
+    return lines
+
+
+def _debts(room: JoinedRoom) -> list[Line]:
+    """Who owes what to whom, since when, waiting for what."""
+    lines: list[Line] = []
+    for debt in room.debts[:_MOST_DEBTS]:
+        what = []
+        if debt.chunks and debt.layers:
+            where = f"{_range('chunk', debt.chunks)}, {_range('layer', debt.layers)}"
+            what.append(f"{debt.cells} cell{'s' * (debt.cells != 1)} ({where})")
+        if debt.finals:
+            what.append(f"{debt.finals} final part{'s' * (debt.finals != 1)}")
+        lines.append(
+            [
+                (debt.writer, "bold"),
+                (" owes ", ""),
+                (debt.decode, "bold"),
+                (f" {' and '.join(what)} for {units.duration(debt.age_ns)}: {debt.waits_for}", ""),
+            ]
+        )
+    if len(room.debts) > _MOST_DEBTS:
+        lines.append([(f"{len(room.debts) - _MOST_DEBTS} more debts (-o json has all)", "dim")])
+    return lines
+
+
+def _range(noun: str, span: tuple[int, int]) -> str:
+    """`chunk 3`, `layers 0-31` of [first, end)."""
+    return f"{noun} {span[0]}" if span[1] - span[0] == 1 else f"{noun}s {Kind.LAYERS.value.human(span)}"
+
+
+def _waits(room: JoinedRoom) -> list[Line]:
+    """What ranks wait for besides parts."""
+    lines: list[Line] = []
+    for rank in room.ranks:
+        names, active = ", ".join(rank["missing"]), rank["finished_at_ns"] is None
+        text = ""
+        if rank["failure"] is not None:
+            text = f"keeps its memory of the room until {names} confirm{'s' * (len(rank['missing']) == 1)} its end"
+            text = text if names else ""
+        elif active and rank["state"] == "Bootstrapping" and (names or not rank["peers"]):
+            age = units.duration(rank["state_age_ns"])
+            text = f"waits for {names or 'a decode rank'} to {'accept' if names else 'open'} the room for {age}"
+        elif active and rank["unscattered"]:
+            cells = f"{rank['unscattered']} cell{'s' * (rank['unscattered'] != 1)}"
+            text = f"has {cells} that arrived and are not in its pages"
+        if text:
+            lines.append([(rank["agent"], "bold"), (f" {text}", "")])
     return lines
 
 

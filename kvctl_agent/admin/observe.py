@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from kvctl_agent.admin.evidence import add_evidence
+from kvctl_agent.admin.evidence import add_evidence, owed_parts
 from kvctl_agent.admin.inputs import page
 from kvctl_agent.admin.lanes import kind_of, kinds_in_use
 from kvctl_agent.admin.process import process_use
@@ -198,6 +198,7 @@ class Observer:
             raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
         for row in found:
             add_evidence(self._agent.machine, row)
+            row["owed_parts"] = owed_parts(self._agent.machine, row)
         return found
 
     def slow(self, limit: int = _ROWS) -> list[RoomRow]:

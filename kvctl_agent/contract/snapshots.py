@@ -200,11 +200,25 @@ class TimelineEvent(TypedDict):
     detail: str
 
 
+class OwedParts(TypedDict):
+    """Parts of an active room that a writer still owes a decode rank, and that wait for the same."""
+
+    writer: str  # agent name, as the next one
+    decode: str
+    cells: int
+    chunks: list[int]  # [first, last + 1) of those with something missing; empty: final parts alone
+    layers: list[int]  # [lo, hi), likewise
+    finals: int  # aux row and state components
+    waits_for: str  # in words; empty on a decode rank, which sees only what has not arrived
+    age_ns: int  # since they were ready; of what is not, since the room's state began or anything of it moved
+
+
 class RoomDetail(RoomRow):
     """One row of `room`, which answers with a list: a number used again, or one room towards several decode ranks."""
 
     timeline: list[TimelineEvent]
     timeline_dropped: int
+    owed_parts: NotRequired[list[OwedParts]]  # of an active room
 
 
 class RingAllocation(TypedDict):

@@ -343,6 +343,7 @@ class RoomBook:
                 **self.row(record),
                 "timeline": [self._timeline_event(event) for event in record.events],
                 "timeline_dropped": record.events_dropped,
+                "owed_parts": [],
             }
             for record in self.find(room)
         ]

@@ -171,3 +171,40 @@ def test_what_most_is_known_of_comes_first(canned: Any) -> None:
     assert [len(room.ranks) for room in found] == [1, 3]
     assert [len(room.ranks) for room in most_informative_first(found)] == [3, 1]
     assert [len(room.ranks) for room in most_informative_first(join([*whole, active], clocks()))] == [1, 3]
+
+
+def owed(writer: str, cells: int, waits_for: str = "", **more: Any) -> dict[str, Any]:
+    where = {"chunks": [0, 2], "layers": [0, 32], "finals": 0, "age_ns": 5}
+    return {"writer": writer, "decode": "decode-0", "cells": cells, "waits_for": waits_for, **where, **more}
+
+
+def test_a_writer_says_what_its_parts_wait_for(canned: Any) -> None:
+    ranks = details(canned)
+    ranks[0]["owed_parts"] = [owed("prefill-0", 8), owed("prefill-1", 4)]
+    ranks[1]["owed_parts"] = [owed("prefill-0", 2, "a grant", age_ns=9), owed("prefill-0", 3, "its write to end")]
+    ranks[2]["owed_parts"] = []
+    (room,) = join(ranks, clocks())
+    assert [(debt.writer, debt.cells, debt.waits_for) for debt in room.debts] == [
+        ("prefill-0", 2, "waits for a grant"),
+        ("prefill-0", 3, "waits for its write to end"),
+        ("prefill-0", 3, "says that they are sent, and they have not arrived"),
+        ("prefill-1", 4, "says that they are sent, and they have not arrived"),
+    ]
+
+
+def test_a_writer_that_tells_nothing_owes_what_has_not_arrived(canned: Any) -> None:
+    decode, failed = canned.room_detail("decode-0"), canned.room_detail("prefill-0", failed=True)
+    decode["owed_parts"] = [owed("prefill-0", 8), owed("prefill-1", 4), owed("prefill-2", 4)]
+    (room,) = join([decode, failed], clocks())
+    assert [(debt.writer, debt.cells, debt.waits_for) for debt in room.debts] == [
+        ("prefill-0", 8, "has failed the room"),
+        ("prefill-1", 4, "does not know the room"),
+        ("prefill-2", 4, "was not asked or did not answer"),
+    ]
+
+
+def test_without_their_decode_rank_writers_are_believed(canned: Any) -> None:
+    writer = canned.room_detail("prefill-0")
+    writer["owed_parts"] = [owed("prefill-0", 2, "a grant")]
+    (room,) = join([writer], clocks())
+    assert [(debt.decode, debt.waits_for) for debt in room.debts] == [("decode-0", "waits for a grant")]

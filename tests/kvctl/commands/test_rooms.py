@@ -150,3 +150,26 @@ def test_a_recording_holds_failed_rooms_with_their_timelines(
     assert "no longer kept: 3 of decode-0" in recorded.err
     timeline = kvctl("rooms", "show", "9", "--from", str(path), "-o", "csv", "--columns", "stage")
     assert timeline.out == "stage\nopen\n"
+
+
+def test_who_owes_what_stands_at_the_head_of_an_active_room(canned: Any, start: Any, kvctl: Any) -> None:
+    owed = {"writer": "prefill-1", "decode": "decode-0", "cells": 16, "chunks": [2, 3], "layers": [0, 32], "finals": 1}
+
+    def room(name: str, waits_for: str) -> Callable[[dict[str, Any]], Any]:
+        parts = [{**owed, "waits_for": waits_for, "age_ns": 41 * canned.S}]
+        return lambda _: [{**canned.room_detail(name), "owed_parts": parts}]
+
+    start("decode-0", {"room": room("decode-0", "")})
+    start("prefill-1", {"room": room("prefill-1", "a grant of decode-0's ring")})
+    lines = kvctl("rooms", "show", canned.ROOM, "-o", "table").out.splitlines()
+    assert lines[2:4] == [
+        "prefill-1 owes decode-0 16 cells (chunk 2, layers 0-31) and 1 final part for 41 s: "
+        "waits for a grant of decode-0's ring",
+        "decode-0 has 16 cells that arrived and are not in its pages",
+    ]
+    (document,) = json.loads(kvctl("rooms", "show", canned.ROOM, "-o", "json").out)["data"]
+    assert [(debt["writer"], debt["cells"], debt["layers"]) for debt in document["owed_parts"]] == [
+        ("prefill-1", 16, [0, 32])
+    ]
+    silent = kvctl("rooms", "show", canned.ROOM, "-o", "table", "-e", "decode-0").out
+    assert "for 41 s: was not asked or did not answer" in silent

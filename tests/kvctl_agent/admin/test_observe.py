@@ -433,6 +433,14 @@ class TestGated:
             assert 0 < part["age_ns"] < 60 * 10**9
         (row,) = [row for row in ask(connect, fleet.prefill[0], "rooms") if row["room"] == "6"]
         assert row["parked"] == 2
+        ((gated_room,), (waiting_room,)) = (ask(connect, fleet.prefill[0], "room", room=room) for room in ("6", "1"))
+        (owed,) = gated_room["owed_parts"]
+        assert (owed["writer"], owed["decode"], owed["cells"]) == ("prefill-0", "decode-0", 4)
+        assert (owed["chunks"], owed["layers"]) == ([0, 2], [0, 2])
+        assert owed["waits_for"] == "the watermark of decode-0's ring"
+        assert 0 < owed["age_ns"] < 60 * 10**9
+        (owed,) = waiting_room["owed_parts"]
+        assert owed["waits_for"] == "its pages from the engine"
         for room in rooms[:-1]:
             fleet.feed(room)
         for room in rooms:
@@ -460,8 +468,17 @@ class TestRefusals:
         for state in STATE_LABELS:
             rows = ask(connect, fleet.decode[0], "rooms", state=state)
             assert [row["room"] for row in rows] == (["5"] if state == "WaitingForInput" else [])
+        (detail,) = ask(connect, fleet.decode[0], "room", room="5")
+        assert {owed["writer"] for owed in detail["owed_parts"]} == {"prefill-0", "prefill-1"}
+        assert sum(owed["cells"] for owed in detail["owed_parts"]) == detail["coverage"]["planned"]
+        assert {(owed["decode"], owed["waits_for"]) for owed in detail["owed_parts"]} == {("decode-0", "")}
         receive.abort("enough")
         room.wait()
+        assert ask(connect, fleet.decode[0], "room", room="5")[0]["owed_parts"] == []
+        while not (kept := ask(connect, fleet.prefill[1], "failed"))["rooms"]:
+            assert time.monotonic() < deadline
+        assert [each["failure"]["text"] for each in kept["rooms"]] == ["enough"]
+        assert (kept["kept"], kept["dropped_total"]) == (1, 0)
         (row,) = ask(connect, fleet.decode[0], "history")
         assert row["state"] == "Failed"
         assert row["failure"]["text"] == "enough"
