@@ -25,10 +25,10 @@ _MOST_RANKS = 32
 )
 @pass_settings
 def bootstrap(settings: Settings) -> None:
-    """Per prefill instance: ranks expected, registered and missing, and which decode ranks are connected to all.
+    """Per prefill instance: expected, registered and missing ranks, and the decode ranks that are connected to all.
 
-    On a terminal the ranks stand below. `waiting` is a registry that misses ranks, `silent` one that does not answer,
-    `unanswered` are ranks that registered and that kvctl cannot ask.
+    On a terminal the ranks are listed below. `waiting`: the registry lacks ranks; `silent`: it does not answer;
+    `unanswered`: ranks that are registered but do not answer kvctl.
     """
     run(settings, BOOTSTRAP, (Call("bootstrap"), Call("peers"), Call("status")), _read)
 

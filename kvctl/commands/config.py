@@ -28,7 +28,11 @@ def config() -> None:
         ("One key on all agents", "kvctl config --filter 'key=staging_ring_mb'"),
     ],
 )
-@click.option("--origin", is_flag=True, help="Only what somebody has set, by where: file, environment, argument.")
+@click.option(
+    "--origin",
+    is_flag=True,
+    help="Only values that are not the default, with their origin: file, environment, argument.",
+)
 @pass_settings
 def show(settings: Settings, origin: bool) -> None:
     """Every value with its origin: default, file, environment or argument. Agents that agree share a row."""

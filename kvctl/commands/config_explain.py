@@ -59,7 +59,7 @@ class KeyName(click.ParamType[Key]):
 @click.argument("wanted", metavar="KEY", type=KeyName())
 @pass_settings
 def explain(settings: Settings, wanted: Key) -> None:
-    """What KEY does, what it takes, how it is set, and which agents have which value from where.
+    """What KEY does, its allowed values, how it is set, and its value on each agent with the origin.
 
     KEY may also be the name of its variable, or what SGLang calls it. Without agents the declaration alone is shown.
     """

@@ -55,7 +55,7 @@ class RuntimeKey(click.ParamType[str]):
 @yes_option
 @pass_settings
 def set_value(settings: Settings, name: str, value: str, yes: bool) -> None:
-    """Set KEY to VALUE in every agent that matches, until it ends; kvctl config explain KEY says what it takes.
+    """Set KEY to VALUE on every agent that matches, until it ends; kvctl config explain KEY lists the allowed values.
 
     Only keys that kvctl config -o wide marks as RUNTIME can change. Level: admin.
     """

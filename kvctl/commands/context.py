@@ -20,10 +20,10 @@ from kvctl.views.report import Report
 
 @click.group(cls=KvctlGroup, default="ls")
 def context() -> None:
-    """Fleets under names of their own: which agents, labels, keys and time limit; `kvctl context` alone lists them.
+    """Named fleets: agents, labels, keys and timeout; `kvctl context` alone lists them.
 
-    A context is used by `-c NAME`, KVCTL_CONTEXT=NAME, `kvctl context use NAME`, or context = "NAME" in a project's
-    .kvctl.toml. It counts right above what chose it: flags > environment > project file > user file.
+    A context is chosen by `-c NAME`, KVCTL_CONTEXT=NAME, `kvctl context use NAME`, or context = "NAME" in a project's
+    .kvctl.toml. Its values rank right above the source that chose it: flags > environment > project file > user file.
     """
 
 
@@ -51,7 +51,7 @@ def show(settings: Settings, name: str | None) -> None:
 
 
 @context.command(
-    short_help="Keep these -e, -l, --key, --server-key, --timeout as a context.",
+    short_help="Save -e, -l, --key, --server-key, --timeout as a context.",
     examples=[
         (
             "A fleet on two machines",
@@ -61,11 +61,11 @@ def show(settings: Settings, name: str | None) -> None:
     ],
 )
 @click.argument("name")
-@click.option("--replace", is_flag=True, help="In place of the one that has this name.")
-@click.option("--use", "in_use", is_flag=True, help="Have it in use from now on.")
+@click.option("--replace", is_flag=True, help="Replace the context of this name.")
+@click.option("--use", "in_use", is_flag=True, help="Also use it from now on.")
 @click.pass_context
 def add(ctx: click.Context, name: str, replace: bool, in_use: bool) -> None:
-    """Keep what these options say as context NAME: -e, -l, --key, --server-key, --timeout."""
+    """Save the values of -e, -l, --key, --server-key and --timeout as context NAME."""
     if not context_file.NAME.fullmatch(name):
         raise click.UsageError(f"{name!r} is no name for a context: letters, digits, dot, dash, underscore, 64 at most")
     flags = ctx.ensure_object(dict)

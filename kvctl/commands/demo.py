@@ -98,18 +98,22 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
 )
 @click.option("--decode-tp", default=1, show_default=True, metavar="N", type=_COUNT, help="Decode TP ranks.")
 @click.option("--decode-dp", default=2, show_default=True, metavar="N", type=_COUNT, help="Decode dp groups.")
-@click.option("--tokens", default="16..1024", show_default=True, metavar="LO..HI", callback=_tokens, help="Prompts.")
 @click.option(
-    "--concurrency", metavar="N", type=_COUNT, help="Always so many rooms in flight. [default: 16 with --minutes]"
+    "--tokens", default="16..1024", show_default=True, metavar="LO..HI", callback=_tokens, help="Tokens of a prompt."
+)
+@click.option(
+    "--concurrency", metavar="N", type=_COUNT, help="Rooms in flight at all times. [default: 16 with --minutes]"
 )
 @click.option(
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="R",
-    help=f"Rooms a second, at random. [default: {_CALM_RATE:g} in bursts, without --concurrency and --minutes]",
+    help=f"Rooms per second, at random times. [default: {_CALM_RATE:g} in bursts, without --concurrency and --minutes]",
 )
-@click.option("--bursty", is_flag=True, help="With --rate: most of them close together.")
-@click.option("--ring-mb", type=_COUNT, metavar="N", help="Each decode rank's ring. [default: less than the load]")
+@click.option("--bursty", is_flag=True, help="With --rate: most rooms begin close together.")
+@click.option(
+    "--ring-mb", type=_COUNT, metavar="N", help="MiB of each decode rank's ring. [default: less than the load needs]"
+)
 @click.option(
     "--fault",
     "given",
@@ -121,26 +125,40 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     + ", ".join(FAULTS_BY_NAME[name].example for name in _SHOWN_FAULTS)
     + ". Repeatable.",
 )
-@click.option("--list-faults", is_flag=True, help="Say what each scene and each fault does, and end.")
-@click.option("--faults", type=click.Choice(["random"]), metavar="random", help="All, at random; with --minutes.")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), metavar="N", help="End after so long: summary.")
-@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Rooms and faults as in another run.")
+@click.option("--list-faults", is_flag=True, help="List the scenes and faults with their effects, and end.")
+@click.option(
+    "--faults", type=click.Choice(["random"]), metavar="random", help="All faults at random times; with --minutes."
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="N",
+    help="End after this time and print a summary.",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), metavar="N", help="Repeat the rooms and faults of the run with this seed."
+)
 @click.option(
     "--evidence",
     type=click.Path(path_type=Path, file_okay=False, writable=True),
     metavar="DIR",
     callback=_directory,
-    help="Where to save what is known of a finding: the room at all ranks, and recordings for kvctl replay.",
+    help="Directory for what is known of a finding: the room on all ranks, and recordings for kvctl replay.",
 )
-@click.option("--verify/--no-verify", default=True, show_default=True, help="Compare every byte, watch free pages.")
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    show_default=True,
+    help="Compare every byte, and check that freed pages are not written.",
+)
 @pass_settings
 def demo(settings: Settings, **options: Any) -> None:
-    """Keep a small fleet under traffic on this machine, verify every byte, and harm it if you like.
+    """Run a small fleet with traffic on this machine, verify every byte, and inject faults if wanted.
 
-    One line a second; in a second terminal, kvctl status, top, rooms or doctor look at it. A scene, such as --fault
-    stuck-room, begins after a few seconds and lasts: it is there to be found. With --minutes the fleet is worked as
-    hard as it can, all is drained in the end and a summary is printed; the exit code is 0 only if nothing hung, was
-    corrupted, leaked, crashed, or failed without a fault that explains it. Ctrl-C ends it and leaves nothing behind.
+    Prints one line per second; use kvctl status, top, rooms or doctor in a second terminal. A scene, such as --fault
+    stuck-room, begins after a few seconds and lasts, so that it can be found. With --minutes the fleet runs at full
+    load, is drained at the end, and a summary is printed; the exit code is 0 only if nothing hung, was corrupted,
+    leaked, crashed, or failed without a fault that explains it. Ctrl-C ends the fleet and leaves nothing behind.
     """
     output = Output(settings)
     if options["list_faults"]:

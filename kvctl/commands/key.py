@@ -22,7 +22,7 @@ from kvctl_agent.contract.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, pub
 
 @click.group(cls=KvctlGroup)
 def key() -> None:
-    """Keys (CURVE): of a fleet, and of people who ask it over the network."""
+    """Key pairs (CURVE): for a fleet, and for operators who reach it over the network."""
 
 
 @key.command(
@@ -35,9 +35,9 @@ def key() -> None:
 @click.argument("name", default=DEFAULT_NAME)
 @pass_settings
 def new(settings: Settings, name: str) -> None:
-    """Make a key pair NAME.key (secret, stays here) and NAME.pub (to be given away), and print the public half.
+    """Make a key pair, NAME.key (secret, keep it) and NAME.pub (public, give it away), and print the public key.
 
-    NAME is a name in $XDG_CONFIG_HOME/kvctl/keys or a path ending in .key. What exists is never overwritten. For a
+    NAME is a name in $XDG_CONFIG_HOME/kvctl/keys or a path ending in .key. Existing files are never overwritten. For a
     fleet: copy NAME.key to its machines and set fleet_key. For yourself: have `LEVEL` and the line in NAME.pub added to
     the agents' admin_clients.
     """

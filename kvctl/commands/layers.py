@@ -27,13 +27,13 @@ from kvctl.views.waterfall import draw
         ("One room, with its own times", "kvctl layers --room 7"),
     ],
 )
-@click.option("--room", type=RoomNumber(), help="Only this room, with its real moments.")
+@click.option("--room", type=RoomNumber(), help="Only this room, with its own times.")
 @pass_settings
 def layers(settings: Settings, room: str | None) -> None:
-    """Where the time goes, by layer group: ready, gate, gather, post, wire, arrive, scatter; what the forward hid.
+    """Transfer times by layer group (ready, gate, gather, post, wire, arrive, scatter), and how much compute hid.
 
-    Times are medians of the group's parts; ready is how much later than the first group it was computed. Below stands
-    how many forwards were pipelined, and why the others were not.
+    Times are medians over the group's parts; ready is how much later than the first group it was computed. Below the
+    table: how many forwards were pipelined, and why the others were not.
     """
 
     def read(survey: Survey) -> Report:

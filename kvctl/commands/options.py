@@ -82,16 +82,19 @@ def global_options() -> list[click.Option]:
             "--context",
             metavar="NAME",
             shell_complete=_completed_by("contexts"),
-            help="A fleet with a name of its own: see kvctl context.",
+            help="Use this context: see kvctl context.",
         ),
         _option("--key", metavar="NAME|FILE", help="Your key for tcp:// agents. [default: default, see kvctl key new]"),
         _option("--server-key", metavar="KEY|FILE", help="Public key of the tcp:// agents' fleet."),
         _option(
-            "-l", "--label", "labels", multiple=True, metavar="K=V,…", help="Only agents like this: role=decode,tp=0."
+            "-l",
+            "--label",
+            "labels",
+            multiple=True,
+            metavar="K=V,…",
+            help="Only agents with these labels: role=decode,tp=0.",
         ),
-        _option(
-            "--timeout", metavar="TIME", help=f"How long an agent may take to answer. [default: {DEFAULT_TIMEOUT}]"
-        ),
+        _option("--timeout", metavar="TIME", help=f"Time that an agent has to answer. [default: {DEFAULT_TIMEOUT}]"),
         _option(
             "-o",
             "--output",
@@ -117,8 +120,8 @@ def global_options() -> list[click.Option]:
             "filters",
             multiple=True,
             metavar="EXPR",
-            help="Only rows like this: 'age>5s', 'bytes>=64MiB', 'state=Failed', 'text~lost'. "
-            "Repeatable; all must hold.",
+            help="Only rows that match: 'age>5s', 'bytes>=64MiB', 'state=Failed', 'text~lost'. "
+            "Repeatable; all must match.",
         ),
         _option(
             "-w",
@@ -131,11 +134,16 @@ def global_options() -> list[click.Option]:
             "from_file",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             metavar="FILE",
-            help="Ask this recording or bundle in place of live agents; with -w all its moments, one by one.",
+            help="Read this recording or bundle in place of live agents; with -w all its moments in turn.",
         ),
         _option("--color", type=click.Choice(COLOURS), help="Colour on stdout. [default: auto, honours NO_COLOR]"),
-        _option("-q", "--quiet", is_flag=True, help="No remarks on stderr, only errors."),
-        _option("-v", "--verbose", is_flag=True, help="Say on stderr who was asked and how long it took."),
+        _option("-q", "--quiet", is_flag=True, help="Only errors on stderr."),
+        _option(
+            "-v",
+            "--verbose",
+            is_flag=True,
+            help="Name on stderr the agents that answered, with their round trip times.",
+        ),
     ]
 
 

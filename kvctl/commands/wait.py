@@ -46,26 +46,26 @@ _GOALS = ("ready", "drained", "room=")
     default="60s",
     show_default=True,
     metavar="TIME",
-    help="How long to wait in all. How long one agent may take to answer: kvctl --timeout TIME wait …",
+    help="Time to wait in all. The time for one answer of an agent: kvctl --timeout TIME wait …",
 )
 @click.option(
     "--agents",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="How many have to be there to be ready: who has not started yet cannot say that it is missing.",
+    help="Agents that must answer to be ready: one that has not started is not missed otherwise.",
 )
 @pass_settings
 def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
-    """Wait until the fleet is ready or drained, or a room is in a state; asks four times a second.
+    """Wait until the fleet is ready or drained, or a room is in a state; reads the fleet four times a second.
 
     \b
-    ready            every agent has found all the ranks that it waits for
-    drained          every agent was told to drain and has no active room (-e, -l: of these agents)
+    ready            every agent is connected to all the ranks that it needs
+    drained          every agent is draining and has no active room (with -e, -l: these agents)
     room=7:Success   room 7 is in that state, or past it, on every rank that knows it
 
-    Exit code 0 when it is so, 4 when time is up (and what was still missing on stderr), 1 when it can no longer come
-    about, as when the room fails.
+    Exit code 0 when the condition holds, 4 when the time is up (stderr names what is missing), 1 when it can no longer
+    be reached, for example because the room has failed.
     """
     live_only(settings)
     try:
