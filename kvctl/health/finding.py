@@ -34,7 +34,8 @@ class Finding:
         agents: agents to look at, the first one first.
         since_ns: how long it has been so, as far as can be told; None where it cannot.
         weight: how bad it is among findings of its code, larger is worse: a muted finding is heard again when it grows.
-        evidence: the numbers, by name; names end in their unit as everywhere (`_ns`, `_bytes`, `_total`).
+        evidence: the numbers, by name; names end in their unit as everywhere (`_ns`, `_bytes`), those of counters in
+            `_total`.
         cause: one sentence: what has most likely happened, with names.
         remedy: one sentence with the exact next command or setting.
     """

@@ -165,7 +165,7 @@ def test_a_writer_whose_requests_are_not_answered(begun: Begun) -> None:
     fleet.said("prefill-0 gets no staging grant any more")
     found = fleet.diagnosed("KV_GRANT_UNANSWERED")
     assert found["subject"] == "prefill-0 → decode-0"
-    assert found["evidence"]["requests_total"] >= 5
+    assert found["evidence"]["requests"] >= 5
     assert found["evidence"]["rooms"]
     fleet.shows(found, r"prefill-0\s+\d+\s+decode-0\b.*\bgrant\b")
 

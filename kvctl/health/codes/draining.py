@@ -108,9 +108,9 @@ def _find(snapshot: Snapshot) -> Iterator[Finding]:
             evidence={
                 "draining": names,
                 "draining_age_ns": since_ns,
-                "refused_rooms_total": len(set(refused)),
-                "waiting_rooms_total": len(waiting),
-                "expired_rooms_total": len(expired),
+                "refused_rooms": len(set(refused)),
+                "waiting_rooms": len(waiting),
+                "expired_rooms": len(expired),
             },
             cause=cause,
             remedy=f"`kvctl resume {' '.join(names)}` lets {'it' if len(names) == 1 else 'them'} take new rooms again; "

@@ -51,7 +51,7 @@ def _compat(snapshot: Snapshot) -> Iterator[Finding]:
             subject=odd,
             agents=(odd, *others),
             weight=len(refusals),
-            evidence={"differences": factors[:8], "differences_total": len(factors), "refused_with": others},
+            evidence={"differences": factors[:8], "differing_factors": len(factors), "refused_with": others},
             cause=f"{odd} does not fit {listed(others)}: {'; '.join(pairs[refusals[0]][:2])}",
             remedy=f"`kvctl peers diff {' '.join(refusals[0])}` lists every factor; start {odd} with what the others "
             "have",

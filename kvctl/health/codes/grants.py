@@ -62,7 +62,7 @@ def _unanswered(snapshot: Snapshot) -> Iterator[Finding]:
             since_ns=int(first.asked_ns),
             weight=len(parts),
             evidence={
-                "requests_total": int(first.requests),
+                "requests": int(first.requests),
                 "asked_age_ns": int(first.asked_ns),
                 "waiting_parts": len(parts),
                 "writers": writers,

@@ -49,7 +49,7 @@ def _slow(snapshot: Snapshot) -> Iterator[Finding]:
                 "others_wire_a_part_ns": round(others.seconds_a_part * 1e9),
                 "wire_gb_per_s": round(wire.gb_per_s, 4),
                 "others_wire_gb_per_s": round(others.gb_per_s, 4),
-                "parts_total": wire.parts,
+                "parts": wire.parts,
                 "lanes": texts(inner(agent.status, "transport"), "lanes"),
             },
             cause=f"a part of {name} takes {duration(wire.seconds_a_part * 1e9)} on the wire, {times:.0f} times longer "
@@ -267,7 +267,7 @@ def _gap(snapshot: Snapshot) -> Iterator[Finding]:
                 "gap_a_part_ns": round(gap_s * 1e9),
                 "wire_a_part_ns": round(_mean(wire) * 1e9),
                 **{f"{stage}_ratio": share for stage, share in shares.items()},
-                "parts_total": int(wire.times),
+                "parts": int(wire.times),
             },
             cause=f"{counted(wire.times, 'part')} of {agent.name} waited {duration(gap_s * 1e9)} each from ready to "
             f"post, and were {duration(_mean(wire) * 1e9)} on the wire: {percent(shares[worst])} of the wait is "

@@ -48,7 +48,7 @@ def _quarantine(snapshot: Snapshot) -> Iterator[Finding]:
                 "quarantined_bytes": max(total, in_ring),
                 "ring_bytes": in_ring,
                 "ring_ratio": round(in_ring / ring_bytes, 3) if ring_bytes else None,
-                "regions_total": len(regions),
+                "regions": len(regions),
                 "peers": held_for,
             },
             cause=f"{agent.name} keeps {size(max(total, in_ring))} of "

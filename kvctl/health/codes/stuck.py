@@ -161,7 +161,7 @@ def _live(group: list[Stuck]) -> Finding:
             "scattered_cells": scattered,
             "owed_cells": {name: cells for name, cells in ends.owing().items() if cells},
             "waits_for": list(ends.owing()),
-            "rooms_total": len(group),
+            "stuck_rooms": len(group),
             "rooms": [stuck.ends.room for stuck in group[:8]],
         },
         cause=cause,

@@ -64,7 +64,7 @@ def _never_asked(snapshot: Snapshot) -> Iterator[Finding]:
         agents=(*decode, *prefill),
         since_ns=age,
         weight=len(waiting),
-        evidence={"waiting_rooms": len(waiting), "opened_rooms_total": 0, "prefill": prefill, "decode": decode},
+        evidence={"waiting_rooms": len(waiting), "opened_rooms": 0, "prefill": prefill, "decode": decode},
         cause=f"{listed(prefill)} began {counted(len(waiting), 'room')} and {listed(decode)} never opened one: "
         "requests reach the prefill side alone",
         remedy="`kvctl agents` lists the decode ranks that are here; the router's log tells to which it sends these "

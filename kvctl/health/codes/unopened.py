@@ -42,7 +42,7 @@ def never_opened(snapshot: Snapshot) -> Iterator[Finding]:
             agents=(agent.name,),
             since_ns=age,
             weight=len(late),
-            evidence={"rooms_total": len(late), "oldest_room": room, "state_age_ns": age},
+            evidence={"waiting_rooms": len(late), "oldest_room": room, "state_age_ns": age},
             cause=f"the engine of {agent.name} began {counted(len(late), 'room')} that no decode rank has opened, the "
             f"oldest, room {room}, {duration(age)} ago",
             remedy=f"`kvctl rooms show {room}` shows who knows it; see whether the router sent it to a decode instance "

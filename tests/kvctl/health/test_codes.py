@@ -195,6 +195,13 @@ def test_the_harmed_fleet_is_harmed():
     assert len({finding.code for finding in _HARMED.examine(_HARMED)}) > 15
 
 
+def test_only_counters_are_called_totals():
+    """Counts of what is there now fall again, and a total that falls is taken for a fault of the agent."""
+    counters = {"internal_errors_total", "transport_errors_total", "refused_total", "done_rooms_total"}
+    names = {name for finding in _HARMED.examine(_HARMED) for name in finding.evidence if name.endswith("_total")}
+    assert names <= counters
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_no_answer_breaks_a_code(data):

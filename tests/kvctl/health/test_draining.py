@@ -41,7 +41,7 @@ def test_rooms_that_a_prefill_rank_refused_are_counted():
     fleet.failed(["decode-0", "prefill-0"], "9", "KV_DRAINING", "prefill-0", REFUSED, ago_s=100)  # an earlier drain
     (found,) = fleet.examine()
     assert (found.code, found.severity) == ("KV_DRAINING", Severity.WARNING)
-    assert found.evidence["refused_rooms_total"] == 2
+    assert found.evidence["refused_rooms"] == 2
     assert "; 2 rooms refused, the last one " in found.cause
 
 
@@ -53,8 +53,8 @@ def test_rooms_that_wait_for_a_draining_decode_rank_blame_no_prefill_rank():
     fleet.failed(["prefill-0", "prefill-1"], "6999", "KV_ROOM_STUCK_BOOTSTRAP", "prefill-0", "0 of ? opened it")
     (found,) = fleet.examine()
     assert (found.code, found.severity, found.agents) == ("KV_DRAINING", Severity.WARNING, ("decode-0",))
-    assert found.evidence["waiting_rooms_total"] == 12
-    assert found.evidence["expired_rooms_total"] == 1
+    assert found.evidence["waiting_rooms"] == 12
+    assert found.evidence["expired_rooms"] == 1
     assert "12 rooms of prefill ranks wait for a decode rank to open them" in found.cause
     assert "1 room failed because no decode rank opened them in time" in found.cause
 

@@ -178,7 +178,7 @@ def test_a_request_that_nobody_answers():
     (found,) = fleet.find("KV_GRANT_UNANSWERED")
     assert (found.subject, found.severity) == ("prefill-0 → decode-1", Severity.CRITICAL)
     assert found.agents == ("decode-1", "prefill-0")
-    assert (found.evidence["requests_total"], found.evidence["asked_age_ns"]) == (12, 13 * S)
+    assert (found.evidence["requests"], found.evidence["asked_age_ns"]) == (12, 13 * S)
     fleet.peer("prefill-0", "decode-1", state="suspect", last_heard_ns=5 * S)  # which explains it
     assert fleet.find("KV_GRANT_UNANSWERED") == []
 
