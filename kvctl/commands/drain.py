@@ -34,7 +34,7 @@ def drain(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool
     Name the agents, choose them with -e or -l, or say --all. Take the engine out of its router first: it gets an error
     for each new room. kvctl wait --for drained waits for the rooms in flight, kvctl resume undoes it. Level: operate.
     """
-    _check_chosen(settings, agents, everyone)
+    _check_chosen(settings, agents, everyone, draining=False)
     act(
         settings,
         Call("drain"),
@@ -58,7 +58,7 @@ def resume(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: boo
 
     Name the agents, choose them with -e or -l, or say --all. Level: operate.
     """
-    _check_chosen(settings, agents, everyone)
+    _check_chosen(settings, agents, everyone, draining=True)
     act(
         settings,
         Call("resume"),
@@ -72,10 +72,13 @@ def _they(agents: Sequence[AgentAnswer]) -> str:
     return "it" if len(agents) == 1 else "they"
 
 
-def _check_chosen(settings: Settings, agents: tuple[str, ...], everyone: bool) -> None:
+def _check_chosen(settings: Settings, agents: tuple[str, ...], everyone: bool, draining: bool) -> None:
     """Raises click.UsageError unless the command line says which agents, or all of them.
 
     Endpoints of a context or the environment say where the fleet is, not which of it is meant.
+
+    Args:
+        draining: of the agents that the error names.
     """
     if agents and everyone:
         raise click.UsageError("name agents or say --all, not both")
@@ -84,6 +87,7 @@ def _check_chosen(settings: Settings, agents: tuple[str, ...], everyone: bool) -
         return
     once_and_live(settings)
     with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
-        found = fleet.survey().agents
-    there = f"; there are: {named(found)}" if found else ""
-    raise click.UsageError(f"name the agents, or say --all{there}")
+        answers = fleet.survey((Call("status"),)).answers("status")
+    found = [agent for agent, data in answers if bool(data.get("draining")) is draining]
+    those = f"{'draining' if draining else 'not draining'}: {named(found) if found else 'none'}"
+    raise click.UsageError(f"name the agents, or say --all{f' ({those})' if answers else ''}")

@@ -17,6 +17,7 @@ import pytest
 
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
+from kvctl.client.fleet import Fleet
 from kvctl.commands.acting import permitted
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import ErrorCode
@@ -226,6 +227,22 @@ class TestAbortSeveral:
         assert outcome.code == ExitCode.TIMEOUT
         assert asked == [0]
 
+    def test_control_c_keeps_what_was_done(
+        self, told: list[tuple[str, int]], kvctl: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ask = Fleet.ask
+
+        def interrupted(self: Fleet, requests: Any) -> Any:
+            if requests[0][1].args["room"] == "2":
+                raise KeyboardInterrupt
+            return ask(self, requests)
+
+        monkeypatch.setattr(Fleet, "ask", interrupted)
+        outcome = kvctl("rooms", "abort", "--filter", "age>2.5s", "--yes", "-o", "json")
+        assert outcome.code == ExitCode.INTERRUPTED
+        assert {row["subject"] for row in orjson.loads(outcome.out)["data"]} == {"room 1"}
+        assert sorted(told) == [("decode-0", 1), ("prefill-0", 1)]
+
     @pytest.mark.parametrize(
         ("args", "wanted"),
         [
@@ -260,11 +277,19 @@ class TestAbortSeveral:
 class TestWhoIsMeant:
     """`drain` and `resume` never mean all agents by accident."""
 
-    def test_nobody_is_named(self, fleet: Any, kvctl: Any, command: str) -> None:
+    def test_nobody_is_named(self, start: Any, canned: ModuleType, kvctl: Any, command: str) -> None:
+        for name, draining in (("decode-0", True), ("prefill-0", False), ("prefill-1", False)):
+            start(
+                name, {"status": lambda _, name=name, draining=draining: canned.status(name) | {"draining": draining}}
+            )
         outcome = kvctl(command, "--yes")
         assert (outcome.code, outcome.out) == (2, "")
-        there = "decode-0, decode-1, prefill-0, prefill-1"
-        assert f"name the agents, or say --all; there are: {there}" in outcome.err
+        those = {"drain": "not draining: prefill-0, prefill-1", "resume": "draining: decode-0"}[command]
+        assert f"name the agents, or say --all ({those})\n" in outcome.err
+
+    def test_nothing_is_left_to_do(self, start: Any, canned: ModuleType, kvctl: Any, command: str) -> None:
+        start("decode-0", {"status": lambda _: canned.status("decode-0") | {"draining": command == "drain"}})
+        assert "draining: none)" in kvctl(command, "--yes").err
 
     def test_nobody_is_there(self, kvctl: Any, socket_directory: Path, command: str) -> None:
         outcome = kvctl(command, "--yes")
@@ -277,7 +302,7 @@ class TestWhoIsMeant:
         monkeypatch.setenv("KVCTL_ENDPOINT", "decode-0 decode-1")
         outcome = kvctl(command, "--yes")
         assert outcome.code == 2
-        assert "there are: decode-0, decode-1\n" in outcome.err
+        assert "prefill" not in outcome.err
 
     @pytest.mark.parametrize("choice", [("-e", "decode-0"), ("-l", "role=decode,dp=0"), ("decode-0",)])
     def test_a_choice_needs_no_more(self, fleet: Any, kvctl: Any, command: str, choice: tuple[str, ...]) -> None:
