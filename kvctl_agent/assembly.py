@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvctl_agent.contract.values import shown
+from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError
 from kvctl_agent.layout.chunks import chunk_pages
@@ -202,7 +202,7 @@ def _shared(pool: KVPool, ring: RingMemory | None) -> tuple[tuple[SharedMemory, 
     try:
         exports = device.export(found)
     except DeviceError as error:
-        return (), str(error)[:MAX_TEXT]
+        return (), encodable(str(error))[:MAX_TEXT]
     if len(exports) > MAX_SHARED:  # a Hello with more of them would be refused as a whole
         return (), f"its memory is {len(exports)} allocations, and writers map {MAX_SHARED} at most: make it one"
     return tuple(SharedMemory(*export) for export in exports), ""

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 import orjson
 
@@ -28,6 +28,7 @@ RECORDING = "recording.kvrec"
 _MOST_BYTES = 1 << 30  # of all that is in it, unpacked
 _MOST_FILES = 10_000
 _MOST_MANIFEST_BYTES = 8 << 20
+_MOST_HEADER_BYTES = 1 << 16  # tarfile takes seconds for a few megabytes of attributes
 _BROKEN = (tarfile.TarError, ValueError, EOFError, IndexError, KeyError, OverflowError, struct.error, zlib.error)
 
 
@@ -136,7 +137,7 @@ def members(file: IO[bytes], wanted: set[str] | None = None) -> Iterator[Member]
     try:
         with (
             zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(file, read_across_frames=False) as plain,
-            tarfile.open(fileobj=cast(IO[bytes], _Bounded(plain)), mode="r|") as archive,
+            tarfile.open(fileobj=cast(IO[bytes], _Bounded(plain)), mode="r|", tarinfo=_Header) as archive,
         ):
             for info in archive:
                 count += 1
@@ -155,6 +156,17 @@ def members(file: IO[bytes], wanted: set[str] | None = None) -> Iterator[Member]
         raise RecordingError("it is damaged, or was cut short: it cannot be unpacked") from None
     except _BROKEN as error:
         raise RecordingError(f"it is damaged, or was cut short: {error}") from None
+
+
+class _Header(tarfile.TarInfo):
+    """A member's header; one with a long name or attributes of its own is refused before they are read."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if not header.isreg() and header.size > _MOST_HEADER_BYTES:
+            raise RecordingError(f"it is no bundle of kvctl: a header in it has {header.size} bytes, which none does")
+        return header
 
 
 class _Bounded:

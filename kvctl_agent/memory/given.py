@@ -83,12 +83,10 @@ def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> Given:
     """
     label = "" if name == "kv" else f"{name} "
     scales = {"k_scale": kv.k_scale, "v_scale": kv.v_scale} if kv.v is not None else {"scale": kv.k_scale}
-    planes_given = {"k" if kv.v is not None else "latent": kv.k, "v": kv.v, **scales}
-    for plane, tensors in planes_given.items():
-        if tensors is not None and not isinstance(tensors, Sequence):
-            raise MemoryLayoutError(
-                f"{label}{plane} is {shown(tensors)}: it must be a list of tensors, one for each layer"
-            )
+    first_plane = "k" if kv.v is not None else "latent"
+    for plane, tensors in {first_plane: kv.k, "v": kv.v, **scales}.items():
+        if plane == first_plane or tensors is not None:
+            check_layers(f"{label}{plane}", tensors)
     total_kv_heads = check_size(f"{label}total_kv_heads", kv.total_kv_heads, error=MemoryLayoutError)
     if not kv.k or (kv.v is not None and len(kv.k) != len(kv.v)):
         count = len(kv.k)
@@ -180,6 +178,12 @@ def read_state(state: StateTensors) -> Given:
         )
     component = StateShape(state.name, beside, rows, of_model, prod(row) * layers[0].itemsize)
     return Given(state.name, component, heads, shape[0], [(layer,) for layer in layers])
+
+
+def check_layers(name: str, tensors: object) -> None:
+    """Raises MemoryLayoutError for what is no list of tensors."""
+    if not isinstance(tensors, Sequence):
+        raise MemoryLayoutError(f"{name} is {shown(tensors)}: it must be a list of tensors, one for each layer")
 
 
 def _scale_bytes(scale: Seen, num_pages: int, heads: int, latent: bool) -> int:

@@ -21,7 +21,7 @@ from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
 from kvctl_agent.layout.sizes import check_size
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocation import Allocation, DeviceAllocation
-from kvctl_agent.memory.given import DraftKV, Given, StateTensors, Tensors, read_kv, read_state
+from kvctl_agent.memory.given import DraftKV, Given, StateTensors, Tensors, check_layers, read_kv, read_state
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.slab import Bytes, Slab
@@ -140,6 +140,8 @@ class KVPool:
             raise MemoryLayoutError(f"draft is {shown(draft)}: it must be a DraftKV")
         if not isinstance(state, Sequence) or not all(isinstance(each, StateTensors) for each in state):
             raise MemoryLayoutError(f"state is {shown(state)}: it must be a list of StateTensors")
+        for each in state:
+            check_layers(f"state {shown(each.name)}: tensors", each.tensors)
         given = [read_kv(kv, page_size)]
         if draft is not None:
             given.append(read_kv(draft, page_size, "draft"))

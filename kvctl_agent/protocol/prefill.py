@@ -10,6 +10,7 @@ import numpy as np
 
 from kvctl_agent.contract.layers import layer_range
 from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
 from kvctl_agent.layout.holding import held
 from kvctl_agent.protocol import events as ev
@@ -243,7 +244,7 @@ class PrefillMachine(PrefillOpenings):
         self._say_hello(peer)
 
     def _say_hello(self, peer: Peer) -> None:
-        differences = [text[: msg.MAX_TEXT] for text in peer.differences]
+        differences = [encodable(text)[: msg.MAX_TEXT] for text in peer.differences]
         ack = msg.HelloAck(msg.PROTOCOL_VERSION, self.local.introduction(), peer.incarnation, differences)
         self.act(ev.Send(peer.name, ack))
 
