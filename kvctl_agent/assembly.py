@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvctl_agent.contract.descriptors import shortage
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError
@@ -36,6 +37,8 @@ from kvctl_agent.transport.base import Region, Transport
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
 _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
 _MAX_NAME_BYTES = 255  # of a ZMQ identity
+# One agent has about 30 with the loopback transport and 40 with NIXL on two cores; libzmq and UCX abort without.
+_DESCRIPTORS = 64
 _PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
 _MOST_WORKERS = 4
 _FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
@@ -79,7 +82,9 @@ def workers(settings: Settings, device: Device | None) -> int:
 
 
 def check_settings(settings: Settings, pool: KVPool) -> None:
-    """Raises ConfigError for what does not go with where the pool is."""
+    """Raises ConfigError for what does not go with where the pool is, or with what the process may open."""
+    if (text := shortage(_DESCRIPTORS)) is not None:
+        raise ConfigError(f"this process cannot hold an agent: {text}")
     check_path(settings["path"], pool)
     if pool.device is not None and settings["digest"]:
         raise ConfigError("digest: on a GPU parts have none, because it would read every byte back; set digest = false")

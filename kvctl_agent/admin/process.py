@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import threading
 import time
 from pathlib import Path
 
@@ -15,11 +17,20 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 def process_use() -> ProcessUse:
     """As of now."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = _entries("/proc/self/fd") - 1  # without the one that lists them
+        threads = _entries("/proc/self/task")
+        rss_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        used, threads = limit, threading.active_count()
+        rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # its largest: the best that is known
     return {
-        "fds": _entries("/proc/self/fd") - 1,  # without the one that lists them
+        "fds": used,
         "fds_limit": None if limit == resource.RLIM_INFINITY else limit,
-        "threads": _entries("/proc/self/task"),
-        "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES,
+        "threads": threads,
+        "rss_bytes": rss_bytes,
         "cpu_ns": time.process_time_ns(),
     }
 

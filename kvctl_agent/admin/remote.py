@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from kvctl_agent.admin.door import Door
+from kvctl_agent.admin.door import KeyDoor
 from kvctl_agent.contract.keys import KeyFileError, KeyPair
 from kvctl_agent.errors import AdminError, ConfigError
 from kvctl_agent.security import curve
@@ -51,7 +51,7 @@ def open_door(
     name: str,
     refused: Callable[[str], None],
     complain: Callable[[str], None],
-) -> tuple[Door, Gatekeeper]:
+) -> tuple[KeyDoor, Gatekeeper]:
     """Binds the endpoint; whoever calls closes the gatekeeper and ends the context.
 
     Raises:
@@ -63,7 +63,7 @@ def open_door(
         raise AdminError(f"admin_clients: {error}") from None
     gatekeeper = Gatekeeper(context, f"kvctl-admin-keys-{name}", lambda key: clients.level(key) is not None, refused)
     try:
-        door = Door(context.socket(zmq.ROUTER), clients.level)
+        door = KeyDoor(context.socket(zmq.ROUTER), clients.level)
         door.socket.ipv6 = "[" in remote.endpoint
         curve.guard(door.socket, remote.keys)
         door.socket.bind(remote.endpoint)

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import zmq
 
-from kvctl_agent.admin.door import Door
+from kvctl_agent.admin.door import FRAME_LIMIT, Door, UnixDoor
 from kvctl_agent.admin.remote import Remote, open_door
 from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.admin.socket import Claim
@@ -28,6 +28,7 @@ from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import AdminError, DeadlineExceeded, RequestRefused
 from kvctl_agent.security.gatekeeper import Gatekeeper
 from kvctl_agent.security.strangers import Strangers
+from kvctl_agent.security.unix_router import UnixRouter
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.metrics import Metrics
 from kvctl_agent.telemetry.recorder import FlightRecorder
@@ -126,12 +127,12 @@ class AdminServer:
         if self._thread is not None:
             raise AdminError(f"the admin server of {self._name} was started before")
         claim = Claim(self._name, self._directory)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # takes no descriptor before its first socket
         gatekeeper: Gatekeeper | None = None
+        router: UnixRouter | None = None
         try:
-            doors = [Door(context.socket(zmq.ROUTER))]
-            doors[0].socket.bind(f"ipc://{claim.path}")
-            claim.restrict()
+            router = UnixRouter(claim.path, FRAME_LIMIT, refused=self._strangers.refused)
+            doors: list[Door] = [UnixDoor(router)]
             if self._remote is not None:
                 door, gatekeeper = open_door(
                     context, self._remote, self._name, self._strangers.refused, self._tell_warning
@@ -143,6 +144,8 @@ class AdminServer:
             if gatekeeper is not None:
                 gatekeeper.close()
             context.destroy(linger=0)
+            if router is not None:
+                router.close()
             claim.release()
             if isinstance(error, zmq.ZMQError | OSError):
                 raise AdminError(f"cannot bind the admin socket {claim.path}: {error.strerror}") from None
@@ -150,7 +153,7 @@ class AdminServer:
         self._claim = claim
         self._thread = threading.Thread(
             target=self._serve,
-            args=(claim, context, doors, gatekeeper, wake),
+            args=(claim, router, context, doors, gatekeeper, wake),
             name=f"kvctl-admin-{self._name}",
             daemon=True,
         )
@@ -187,6 +190,7 @@ class AdminServer:
     def _serve(
         self,
         claim: Claim,
+        router: UnixRouter,
         context: zmq.Context[zmq.Socket[bytes]],
         doors: Sequence[Door],
         gatekeeper: Gatekeeper | None,
@@ -195,18 +199,19 @@ class AdminServer:
         try:
             poller = zmq.Poller()
             for door in doors:
-                poller.register(door.socket, zmq.POLLIN)
+                poller.register(door.poll_key, zmq.POLLIN)
             poller.register(wake, zmq.POLLIN)
             while not self._stopping:
-                ready = dict(poller.poll())
+                patience = [door.patience_ms for door in doors if door.patience_ms is not None]
+                ready = dict(poller.poll(min(patience, default=None)))
                 for door in doors:
-                    if door.socket in ready:
+                    if door.poll_key in ready or door.patience_ms is not None:
                         self._turn(door)
         finally:
             if gatekeeper is not None:
                 gatekeeper.close()
-            # libzmq removes the socket's file, so the name must still be ours.
             context.destroy(linger=0)
+            router.close()
             claim.release()
             self._claim = None
             with self._wake_lock:

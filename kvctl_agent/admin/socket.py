@@ -1,9 +1,8 @@
 """Claims an agent's name in the socket directory, safely against others, leftovers and rivals.
 
-libzmq would bind over the socket of a living agent without a word, and a socket's mode follows the umask, which
-belongs to the whole process. So: the directory is ours alone (0700) before anything is created in it; the holder of
-a name is the one with the lock on `<name>.lock`; and a name without a lock holder is asked once before its socket
-is taken over. Claims and releases take turns by a lock on the directory itself.
+The directory is ours alone (0700) before anything is created in it; the holder of a name is the one with the lock on
+`<name>.lock`; and a name without a lock holder is asked once before its socket is taken over. Claims and releases take
+turns by a lock on the directory itself.
 """
 
 from __future__ import annotations
@@ -100,10 +99,6 @@ class Claim:
                 self._drop()
                 raise
         _held.add(self)
-
-    def restrict(self) -> None:
-        """Gives the bound socket mode 0600; the directory has kept others out until now."""
-        self.path.chmod(0o600)
 
     def release(self) -> None:
         """Removes socket and lock file and gives the name back. Idempotent."""

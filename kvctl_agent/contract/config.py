@@ -276,7 +276,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "",
         "File of the key pair that all agents of a fleet share (kvctl key new): with it every control and registry "
-        "socket is encrypted and lets nobody else in.",
+        "socket on TCP is encrypted and lets nobody else in.",
     ),
     Key(
         "admin_endpoint",

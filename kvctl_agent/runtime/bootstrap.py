@@ -27,7 +27,7 @@ class RegistryServer:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: KeyPair | None = None) -> None:
         self._registry = roster.Registry()
-        self.socket = endpoints.bind(context, zmq.ROUTER, endpoint, roster.MAX_REQUEST_BYTES, keys)
+        self.socket = endpoints.bind(context, endpoint, roster.MAX_REQUEST_BYTES, keys)
 
     def turn(self) -> None:
         for _ in range(_REQUESTS_A_TURN):

@@ -18,6 +18,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
+from kvctl_agent.runtime import endpoints
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.liveness import is_dead
@@ -142,7 +143,7 @@ class ControlLoop:
             self._polled = changes
             for socket, _ in self._poller.sockets[:]:
                 self._poller.unregister(socket)
-            own = [*self._registries.sockets(), *([self._server.socket] if self._server is not None else [])]
+            own = [*self._registries.sockets(), *([endpoints.poll_key(self._server.socket)] if self._server else [])]
             for socket in (self._mailbox, *own, *self._links.sockets()):
                 self._poller.register(socket, zmq.POLLIN)
         due = min(self._tick_ns, self._links.due_ns or self._tick_ns)
@@ -160,7 +161,7 @@ class ControlLoop:
         for received in self._links.receive(ready):
             self._feed(received)
         now = time.monotonic_ns()
-        if self._server is not None and self._server.socket in ready:
+        if self._server is not None and endpoints.poll_key(self._server.socket) in ready:
             self._server.turn()
         for instance in self._registries.turn(ready, now):
             self._roster_changed(instance)

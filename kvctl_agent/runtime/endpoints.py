@@ -1,7 +1,8 @@
 """Where control sockets bind, and why a bind is refused.
 
-`ipc://` endpoints live in a directory only we can enter. TCP stays on the loopback unless there are keys, or `insecure`
-says otherwise: without keys anybody who can reach the port could open rooms.
+`ipc://` endpoints live in a directory only we can enter, and the kernel names the user of each connection: keys would
+add nothing there, so they are for TCP. TCP stays on the loopback unless there are keys, or `insecure` says otherwise:
+without keys anybody who can reach the port could open rooms.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.security import curve
+from kvctl_agent.security.unix_router import UnixRouter
 
 _LINGER_MS = 0
 _LONGEST = 1024
 _HIGH_WATER = 20_000
+_MAX_PEERS = 256  # of a Unix socket, so on one host
+
+Router = zmq.Socket[bytes] | UnixRouter
 
 
 def control_address(bootstrap: str, name: str) -> str:
@@ -66,43 +71,51 @@ def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False) -> None
         )
 
 
-def bind(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, max_bytes: int, keys: KeyPair | None = None
-) -> zmq.Socket[bytes]:
-    """A bound socket with our options; with keys only owners of the same ones are let in.
+def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int, keys: KeyPair | None = None) -> Router:
+    """A bound ROUTER with our options; over TCP with keys only owners of the same ones are let in.
 
     Raises:
         ConfigError: the address is taken or cannot be bound; says so.
     """
-    socket = context.socket(kind)
     try:
-        _options(socket, max_bytes)
-        curve.guard(socket, keys)
         if endpoint.startswith("ipc://"):
             path = Path(endpoint.removeprefix("ipc://"))
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _refuse_taken(path)
+            _remove_unused(path)
+            return UnixRouter(path, max_bytes, _MAX_PEERS, peers_choose_names=True)
+        socket = context.socket(zmq.ROUTER)
+        try:
+            _options(socket, max_bytes)
+            curve.guard(socket, keys)
             socket.bind(endpoint)
-            path.chmod(0o600)
-        else:
-            socket.bind(endpoint)
+        except zmq.ZMQError:
+            socket.close(_LINGER_MS)
+            raise
     except (zmq.ZMQError, OSError) as error:
-        socket.close(_LINGER_MS)
         raise ConfigError(f"cannot bind {endpoint}: {error}; is another agent using it?") from None
     return socket
 
 
-def close(socket: zmq.Socket[bytes], linger_ms: int = _LINGER_MS) -> None:
-    """Close a bound socket, and remove its path, which libzmq leaves behind; while we hold it nobody else can.
+def address(router: Router) -> str:
+    """Where a bound socket can be reached, with the port that was found."""
+    return router.address if isinstance(router, UnixRouter) else router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def poll_key(router: Router) -> zmq.Socket[bytes] | int:
+    """What to register with a poller, and what the poller returns where there is something to do."""
+    return router.fileno() if isinstance(router, UnixRouter) else router
+
+
+def close(router: Router, linger_ms: int = _LINGER_MS) -> None:
+    """Close a bound socket, and remove its path; while we hold it nobody else can.
 
     `linger_ms`: how long what was sent may still take to leave, once the context ends.
     """
-    if socket.closed:
+    if router.closed:
         return
-    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    if endpoint.startswith("ipc://"):
-        Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-    socket.close(linger_ms)
+    if isinstance(router, UnixRouter):
+        Path(router.address.removeprefix("ipc://")).unlink(missing_ok=True)
+    router.close(linger_ms)
 
 
 def connect(
@@ -112,22 +125,29 @@ def connect(
     max_bytes: int,
     keys: KeyPair | None = None,
 ) -> zmq.Socket[bytes]:
-    """A DEALER connected to `endpoint` (which need not exist yet), and with keys only to an owner of the same ones."""
+    """A DEALER connected to `endpoint`, which need not exist yet; over TCP with keys only to an owner of the same ones.
+
+    Raises:
+        zmq.ZMQError: there is no descriptor for it.
+    """
     socket = context.socket(zmq.DEALER)
     _options(socket, max_bytes)
-    curve.introduce(socket, keys)
+    if not endpoint.startswith("ipc://"):
+        curve.introduce(socket, keys)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.connect(endpoint)
     return socket
 
 
-def _refuse_taken(path: Path) -> None:
-    """libzmq would take the path from a living holder without a word; a dead one's socket refuses connections."""
+def _remove_unused(path: Path) -> None:
+    """Removes what a dead agent left at `path`: its socket refuses connections, that of a living one does not."""
     with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
         probe.setblocking(False)
         code = probe.connect_ex(str(path))
     if code not in (errno.ENOENT, errno.ECONNREFUSED):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    if path.is_socket():
+        path.unlink(missing_ok=True)
 
 
 def _options(socket: zmq.Socket[bytes], max_bytes: int) -> None:

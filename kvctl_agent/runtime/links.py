@@ -50,7 +50,7 @@ class Links:
         self._telemetry = telemetry
         self._keys = keys
         self.changes = 0  # grows whenever `sockets` gives others than before
-        self._router: zmq.Socket[bytes] | None = None
+        self._router: endpoints.Router | None = None
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._endpoints: dict[str, str] = {}
         self._outbox: dict[str, list[Message]] = {}
@@ -63,8 +63,8 @@ class Links:
     def serve(self, endpoint: str) -> str:
         """Bind the ROUTER; returns the endpoint to register (with the port that was found)."""
         self.changes += 1
-        self._router = endpoints.bind(self._context, zmq.ROUTER, endpoint, codec.MAX_FRAME_BYTES, self._keys)
-        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._router = endpoints.bind(self._context, endpoint, codec.MAX_FRAME_BYTES, self._keys)
+        return endpoints.address(self._router)
 
     def connect(self, peer: str, endpoint: str) -> bool:
         """Make sure of a connection to `peer`; True when it is new, or leads elsewhere than before."""
@@ -108,8 +108,9 @@ class Links:
         queued = sum(len(box.get(peer, ())) for box in (self._outbox, self._patient))
         return queued + self._unsent.get(peer, 0)
 
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        return [*self._dealers.values(), *([self._router] if self._router is not None else [])]
+    def sockets(self) -> list[zmq.Socket[bytes] | int]:
+        """What to poll: sockets and descriptors."""
+        return [*self._dealers.values(), *([endpoints.poll_key(self._router)] if self._router is not None else [])]
 
     def queue(self, peer: str, message: Message) -> None:
         """Send with the next flush, or soon after where nobody waits for it."""
@@ -199,7 +200,7 @@ class Links:
 
         At most a few hundred frames a turn and socket, so that nobody can starve the loop.
         """
-        if self._router is not None and self._router in ready:
+        if self._router is not None and endpoints.poll_key(self._router) in ready:
             for frames in _frames(self._router):
                 yield from self._read(frames[0][:_MAX_NAME_BYTES].decode(errors="replace"), frames[1:])
         for peer, dealer in list(self._dealers.items()):
@@ -240,7 +241,7 @@ class Links:
         self._router = None
 
 
-def _frames(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+def _frames(socket: endpoints.Router) -> Iterator[list[bytes]]:
     for _ in range(_FRAMES_A_TURN):
         try:
             yield socket.recv_multipart(zmq.NOBLOCK)

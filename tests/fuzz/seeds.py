@@ -13,6 +13,7 @@ from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.protocol import codec, roster
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.security import zmtp
 
 _TAG = Tag(PartKind.KV, 7, 2**64 - 1, 1001, 3, PartKey(1, 2, 0, 32)).pack()
 _WHO = msg.Introduction(
@@ -100,6 +101,12 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     "tag-stream": [bytes([step]) + b"".join(_LENGTHS[:count]) for step in (1, 3, 129) for count in (1, 2, 3)]
     + [b"\2kvctltag" + bytes(64)],
+    "zmtp": [
+        b"\1" + zmtp.encode([b"KVA1", b"1", b"x" * 300]),
+        b"\x0a" + zmtp.OPENING + zmtp.encode([b"a", b""]) * 3,
+        b"\1\4\x16\5READY\x0bSocket-Type\0\0\0\xffX",
+        b"\1\4\7\4PING\0\1",
+    ],
     "recorded-piece": [_INPUTS, msgspec.msgpack.encode([[["r", 0], 1], {"rooms": ["t", []]}, [], 0, {}])],
     "recording": [_RECORDING, _RECORDING[:40]],
 }

@@ -18,6 +18,7 @@ from kvctl_agent.protocol import codec, roster
 from kvctl_agent.protocol.checkpoint import unpack
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.replay.inputs import decoded
+from kvctl_agent.security import zmtp
 from kvctl_agent.transport import mooncake_tags
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 
@@ -61,6 +62,22 @@ def admin_request(data: bytes) -> None:
         except RequestRefused as error:
             refusal = str(error)
         assert len(refusal.encode("utf-8", "backslashreplace")) < _LONGEST_REFUSAL
+
+
+def zmtp_stream(data: bytes) -> None:
+    """What arrives at a Unix socket: the first byte says how it is cut, and whether by one who has greeted."""
+    if not data:
+        return
+    step, stream = data[0] >> 1 or 1 << 18, data[1:]
+    if data[0] & 1:
+        stream = zmtp.OPENING + stream
+    decoder = zmtp.Decoder(4096)
+    with contextlib.suppress(RemoteProtocolError):
+        for at in range(0, len(stream), step):
+            for frames in decoder.feed(stream[at : at + step]):
+                assert decoder.identity is not None
+                assert 1 <= len(frames) <= zmtp.MAX_FRAMES
+                assert sum(map(len, frames)) <= 4096
 
 
 def trace_line(data: bytes) -> None:
@@ -110,6 +127,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "admin": admin_request,
     "trace": trace_line,
     "tag-stream": tag_stream,
+    "zmtp": zmtp_stream,
     "recording": recorded_file,
     "recorded-piece": recorded_piece,
 }

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from kvctl_agent.admin import server as server_module
-from kvctl_agent.admin.door import SEND_TIMEOUT_MS, Asked, Door
+from kvctl_agent.admin.door import SEND_TIMEOUT_MS, Asked, UnixDoor
 from kvctl_agent.admin.requests import Request
 from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES, ErrorCode
@@ -118,13 +118,13 @@ class TestRefusals:
     ) -> None:
         drain = Command("drain", "", Level.OPERATE)
         monkeypatch.setattr(server_module, "parse_body", lambda *_: Request(drain, {}))
-        receive = Door.receive
+        receive = UnixDoor.receive
 
-        def as_reader(door: Door) -> Asked | None:
+        def as_reader(door: UnixDoor) -> Asked | None:
             asked = receive(door)
             return asked and asked._replace(level=Level.READ)
 
-        monkeypatch.setattr(Door, "receive", as_reader)
+        monkeypatch.setattr(UnixDoor, "receive", as_reader)
         error = connect(serve()).ask("drain")["error"]
         assert error == {"code": "not-permitted", "message": "drain needs level operate, this client has read"}
 

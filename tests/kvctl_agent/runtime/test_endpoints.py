@@ -13,13 +13,13 @@ import pytest
 import zmq
 
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.runtime.endpoints import bind, check_endpoint, close, connect, control_address
+from kvctl_agent.runtime.endpoints import address, bind, check_endpoint, close, connect, control_address
 
 Context = zmq.Context[zmq.Socket[bytes]]
 BINDER = """
 import sys, zmq
 from kvctl_agent.runtime.endpoints import bind
-socket = bind(zmq.Context(), zmq.ROUTER, sys.argv[1], 1 << 20)
+socket = bind(zmq.Context(), sys.argv[1], 1 << 20)
 print(flush=True)
 sys.stdin.read()
 """
@@ -60,8 +60,8 @@ class TestControlAddress:
     def test_ipc_sockets_lie_next_to_the_registry_under_short_distinct_names(self) -> None:
         addresses = {control_address("ipc:///run/kv/boot", name) for name in ("a", "b", "x" * 500, "a/../b")}
         assert len(addresses) == 4
-        for address in addresses:
-            assert re.fullmatch(r"ipc:///run/kv/c-[0-9a-f]{12}", address)
+        for each in addresses:
+            assert re.fullmatch(r"ipc:///run/kv/c-[0-9a-f]{12}", each)
         assert control_address("ipc:///run/kv/boot", "a") == control_address("ipc:///run/kv/boot", "a")
 
     def test_tcp_takes_any_free_port_of_the_same_address(self) -> None:
@@ -71,32 +71,32 @@ class TestControlAddress:
 
 class TestBind:
     def test_an_ipc_socket_and_its_directory_are_ours_alone(self, zmq_context: Context, directory: Path) -> None:
-        socket = bind(zmq_context, zmq.ROUTER, f"ipc://{directory}/s", 1 << 20)
+        socket = bind(zmq_context, f"ipc://{directory}/s", 1 << 20)
         assert directory.stat().st_mode & 0o777 == 0o700
         assert (directory / "s").stat().st_mode & 0o777 == 0o600
         socket.close()
 
     def test_closing_removes_the_path_and_may_be_repeated(self, zmq_context: Context, directory: Path) -> None:
         for endpoint in (f"ipc://{directory}/s", "tcp://127.0.0.1:*"):
-            socket = bind(zmq_context, zmq.ROUTER, endpoint, 1 << 20)
+            socket = bind(zmq_context, endpoint, 1 << 20)
             close(socket)
             close(socket)
             assert socket.closed
         assert list(directory.iterdir()) == []
 
     def test_a_taken_port_is_refused(self, zmq_context: Context) -> None:
-        first = bind(zmq_context, zmq.ROUTER, "tcp://127.0.0.1:*", 1 << 20)
-        endpoint = first.getsockopt_string(zmq.LAST_ENDPOINT)
+        first = bind(zmq_context, "tcp://127.0.0.1:*", 1 << 20)
+        endpoint = address(first)
         with pytest.raises(ConfigError, match=re.escape(f"cannot bind {endpoint}") + ".*another agent using it"):
-            bind(zmq_context, zmq.ROUTER, endpoint, 1 << 20)
+            bind(zmq_context, endpoint, 1 << 20)
         first.close()
 
     def test_a_taken_ipc_path_is_refused_and_its_holder_keeps_it(self, zmq_context: Context, directory: Path) -> None:
         """libzmq alone would take the path from a living holder without a word."""
         endpoint = f"ipc://{directory}/s"
-        first = bind(zmq_context, zmq.ROUTER, endpoint, 1 << 20)
+        first = bind(zmq_context, endpoint, 1 << 20)
         with pytest.raises(ConfigError, match="another agent using it"):
-            bind(zmq_context, zmq.ROUTER, endpoint, 1 << 20)
+            bind(zmq_context, endpoint, 1 << 20)
         assert not first.poll(50)
         client = connect(zmq_context, endpoint, b"client", 1 << 20)
         client.send(b"still yours?")
@@ -114,12 +114,12 @@ class TestBind:
             holder.stdout.readline()
             os.kill(holder.pid, signal.SIGSTOP)
             with pytest.raises(ConfigError, match="another agent using it"):
-                bind(zmq_context, zmq.ROUTER, endpoint, 1 << 20)
+                bind(zmq_context, endpoint, 1 << 20)
             holder.kill()
             holder.wait()
-        bind(zmq_context, zmq.ROUTER, endpoint, 1 << 20).close()
+        bind(zmq_context, endpoint, 1 << 20).close()
 
     def test_a_directory_that_cannot_be_made_is_a_config_error(self, zmq_context: Context, socket_dir: Path) -> None:
         (socket_dir / "file").write_text("")
         with pytest.raises(ConfigError, match="cannot bind"):
-            bind(zmq_context, zmq.ROUTER, f"ipc://{socket_dir}/file/s", 1 << 20)
+            bind(zmq_context, f"ipc://{socket_dir}/file/s", 1 << 20)

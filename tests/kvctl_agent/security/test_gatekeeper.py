@@ -34,8 +34,10 @@ class Guarded:
         self.refusals: list[str] = []
         self.refused = threading.Event()
         self.gatekeeper = Gatekeeper(self.context, "gate", admits, self._refused)
-        self.router = endpoints.bind(self.context, zmq.ROUTER, "tcp://127.0.0.1:*", 1 << 20, FLEET)
-        self.address = self.router.getsockopt_string(zmq.LAST_ENDPOINT)
+        router = endpoints.bind(self.context, "tcp://127.0.0.1:*", 1 << 20, FLEET)
+        assert isinstance(router, zmq.Socket)
+        self.router: zmq.Socket[bytes] = router
+        self.address = endpoints.address(router)
 
     def _refused(self, text: str) -> None:
         self.refusals.append(text)

@@ -1,0 +1,58 @@
+"""The ROUTER's end of ZMTP: what a peer may send, in whatever pieces it arrives."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.security import zmtp
+
+MESSAGES = st.lists(st.lists(st.binary(max_size=600), min_size=1, max_size=zmtp.MAX_FRAMES), max_size=5)
+
+
+def greeted(max_bytes: int = 1 << 20) -> zmtp.Decoder:
+    decoder = zmtp.Decoder(max_bytes)
+    assert decoder.feed(zmtp.OPENING) == []
+    assert decoder.identity == b""
+    return decoder
+
+
+@given(MESSAGES, st.integers(1, 700))
+def test_messages_survive_however_they_are_cut(messages: list[list[bytes]], step: int) -> None:
+    stream = zmtp.OPENING + b"".join(map(zmtp.encode, messages))
+    decoder = zmtp.Decoder(1 << 20)
+    found = [message for at in range(0, len(stream), step) for message in decoder.feed(stream[at : at + step])]
+    assert found == messages
+
+
+def test_a_ping_is_answered_with_its_context() -> None:
+    decoder = greeted()
+    assert decoder.feed(b"\x04\x0b\x04PING\x00\x01ctxt") == []
+    assert decoder.answers == b"\x04\x09\x04PONGctxt"
+
+
+def test_frames_beyond_those_of_any_protocol_are_dropped() -> None:
+    (message,) = greeted().feed(zmtp.encode([b"x"] * 50))
+    assert message == [b"x"] * zmtp.MAX_FRAMES
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "not ZMTP"),
+        (b"\xff" * 10 + b"\x01", "older than 3.0"),
+        (zmtp.OPENING[:12] + b"CURVE".ljust(20, b"\0") + bytes(32), "mechanism b'CURVE'"),
+        (zmtp.OPENING[:64] + zmtp.encode([b"hello"]), "before the handshake"),
+        (zmtp.OPENING[:64] + zmtp.OPENING[64:].replace(b"ROUTER", b"PUBPUB"), "type b'PUBPUB'"),
+        (zmtp.OPENING[:64] + b"\x04\x13\x05READY\x0bSocket-Type\xff", "beyond the end"),
+        (zmtp.OPENING + b"\x02" + (1 << 62).to_bytes(8, "big"), "bytes"),
+        (zmtp.OPENING + zmtp.encode([b"x" * 500, b"y" * 600]), "a frame of 600 bytes"),
+        (zmtp.OPENING + b"\x80\x00", "flags 0x80"),
+        (zmtp.OPENING + b"\x04\x07\x05ERROR\x00", "refuses"),
+    ],
+)
+def test_what_is_not_understood_ends_the_connection(data: bytes, says: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=says):
+        zmtp.Decoder(1000).feed(data)
