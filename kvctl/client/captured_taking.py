@@ -14,7 +14,7 @@ from typing import Any
 from kvctl.client.calls import Call
 from kvctl.client.captured_moment import Moment, Seen
 from kvctl.client.fanout import Reply
-from kvctl.client.faults import FaultCode
+from kvctl.client.faults import SILENT
 from kvctl.client.fleet import FINISHED, AgentAnswer, Fleet, room_rows
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, Level
@@ -25,7 +25,6 @@ _EVENTS = 4096  # as many as a recorder keeps by default
 _ROOMS_OF_ALL = 4000
 _ROOMS_OF_ONE = 200
 _AT_ONCE = 24  # an agent's socket queues 64 requests
-_SILENT = frozenset({FaultCode.TIMEOUT, FaultCode.UNREACHABLE})
 _NAMED = 5  # agents in one remark
 _LIMITS = {"rooms": _ROWS, "history": _ROWS, "slow": _ROWS, "failed": _ROWS, "events": _EVENTS}
 
@@ -122,7 +121,7 @@ class Taker:
                     into[reply.call.args["room"]] = reply.data  # type: ignore[index]
                 elif reply.fault.code == ErrorCode.UNKNOWN_ROOM:
                     into[reply.call.args["room"]] = []  # type: ignore[index]
-                elif reply.fault.code in _SILENT and waiting.pop(reply.endpoint, None) is not None:
+                elif reply.fault.code in SILENT and waiting.pop(reply.endpoint, None) is not None:
                     failed.append(one.endpoint.name)
         if failed:
             others = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.faults import Fault, FaultCode, stopped
+from kvctl.client.processes import stopped_pid
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.contract.admin import MAX_SOCKET_PATH_BYTES, SOCKET_SUFFIX, socket_dir
+from kvctl_agent.contract.admin import MAX_SOCKET_PATH_BYTES, SOCKET_DIR_VARIABLE, SOCKET_SUFFIX, socket_dir
 
 _IPC = "ipc://"
 _GLOB = frozenset("*?[")
@@ -52,14 +53,16 @@ class Discovery:
     Attributes:
         live: a process listens there.
         stale: socket files of processes that are gone.
-        faults: endpoints the user named that are missing, dead or closed to us.
+        faults: endpoints the user named that are missing, dead or closed to us, and those whose process is stopped.
         directory: where sockets were looked for.
+        stopped: their process is; nobody connects to them.
     """
 
     directory: Path
     live: list[Endpoint] = field(default_factory=list)
     stale: list[Endpoint] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    stopped: list[Endpoint] = field(default_factory=list)
 
 
 def discover(wanted: Sequence[str] = ()) -> Discovery:
@@ -77,7 +80,11 @@ def discover(wanted: Sequence[str] = ()) -> Discovery:
         if endpoint.path is None:
             found.live.append(endpoint)
             continue
-        match _probe(endpoint.path):
+        if (pid := stopped_pid(endpoint.path)) is not None:
+            found.stopped.append(endpoint)
+            found.faults.append(stopped(endpoint.name, pid))
+            continue
+        match probe(endpoint.path):
             case 0:
                 found.live.append(endpoint)
             case errno.ECONNREFUSED if not endpoint.named:
@@ -157,13 +164,21 @@ def _listed(directory: Path) -> list[str]:
 
 def _unknown(name: str, names: Sequence[str], directory: Path) -> str:
     if _GLOB & set(name):
-        return f"no agent in {directory} matches {name}"
+        return f"no agent in {whereabouts(directory)} matches {name}"
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"no agent named {name} in {directory}{hint}"
+    return f"no agent named {name} in {whereabouts(directory)}{hint}"
 
 
-def _probe(path: Path) -> int:
+def whereabouts(directory: Path) -> str:
+    """The socket directory, and that it is not there where the user has named it."""
+    if os.environ.get(SOCKET_DIR_VARIABLE) and not directory.is_dir():
+        wrong = "is no directory" if directory.exists() else "does not exist"
+        return f"{directory}, which {SOCKET_DIR_VARIABLE} names and which {wrong}"
+    return str(directory)
+
+
+def probe(path: Path) -> int:
     """Knocks: 0 when a process listens, else the errno."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as knock:
         code = knock.connect_ex(os.fspath(path))

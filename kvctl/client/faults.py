@@ -15,6 +15,7 @@ class FaultCode(StrEnum):
 
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
+    STOPPED = "stopped"  # its process is: SIGSTOP, job control, a debugger
     PROTOCOL = ErrorCode.PROTOCOL.value
     NOT_PERMITTED = ErrorCode.NOT_PERMITTED.value
     NOT_CAPTURED = "not-captured"  # by a file that stands in for the fleet
@@ -29,9 +30,19 @@ class Fault:
     message: str
 
 
+SILENT = frozenset({FaultCode.TIMEOUT.value, FaultCode.STOPPED.value, FaultCode.UNREACHABLE.value})
+"""Codes of agents that do not answer although somebody knows of them."""
+
+
+def stopped(agent: str, pid: int) -> Fault:
+    """What is wrong comes before the semicolon, what to do about it behind."""
+    return Fault(agent, FaultCode.STOPPED, f"its process {pid} is stopped; `kill -CONT {pid}` lets it go on")
+
+
 _EXITS: dict[str, ExitCode] = {
     FaultCode.UNREACHABLE: ExitCode.NO_AGENT,
     FaultCode.TIMEOUT: ExitCode.TIMEOUT,
+    FaultCode.STOPPED: ExitCode.TIMEOUT,
     ErrorCode.NOT_PERMITTED: ExitCode.NOT_PERMITTED,
     ErrorCode.PROTOCOL: ExitCode.PROTOCOL,
     # An agent that lacks a command is of another version than this tool.

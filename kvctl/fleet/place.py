@@ -29,8 +29,9 @@ def rank_names(ranks: Sequence[PlannedRank]) -> list[str]:
 
 def free_prefix(names: Sequence[str]) -> str:
     """ "" where nobody has these names; else one that sets this fleet apart."""
-    live = {endpoint.name for endpoint in discover().live}
-    return "" if live.isdisjoint(names) else f"b{secrets.randbelow(9000) + 1000}-"
+    found = discover()
+    taken = {endpoint.name for endpoint in (*found.live, *found.stopped)}
+    return "" if taken.isdisjoint(names) else f"b{secrets.randbelow(9000) + 1000}-"
 
 
 def temporary() -> str:

@@ -313,7 +313,6 @@ class SteadyFleet:
             words, code = process.last_words, process.returncode
             process.reap()
             rank.process, rank.instances, rank.paused = None, [], False
-            remove_admin_socket(rank.name)
             if not rank.leaving or code:
                 events.append(Event(rank.name, "died", {"returncode": code, "words": words}, now_ns))
         return events

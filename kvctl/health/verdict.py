@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.faults import SILENT, Fault
 from kvctl.exit_codes import CheckState
 from kvctl.health.areas import AREAS, area
 from kvctl.health.finding import Finding, Severity
@@ -19,7 +19,6 @@ _STATES = {
     Severity.WARNING: CheckState.WARNING,
     Severity.CRITICAL: CheckState.CRITICAL,
 }
-_GONE = frozenset({FaultCode.UNREACHABLE.value, FaultCode.TIMEOUT.value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def _ranked(problems: Iterable[Problem]) -> list[Problem]:
 
 def _silent(faults: Iterable[Fault]) -> Iterator[Problem]:
     for fault in faults:
-        state = CheckState.CRITICAL if fault.code in _GONE else CheckState.UNKNOWN
+        state = CheckState.CRITICAL if fault.code in SILENT else CheckState.UNKNOWN
         yield Problem(state, f"{fault.agent}: {fault.message}" if fault.agent else fault.message)
 
 
@@ -101,7 +100,10 @@ def _left(snapshot: Snapshot) -> Iterator[Problem]:
     named = {fault.agent for fault in snapshot.faults}
     for endpoint in snapshot.survey.discovery.stale:
         if endpoint.name not in named:
-            yield Problem(CheckState.WARNING, f"{endpoint.name} is gone and left its socket behind: {endpoint.path}")
+            yield Problem(
+                CheckState.WARNING,
+                f"{endpoint.name} is gone and left its socket behind: {endpoint.path} (kvctl agents --prune)",
+            )
 
 
 def _of(finding: Finding) -> Problem:

@@ -12,7 +12,6 @@ import fcntl
 import os
 import socket
 import stat
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import orjson
 import zmq
 
 from kvctl_agent.contract.admin import LOCK_SUFFIX, MAGIC, SOCKET_SUFFIX, socket_dir, socket_path
+from kvctl_agent.contract.leftovers import prune, turn
 from kvctl_agent.errors import AdminError
 
 PING_TIMEOUT_MS = 1000
@@ -95,6 +95,8 @@ class Claim:
                 self._refuse_if_served(name)
                 # Nobody listens there: a leftover of an agent that was killed.
                 self.path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it is a courtesy
+                    prune(directory)
             except BaseException:
                 self._drop()
                 raise
@@ -208,17 +210,12 @@ def _opened(directory: Path) -> Iterator[int]:
 @contextlib.contextmanager
 def _turn(directory: Path) -> Iterator[None]:
     """Alone among the agents of `directory`, for the few milliseconds that a claim or a release takes."""
-    deadline = time.monotonic() + TURN_TIMEOUT_S
-    with _opened(directory) as descriptor:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise AdminError(
-                        f"another process holds the lock on {directory} for over {TURN_TIMEOUT_S:g} s: "
-                        f"see who with `fuser {directory}`"
-                    ) from None
-                time.sleep(0.01)
+    with _opened(directory) as descriptor, contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(turn(descriptor, TURN_TIMEOUT_S))
+        except TimeoutError:
+            raise AdminError(
+                f"another process holds the lock on {directory} for over {TURN_TIMEOUT_S:g} s: "
+                f"see who with `fuser {directory}`"
+            ) from None
         yield

@@ -26,6 +26,7 @@ MAX_REPLY_BYTES = 64 << 20
 MAX_SOCKET_PATH_BYTES = 107
 SOCKET_SUFFIX = ".sock"
 LOCK_SUFFIX = ".lock"
+SOCKET_DIR_VARIABLE = "KVCTL_SOCKET_DIR"
 
 
 class ErrorCode(StrEnum):
@@ -49,7 +50,7 @@ def socket_dir() -> Path:
     `KVCTL_SOCKET_DIR` if set; else `$XDG_RUNTIME_DIR/kvctl`; else `/run/kvctl` where it exists and is ours to
     write; else `/tmp/kvctl-<uid>`.
     """
-    if explicit := os.environ.get("KVCTL_SOCKET_DIR"):
+    if explicit := os.environ.get(SOCKET_DIR_VARIABLE):
         return Path(explicit)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "kvctl"
@@ -57,6 +58,11 @@ def socket_dir() -> Path:
     if system.is_dir() and os.access(system, os.W_OK | os.X_OK):
         return system
     return Path(f"/tmp/kvctl-{os.getuid()}")
+
+
+def lock_path(socket: Path) -> Path:
+    """The lock file beside an admin socket: held by the agent that serves it, whose pid it contains."""
+    return socket.with_name(socket.name.removesuffix(SOCKET_SUFFIX) + LOCK_SUFFIX)
 
 
 def socket_path(name: str, directory: Path | None = None) -> Path:

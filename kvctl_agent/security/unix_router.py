@@ -71,7 +71,7 @@ class UnixRouter:
         """Binds and listens; nothing may be at `path`.
 
         Args:
-            max_bytes: of one message from a peer; one that sends more is disconnected.
+            max_bytes: of one frame from a peer; one that sends a larger one is disconnected.
             limit: connections at one time. One more closes the one that has been quiet longest.
             refused: told, in words, of each connection that is refused or closed.
             peers_choose_names: a peer is known by the routing id that it brings, and a new connection takes the place

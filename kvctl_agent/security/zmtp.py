@@ -15,7 +15,7 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _MAX_NAME_BYTES = 255
 _MAX_COMMAND_BYTES = 4096
 _PEERS = (b"DEALER", b"REQ", b"ROUTER")
-# No protocol of ours has more; what is beyond is counted against `max_bytes` and dropped.
+# No protocol of ours has more; what is beyond is dropped, so that a message of many frames takes no more memory.
 MAX_FRAMES = 8
 
 
@@ -56,20 +56,19 @@ class Decoder:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of one message, all its frames together."""
+        """`max_bytes`: of one frame."""
         self.identity: bytes | None = None
         self.answers = b""
         self._max_bytes = max_bytes
         self._buffer = bytearray()
         self._greeted = False
         self._frames: list[bytes] = []
-        self._bytes = 0
 
     def feed(self, data: bytes) -> list[list[bytes]]:
         """Takes what has arrived; returns the messages that are complete with it.
 
         Raises:
-            RemoteProtocolError: the peer does not speak this protocol, or sends a message that is too large. Nothing
+            RemoteProtocolError: the peer does not speak this protocol, or sends a frame that is too large. Nothing
                 more can be read from it.
         """
         self._buffer += data
@@ -84,10 +83,9 @@ class Decoder:
             else:
                 if len(self._frames) < MAX_FRAMES:
                     self._frames.append(body)
-                self._bytes += len(body)
                 if not flags & _MORE:
                     messages.append(self._frames)
-                    self._frames, self._bytes = [], 0
+                    self._frames = []
         return messages
 
     def _greet(self) -> bool:
@@ -117,7 +115,7 @@ class Decoder:
             if len(buffer) - at < header:
                 break
             size = int.from_bytes(buffer[at + 1 : at + header], "big")
-            if size > (_MAX_COMMAND_BYTES if flags & _COMMAND else self._max_bytes - self._bytes):
+            if size > (_MAX_COMMAND_BYTES if flags & _COMMAND else self._max_bytes):
                 raise RemoteProtocolError(f"a frame of {size} bytes")
             if len(buffer) - at - header < size:
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from kvctl.client.faults import FaultCode
 from kvctl.health.answers import number
 from kvctl.health.codes.failures import failed_lately
 from kvctl.health.codes.incarnations import stale_pairs
@@ -91,6 +92,12 @@ def _words(
         return (
             f"{seen_by} heard nothing from {name}{since}, and yet it answers kvctl: the network between them is cut",
             (f"`kvctl peers -e {agent.name}` tells whom it hears; then look at the network between their hosts"),
+        )
+    stopped = next((each for each in snapshot.faults if each.agent == name and each.code == FaultCode.STOPPED), None)
+    if stopped is not None:
+        text, _, remedy = stopped.message.partition("; ")
+        return f"{seen_by} heard nothing of {name}{since}: {text}", (
+            f"{remedy}; see who stopped it (a debugger, job control, a freezer)"
         )
     if name in mute_agents(snapshot):
         return f"{seen_by} heard nothing from {name}{since}, nor does it answer kvctl: it is stopped or hangs", (

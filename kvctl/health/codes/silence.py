@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvctl.client.faults import FaultCode
+from kvctl.client.faults import SILENT
 from kvctl.health.answers import amount, number, text
 from kvctl.health.snapshot import Snapshot
 
@@ -61,9 +61,7 @@ def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
 
 def mute_agents(snapshot: Snapshot) -> frozenset[str]:
     """Agents that do not answer us although somebody's socket is there: stopped, or without a core."""
-    return frozenset(
-        fault.agent for fault in snapshot.faults if fault.code in (FaultCode.TIMEOUT, FaultCode.UNREACHABLE)
-    )
+    return frozenset(fault.agent for fault in snapshot.faults if fault.code in SILENT)
 
 
 def absent(snapshot: Snapshot) -> frozenset[str]:

@@ -8,7 +8,6 @@ from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.health.host.view import HostView, listener_pid
 
-_STOPPED = frozenset({"T", "t"})
 _UNINTERRUPTIBLE = "D"
 
 
@@ -41,9 +40,9 @@ def _explained(fault: Fault, pid: int | None, state: str | None) -> Silence:
     text, remedy = fault.message, "`kvctl agents` shows who answers"
     if fault.code == FaultCode.NOT_PERMITTED:
         remedy = "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)"
-    if state in _STOPPED:
-        text = f"does not answer: its process {pid} is stopped"
-        remedy = f"`kill -CONT {pid}` lets it go on; see who stopped it (a debugger, job control, a freezer)"
+    if fault.code == FaultCode.STOPPED:
+        text, _, remedy = fault.message.partition("; ")
+        text, remedy = f"does not answer: {text}", f"{remedy}; see who stopped it (a debugger, job control, a freezer)"
     elif state == _UNINTERRUPTIBLE:
         text = f"does not answer: its process {pid} waits in the kernel and cannot be interrupted (a driver, a disk)"
         remedy = f"`cat /proc/{pid}/stack` tells where, and dmesg what has happened"

@@ -82,9 +82,10 @@ def test_over_tcp_too(make_fleet: Any, fleet_key: str, free_port: int) -> None:
 
 @pytest.mark.parametrize("with_key", [True, False], ids=["a stranger's key", "no key"])
 def test_registry_and_control_do_not_hear_strangers(
-    make_fleet: Any, fleet_key: str, strangers: Any, with_key: bool
+    make_fleet: Any, fleet_key: str, strangers: Any, with_key: bool, free_port: int
 ) -> None:
     fleet = make_fleet(fleet_key=fleet_key)
+    fleet.bootstrap = f"tcp://127.0.0.1:{free_port}"
     fleet.start()
     first = fleet.prefill[0]
     server = first._keys.public if with_key else None
@@ -110,8 +111,11 @@ def test_registry_and_control_do_not_hear_strangers(
     fleet.check()
 
 
-def test_an_agent_with_another_key_does_not_join(make_fleet: Any, fleet_key: str, tmp_path: Path) -> None:
+def test_an_agent_with_another_key_does_not_join(
+    make_fleet: Any, fleet_key: str, tmp_path: Path, free_port: int
+) -> None:
     fleet = make_fleet(fleet_key=fleet_key, prefill=(1, 1))
+    fleet.bootstrap = f"tcp://127.0.0.1:{free_port}"
     prefill = fleet.prefill_agent(0).start()
     fleet.prefill.append(prefill)
     prefill.wait_ready(60)

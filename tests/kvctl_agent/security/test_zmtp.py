@@ -48,7 +48,7 @@ def test_frames_beyond_those_of_any_protocol_are_dropped() -> None:
         (zmtp.OPENING[:64] + zmtp.OPENING[64:].replace(b"ROUTER", b"PUBPUB"), "type b'PUBPUB'"),
         (zmtp.OPENING[:64] + b"\x04\x13\x05READY\x0bSocket-Type\xff", "beyond the end"),
         (zmtp.OPENING + b"\x02" + (1 << 62).to_bytes(8, "big"), "bytes"),
-        (zmtp.OPENING + zmtp.encode([b"x" * 500, b"y" * 600]), "a frame of 600 bytes"),
+        (zmtp.OPENING + zmtp.encode([b"x" * 500, b"y" * 1001]), "a frame of 1001 bytes"),
         (zmtp.OPENING + b"\x80\x00", "flags 0x80"),
         (zmtp.OPENING + b"\x04\x07\x05ERROR\x00", "refuses"),
     ],
