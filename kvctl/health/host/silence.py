@@ -8,6 +8,8 @@ from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.health.host.view import HostView, listener_pid
 
+_STOPPED = frozenset({"T", "t"})
+_WHO_STOPPED_IT = "see who stopped it (a debugger, job control, a freezer)"
 _UNINTERRUPTIBLE = "D"
 
 
@@ -42,7 +44,12 @@ def _explained(fault: Fault, pid: int | None, state: str | None) -> Silence:
         remedy = "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)"
     if fault.code == FaultCode.STOPPED:
         text, _, remedy = fault.message.partition("; ")
-        text, remedy = f"does not answer: {text}", f"{remedy}; see who stopped it (a debugger, job control, a freezer)"
+        text, remedy = f"does not answer: {text}", f"{remedy}; {_WHO_STOPPED_IT}"
+    elif state in _STOPPED:
+        text, remedy = (
+            f"does not answer: its process {pid} is stopped",
+            f"`kill -CONT {pid}` lets it go on; {_WHO_STOPPED_IT}",
+        )
     elif state == _UNINTERRUPTIBLE:
         text = f"does not answer: its process {pid} waits in the kernel and cannot be interrupted (a driver, a disk)"
         remedy = f"`cat /proc/{pid}/stack` tells where, and dmesg what has happened"
