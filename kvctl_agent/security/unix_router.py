@@ -26,6 +26,9 @@ from kvctl_agent.security import zmtp
 
 MAX_CONNECTIONS = 128
 _RESERVE = 3
+# Of the descriptors that the process may have, one socket's connections take an eighth, or a few.
+_SHARE = 8
+_FEWEST = 16
 # With fewer descriptors left than this, connections that have not said anything are closed.
 _SCARCE = 32
 _BACKLOG = 128
@@ -72,7 +75,8 @@ class UnixRouter:
 
         Args:
             max_bytes: of one frame from a peer; one that sends a larger one is disconnected.
-            limit: connections at one time. One more closes the one that has been quiet longest.
+            limit: connections at one time, fewer where the process may have few descriptors. One more closes the
+                one that has been quiet longest.
             refused: told, in words, of each connection that is refused or closed.
             peers_choose_names: a peer is known by the routing id that it brings, and a new connection takes the place
                 of an older one of the same name. Without it each connection gets a name of its own.
@@ -244,11 +248,17 @@ class UnixRouter:
         except OSError:
             client.close()
             return
-        if len(self._by_fd) >= self._limit:
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit = self._limit
+        if descriptors != resource.RLIM_INFINITY:
+            limit = min(limit, max(_FEWEST, descriptors // _SHARE))
+            # The kernel gives out the lowest free number.
+            if connection.fd >= descriptors - _SCARCE:
+                for silent in [each for each in self._by_fd.values() if not each.spoken]:
+                    self._drop(silent)
+        if len(self._by_fd) >= limit:
             self._drop(self._quietest())
-            self._refused(f"more than {self._limit} connections to {self.address}: closed the quietest")
-        elif self._by_fd and _scarce(connection.fd) and not self._quietest().spoken:
-            self._drop(self._quietest())
+            self._refused(f"more than {limit} connections to {self.address}: closed the quietest")
         self._by_fd[connection.fd] = connection
         self._queue(connection, zmtp.OPENING)
 
@@ -358,9 +368,3 @@ class UnixRouter:
 
 def _spare() -> int:
     return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-
-def _scarce(descriptor: int) -> bool:
-    """Whether few descriptors are left: the kernel always gives out the lowest free number."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return limit != resource.RLIM_INFINITY and descriptor >= limit - _SCARCE

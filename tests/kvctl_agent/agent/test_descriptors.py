@@ -45,7 +45,7 @@ for line in sys.stdin:
         receive, send = decode.receive(number, [number % 64]), prefill.send(number)
         send.pages([1], last=True)
         send.finish()
-        print(receive.wait(60).name, flush=True)
+        print(receive.wait(60).name, *(receive.error or {}).values(), flush=True)
 for descriptor in hogged:
     os.close(descriptor)
 prefill.close()
@@ -130,7 +130,7 @@ def test_a_thousand_connections_to_any_socket_of_ours_stop_nothing(
     assert worker.line() == "ready"
     sockets = [path for path in socket_dir.iterdir() if path.is_socket()]
     assert {"prefill.sock", "decode.sock", "boot"} < {path.name for path in sockets}  # and prefill's control socket
-    for path in sockets:
+    for path in sorted(sockets):
         clients = [connected(path) for _ in range(1020)]
         assert worker.ask("room") == "SUCCESS"
         assert worker.status().returncode == 0
