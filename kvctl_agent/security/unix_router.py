@@ -29,8 +29,9 @@ _RESERVE = 3
 # Of the descriptors that the process may have, one socket's connections take an eighth, or a few.
 _SHARE = 8
 _FEWEST = 16
-# With fewer descriptors left than this, connections that have not said anything are closed.
+# With fewer descriptors left than this, connections that have not said anything for so long are closed.
 _SCARCE = 32
+_SOON_NS = 500_000_000
 _BACKLOG = 128
 _ACCEPTS_A_TURN = 64
 _READ_BYTES = 256 << 10
@@ -254,7 +255,8 @@ class UnixRouter:
             limit = min(limit, max(_FEWEST, descriptors // _SHARE))
             # The kernel gives out the lowest free number.
             if connection.fd >= descriptors - _SCARCE:
-                for silent in [each for each in self._by_fd.values() if not each.spoken]:
+                since_ns = connection.active_ns - _SOON_NS
+                for silent in [each for each in self._by_fd.values() if not each.spoken and each.active_ns < since_ns]:
                     self._drop(silent)
         if len(self._by_fd) >= limit:
             self._drop(self._quietest())
