@@ -23,7 +23,7 @@ _HELD = frozenset({"_used", "in_flight", "_in_flight", "_outbox_bytes", "_runnin
 
 # History that is kept on purpose: where it is and how large it may become. What is inside is not looked at.
 BOUNDS = {
-    r"telemetry\.rooms\._(latest|slowest)": 256,  # history_rooms
+    r"telemetry\.rooms\._(latest|slowest|failed\._by_code)": 256,  # history_rooms, failed_rooms
     r"telemetry\.recorder\._ring": 4096,  # recorder_events
     r"telemetry\.latencies\._kept": 1024,
     r"telemetry\.rate\._stretches": 4096,  # gaps in ten seconds

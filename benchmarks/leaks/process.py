@@ -25,6 +25,7 @@ CONFIG: dict[str, Any] = {
     "path": "staged",
     "resend_s": 0.2,
     "history_rooms": 32,
+    "failed_rooms": 32,
     "timeline_events": 32,
     "recorder_events": 64,
 }

@@ -25,6 +25,7 @@ _CONFIG: dict[str, str | int | float | bool] = {
     "suspect_s": 10.0,
     "lost_s": 30.0,
     "history_rooms": 8,
+    "failed_rooms": 8,
     "timeline_events": 64,
     "recorder_events": 64,
 }
