@@ -19,6 +19,7 @@ from kvctl.commands.registry import COMMANDS as CLI_COMMANDS
 from kvctl.commands.registry import load
 from kvctl.exit_codes import FINDING_EXITS, ExitCode
 from kvctl.health.codes import CODES
+from kvctl.views.glossary import entries, tables
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.config import KEYS, Key
 from kvctl_agent.contract.faults import FAULT_COMMAND
@@ -103,10 +104,11 @@ def command_pages() -> dict[str, str]:
         command = load(name)
         assert command is not None
         blocks: list[str] = []
-        for path, text in helps(
+        for path, text, shown in helps(
             command, click.Context(command, info_name=f"kvctl {name}", help_option_names=HELP_NAMES)
         ):
             blocks += [f"## {path}", f"```\n{text}\n```"]
+            blocks += [block for block in glossary(shown) if block not in blocks]
         more = "The options that every command takes, and the exit codes: [commands](../commands.md)."
         pages[f"commands/{name}.md"] = page(f"kvctl {name}", entry.help, *blocks, more)
         rows.append((f"[`kvctl {name}`](commands/{name}.md)", entry.help))
@@ -178,10 +180,22 @@ def grafana() -> str:
     return json.dumps(runpy.run_path(str(HERE / "dashboard.py"))["dashboard"](), indent=1) + "\n"
 
 
-def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
-    """(command path, help text) of a command and of everything under it."""
+def glossary(command: click.Command) -> list[str]:
+    """A table for each table that the command prints, with the meaning of its columns."""
+    view = getattr(command, "view", None)
+    header = ("column", "name in tsv and csv", "unit", "meaning")
+    return [
+        f"{title or 'Columns'}:\n\n"
+        + table(header, [(shown, f"`{name}`", unit, text) for shown, name, unit, text in entries(each)])
+        for title, each in (tables(view) if view is not None else [])
+    ]
+
+
+def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str, click.Command]]:
+    """(command path, help text, command) of a command and of everything under it."""
     context.terminal_width = context.max_content_width = HELP_COLUMNS
-    yield context.command_path, "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+    text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+    yield context.command_path, text, command
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             child = command.get_command(context, name)

@@ -107,7 +107,7 @@ def global_options() -> list[click.Option]:
             "--columns",
             metavar="A,B,…",
             shell_complete=_completed_by("columns"),
-            help="These columns, in this order.",
+            help="These columns, in this order; kvctl help columns COMMAND says what they mean.",
         ),
         _option(
             "--sort-by",

@@ -32,11 +32,8 @@ MUTES = View(
     (
         Column("target", header="MUTED"),
         Column("left", kind=Kind.DURATION),
-        Column("until", kind=Kind.SECOND, width=Width.NORMAL),
         Column("until_worse", header="UNTIL WORSE THAN"),
         Column("reason"),
-        Column("code", width=Width.WIDE),
-        Column("subject", width=Width.WIDE),
         Column("made_at", kind=Kind.SECOND, width=Width.WIDE),
     ),
     sort=("left",),

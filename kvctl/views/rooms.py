@@ -23,11 +23,6 @@ def _failure(row: Row) -> str | None:
     return failure and f"{failure['rank']}: {failure['code']}: {failure['text']}"
 
 
-def _failure_code(row: Row) -> Any:
-    failure = row.get("failure")
-    return failure and failure["code"]
-
-
 def _state_age(row: Row) -> Any:
     """Finished rooms stay what they are: how long they have been it tells nothing."""
     return None if row.get("finished_at_ns") is not None else row.get("state_age_ns")
@@ -48,13 +43,8 @@ _COLUMNS = (
     Column("parked", kind=Kind.COUNT, width=Width.NORMAL),
     Column("missing", kind=Kind.LIST, width=Width.WIDE, header="WAITS FOR"),
     Column("owed", kind=Kind.MAP, width=Width.WIDE),
-    Column("unscattered", kind=Kind.COUNT, width=Width.WIDE),
     Column("paths", kind=Kind.MAP, width=Width.NORMAL),
-    Column("failure_code", _failure_code, width=Width.WIDE),
-    Column("planned", "coverage.planned", Kind.COUNT, Width.WIDE),
-    Column("sent", "coverage.sent", Kind.COUNT, Width.WIDE),
     Column("landed", "coverage.landed", Kind.COUNT, Width.WIDE),
-    Column("scattered", "coverage.scattered", Kind.COUNT, Width.WIDE),
     Column("pages", kind=Kind.COUNT, width=Width.WIDE),
     Column("parts", kind=Kind.COUNT, width=Width.WIDE),
     Column("peers", kind=Kind.LIST, width=Width.WIDE),

@@ -95,7 +95,6 @@ ALLOCATIONS = View(
         Column("posted", kind=Kind.FLAG, width=Width.WIDE),
         Column("size", lambda row: row["end"] - row["offset"], Kind.BYTES),
         Column("offset", "offset", Kind.BYTES, Width.WIDE),
-        Column("end", "end", Kind.BYTES, Width.WIDE),
         Column("round", kind=Kind.COUNT, width=Width.WIDE),
         Column("nonce", kind=Kind.ID, width=Width.WIDE),
     ),

@@ -59,7 +59,6 @@ STATUS = View(
         Column("rooms", "rooms", Kind.MAP, Width.WIDE),
         Column("rooms_per_s", "rate.rooms_per_s", Kind.RATE, Width.WIDE, header="ROOMS/S"),
         Column("p90", "latency.p90_ns", Kind.DURATION, Width.WIDE),
-        Column("ring_used", "ring.used_bytes", Kind.BYTES, Width.WIDE),
         Column("ring_high_water", "ring.high_water_bytes", Kind.BYTES, Width.WIDE),
         Column("ring_size", "ring.size_bytes", Kind.BYTES, Width.WIDE),
         Column("pipeline", "pipeline.mode", width=Width.WIDE),

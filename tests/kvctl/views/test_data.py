@@ -25,7 +25,7 @@ def test_tsv_has_units_in_its_header_and_raw_numbers(canned: Any) -> None:
     header, line = tsv(ROOMS.columns, [canned.room_row("decode-0")]).splitlines()
     row = dict(zip(header.split("\t"), line.split("\t"), strict=True))
     assert (row["age_ns"], row["bytes"], row["room"]) == ("6000000000", "16777216", canned.ROOM)
-    assert (row["latency_ns"], row["sent"], row["landed"]) == ("", "", "48")
+    assert (row["latency_ns"], row["progress"], row["landed"]) == ("", "32/64", "48")
     assert row["paths"] == "staged=2"
 
 

@@ -1,0 +1,51 @@
+"""The glossary has every column that a command prints, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import pytest
+
+from kvctl.commands.registry import COMMANDS, load
+from kvctl.views.glossary import entries, tables, unknown_names
+from kvctl.views.view import View
+
+
+def views(command: click.Command) -> Iterator[View]:
+    if (view := getattr(command, "view", None)) is not None:
+        yield from (each for _, each in tables(view))
+    for child in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from views(child)
+
+
+VIEWS = {view.name: view for name in COMMANDS if (command := load(name)) is not None for view in views(command)}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_every_column_has_a_meaning(view: View) -> None:
+    for header, name, _, text in entries(view):
+        assert text.endswith("."), (header, name)
+
+
+def test_nothing_is_described_that_is_not_printed() -> None:
+    assert unknown_names([*VIEWS.values()]) == set()
+
+
+def test_no_column_reads_what_another_one_reads() -> None:
+    for view in VIEWS.values():
+        paths = [column.path or column.machine for column in view.columns if not callable(column.path)]
+        assert len(paths) == len(set(paths)), view.name
+
+
+def test_help_prints_it_with_names_and_for_groups(kvctl: Any) -> None:
+    for words in (("rooms",), ("rooms", "ls")):
+        done = kvctl("help", "columns", *words)
+        assert done.code == 0
+        assert "\n  FOR " in done.out
+        assert "(state_age_ns)" in done.out
+    assert "\nWith -w:\n  TIME " in kvctl("help", "columns", "status").out
+    done = kvctl("help", "columns", "completion")
+    assert (done.code, done.out) == (2, "")
+    assert "prints no table" in done.err
