@@ -140,7 +140,6 @@ class Agent:
         if role == "prefill" and pool.device is not None:
             self._forwards = Forwards(f"{name}-forwards", pool.device)
         self._state: Literal["new", "running", "draining", "closed"] = "new"
-        self.drain_began_ns = 0
         self._leaving = False  # the engine wants no more rooms, ever
         self._turning = threading.Lock()  # an operator may resume while the engine closes
         self.transport = self._open_transport()
@@ -345,8 +344,7 @@ class Agent:
             if self._state not in ("running", "draining"):
                 raise LocalProtocolError(f"agent {self.name} is {self._state}")
             # In this order: an opening that comes between the two is refused, and our engine, if it comes too, is told.
-            if self._state == "running":
-                self.drain_began_ns = time.monotonic_ns()
+            self.telemetry.drain(True)
             self._mailbox.put(ev.Drain(True))
             self._state = "draining"
 
@@ -361,6 +359,7 @@ class Agent:
                 state = "being closed by its engine" if self._leaving else self._state
                 raise LocalProtocolError(f"agent {self.name} is {state}")
             self._state = "running"
+            self.telemetry.drain(False)
             self._mailbox.put(ev.Drain(False))
 
     def drain(self, timeout: float) -> None:

@@ -15,7 +15,7 @@ from kvctl_agent.admin.inputs import page
 from kvctl_agent.admin.lanes import kind_of, kinds_in_use
 from kvctl_agent.admin.process import process_use
 from kvctl_agent.admin.rosters import instances
-from kvctl_agent.admin.staging import gated_parts, ring_use, ring_view
+from kvctl_agent.admin.staging import gated_parts, ring_use, ring_view, since
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.pipeline import REASONS
@@ -81,8 +81,6 @@ class Observed(Protocol):
     lanes: Lanes
     pipelining: Pipelining
     exports: Exports
-
-    drain_began_ns: int
 
     @property
     def accepting(self) -> bool: ...
@@ -180,7 +178,8 @@ class Observer:
             "waiting_for": agent.waiting_for(),
             "accepting": agent.accepting,
             "draining": agent.draining,
-            "draining_age_ns": time.monotonic_ns() - agent.drain_began_ns if agent.draining else None,
+            "draining_age_ns": since(telemetry.drain_began_ns, time.monotonic_ns()),
+            "resumed_age_ns": None if agent.draining else since(telemetry.drain_ended_ns, time.monotonic_ns()),
             "memory_gb_per_s": agent.lanes.memory_gb_per_s,
             "process": process_use(),
             "metrics_url": agent.exports.metrics_url or None,

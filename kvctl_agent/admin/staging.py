@@ -51,8 +51,8 @@ def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
         "allocations": allocations,
         "copies": {
             "waiting": sum(allocation["state"] == RegionState.LANDED.value for allocation in allocations),
-            "copying_age_ns": _since(telemetry.copying_since_ns, now),
-            "turn_age_ns": _since(telemetry.arrival_turn_ns, now),
+            "copying_age_ns": since(telemetry.copying_since_ns, now),
+            "turn_age_ns": since(telemetry.arrival_turn_ns, now),
         },
         "granted_total": int(metrics.total("kvctl_ring_grants_total")),
         "refused_total": int(metrics.total("kvctl_ring_refusals_total")),
@@ -61,7 +61,8 @@ def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
     }
 
 
-def _since(at_ns: int, now_ns: int) -> int | None:
+def since(at_ns: int, now_ns: int) -> int | None:
+    """Time since a monotonic moment; None for 0, which is none."""
     return max(0, now_ns - at_ns) if at_ns else None
 
 

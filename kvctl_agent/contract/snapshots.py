@@ -134,7 +134,8 @@ class Status(TypedDict):
     waiting_for: str | None  # e.g. "6 of 8 prefill ranks registered, missing tp=2,3"
     accepting: bool  # its engine may begin rooms: started, not draining, not closed
     draining: bool  # told to take no new rooms; drained once no room is active
-    draining_age_ns: int | None  # since it was told; None: it is not draining
+    draining_age_ns: int | None  # since it was last told to, whether or not it has been resumed; None: never
+    resumed_age_ns: int | None  # since it takes new rooms again; None: it drains, or was never told to
     memory_gb_per_s: float | None  # one thread's memcpy, the floor of any rate; prefill, where `auto` measured it
     process: ProcessUse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from kvctl_agent.contract.snapshots import Role
@@ -21,6 +22,8 @@ class Telemetry:
     Attributes:
         copying_since_ns, arrival_turn_ns: decode, monotonic: when the oldest copy that runs was begun, and when the
             arrival thread last began to look for work; 0: no copy runs, or it has not looked.
+        drain_began_ns, drain_ended_ns: monotonic: when the agent was last told to take no new rooms, and when it was
+            told to take them again; 0: never, or not yet.
         on_finish: told of every room that has ended, on the control thread: it must only enqueue.
     """
 
@@ -44,7 +47,16 @@ class Telemetry:
         self.latencies = Latencies()
         self.on_finish: Callable[[RoomRecord], None] | None = None
         self.copying_since_ns = self.arrival_turn_ns = 0
+        self.drain_began_ns = self.drain_ended_ns = 0
         self._arrived_ns = 0  # reader: when the last part was in its pages
+
+    def drain(self, on: bool) -> None:
+        """The agent was told to take no new rooms, or to take them again; told twice, the first time counts."""
+        draining, now = self.drain_began_ns > self.drain_ended_ns, time.monotonic_ns()
+        if on and not draining:
+            self.drain_began_ns = now
+        elif draining and not on:
+            self.drain_ended_ns = now
 
     def finish(self, record: RoomRecord, now_ns: int) -> None:
         """A room has ended: count it, and move its record to the finished ones."""

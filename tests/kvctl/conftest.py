@@ -84,6 +84,7 @@ def status(name: str) -> dict[str, Any]:
         "accepting": True,
         "draining": False,
         "draining_age_ns": None,
+        "resumed_age_ns": None,
         "memory_gb_per_s": None if decode else 11.5,
         "process": {"fds": 61, "fds_limit": 1024, "threads": 14, "rss_bytes": 400 << 20, "cpu_ns": 93 * S},
     }

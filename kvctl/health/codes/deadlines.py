@@ -30,7 +30,7 @@ def by_culprit(snapshot: Snapshot, code: str, live: Collection[str]) -> dict[str
         if any(name in snapshot.once(absent) for name in names):
             continue  # who is absent explains them
         first = _nearest(snapshot, told)
-        found.setdefault(next(iter(_named(snapshot, first)), first.rank), []).append(first)
+        found.setdefault(next(iter(_named(snapshot, first)), _teller(snapshot, first, told)), []).append(first)
     return found
 
 
@@ -44,6 +44,16 @@ def _nearest(snapshot: Snapshot, told: Sequence[Failed]) -> Failed:
     first = min(told, key=lambda failed: len(ranks.intersection(_named(snapshot, failed)) - {failed.rank}))
     known_to = dict.fromkeys(name for failed in told for name in (failed.rank, *failed.known_to))
     return replace(first, known_to=tuple(known_to))
+
+
+def _teller(snapshot: Snapshot, first: Failed, told: Sequence[Failed]) -> str:
+    """Whose finding it is where a rank waited for nobody in particular.
+
+    A room that no decode rank opened fails at all its prefill ranks alike: the same one of them stands for all.
+    """
+    ranks = sorted({failed.rank for failed in told})
+    roles = {snapshot.agents[rank].role for rank in ranks if rank in snapshot.agents}
+    return ranks[0] if roles == {"prefill"} and len(ranks) > 1 else first.rank
 
 
 def _named(snapshot: Snapshot, failed: Failed) -> list[str]:

@@ -242,6 +242,7 @@ class Fleet:
             "accepting": True,
             "draining": False,
             "draining_age_ns": None,
+            "resumed_age_ns": None,
             "memory_gb_per_s": None if is_decode else 8.0,
             "process": {"fds": 120, "fds_limit": 1024, "threads": 9, "rss_bytes": 1 << 30, "cpu_ns": 90 * S},
         }

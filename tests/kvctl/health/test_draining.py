@@ -46,7 +46,7 @@ def test_rooms_that_a_prefill_rank_refused_are_counted():
 
 
 def test_rooms_that_wait_for_a_draining_decode_rank_blame_no_prefill_rank():
-    fleet = drained("decode-0", age_s=200)
+    fleet = drained("decode-0", age_s=400)
     for number in range(12):
         for name in ("prefill-0", "prefill-1"):
             fleet.room(name, str(7000 + number), state="Bootstrapping", state_age_ns=160 * S, peers=[])
@@ -66,6 +66,34 @@ def test_rooms_that_waited_before_the_drain_have_another_cause():
         ("KV_ROOM_STUCK_BOOTSTRAP", "prefill-0"),
         ("KV_DRAINING", "decode-0"),
     ]
+
+
+def test_what_a_drain_that_is_over_left_behind_blames_no_prefill_rank():
+    fleet = drained("decode-0", age_s=400)
+    fleet.status("decode-0", draining=False, accepting=True, resumed_age_ns=30 * S)
+    assert fleet.examine() == []
+    for number in range(12):
+        for name in ("prefill-0", "prefill-1"):
+            fleet.room(name, str(7000 + number), state="Bootstrapping", state_age_ns=160 * S, peers=[])
+    fleet.failed(["prefill-0", "prefill-1"], "6999", "KV_ROOM_STUCK_BOOTSTRAP", "prefill-0", "0 of ? opened it")
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.severity) == ("KV_DRAINING", "decode-0", Severity.INFO)
+    assert found.cause == (
+        "decode-0 took no new rooms until 30 s ago; 12 rooms of prefill ranks wait for a decode rank to open them; "
+        "1 room failed because no decode rank opened them in time"
+    )
+    fleet.status("decode-0", draining_age_ns=100 * S, resumed_age_ns=30 * S)  # they began before it
+    assert {one.code for one in fleet.examine()} == {"KV_ROOM_STUCK_BOOTSTRAP"}
+
+
+def test_rooms_that_no_decode_rank_opened_are_one_finding():
+    fleet = Fleet()
+    for name in ("prefill-0", "prefill-1"):
+        for room in ("7", "8"):
+            fleet.room(name, room, state="Bootstrapping", state_age_ns=160 * S, peers=[])
+    (found,) = fleet.examine()
+    assert (found.code, found.agents, found.weight) == ("KV_ROOM_STUCK_BOOTSTRAP", ("prefill-0", "prefill-1"), 2)
+    assert found.cause.startswith("the engines of prefill-0 and prefill-1 began 2 rooms that no decode rank has opened")
 
 
 def test_an_agent_that_does_not_say_since_when():

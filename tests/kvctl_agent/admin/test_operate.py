@@ -222,7 +222,9 @@ class TestDrain:
             assert "1 in flight" in done["text"]
             assert desk.done(agent, "drain")["result"] == "unchanged"
             status = desk.ask(agent, "status")
-            assert (status["accepting"], status["draining"]) == (False, True)
+            assert (status["accepting"], status["draining"], status["resumed_age_ns"]) == (False, True, None)
+            assert 0 <= status["draining_age_ns"] < status["uptime_ns"]
+            assert desk.ask(agent, "hello")["draining"] is True
         with pytest.raises(LocalProtocolError, match=r"decode-0 \(decode, draining\) takes no decode rooms"):
             fleet.decode[0].receive(8, [1])
         with pytest.raises(LocalProtocolError, match=r"prefill-0 \(prefill, draining\) takes no prefill rooms"):
@@ -232,7 +234,9 @@ class TestDrain:
         for agent in agents:
             assert desk.done(agent, "resume")["result"] == "accepting"
             assert desk.done(agent, "resume")["result"] == "unchanged"
-            assert desk.ask(agent, "status")["accepting"]
+            status = desk.ask(agent, "status")
+            assert (status["accepting"], status["draining"]) == (True, False)
+            assert 0 <= status["resumed_age_ns"] < status["draining_age_ns"] < status["uptime_ns"]
         fleet.run(8, 8)
 
     def test_a_prefill_rank_takes_what_was_opened_before_and_refuses_what_comes_after(
