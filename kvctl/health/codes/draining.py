@@ -177,8 +177,8 @@ DRAINING = Code(
     "go on. A draining prefill rank refuses the rooms that decode ranks open there, so that its whole instance serves "
     "no new room. A draining decode rank refuses its engine; prefill ranks whose engine has begun such a room wait for "
     "it until bootstrap_timeout_s. Reported as information while rooms can go elsewhere, as a warning when rooms are "
-    "refused or wait, or when no other instance of that role is left; and as information after kvctl resume, for as long "
-    "as rooms wait or have failed because of it.",
+    "refused or wait, or when no other instance of that role is left; and as information after kvctl resume, for as "
+    "long as rooms wait or have failed because of it.",
     remedy="Let it take new rooms again with kvctl resume, or take its engine out of the router.",
     severity=Severity.WARNING,
     find=_find,
