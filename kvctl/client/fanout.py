@@ -7,6 +7,7 @@ connection is the answer: a refused key would otherwise look like a hanging agen
 
 from __future__ import annotations
 
+import errno
 import itertools
 import resource
 import time
@@ -19,9 +20,10 @@ import orjson
 import zmq
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import Endpoint
-from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.endpoints import Endpoint, probe
+from kvctl.client.faults import Fault, FaultCode, stopped
 from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
+from kvctl.client.processes import stopped_pid
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
@@ -125,8 +127,7 @@ class Fanout:
                             poller.unregister(each)
                     self.forget(endpoint)
         for waiting in pending.values():
-            text = f"no answer within {timeout_ns / 1e9:g} s: the process hangs, or raise --timeout"
-            replies[waiting.index] = _failed(waiting, FaultCode.TIMEOUT, text)
+            replies[waiting.index] = _made(waiting, None, _silence(waiting.endpoint, timeout_ns))
         return [replies[index] for index in range(len(requests))]
 
     def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
@@ -203,6 +204,17 @@ def _decoded(waiting: _Pending, body: bytes) -> Reply:
             return _failed(waiting, code, message)
     text = f"answered {waiting.call.command} with neither data nor an error"
     return _failed(waiting, ErrorCode.PROTOCOL, text)
+
+
+def _silence(endpoint: Endpoint, timeout_ns: int) -> Fault:
+    """Why there was no answer in time: a process that was there when it was asked may have ended or been stopped."""
+    if endpoint.path is not None:
+        if (pid := stopped_pid(endpoint.path)) is not None:
+            return stopped(endpoint.name, pid)
+        if probe(endpoint.path) in (errno.ECONNREFUSED, errno.ENOENT):
+            return Fault(endpoint.name, FaultCode.UNREACHABLE, "its process ended before it answered")
+    text = f"no answer within {timeout_ns / 1e9:g} s: the process hangs, or raise --timeout"
+    return Fault(endpoint.name, FaultCode.TIMEOUT, text)
 
 
 def _failed(waiting: _Pending, code: str, message: str) -> Reply:

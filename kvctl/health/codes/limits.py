@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.health.answers import inner, number
-from kvctl.health.codes.failures import Failed, failed_lately
-from kvctl.health.codes.wording import counted
+from kvctl.health.codes.failures import Failed, all_names, failed_lately
+from kvctl.health.codes.silence import absent
+from kvctl.health.codes.wording import counted, named_in
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
 from kvctl.views.units import duration, percent
@@ -93,7 +94,10 @@ REGISTER_FAILED = Code(
 
 def _transport(snapshot: Snapshot) -> Iterator[Finding]:
     by_rank: dict[str, list[Failed]] = {}
+    names = snapshot.once(all_names)
     for failed in snapshot.once(failed_lately).get("KV_TRANSPORT", ()):
+        if any(name in snapshot.once(absent) for name in named_in(failed.text, names)):
+            continue  # a write to an agent that is silent or gone: that agent is named itself
         by_rank.setdefault(failed.rank, []).append(failed)
     for rank, failures in by_rank.items():
         latest = failures[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import zmq
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Fanout, Reply
+from kvctl.client.faults import Fault, FaultCode
 
 HELLO = Call("hello")
 FAST_NS = 150_000_000
@@ -75,6 +77,19 @@ def test_silence_is_a_timeout_and_costs_the_deadline_only(socket_directory: Path
     assert reply.fault is not None
     assert reply.fault.code == "timeout"
     assert "0.15 s" in reply.fault.message
+
+
+def test_an_agent_that_ended_before_it_answered_does_not_hang(socket_directory: Path) -> None:
+    path = socket_directory / "decode-0.sock"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    ended = threading.Timer(0.1, listener.close)
+    ended.start()
+    with Fanout() as fanout:
+        (reply,) = fanout.ask([(Endpoint("decode-0", path), Call("hello"))], 500_000_000)
+    ended.join(60)
+    assert reply.fault == Fault("decode-0", FaultCode.UNREACHABLE, "its process ended before it answered")
 
 
 def test_other_protocols_are_named(socket_directory: Path) -> None:

@@ -190,6 +190,18 @@ def test_an_engine_that_fails_rooms():
     assert found.evidence["transport_errors_total"] == 2
 
 
+def test_writes_to_an_agent_that_died_are_no_finding_of_their_own():
+    fleet = Fleet()
+    text = "part of room 7 to decode-1 by staged: loopback: peer 'decode-1' (process 4244) is gone"
+    fleet.failed(["prefill-0"], "7", "KV_TRANSPORT", "prefill-0", text)
+    for name in ("prefill-0", "prefill-1"):
+        fleet.peer(
+            name, "decode-1", state="lost", last_error="peer decode-1 (incarnation 0f) lost: process 4244 has ended"
+        )
+    fleet.gone("decode-1")
+    assert [found.code for found in fleet.examine()] == ["KV_PEER_LOST"]
+
+
 def test_a_gpu_that_fails_rooms():
     fleet = Fleet()
     for room, ago_s in (("7", 9), ("8", 4)):
