@@ -62,6 +62,9 @@ SMALL = (
         Scene(rooms=2, writers=2, ring=1, granted=True, computed=OTHER_ORDER),
         losses=1,
     ),
+    # The prefill engine never calls finish().
+    _of("finish is never called", Scene(finished=False), losses=1, copies=1, overtakings=1),
+    _of("finish is never called, and a room is given up", Scene(finished=False), losses=1, aborts=((D, 7), (P0, 7))),
     # An operator takes regions back.
     _of("regions are taken back", Scene(rooms=2), releases=2),
     _of("a region is taken back from a paused writer", Scene(granted=True), releases=2, pauses=(P0,)),

@@ -52,6 +52,7 @@ class Scene:
         again: rooms whose number is opened once more, under another nonce, when its first life is over.
         revived: agents after whose restart a further room is sent.
         paths: which path a part takes.
+        finished: the prefill engines call finish() after the last pages.
     """
 
     rooms: int = 1
@@ -69,6 +70,7 @@ class Scene:
     again: tuple[int, ...] = ()
     revived: tuple[str, ...] = ()
     paths: Callable[..., str] = staged
+    finished: bool = True
 
     def start(self) -> Start:
         """The world at rest, with what its engines have yet to say."""
@@ -126,7 +128,8 @@ class Scene:
         world.send(room, self.pages, groups=self.groups, states=self.states)
         found = [item for item in world.pool if item.kind == "engine"]
         world.pool = [item for item in world.pool if item.kind != "engine"]
-        return [(item.to, tuple(item.what)) for item in found]
+        calls = slice(None) if self.finished else slice(-1)
+        return [(item.to, tuple(item.what)[calls]) for item in found]
 
 
 def _room(calls: Calls) -> int:
