@@ -37,7 +37,7 @@ class Finding:
         evidence: the numbers, by name; names end in their unit as everywhere (`_ns`, `_bytes`), those of counters in
             `_total`.
         cause: one sentence: what has most likely happened, with names.
-        remedy: one sentence with the exact next command or setting.
+        remedy: begins with the exact next command in backticks, which can be pasted; then what else to do.
     """
 
     code: str
