@@ -92,6 +92,16 @@ class Demo:
                 return rows[0]
             assert time.monotonic() < deadline, f"doctor never said {code} first, but {[row['code'] for row in rows]}"
 
+    def until_status_names(self, code: str, agent: str) -> None:
+        """Waits until `kvctl status` has this code beside an agent."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            rows = json.loads(self.kvctl("status", "-o", "json").stdout)["data"]
+            health = {row["name"]: row["health"] for row in rows}
+            if code in health.get(agent, ()):
+                return
+            assert time.monotonic() < deadline, f"status never said {code} of {agent}, but {health}"
+
     def shows(self, found: Finding, *patterns: str, rc: int = 0) -> str:
         """Runs what a finding says to type next, as it stands; its output has a match for each of the patterns.
 
