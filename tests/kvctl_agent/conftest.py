@@ -297,6 +297,8 @@ class Fleet:
         for agent in self.prefill + self.decode:
             if agent.machine.rooms:  # type: ignore[attr-defined]
                 words.append(f"{agent.name} knows rooms {sorted(agent.machine.rooms)}")  # type: ignore[attr-defined]
+            if agent._desk._destinations._rooms:
+                words.append(f"{agent.name} keeps the pages of rooms {sorted(agent._desk._destinations._rooms)}")
             if agent.telemetry.rooms.active():
                 words.append(f"{agent.name} shows active rooms")
             if agent.buffers is not None and agent.buffers.in_use:

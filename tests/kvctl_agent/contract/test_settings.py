@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -182,6 +184,28 @@ class TestValues:
         assert load_settings({"workers": None}, {**nowhere, "KVCTL_WORKERS": "2"})["workers"] is None
         with pytest.raises(ConfigError, match="transport = None"):
             load_settings({"transport": None}, nowhere)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("chunk_tokens", np.int64(64), 64),
+        ("workers", np.uint8(2), 2),
+        ("lost_s", np.float64(20.5), 20.5),
+        ("lost_s", np.int32(20), 20.0),
+    ],
+)
+def test_numbers_of_numpy_become_pythons(nowhere: dict[str, str], key: str, value: Any, wanted: Value) -> None:
+    found = load_settings({key: value}, nowhere)[key]
+    assert (found, type(found)) == (wanted, type(wanted))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("digest", np.bool_(True)), ("chunk_tokens", np.bool_(True)), ("chunk_tokens", np.float64(64))]
+)
+def test_what_is_no_integer_is_refused_by_name(nowhere: dict[str, str], key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key} = np\..* \(argument\) is not allowed: it takes "):
+        load_settings({key: value}, nowhere)
 
 
 class TestTogether:
