@@ -164,18 +164,18 @@ def _listed(directory: Path) -> list[str]:
 
 def _unknown(name: str, names: Sequence[str], directory: Path) -> str:
     if _GLOB & set(name):
-        return f"no agent in {whereabouts(directory)} matches {name}"
+        return missing(directory) or f"no agent in {directory} matches {name}"
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"no agent named {name} in {whereabouts(directory)}{hint}"
+    return missing(directory) or f"no agent named {name} in {directory}{hint}"
 
 
-def whereabouts(directory: Path) -> str:
-    """The socket directory, and that it is not there where the user has named it."""
-    if os.environ.get(SOCKET_DIR_VARIABLE) and not directory.is_dir():
-        wrong = "is no directory" if directory.exists() else "does not exist"
-        return f"{directory}, which {SOCKET_DIR_VARIABLE} names and which {wrong}"
-    return str(directory)
+def missing(directory: Path) -> str:
+    """Says that the socket directory which the user has named is not there; "" where it is, or is the usual one."""
+    if not os.environ.get(SOCKET_DIR_VARIABLE) or directory.is_dir():
+        return ""
+    wrong = "is no directory" if directory.exists() else "does not exist"
+    return f"{SOCKET_DIR_VARIABLE} names {directory}, which {wrong}"
 
 
 def probe(path: Path) -> int:

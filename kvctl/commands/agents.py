@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import click
 
+from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
-from kvctl.commands.reading import run
+from kvctl.commands.output import Output
+from kvctl.commands.reading import live_only, run
 from kvctl.commands.settings import Settings
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
 from kvctl.views.agents import AGENTS
 from kvctl.views.report import Report
+from kvctl_agent.contract import leftovers
+from kvctl_agent.contract.admin import socket_dir
 
 _CLOCK_ROUNDS = 3
+_TURN_TIMEOUT_S = 5.0
 
 
 @click.command(
@@ -21,16 +30,47 @@ _CLOCK_ROUNDS = 3
     view=AGENTS,
     examples=[
         ("Agents of this machine", "kvctl agents"),
+        ("Remove the sockets that killed agents left", "kvctl agents --prune"),
         ("Agents on other machines", "kvctl agents -e tcp://node-1:7000 --key ops --server-key fleet.pub"),
     ],
 )
+@click.option("--prune", is_flag=True, help="First remove the sockets of agents whose process has provably ended.")
 @pass_settings
-def agents(settings: Settings) -> None:
+def agents(settings: Settings, prune: bool) -> None:
     """Who is there: state, round trip, uptime, version, incarnation, clock offset with its bound.
 
-    Sockets of processes that are gone are marked stale; the next agent of that name takes them over.
+    The socket of an agent that was killed is listed as stale, and the exit code is then 7. --prune removes it, and so
+    does the next agent that starts here.
     """
+    if prune:
+        live_only(settings)
+        removed = _prune(socket_dir())
+        Output(settings).note(f"removed what {', '.join(removed)} left" if removed else "nothing to remove")
     run(settings, AGENTS, (), _read, clock_rounds=_CLOCK_ROUNDS)
+
+
+def _prune(directory: Path) -> list[str]:
+    """Names of the agents whose leftovers were removed; empty where there is no directory.
+
+    Raises:
+        CliError: the directory cannot be used, or another process keeps it locked.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CliError(f"{directory}: {error.strerror}", ExitCode.NOT_PERMITTED) from None
+    try:
+        with leftovers.turn(descriptor, _TURN_TIMEOUT_S):
+            return leftovers.prune(directory)
+    except TimeoutError:
+        raise CliError(
+            f"another process holds the lock on {directory} for over {_TURN_TIMEOUT_S:g} s: see `fuser {directory}`",
+            ExitCode.TIMEOUT,
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
 def _read(survey: Survey) -> Report:
@@ -52,5 +92,7 @@ def _read(survey: Survey) -> Report:
         {"agent": endpoint.name, "state": "stale", "endpoint": endpoint.address} for endpoint in survey.discovery.stale
     ]
     rows += [{"agent": fault.agent, "state": fault.code} for fault in survey.faults if fault.agent not in gone]
-    notes = [f"{len(gone)} stale: the process is gone, its socket is not in anybody's way"] if gone else []
-    return Report(AGENTS, rows, answered, survey.faults, notes=notes)
+    named = {fault.agent for fault in survey.faults}
+    left = "its process is gone and left its socket: kvctl agents --prune removes it"
+    faults = [*survey.faults, *(Fault(name, FaultCode.UNREACHABLE, left) for name in sorted(gone - named))]
+    return Report(AGENTS, rows, answered, faults)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -173,7 +177,24 @@ def demo(settings: Settings, **options: Any) -> None:
     scene = next((fault for fault in options["given"] if isinstance(fault, Scene)), None)
     if scene is not None:
         options |= {name: value for name, value in scene.options.items() if not _chosen(name)}
-    raise click.exceptions.Exit(_run(output, _plan(options, scene), options, scene))
+    with _sigterm_unwinds():
+        code = _run(output, _plan(options, scene), options, scene)
+    raise click.exceptions.Exit(code)
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends the ranks in order, as Ctrl-C does: killed, they would leave their sockets."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _chosen(name: str) -> bool:

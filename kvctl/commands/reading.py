@@ -10,7 +10,7 @@ from typing import NoReturn
 import click
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import whereabouts
+from kvctl.client.endpoints import missing
 from kvctl.client.faults import Fault, FaultCode, exit_code, lines
 from kvctl.client.fleet import Fleet, Survey
 from kvctl.client.source import Source
@@ -127,7 +127,9 @@ def nobody(settings: Settings, survey: Survey) -> Fault:
     else:
         stale = len(survey.discovery.stale)
         gone = f" ({stale} stale socket{'s' * (stale != 1)}: kvctl agents)" if stale else ""
-        text = f"no agent found in {whereabouts(socket_dir())}{gone}. Start some here: {_START}"
+        start = f"Start some here: {_START}"
+        wrong = missing(socket_dir())
+        text = f"no agent found. {start} ({wrong})" if wrong else f"no agent found in {socket_dir()}{gone}. {start}"
     return Fault("", FaultCode.UNREACHABLE, text)
 
 

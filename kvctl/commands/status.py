@@ -70,9 +70,10 @@ class _Screen:
             for fault in survey.faults
             if fault.agent in answered
         ]
+        silent = [{"name": fault.agent, "health": [fault.code]} for fault in faults if fault.agent]
         return Report(
             STATUS,
-            rows,
+            [*rows, *silent],
             len(rows),
             faults,
             blocks=lambda kept, width: screen(kept, len(faults), in_short(raised, quiet)),

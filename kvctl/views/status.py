@@ -23,9 +23,14 @@ def _ring(row: Row) -> float | None:
     return ring["used_bytes"] / ring["size_bytes"] if ring and ring["size_bytes"] else None
 
 
+def _active(row: Row) -> int | None:
+    rooms = row.get("rooms")
+    return None if rooms is None else sum(rooms.values())
+
+
 def _rank(row: Row) -> str:
     """Only the axes that the instance really splits: `tp2`, `dp1 tp0`."""
-    sizes = row["sizes"]
+    sizes = row.get("sizes", {})
     split = [f"{axis}{row['rank'][axis]}" for axis in ("dp", "pp", "cp", "tp") if sizes.get(axis, 1) > 1]
     return " ".join(split)
 
@@ -44,7 +49,7 @@ STATUS = View(
         Column("agent", "name"),
         Column("role", styles=palette.ROLES),
         Column("rank", _rank, width=Width.NORMAL),
-        Column("active", lambda row: sum(row["rooms"].values()), Kind.COUNT),
+        Column("active", _active, Kind.COUNT),
         Column("done", "rooms_finished_total.Success", Kind.COUNT),
         Column("failed", "rooms_finished_total.Failed", Kind.COUNT, Width.NORMAL),
         Column("gb_per_s", "rate.gb_per_s", Kind.RATE, header="GB/S"),
@@ -120,17 +125,18 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Blo
         silent: agents that are there but did not answer.
         health: what was found, in a few words.
     """
-    if not rows:
+    answered = [row for row in rows if "rooms" in row]
+    if not answered:
         return [Grid(STATUS, rows)]
-    summary = summarise(rows)
+    summary = summarise(answered)
     lines: list[Line] = [
         _line("fleet", *health, *_agents(summary, silent)),
-        *_ranks(rows),
+        *_ranks(answered),
         _line("rooms", *_rooms(summary)),
         _line("ring", *_ring_use(summary)),
         _line("rate", *_rate(summary)),
         _line("latency", *_latency(summary)),
-        *_pipeline(rows),
+        *_pipeline(answered),
         *_kept_from_serving(summary),
     ]
     return [Text(lines), Grid(STATUS, rows)]

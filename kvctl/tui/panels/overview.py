@@ -16,7 +16,7 @@ from kvctl.tui.store import Store
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
 from kvctl.views import findings, units
-from kvctl.views.report import Line
+from kvctl.views.report import Line, Span
 from kvctl.views.status import outline
 from kvctl.views.view import Row
 
@@ -78,7 +78,7 @@ class OverviewPanel(Panel):
         rows = [findings.row(finding) for finding in judged.raised] if judged else []
         empty: Line
         if store.survey is not None and not store.answering:
-            rows, empty = [], [("nobody answers", "yellow")]
+            rows, empty = [], [_nobody(store)]
         else:
             empty = [("looking …", "dim")] if judged is None else [findings.headline(rows)]
         notes = [f"{len(judged.muted)} muted"] if judged and judged.muted else []
@@ -92,7 +92,7 @@ class OverviewPanel(Panel):
         self.query_one("#overview-remedy", Picture).show(lambda width: _remedy(finding, width, tall) if finding else [])
 
     def _fleet(self, store: Store, statuses: Sequence[Row], width: int) -> list[Line]:
-        outlined = outline(statuses) if statuses else [[("nobody answers", "yellow")]]
+        outlined = outline(statuses) if statuses else [[_nobody(store)]]
         trends = store.trends
         if width < _BESIDE:
             curves = [
@@ -114,6 +114,13 @@ class OverviewPanel(Panel):
             half,
         )
         return beside(words, [*right, *more] if self._height >= _TALL else right, left, _GAP)
+
+
+def _nobody(store: Store) -> Span:
+    """Why there is nothing to show: before the first reading that is no fault of the agents."""
+    if store.survey is None and not store.problem:
+        return ("connecting …", "dim")
+    return ("nobody answers", "yellow")
 
 
 def _remedy(finding: Row, width: int, tall: bool) -> list[Line]:

@@ -33,7 +33,7 @@ def gauges(
     """
     ranks = [row for row in statuses if row.get("ring") and row["ring"]["size_bytes"]]
     if not ranks:
-        return [[("no decode rank has a staging ring", "dim")]], 0
+        return [[("no decode rank has a staging ring" if statuses else "not read yet", "dim")]], 0
     names = max(len(row["name"]) for row in ranks)
     narrowest = names + 1 + _GAUGE + _USE + _GAP
     across = max(1, min(width // narrowest, -(-len(ranks) // most)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -169,7 +170,8 @@ def test_stale_sockets_are_marked_and_harm_nobody(socket_directory: Path, start:
     assert [(row["agent"], row["state"]) for row in data(outcome.out)] == [("dead", "stale")]
     start("decode-0")
     outcome = kvctl("agents", "-o", "json")
-    assert outcome.code == 0
+    assert outcome.code == 7
+    assert "dead: its process is gone and left its socket: kvctl agents --prune removes it" in outcome.err
     assert [(row["agent"], row["state"]) for row in data(outcome.out)] == [("dead", "stale"), ("decode-0", "ok")]
     assert kvctl("status").code == 0
     assert kvctl("status", "-e", "dead").code == 3
@@ -287,3 +289,38 @@ def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, cann
     assert seen.keys() == reading - SERVED_HERE
     for name, used in seen.items():
         assert used <= {arg.name for arg in COMMANDS_BY_NAME[name].args}
+
+
+def test_prune_removes_what_the_dead_left_and_nothing_else(socket_directory: Path, start: Any, kvctl: Any) -> None:
+    start("decode-0")
+    for name in ("killed", "no-lock", "held"):
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.bind(os.fspath(socket_directory / f"{name}.sock"))
+    for name in ("killed", "held"):
+        (socket_directory / f"{name}.lock").write_text("4194304\n")
+    (socket_directory / "foreign.sock").write_text("no socket")
+    (socket_directory / "foreign.lock").touch()
+    with (socket_directory / "held.lock").open() as lock, socket.socket(socket.AF_UNIX) as living:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        living.bind(os.fspath(socket_directory / "unlocked.sock"))
+        living.listen()
+        (socket_directory / "unlocked.lock").touch()
+        assert "removed what killed left" in kvctl("agents", "--prune", "--timeout", "100ms").err
+        left = sorted(path.name for path in socket_directory.iterdir())
+    assert left == [
+        *("decode-0.lock", "decode-0.sock", "foreign.lock", "foreign.sock", "held.lock", "held.sock"),
+        *("no-lock.sock", "unlocked.lock", "unlocked.sock"),
+    ]
+    assert kvctl("agents", "--prune", "--from", "file").code == 2
+
+
+def test_a_socket_directory_that_is_not_there_is_named(
+    kvctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVCTL_SOCKET_DIR", str(tmp_path / "gone"))
+    for args in (("status",), ("status", "-e", "decode-0"), ("agents", "--prune")):
+        outcome = kvctl(*args)
+        assert outcome.code == 3
+        assert f"KVCTL_SOCKET_DIR names {tmp_path / 'gone'}, which does not exist" in outcome.err
+    monkeypatch.setenv("KVCTL_SOCKET_DIR", __file__)
+    assert f"KVCTL_SOCKET_DIR names {__file__}, which is no directory" in kvctl("status").err

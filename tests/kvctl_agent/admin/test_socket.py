@@ -210,6 +210,19 @@ class TestTakeOver:
         assert connect(server).ask("hello")["data"]["pid"] == os.getpid()
         assert mode(directory / "decode-0.sock") == 0o600
 
+    def test_an_agent_that_starts_removes_what_others_that_are_gone_have_left(
+        self, serve: Serve, directory: Path
+    ) -> None:
+        with agent(directory) as process:
+            assert line(process) == "ready"
+            serve("decode-1")
+            assert (directory / "decode-0.sock").exists()  # it lives
+            process.kill()
+            process.wait()
+        serve("decode-2")
+        assert sorted(path.name for path in directory.glob("*.sock")) == ["decode-1.sock", "decode-2.sock"]
+        assert sorted(path.name for path in directory.glob("*.lock")) == ["decode-1.lock", "decode-2.lock"]
+
     def test_a_child_of_the_dead_does_not_keep_the_name(self, serve: Serve, connect: Connect, directory: Path) -> None:
         with agent(directory, "fork") as process:
             lines = {line(process), line(process)}

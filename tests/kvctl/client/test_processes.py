@@ -1,0 +1,100 @@
+"""Agents whose process is stopped or has ended: what is said of them, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.client.endpoints import discover
+from kvctl.client.processes import stopped_pid
+
+AGENT = """
+import sys, time
+from pathlib import Path
+from kvctl_agent.admin.server import SERVED_HERE, AdminServer
+from kvctl_agent.contract.commands import COMMANDS
+
+handlers = {command.name: lambda _: [] for command in COMMANDS if command.name not in SERVED_HERE}
+with AdminServer(sys.argv[1], handlers, lambda: {}, Path(sys.argv[2])):
+    print(flush=True)
+    time.sleep(600)
+"""
+MORE_THAN_THE_BACKLOG = 150
+
+
+@pytest.fixture
+def other(socket_directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The agent decode-9 in a process of its own."""
+    command = [sys.executable, "-c", AGENT, "decode-9", str(socket_directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+    for path in socket_directory.glob("decode-9.*"):
+        path.unlink()
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
+def test_a_stopped_process_is_found_by_its_lock_file(other: subprocess.Popen[bytes], socket_directory: Path) -> None:
+    path = socket_directory / "decode-9.sock"
+    assert stopped_pid(path) is None
+    stop(other)
+    assert stopped_pid(path) == other.pid
+    (socket_directory / "decode-8.lock").write_text(f"{other.pid}\n")  # a number that is another process's by now
+    assert stopped_pid(socket_directory / "decode-8.sock") is None
+    (socket_directory / "decode-8.lock").write_text("no number")
+    assert stopped_pid(socket_directory / "decode-8.sock") is None
+    (socket_directory / "decode-8.lock").unlink()
+    assert stopped_pid(socket_directory / "decode-8.sock") is None
+
+
+def test_it_is_named_however_often_one_looks(other: subprocess.Popen[bytes], start: Any, kvctl: Any) -> None:
+    start("decode-0")
+    stop(other)
+    said = f"decode-9: its process {other.pid} is stopped; `kill -CONT {other.pid}` lets it go on"
+    for _ in range(MORE_THAN_THE_BACKLOG):
+        assert [endpoint.name for endpoint in discover().stopped] == ["decode-9"]
+    for command in ("status", "agents"):
+        outcome = kvctl(command, "-o", "json")
+        assert outcome.code == 7
+        assert said in outcome.err
+        assert [error["code"] for error in json.loads(outcome.out)["errors"]] == ["stopped"]
+    assert "stopped" in kvctl("status", "-o", "tsv").out  # it has a row
+    assert said in kvctl("check", "ready").out
+    assert f"`kill -CONT {other.pid}`" in kvctl("doctor", "-o", "json").out
+    assert kvctl("status", "-e", "decode-9").code == 4
+    other.send_signal(signal.SIGCONT)
+    assert kvctl("stacks", "-e", "decode-9", "--timeout", "60s", "-o", "json").code in {0, 6}  # it listens again
+    assert discover().stopped == []
+
+
+def test_one_that_ends_while_it_is_asked_does_not_hang(
+    other: subprocess.Popen[bytes], kvctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvctl.client import fleet
+
+    asked = fleet.discover
+
+    def kill_once_found(wanted: Any) -> Any:
+        found = asked(wanted)
+        other.kill()
+        other.wait()
+        return found
+
+    monkeypatch.setattr(fleet, "discover", kill_once_found)
+    outcome = kvctl("status", "--timeout", "300ms")
+    assert outcome.code == 3
+    assert "decode-9: its process ended while it was asked" in outcome.err
