@@ -78,7 +78,7 @@ class OverviewPanel(Panel):
         rows = [findings.row(finding) for finding in judged.raised] if judged else []
         empty: Line
         if store.survey is not None and not store.answering:
-            rows, empty = [], [_nobody(store)]
+            rows, empty = [], [nobody(store)]
         else:
             empty = [("looking …", "dim")] if judged is None else [findings.headline(rows)]
         notes = [f"{len(judged.muted)} muted"] if judged and judged.muted else []
@@ -92,7 +92,7 @@ class OverviewPanel(Panel):
         self.query_one("#overview-remedy", Picture).show(lambda width: _remedy(finding, width, tall) if finding else [])
 
     def _fleet(self, store: Store, statuses: Sequence[Row], width: int) -> list[Line]:
-        outlined = outline(statuses) if statuses else [[_nobody(store)]]
+        outlined = outline(statuses) if statuses else [[nobody(store)]]
         trends = store.trends
         if width < _BESIDE:
             curves = [
@@ -116,7 +116,7 @@ class OverviewPanel(Panel):
         return beside(words, [*right, *more] if self._height >= _TALL else right, left, _GAP)
 
 
-def _nobody(store: Store) -> Span:
+def nobody(store: Store) -> Span:
     """Why there is nothing to show: before the first reading that is no fault of the agents."""
     if store.survey is None and not store.problem:
         return ("connecting …", "dim")
