@@ -27,6 +27,7 @@ from kvctl.client.processes import stopped_pid
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
+from kvctl_agent.contract.descriptors import shortage
 
 if TYPE_CHECKING:
     from kvctl.client.handshake import Handshake
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # libzmq keeps a mailbox, a connection and, while it connects, a timer's worth of descriptors per socket.
 _DESCRIPTORS_PER_SOCKET = 4
 _DESCRIPTORS_OF_OURS = 64
+_DESCRIPTORS_OF_ZMQ = 8  # of a context; libzmq aborts where it gets some of them and not all
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,9 @@ class Fanout:
         if soft != resource.RLIM_INFINITY and soft < wanted:
             allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        new = len(endpoints - self._sockets.keys())
+        if new and (text := shortage(new * _DESCRIPTORS_PER_SOCKET + _DESCRIPTORS_OF_ZMQ)) is not None:
+            raise CliError(f"kvctl cannot ask {new} agents: {text}")
 
     def _drain(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +10,11 @@ from typing import Any, cast
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate
-from kvctl.client.endpoints import Discovery, Endpoint, discover, probe
+from kvctl.client.endpoints import Discovery, Endpoint, discover
 from kvctl.client.fanout import Fanout, Reply
-from kvctl.client.faults import Fault, FaultCode, stopped
+from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.client.labels import matches
-from kvctl.client.processes import stopped_pid
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.snapshots import Hello
 
@@ -144,9 +142,8 @@ class Fleet:
         hello, *others = replies
         fault = hello.fault or _protocol_fault(endpoint, hello.data)
         if fault is not None:
-            if fault.code == FaultCode.TIMEOUT:
+            if fault.code in SILENT:
                 self._fanout.forget(endpoint)
-                fault = _explained(endpoint, fault)
             survey.faults.append(fault)
             return
         greeting = cast(Hello, hello.data)
@@ -171,17 +168,6 @@ class Fleet:
             if reply.fault is None and reply.rtt_ns < agent.rtt_ns:
                 agent.rtt_ns = reply.rtt_ns
                 agent.clock = estimate(reply.sent_at_ns, reply.received_at_ns, reply.data["now_ns"])
-
-
-def _explained(endpoint: Endpoint, fault: Fault) -> Fault:
-    """Says what became of the process of an agent that was alive when it was asked."""
-    if endpoint.path is None:
-        return fault
-    if (pid := stopped_pid(endpoint.path)) is not None:
-        return stopped(endpoint.name, pid)
-    if probe(endpoint.path) in (errno.ECONNREFUSED, errno.ENOENT):
-        return Fault(endpoint.name, FaultCode.UNREACHABLE, "its process ended while it was asked")
-    return fault
 
 
 def _protocol_fault(endpoint: Endpoint, hello: Any) -> Fault | None:

@@ -97,4 +97,13 @@ def test_one_that_ends_while_it_is_asked_does_not_hang(
     monkeypatch.setattr(fleet, "discover", kill_once_found)
     outcome = kvctl("status", "--timeout", "300ms")
     assert outcome.code == 3
-    assert "decode-9: its process ended while it was asked" in outcome.err
+    assert "decode-9: its process ended before it answered" in outcome.err
+
+
+def test_kvctl_itself_says_when_it_has_too_few_descriptors(start: Any, socket_directory: Path) -> None:
+    start("decode-0")
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10)); import kvctl.cli as c; c.main()"
+    done = subprocess.run([sys.executable, "-c", code, "agents"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "more file descriptors are needed" in done.stderr
+    assert "the limit is 10 (ulimit -n)" in done.stderr
