@@ -70,13 +70,13 @@ class Links:
         """Make sure of a connection to `peer`; True when it is new, or leads elsewhere than before."""
         if self._endpoints.get(peer) == endpoint:
             return False
+        # First, because there may be no descriptor for it: then the old one is better than none.
+        made = endpoints.connect(self._context, endpoint, self._identity, codec.MAX_FRAME_BYTES, self._keys)
         old = self._dealers.pop(peer, None)
         if old is not None:
             old.close(0)
         self.changes += 1
-        self._dealers[peer] = endpoints.connect(
-            self._context, endpoint, self._identity, codec.MAX_FRAME_BYTES, self._keys
-        )
+        self._dealers[peer] = made
         self._endpoints[peer] = endpoint
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -334,3 +335,21 @@ def test_a_rank_that_left_leaves_nothing_and_is_met_again_as_a_new_one(
     client.queue("prefill-0", drained(2))
     client.flush()
     assert receive(server, 1) == [Received("decode-0", 1, drained(2))]
+
+
+def test_without_a_descriptor_for_a_new_connection_the_old_one_stays(
+    make: Callable[..., Links], served: tuple[Links, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, endpoint = served
+    client = make("decode-0")
+    client.connect("prefill-0", endpoint)
+
+    def no_descriptor(*_: Any) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr("kvctl_agent.runtime.endpoints.connect", no_descriptor)
+    with pytest.raises(zmq.ZMQError):
+        client.renew("prefill-0")
+    client.queue("prefill-0", drained(1))
+    client.flush()
+    assert [received.message for received in receive(server, 1)] == [drained(1)]
