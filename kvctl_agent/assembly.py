@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -195,6 +196,7 @@ def local_of(
         scratch_bytes=_SCRATCH_BYTES if ring else 0,
         shared=shared,
         unshared=unshared,
+        hostname=socket.gethostname()[:256],
     )
 
 

@@ -53,7 +53,7 @@ class StagedFlight(Flight):
     def advance(self) -> bool:
         self._reap()
         fence = self.order.fence
-        while self._next < len(self._pieces) and not fence.raised:
+        while self._next < len(self._pieces) and fence.may_post(time.monotonic_ns()):
             if not self._held and not (self._begin() and self._gathered()):
                 return False
             self._reap()
@@ -63,6 +63,8 @@ class StagedFlight(Flight):
             self._post(self.order.tag if last else None)
         if fence.raised:
             self._drop()
+        elif self._next < len(self._pieces):
+            return False  # the lease has ended: what is left waits for it
         self._reap()
         return not self._wired and self._work is None
 

@@ -26,7 +26,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode_release import DecodeReleases
 from kvctl_agent.protocol.local import Pairing, pair
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.recv_room import Final, RecvRoom
+from kvctl_agent.protocol.recv_room import Final, RecvRoom, WriterLeg
 from kvctl_agent.protocol.staging import RegionState
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey
@@ -97,8 +97,8 @@ class DecodeMachine(DecodeReleases):
             self._fail(room, self.failure("KV_PLAN_MISMATCH", f"room {room.room}: {error}"))
             return
         room.opening = msgspec.structs.replace(opening, inputs=first.wire)
-        for name in roster:
-            self.act(ev.Send(name, room.opening))
+        for leg in room.legs.values():
+            self._remind(room, leg)
         room.record.peers = [room.writers[writer] for writer in room.shares]
         room.record.event("open", self.now_ns)
         room.resend_ns = self.now_ns + self.timing.resend_ns
@@ -129,7 +129,7 @@ class DecodeMachine(DecodeReleases):
                 cells[cp] = writer_cells(inputs, room.room, writer, total, prefix)
             return cells[cp]
 
-        room.plan(wanted, cells_of, finals, roster)
+        room.plan(wanted, cells_of, finals, {name: self.peers[name].incarnation for name in roster})
 
     # ---- peers ------------------------------------------------------------------------------------------------
 
@@ -149,9 +149,9 @@ class DecodeMachine(DecodeReleases):
         self._clashes.pop(event.instance, None)
         self._absent_ranks.pop(event.instance, None)
         self.rosters[event.instance] = event.names
-        for name in event.names:
-            if name not in self.peers:
-                self.peers[name] = Peer(name, self.timing)
+        for number, name in enumerate(event.names):
+            peer = self.peers.setdefault(name, Peer(name, self.timing))
+            peer.registered = event.incarnations[number] if event.incarnations else 0
         self._say_hello()
         for room in list(self.rooms.values()):
             self._open(room)
@@ -172,17 +172,28 @@ class DecodeMachine(DecodeReleases):
             del self.peers[name]
             self.act(ev.ForgetPeer(name))
 
+    def _forget_former(self) -> None:
+        """Earlier incarnations that no failed room waits for: what they may write nobody uses."""
+        for peer in self.peers.values():
+            if peer.former:
+                legs = [room.legs.get(peer.name) for room in self.rooms.values()]
+                held = {leg.incarnation for leg in legs if leg is not None and not leg.drained}
+                for incarnation in peer.former.keys() - held:
+                    del peer.former[incarnation]
+
     def _say_hello(self) -> None:
         """To every rank that is not known to be fine: a restarted one answers, and so is found out early."""
         for name in [name for roster in self.rosters.values() for name in roster]:
             peer = self.peers[name]
             unanswered = peer.hello_due_ns > 0  # it may be heard again meanwhile, and have given rooms up
-            if (peer.state is not PeerState.READY or unanswered) and self.now_ns >= peer.hello_due_ns:
+            replaced = peer.registered not in (0, peer.incarnation)
+            if (peer.state is not PeerState.READY or unanswered or replaced) and self.now_ns >= peer.hello_due_ns:
                 refused = peer.state is PeerState.REFUSED
                 peer.hello_due_ns = self.now_ns + (self.timing.suspect_ns if refused else self.timing.resend_ns)
                 self.act(ev.Send(name, msg.Hello(msg.PROTOCOL_VERSION, self.local.introduction())))
 
-    def on_hello_ack(self, peer_name: str, incarnation: int, message: msg.HelloAck) -> None:
+    def on_hello_ack(self, event: ev.Received, message: msg.HelloAck) -> None:
+        peer_name, incarnation = event.peer, event.incarnation
         peer = self.peers.get(peer_name)
         if peer is None or message.to != self.local.incarnation:
             self.drop("incarnation")
@@ -199,22 +210,24 @@ class DecodeMachine(DecodeReleases):
         if peer.incarnation != incarnation:
             peer.unlike_since_ns = 0
         inputs, differences = self._pair(message)
-        waits = False
+        # The process that has our name may be our own last life: its silence will show.
+        waits = bool(message.taken) and self._unlike_for_less_than(peer, 2 * self.timing.suspect_ns)
         if inputs is not None:
             stale = self._off_roster(peer_name, message.who)
             differences = (stale,) if stale else self._unlike_others(peer_name, inputs)
-            waits = bool(stale or (differences and self._may_be_earlier_lives(peer)))
+            # Those that it differs from may be gone, since it started anew and nobody has had time to see.
+            waits = bool(stale or (differences and self._unlike_for_less_than(peer, self.timing.suspect_ns)))
             inputs = None if differences else inputs
-        known = peer.state in (PeerState.REFUSED, PeerState.CONNECTING) and peer.incarnation == incarnation
-        known = known and peer.differences == differences
-        peer.meet(incarnation, message.who, inputs, differences)
+        known = peer.state is (PeerState.CONNECTING if waits else PeerState.REFUSED)
+        known = known and peer.incarnation == incarnation and peer.differences == differences
+        peer.meet(incarnation, message.who, inputs, differences, event.route)
         peer.heard_ns = self.now_ns
         if waits:
-            # It started anew as part of another layout: rooms wait, its registry and the others are about to say so.
+            # It, or we, started anew: rooms wait, and what stands in the way is about to be seen as gone.
             peer.state = PeerState.CONNECTING
             peer.hello_due_ns = self.now_ns + self.timing.resend_ns
             if not known:
-                text = f"{peer_name} waits for its instance: {'; '.join(differences)}"
+                text = f"{peer_name} cannot be used yet: {'; '.join(differences)}"
                 self.note("peer-waits", text, "warning", peer=peer_name)
             return
         if inputs is None:
@@ -234,6 +247,8 @@ class DecodeMachine(DecodeReleases):
         """How a rank fits us."""
         if message.version != msg.PROTOCOL_VERSION:
             return Pairing(None, (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",))
+        if message.taken:
+            return Pairing(None, (message.taken,))
         if message.differences:
             return Pairing(None, tuple(message.differences))
         return pair(self.local, message.who)
@@ -256,10 +271,10 @@ class DecodeMachine(DecodeReleases):
                 return tuple(f"{factor} on {name}" for factor in factors)
         return ()
 
-    def _may_be_earlier_lives(self, peer: Peer) -> bool:
-        """Whether those that a rank differs from may be gone, since it started anew and nobody has had time to see."""
+    def _unlike_for_less_than(self, peer: Peer, patience_ns: int) -> bool:
+        """Whether this incarnation of a peer has not fitted for a short time only, so that it may fit yet."""
         peer.unlike_since_ns = peer.unlike_since_ns or self.now_ns
-        return self.now_ns - peer.unlike_since_ns < self.timing.suspect_ns
+        return self.now_ns - peer.unlike_since_ns < patience_ns
 
     def _refuse_all(self, peer: Peer) -> None:
         """Rooms that wait for an instance which does not fit us would wait for ever."""
@@ -274,12 +289,13 @@ class DecodeMachine(DecodeReleases):
         """After a silence: it may have given rooms up meanwhile without our hearing of it, so ask by opening again."""
         for room in list(self.rooms.values()):
             leg = room.legs.get(peer.name)
-            if leg is None:
+            if leg is None or leg.incarnation != peer.incarnation:
                 continue
             if leg.accepted and not room.state.finished:
                 leg.accepted = False  # so that it is asked until it answers
                 room.unaccepted += 1
-            self._remind(room, leg)
+            if self._remind(room, leg):
+                room.resend_ns = self.now_ns + self.timing.resend_ns
 
     def on_heartbeat(self, peer: Peer, message: msg.Heartbeat) -> None:
         peer.heartbeat(message, self.now_ns)
@@ -287,25 +303,39 @@ class DecodeMachine(DecodeReleases):
     def on_peer_lost(self, peer: Peer, text: str) -> None:
         for room in list(self.rooms.values()):
             leg = room.legs.get(peer.name)
-            if leg is None:
+            if leg is None or leg.incarnation != peer.incarnation:
                 continue
             leg.acked = True
             self._fail(room, self.failure("KV_PEER_LOST", text))
-            held = [
-                holding
-                for holding in self.book.of_room(RoomKey(peer.name, room.room, room.nonce))
-                if holding.state is not RegionState.LANDED
-            ]
             if peer.proven_dead:  # nothing of a dead process is in flight
-                leg.drained = True
-                self._free(held)
-            else:
-                for holding in held:
+                self._drained(room, leg)
+                continue
+            for holding in self.book.of_room(RoomKey(peer.name, room.room, room.nonce)):
+                if holding.state is not RegionState.LANDED:
                     self.book.quarantine(holding)
             if room.room in self.rooms:
                 self._settle(room)
         for instance in self._clashes:  # it may have been this one that kept a name in use
             self.act(ev.FindInstance(instance))
+
+    def on_former_said(self, peer: Peer, event: ev.Received) -> None:
+        """It goes on after having been frozen, say: what it is asked is whether anything of it is in flight."""
+        message = event.message
+        if isinstance(message, msg.Bye) and message.drained:
+            self.on_peer_dead(ev.PeerDead(peer.name, event.incarnation, "it was closed"))
+        elif isinstance(message, msg.RoomDrained):
+            room = self.rooms.get(message.room)
+            leg = room.legs.get(peer.name) if room is not None and room.nonce == message.nonce else None
+            if room is not None and leg is not None and leg.incarnation == event.incarnation:
+                self._drained(room, leg)
+        else:
+            self.drop("incarnation")
+
+    def on_former_ended(self, peer: Peer, incarnation: int) -> None:
+        for room in list(self.rooms.values()):
+            leg = room.legs.get(peer.name)
+            if leg is not None and leg.incarnation == incarnation:
+                self._drained(room, leg)
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
@@ -319,7 +349,7 @@ class DecodeMachine(DecodeReleases):
             leg.acked = leg.drained = True  # it has nothing of the room, nor will have
             cause = message
             self._fail(room, {"rank": cause.rank, "code": cause.code, "at_ns": cause.at_ns, "text": cause.text})
-            self._drained(room, peer)
+            self._drained(room, leg)
 
     def on_staging_request(self, peer: Peer, message: msg.StagingRequest) -> None:
         found = self._find(peer, message.room, message.nonce)
@@ -439,12 +469,13 @@ class DecodeMachine(DecodeReleases):
         if room.failure is None:
             self.drop("unexpected")
             return
-        leg.acked = leg.drained = True
-        self._drained(room, peer)
+        leg.acked = True
+        self._drained(room, leg)
 
-    def _drained(self, room: RecvRoom, peer: Peer) -> None:
-        """Nothing of this rank is in flight: what it holds of the ring is free, unless a scatter reads it."""
-        holdings = self.book.of_room(RoomKey(peer.name, room.room, room.nonce))
+    def _drained(self, room: RecvRoom, leg: WriterLeg) -> None:
+        """Nothing of this writer is in flight: what it holds of the ring is free, unless a scatter reads it."""
+        leg.drained = True
+        holdings = self.book.of_room(RoomKey(leg.peer, room.room, room.nonce))
         self._free([holding for holding in holdings if holding.state is not RegionState.LANDED])
         if room.room in self.rooms:
             self._settle(room)
@@ -474,6 +505,7 @@ class DecodeMachine(DecodeReleases):
         now = self.now_ns
         self._graves.expire(now)
         self._say_hello()
+        self._forget_former()
         self._forget_departed()
         for room in list(self.rooms.values()):
             if not room.state.finished:

@@ -40,7 +40,7 @@ class DecodeReleases(DecodeRooms):
         elif holding.state is not RegionState.QUARANTINED and (not event.force or self._fresh(holding.room.peer)):
             self._move_away(holding, what, ticket, force=event.force)
         elif not event.force:
-            self.answer(ticket, "refused", f"{what}: {self._doubt([holding.room.peer])}")
+            self.answer(ticket, "refused", f"{what}: {self._doubt([self._leg_of(holding)])}")
         else:
             room = self.rooms.get(holding.room.room)
             mine = room is not None and room.nonce == holding.room.nonce
@@ -86,7 +86,7 @@ class DecodeReleases(DecodeRooms):
             self.answer(ticket, "refused", text)
             return
         undrained = [leg for leg in room.legs.values() if not leg.drained]
-        stuck = [leg for leg in undrained if room.overdue or not self.is_ready(leg.peer)]
+        stuck = [leg for leg in undrained if room.overdue or not self.answers(leg)]
         if not stuck:
             who = ", ".join(leg.peer for leg in undrained)
             waits = f"{who} was asked to drain" if who else "a part of it is being scattered"
@@ -94,7 +94,7 @@ class DecodeReleases(DecodeRooms):
             self.answer(ticket, "refused", f"room {number} failed {waited_s:.1f} s ago, and {waits}: wait for that")
             return
         if not event.force:
-            self.answer(ticket, "refused", f"room {number}: {self._doubt([leg.peer for leg in stuck])}")
+            self.answer(ticket, "refused", f"room {number}: {self._doubt(stuck)}")
             return
         freed = self._give_up(room, stuck)
         self._unpin()
@@ -117,18 +117,17 @@ class DecodeReleases(DecodeRooms):
         self._free(held)
         return tuple(sorted(holding.region.serial for holding in held))
 
-    def _doubt(self, writers: list[str]) -> str:
+    def _leg_of(self, holding: Holding) -> WriterLeg:
+        return self.rooms[holding.room.room].legs[holding.room.peer]  # a room outlives the regions it holds
+
+    def _doubt(self, legs: list[WriterLeg]) -> str:
         """Why what these hold is not freed, and what would make it safe."""
-        processes: list[str] = []
-        for name in writers:
-            peer = self.peers.get(name)
-            who = peer.who if peer is not None else None
-            if who is None:
-                processes.append(name)
-            else:
-                where = "on this host" if who.host == self.local.host else "on its host"
-                processes.append(f"{name} (process {who.pid} {where})")
+        writers: list[str] = []
+        for leg in legs:
+            peer = self.peers.get(leg.peer)
+            who = peer.introduced(leg.incarnation) if peer is not None else None
+            writers.append(f"{leg.peer} ({who.process})" if who is not None else leg.peer)
         return (
-            f"{', '.join(processes)} may still write to it, and nothing proves that it will not: "
+            f"{', '.join(writers)} may still write to it, and nothing proves that it will not: "
             "end that process, or make sure that it is gone, then release it with force"
         )

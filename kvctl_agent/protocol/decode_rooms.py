@@ -12,13 +12,15 @@ Rules it keeps (design: one room, end to end):
 
 from __future__ import annotations
 
+import msgspec
+
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.local import Local, Timing
 from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.peer import Peer, PeerState
+from kvctl_agent.protocol.peer import Former, Peer, PeerState
 from kvctl_agent.protocol.recv_room import PartDigest, RecvRoom, WriterLeg
 from kvctl_agent.protocol.staging import Holding, RegionState, StagingBook
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
@@ -63,7 +65,7 @@ class DecodeRooms(Machine):
             if room.failure is None:
                 continue
             for name, leg in room.legs.items():
-                if not leg.drained and (room.overdue or not self.is_ready(name)):
+                if not leg.drained and (room.overdue or not self.answers(leg)):
                     total += room.owed_bytes(name)
         return total
 
@@ -89,6 +91,11 @@ class DecodeRooms(Machine):
         peer = self.peers.get(name)
         return peer is not None and peer.usable
 
+    def answers(self, leg: WriterLeg) -> bool:
+        """Whether the very process that a room was opened at may be spoken to."""
+        peer = self.peers.get(leg.peer)
+        return peer is not None and peer.usable and peer.incarnation == leg.incarnation
+
     def _find(self, peer: Peer, number: int, nonce: int) -> tuple[RecvRoom, WriterLeg] | None:
         """The room that a message is about; where there is none, that is counted."""
         room = self.rooms.get(number)
@@ -96,7 +103,7 @@ class DecodeRooms(Machine):
             self.drop("tombstone" if self._graves.find(RoomKey("", number, nonce)) is not None else "unknown-room")
             return None
         leg = room.legs.get(peer.name)
-        if leg is None:
+        if leg is None or leg.incarnation != peer.incarnation:
             self.drop("unexpected")
             return None
         return room, leg
@@ -184,18 +191,26 @@ class DecodeRooms(Machine):
         else:
             if leg.accepted:
                 return False
-            message = room.opening
-        if not self.is_ready(leg.peer):
-            return False
-        self.act(ev.Send(leg.peer, message))
-        return True
+            message = msgspec.structs.replace(room.opening, to=leg.incarnation)
+        if self.answers(leg):
+            self.act(ev.Send(leg.peer, message))
+            return True
+        if room.failure is not None and (former := self._former(leg)) is not None:
+            self.act(ev.Send(leg.peer, message, former.route))
+        return False
+
+    def _former(self, leg: WriterLeg) -> Former | None:
+        """The process that a room was opened at, where another one has taken its place since."""
+        peer = self.peers.get(leg.peer)
+        return peer.former.get(leg.incarnation) if peer is not None else None
 
     def _resend(self, room: RecvRoom) -> None:
-        room.resend_ns = self.now_ns + self.timing.resend_ns
         kind = "room-end" if room.state.finished else "room-open"
-        for leg in room.legs.values():
-            if self._remind(room, leg):
-                self.telemetry.metrics.add("kvctl_control_resends_total", 1, kind)
+        reminded = sum(self._remind(room, leg) for leg in room.legs.values())
+        if reminded:
+            self.telemetry.metrics.add("kvctl_control_resends_total", reminded, kind)
+        # A process that was replaced, or is lost, may never answer, and is asked seldom.
+        room.resend_ns = self.now_ns + (self.timing.resend_ns if reminded else self.timing.lost_ns)
 
     # ---- bytes ------------------------------------------------------------------------------------------------
 

@@ -21,13 +21,36 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 Pages = npt.NDArray[np.int32]
 
 
+class Lease:
+    """A writer's permission to post to one life of a peer; it ends when the peer has been silent for too long.
+
+    The control loop renews it, workers ask it before each post. So a process that was frozen (stopped, or its machine
+    paused) and whose peers have long replaced it does not post what it had queued. It is no proof for the other side: a
+    process can be frozen between the question and the post.
+    """
+
+    __slots__ = ("length_ns", "renewed_ns")
+
+    def __init__(self, length_ns: int) -> None:
+        self.length_ns = length_ns
+        self.renewed_ns = 0
+
+    def valid(self, now_ns: int) -> bool:
+        return now_ns - self.renewed_ns <= self.length_ns
+
+
 class Fence:
     """Raised when a room fails: work that is queued but not begun is dropped, work that is in flight drains."""
 
-    __slots__ = ("raised",)
+    __slots__ = ("lease", "raised")
 
-    def __init__(self) -> None:
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
         self.raised = False
+
+    def may_post(self, now_ns: int) -> bool:
+        """Whether work behind this fence may be posted now."""
+        return not self.raised and self.lease.valid(now_ns)
 
 
 def check_room(number: int) -> None:
@@ -41,11 +64,15 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Received(Event, frozen=True):
-    """A control message from the peer called `peer`, in its life `incarnation`."""
+    """A control message from the peer called `peer`, in its life `incarnation`.
+
+    `route` is the return address: of a decode rank's connection, or a prefill rank's endpoint.
+    """
 
     peer: str
     incarnation: int
     message: AnyMessage
+    route: bytes = b""
 
 
 class PeerConnected(Event, frozen=True):
@@ -81,11 +108,12 @@ class PeerDead(Event, frozen=True):
 class RosterKnown(Event, frozen=True):
     """Decode: a prefill instance is complete; these are its rank names, in the order of unique ranks.
 
-    `instance` is where its registry is.
+    `instance` is where its registry is; `incarnations` are those that are registered, where that is known.
     """
 
     instance: str
     names: tuple[str, ...]
+    incarnations: tuple[int, ...] = ()
 
 
 class RosterMissing(Event, frozen=True):
@@ -273,8 +301,11 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class Send(Action, frozen=True):
+    """Send a message to a peer; with `route` over that connection, although it is not the one of the peer's life."""
+
     peer: str
     message: Message
+    route: bytes = b""
 
 
 class ConnectPeer(Action, frozen=True):

@@ -44,6 +44,7 @@ class Local(msgspec.Struct, frozen=True):
     scratch_bytes: int = 0
     shared: tuple[SharedMemory, ...] = ()
     unshared: str = ""
+    hostname: str = ""
 
     @property
     def unique_rank(self) -> int:
@@ -81,6 +82,7 @@ class Local(msgspec.Struct, frozen=True):
             cp_mode=self.cp_mode,
             shared=list(self.shared),
             unshared=self.unshared,
+            hostname=self.hostname,
         )
 
     def _plan(self) -> Wire:

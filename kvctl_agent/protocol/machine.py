@@ -69,14 +69,25 @@ class Machine:
 
     # ---- what subclasses may override -------------------------------------------------------------------------
 
-    def on_hello(self, peer_name: str, incarnation: int, message: msg.Hello) -> None:
+    def on_hello(self, event: ev.Received, message: msg.Hello) -> None:
         self.drop("unexpected")
 
-    def on_hello_ack(self, peer_name: str, incarnation: int, message: msg.HelloAck) -> None:
+    def on_hello_ack(self, event: ev.Received, message: msg.HelloAck) -> None:
         self.drop("unexpected")
 
     def on_peer_lost(self, peer: Peer, text: str) -> None:
         """Its rooms fail."""
+
+    def on_former_ended(self, peer: Peer, incarnation: int) -> None:
+        """Nothing of this earlier incarnation is in flight, nor will be."""
+
+    def on_former_said(self, peer: Peer, event: ev.Received) -> None:
+        """An earlier incarnation, which was replaced, has something to say."""
+        self.drop("incarnation")
+
+    def on_unusable_said(self, peer: Peer, message: msg.Message) -> None:
+        """A peer that is not met, or lost, has something to say."""
+        self.drop("peer-not-ready")
 
     def on_lease_renewed(self, peer: Peer) -> None:
         """This peer was heard after a silence that had ended its lease: posts to it may go on."""
@@ -93,17 +104,23 @@ class Machine:
     def on_received(self, event: ev.Received) -> None:
         message = event.message
         if isinstance(message, msg.Hello):
-            self.on_hello(event.peer, event.incarnation, message)
+            self.on_hello(event, message)
             return
         if isinstance(message, msg.HelloAck):
-            self.on_hello_ack(event.peer, event.incarnation, message)
+            self.on_hello_ack(event, message)
             return
         peer = self.peers.get(event.peer)
+        if peer is not None and event.incarnation in peer.former:
+            self.on_former_said(peer, event)
+            return
         if peer is None or peer.incarnation != event.incarnation:
             self.drop("incarnation")
             return
+        if peer.route != event.route:
+            self.drop("stranger")
+            return
         if not peer.usable:
-            self.drop("peer-not-ready")
+            self.on_unusable_said(peer, message)
             return
         lapsed = not peer.may_post(self.now_ns)
         self._hear(peer)
@@ -121,12 +138,18 @@ class Machine:
 
     def on_peer_dead(self, event: ev.PeerDead) -> None:
         peer = self.peers.get(event.peer)
-        if peer is not None and peer.incarnation == event.incarnation and not peer.proven_dead:
+        if peer is None:
+            return
+        if peer.incarnation == event.incarnation and not peer.proven_dead:
             self._lose(peer, proven=True, text=event.text)
+        elif event.incarnation in peer.former:
+            peer.end(event.incarnation)
+            self.note("peer-ended", f"{peer.name} (incarnation {event.incarnation:016x}): {event.text}", peer=peer.name)
+            self.on_former_ended(peer, event.incarnation)
 
     def on_leave(self, event: ev.Leave) -> None:
         for peer in self.peers.values():
-            if peer.usable:
+            if peer.usable or peer.state is PeerState.LOST:
                 self.act(ev.Send(peer.name, msg.Bye(event.drained)))
 
     def on_bye(self, peer: Peer, message: msg.Bye) -> None:
@@ -156,7 +179,7 @@ class Machine:
     def _lose(self, peer: Peer, *, proven: bool, text: str) -> None:
         lost = f"peer {peer.name} (incarnation {peer.incarnation:016x}) lost: {text}"
         if proven:
-            peer.end()
+            peer.end(peer.incarnation)
         peer.state = PeerState.LOST
         peer.fail(lost)
         self.telemetry.metrics.add("kvctl_peer_lost_total", 1)
@@ -165,21 +188,23 @@ class Machine:
         self.act(ev.DropPeer(peer.name))
 
     def _late(self, peer: Peer, incarnation: int) -> bool:
-        """Whether a Hello or its answer comes from a life that is over, or from none; counted then.
+        """Whether a Hello or its answer comes from an incarnation that is over, or from none; counted then.
 
-        Incarnations grow with time, so an earlier life that we never met cannot pass for the end of a later one, whose
-        writes may be in flight. After proof of its end any life is believed: a clock may have been set back.
+        A peer that is not lost is replaced by the incarnation that the registry names; where there is none, by a higher
+        one, since incarnations grow with time. The next process may run on a host whose clock is behind: once the peer
+        is lost, any incarnation that is not over is believed.
         """
         late = incarnation == 0 or incarnation in peer.past
-        late = late or (incarnation < peer.incarnation and not peer.proven_dead)
+        if peer.usable and incarnation != peer.incarnation:
+            late = late or (incarnation != peer.registered if peer.registered else incarnation < peer.incarnation)
         if late:
             self.drop("incarnation")
         return late
 
     def _replace(self, peer: Peer, incarnation: int) -> None:
-        """A new life of this peer proves that the one before has ended, even if it was given up long ago."""
-        if peer.incarnation not in (0, incarnation) and not peer.proven_dead:
-            self._lose(peer, proven=True, text=f"it came back as incarnation {incarnation:016x}")
+        """A new incarnation takes the peer's name, which proves nothing about the one before."""
+        if peer.incarnation not in (0, incarnation) and peer.usable:
+            self._lose(peer, proven=False, text=f"incarnation {incarnation:016x} took its name")
 
     # ---- small words ------------------------------------------------------------------------------------------
 

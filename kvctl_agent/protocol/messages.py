@@ -72,6 +72,12 @@ class Introduction(msgspec.Struct, frozen=True):
     cp_mode: Name = "rank0"  # of a prefill instance: the decode side takes it over
     shared: Annotated[list[SharedMemory], msgspec.Meta(max_length=MAX_SHARED)] = []  # pool and ring, where on a device
     unshared: Text = ""  # why they are not shared, although they are on one
+    hostname: Name = ""  # for people
+
+    @property
+    def process(self) -> str:
+        """Its process, in words: "process 4711 on node-3"."""
+        return f"process {self.pid} on {self.hostname or 'its host'}"
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -84,13 +90,15 @@ class Hello(Message, frozen=True, tag="hello"):
 class HelloAck(Message, frozen=True, tag="hello-ack"):
     """Prefill → decode: accepted, or refused with the differing factors.
 
-    `to` is the incarnation that said Hello: an answer to the one before it is no answer.
+    `to` is the incarnation that said Hello: an answer to the one before it is no answer. `taken` says which other life
+    holds the name of the one that said Hello; that may pass.
     """
 
     version: int
     who: Introduction
     to: U64
     differences: Annotated[list[Text], msgspec.Meta(max_length=64)] = []
+    taken: Text = ""
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
@@ -103,7 +111,11 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class RoomOpen(Message, frozen=True, tag="room-open"):
-    """Decode → every prefill rank of the instance."""
+    """Decode → every prefill rank of the instance.
+
+    `to` is the incarnation that it is meant for: a process that has just taken that one's place must not write for a
+    room of which decode does not know that it has reached it.
+    """
 
     room: U64
     nonce: U64
@@ -114,6 +126,7 @@ class RoomOpen(Message, frozen=True, tag="room-open"):
     aux_index: AuxIndex = -1  # row of the decode rank's aux pool; -1: this room has none
     states: States = []  # for each state component int32 little-endian item indices; none: not wanted
     prefill_only: bool = False  # no KV is wanted, whatever the prompt's length
+    to: U64 = 0
 
 
 class RoomAccepted(Message, frozen=True, tag="room-accepted"):

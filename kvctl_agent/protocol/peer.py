@@ -3,15 +3,20 @@
 `connecting → ready ⇄ suspect → lost`, or `refused` when the layouts differ. Silence makes a peer suspect (no new
 grants) and later lost (its rooms fail); proof of death or a new incarnation makes it lost at once. A lost peer that
 says Hello again starts over.
+
+A new incarnation proves nothing about the one before: that may be a frozen process, which goes on one day. Only the end
+of its process, seen on this host, and its own word that it has drained are proof.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvctl_agent.layout.inputs import PlanInputs
 from kvctl_agent.layout.side import Coord
+from kvctl_agent.protocol.events import Lease
 from kvctl_agent.protocol.gate import Gate
 from kvctl_agent.protocol.local import Timing
 from kvctl_agent.protocol.messages import Heartbeat, Introduction
@@ -25,12 +30,24 @@ class PeerState(StrEnum):
     REFUSED = "refused"
 
 
+class Former(NamedTuple):
+    """An earlier incarnation that may still be there: what it said of itself, and its return address."""
+
+    who: Introduction
+    route: bytes
+
+
 class Peer:
     """One peer in one incarnation at a time.
 
     Attributes:
         proven_dead: the process has ended, so nothing of it can be in flight.
         past: incarnations proven to have ended; what still comes from one is late, never a return.
+        former: earlier incarnations that nothing has proven to have ended, and that may still write here.
+        route: return address of this incarnation.
+        registered: the incarnation that the registry names; 0 where none has.
+        lease: the permission to post to this incarnation.
+        name_asked_by: the incarnation that was last refused this name, which is noted once.
         hello_due_ns: when to say Hello again; 0 when none is unanswered.
         unlike_since_ns: since when it says that its layout is not that of its instance's other ranks; 0: it does not.
         at, wire: its place in its instance and the plan inputs as they travel, once it has been met.
@@ -44,15 +61,19 @@ class Peer:
         "at",
         "differences",
         "errors_total",
+        "former",
         "gate",
-        "heard_ns",
         "hello_due_ns",
         "incarnation",
         "inputs",
         "last_error",
+        "lease",
         "name",
+        "name_asked_by",
         "past",
         "proven_dead",
+        "registered",
+        "route",
         "rtt_ns",
         "state",
         "timing",
@@ -72,13 +93,17 @@ class Peer:
         self.wire: dict[str, int | str] = {}
         self.at = Coord(0, 0, 0, 0)
         self.gate = Gate()
-        self.heard_ns = 0
+        self.lease = Lease(timing.lease_ns)
+        self.route = b""
+        self.registered = 0
         self.hello_due_ns = 0
         self.unlike_since_ns = 0
         self.rtt_ns: int | None = None
         self.differences: tuple[str, ...] = ()
         self.proven_dead = False
         self.past: deque[int] = deque(maxlen=64)
+        self.former: dict[int, Former] = {}
+        self.name_asked_by = 0
         self.errors_total = 0
         self.last_error: str | None = None
         self.watermark_sent: tuple[int, int, int] | None = None
@@ -91,15 +116,35 @@ class Peer:
         """Whether messages of rooms may be exchanged."""
         return self.state in (PeerState.READY, PeerState.SUSPECT)
 
+    @property
+    def heard_ns(self) -> int:
+        """When this incarnation was last heard from, monotonic; 0: never."""
+        return self.lease.renewed_ns
+
+    @heard_ns.setter
+    def heard_ns(self, now_ns: int) -> None:
+        self.lease.renewed_ns = now_ns
+
     def may_post(self, now_ns: int) -> bool:
         """The writer's lease: a post needs a peer that was heard from lately."""
-        return self.usable and now_ns - self.heard_ns <= self.timing.lease_ns
+        return self.usable and self.lease.valid(now_ns)
 
     def meet(
-        self, incarnation: int, who: Introduction, inputs: PlanInputs | None, differences: tuple[str, ...]
+        self,
+        incarnation: int,
+        who: Introduction,
+        inputs: PlanInputs | None,
+        differences: tuple[str, ...],
+        route: bytes = b"",
     ) -> None:
         """Start over with this incarnation; ready follows when the transport has connected."""
+        if incarnation != self.incarnation:
+            if self.who is not None and not self.proven_dead:
+                self.former[self.incarnation] = Former(self.who, self.route)
+            self.former.pop(incarnation, None)
+            self.lease = Lease(self.timing.lease_ns)
         self.incarnation = incarnation
+        self.route = route
         self.who = who
         self.inputs = inputs
         if inputs is not None:
@@ -111,10 +156,19 @@ class Peer:
         self.watermark_sent = None
         self.state = PeerState.CONNECTING if inputs is not None else PeerState.REFUSED
 
-    def end(self) -> None:
-        """This life has ended for certain."""
-        self.proven_dead = True
-        self.past.append(self.incarnation)
+    def end(self, incarnation: int) -> None:
+        """This incarnation, the present one or a former, has ended for certain."""
+        if incarnation == self.incarnation:
+            self.proven_dead = True
+        self.former.pop(incarnation, None)
+        self.past.append(incarnation)
+
+    def introduced(self, incarnation: int) -> Introduction | None:
+        """What an incarnation that may still be there said of itself."""
+        if incarnation == self.incarnation:
+            return self.who
+        former = self.former.get(incarnation)
+        return former.who if former is not None else None
 
     def heard(self, now_ns: int) -> bool:
         """Anything came from this incarnation; True when that ended a suspicion."""

@@ -192,10 +192,20 @@ class PrefillMachine(PrefillOpenings):
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
-    def on_hello(self, peer_name: str, incarnation: int, message: msg.Hello) -> None:
-        peer = self.peers.get(peer_name) or self._new_peer(peer_name)
+    def on_hello(self, event: ev.Received, message: msg.Hello) -> None:
+        peer_name, incarnation = event.peer, event.incarnation
+        peer = self.peers.get(peer_name)
+        if message.who.name != peer_name or (
+            peer is not None and peer.incarnation == incarnation and peer.route != event.route
+        ):
+            self.drop("stranger")
+            return
+        peer = peer or self._new_peer(peer_name)
         if peer is None:
             self.drop("too-many-peers")
+            return
+        if peer.incarnation != incarnation and peer.state is PeerState.READY:
+            self._refuse_name(peer, event)
             return
         if self._late(peer, incarnation):
             return
@@ -213,7 +223,8 @@ class PrefillMachine(PrefillOpenings):
         if message.version != msg.PROTOCOL_VERSION:
             differences = (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",)
             inputs = None
-        peer.meet(incarnation, message.who, inputs, differences)
+        peer.meet(incarnation, message.who, inputs, differences, event.route)
+        peer.former.clear()  # what an earlier one wrote is its own affair: here it can only have read
         peer.heard_ns = self.now_ns
         self._parked.setdefault(peer_name, {})
         if inputs is None:
@@ -224,6 +235,27 @@ class PrefillMachine(PrefillOpenings):
             self._allowances[peer_name] = Allowance(share)
             theirs = held(inputs.shape, inputs.page_size, inputs.decode, peer.at)
             self.act(ev.ConnectPeer(peer_name, incarnation, message.who, theirs))
+
+    def _refuse_name(self, peer: Peer, event: ev.Received) -> None:
+        """Another process says Hello under the name of a peer that is well.
+
+        Either two agents were given one name, and the first keeps it; or it is the next life of a process that ended
+        just now, which is let in as soon as the end is proven or the silence has grown.
+        """
+        self.drop("name-taken")
+        if event.incarnation in peer.past:
+            return
+        assert peer.who is not None
+        heard_s = (self.now_ns - peer.heard_ns) / 1e9
+        text = (
+            f"the name {peer.name} is in use at {self.local.name} by {peer.who.process} (incarnation "
+            f"{peer.incarnation:016x}, heard {heard_s:.1f} s ago): give every agent its own name"
+        )
+        if peer.name_asked_by != event.incarnation:
+            peer.name_asked_by = event.incarnation
+            self.note("name-taken", f"incarnation {event.incarnation:016x} is refused: {text}", "error", peer=peer.name)
+        ack = msg.HelloAck(msg.PROTOCOL_VERSION, self.local.introduction(), event.incarnation, taken=text)
+        self.act(ev.Send(peer.name, ack, event.route))
 
     def on_peer_connected(self, event: ev.PeerConnected) -> None:
         peer = self.peers.get(event.peer)
@@ -373,6 +405,13 @@ class PrefillMachine(PrefillOpenings):
             leg.failed_acked = True  # it is he who says so
             self._fail(room, _failure_of(message))
             self._progress(room)
+
+    def on_unusable_said(self, peer: Peer, message: msg.Message) -> None:
+        if peer.state is PeerState.LOST and isinstance(message, msg.RoomAbort):
+            # It has replaced us, say, and asks whether anything of ours is in flight: that can be said at once.
+            self.on_room_abort(peer, message)
+        else:
+            super().on_unusable_said(peer, message)
 
     def on_room_abort(self, peer: Peer, message: msg.RoomAbort) -> None:
         found = self._find(peer, message.room, message.nonce)

@@ -34,6 +34,9 @@ class PrefillOpenings(PrefillRooms):
     """Takes rooms in, or refuses them."""
 
     def on_room_open(self, peer: Peer, message: msg.RoomOpen) -> None:
+        if message.to != self.local.incarnation:
+            self.drop("incarnation")
+            return
         key = RoomKey(peer.name, message.room, message.nonce)
         room = self.rooms.get(message.room)
         if known := self._legs.get(key):
@@ -114,6 +117,7 @@ class PrefillOpenings(PrefillRooms):
             message.total_pages,
             self._finals_of(peer.name, reader, inputs, message, pool["slots"]),  # type: ignore[arg-type]
             message.prefill_only,
+            peer.lease,
         )
 
     def _finals_of(

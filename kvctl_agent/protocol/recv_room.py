@@ -32,12 +32,16 @@ class PartDigest(NamedTuple):
 
 
 class WriterLeg:
-    """What passes between this room and one prefill rank, whether it owes anything or not."""
+    """What passes between this room and one prefill rank, whether it owes anything or not.
 
-    __slots__ = ("accepted", "acked", "drained", "peer")
+    It is between the room and one incarnation of that rank: what a later one says is no answer.
+    """
 
-    def __init__(self, peer: str) -> None:
+    __slots__ = ("accepted", "acked", "drained", "incarnation", "peer")
+
+    def __init__(self, peer: str, incarnation: int) -> None:
         self.peer = peer
+        self.incarnation = incarnation
         self.accepted = False
         self.acked = False  # RoomDone has reached it, or it is gone; what a room that succeeded waits for
         self.drained = False  # nothing of it is in flight, nor will be; what a room that failed waits for
@@ -115,7 +119,7 @@ class RecvRoom:
         shares: Sequence[Share],
         cells_of: Callable[[int], Sequence[Chunk]],
         finals: dict[Final, tuple[Share | None, Pages]],
-        writers: tuple[str, ...],
+        writers: dict[str, int],
     ) -> None:
         """Take the plan: from now on coverage is known.
 
@@ -123,10 +127,10 @@ class RecvRoom:
             shares: the KV that this rank is owed.
             cells_of: the cells that a writer owes of it.
             finals: the final parts that this rank is owed, and where they go: pages are items of state, or one row.
-            writers: names of the instance's ranks.
+            writers: names of the instance's ranks, in their order, and the incarnation of each.
         """
-        self.writers = writers
-        self.legs = {name: WriterLeg(name) for name in writers}
+        self.writers = tuple(writers)
+        self.legs = {name: WriterLeg(name, incarnation) for name, incarnation in writers.items()}
         self.unaccepted = len(self.legs)
         self.finals = set(finals)
         self.final_parts = finals

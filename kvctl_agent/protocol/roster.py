@@ -5,6 +5,8 @@ Sans-I/O. Prefill ranks register, decode ranks look up until the instance is com
 
 from __future__ import annotations
 
+from collections import deque
+
 import msgspec
 
 from kvctl_agent.errors import LayoutError, RemoteProtocolError
@@ -12,6 +14,8 @@ from kvctl_agent.layout.side import Coord, Side
 
 MAX_REQUEST_BYTES = 1 << 16
 _SHOWN = 32  # missing ranks that are named
+_HOLDS_NS = 5_000_000_000  # a holder that has not registered for so long may be replaced by any process of its name
+_REPLACED_KEPT = 16
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -67,19 +71,25 @@ def decode_roster(frame: bytes) -> Roster:
 
 
 class Registry:
-    """One prefill instance; the first rank to register fixes its sizes."""
+    """One prefill instance; the first rank to register fixes its sizes.
+
+    A rank's latest process is its holder. One that it has replaced, and that goes on after having been frozen, does not
+    take the place back while the holder registers again and again.
+    """
 
     def __init__(self) -> None:
         self._side: Side | None = None
         self._ranks: dict[int, Rank] = {}
+        self._heard_ns: dict[int, int] = {}
+        self._replaced: dict[int, deque[int]] = {}  # by rank, incarnations that were its holder before
 
-    def answer(self, request: Request) -> Roster:
+    def answer(self, request: Request, now_ns: int) -> Roster:
         """Serve one request; never raises."""
-        refused = self._register(request.rank) if isinstance(request, Register) else ""
+        refused = self._register(request.rank, now_ns) if isinstance(request, Register) else ""
         ranks = [self._ranks[unique] for unique in sorted(self._ranks)]
         return Roster(ranks, self._side.size if self._side else 0, self._missing(), refused)
 
-    def _register(self, rank: Rank) -> str:
+    def _register(self, rank: Rank, now_ns: int) -> str:
         if len(rank.sizes) != 4 or len(rank.coord) != 4:
             return f"{rank.name}: sizes and coordinates need the four axes dp, pp, cp, tp"
         try:
@@ -95,7 +105,16 @@ class Registry:
         holder = self._ranks.get(unique)
         if holder is not None and holder.name != rank.name:
             return f"{rank.name} claims {side.label(side.coord(unique))}, which {holder.name} holds"
+        if holder is not None and holder.incarnation != rank.incarnation:
+            replaced = self._replaced.setdefault(unique, deque(maxlen=_REPLACED_KEPT))
+            if rank.incarnation in replaced and now_ns - self._heard_ns[unique] < _HOLDS_NS:
+                return (
+                    f"{rank.name} (incarnation {rank.incarnation:016x}) was replaced by incarnation "
+                    f"{holder.incarnation:016x} at {holder.endpoint}: end this one, or give it its own name"
+                )
+            replaced.append(holder.incarnation)
         self._ranks[unique] = rank
+        self._heard_ns[unique] = now_ns
         return ""
 
     def _missing(self) -> str:

@@ -14,7 +14,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.share import Share
 from kvctl_agent.layout.side import Coord
-from kvctl_agent.protocol.events import Fence, Pages, SendPages
+from kvctl_agent.protocol.events import Fence, Lease, Pages, SendPages
 from kvctl_agent.protocol.ledger import Ledger
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
@@ -142,6 +142,7 @@ class Leg:
         total_pages: int,
         finals: Sequence[Final],
         prefill_only: bool,
+        lease: Lease,
     ) -> None:
         self.room = room
         self.peer = peer
@@ -161,7 +162,7 @@ class Leg:
         self.to_queue = self.planned
         self.to_send = self.planned + len(self.finals)
         self.in_flight = 0  # parts with a worker
-        self.fence = Fence()
+        self.fence = Fence(lease)
         self.done = False
         self.abort_asked = False
         self.drained_said = False

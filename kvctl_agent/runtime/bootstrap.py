@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -38,7 +39,7 @@ class RegistryServer:
             if len(frames) != 2:
                 continue
             try:
-                answer = self._registry.answer(roster.decode_request(frames[1]))
+                answer = self._registry.answer(roster.decode_request(frames[1]), time.monotonic_ns())
                 self.socket.send_multipart([frames[0], roster.encode(answer)], zmq.NOBLOCK)
             except (RemoteProtocolError, zmq.ZMQError):
                 continue  # a stranger, or somebody who has gone; who needs an answer asks again

@@ -16,7 +16,8 @@ import zmq
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.peer import PeerState
+from kvctl_agent.protocol.messages import Hello, Introduction
+from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
 from kvctl_agent.runtime import endpoints
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
@@ -93,7 +94,7 @@ class ControlLoop:
         self._polled = (-1, -1)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._table: dict[type, Callable[[Any], None]] = {
-            ev.Send: lambda action: links.queue(action.peer, action.message),
+            ev.Send: self._send,
             ev.Transfer: hands.move,
             ev.Scatter: hands.move,
             ev.Check: hands.move,
@@ -159,6 +160,8 @@ class ControlLoop:
         for event in self._mailbox.take():
             self._feed(event)
         for received in self._links.receive(ready):
+            if isinstance(received.message, Hello):
+                self._check_replaced(received)
             self._feed(received)
         now = time.monotonic_ns()
         if self._server is not None and endpoints.poll_key(self._server.socket) in ready:
@@ -228,7 +231,8 @@ class ControlLoop:
         if not self._registries.complete(instance):
             self._feed(ev.RosterMissing(instance, roster.refused or roster.missing))
         else:
-            self._feed(ev.RosterKnown(instance, tuple(rank.name for rank in roster.ranks)))
+            names = tuple(rank.name for rank in roster.ranks)
+            self._feed(ev.RosterKnown(instance, names, tuple(rank.incarnation for rank in roster.ranks)))
             for rank in roster.ranks:
                 if rank.name in self._machine.roster(instance):
                     self._links.connect(rank.name, rank.endpoint)
@@ -239,11 +243,30 @@ class ControlLoop:
             return
         self._liveness_ns = now_ns + _LIVENESS_NS
         for peer in list(self._machine.peers.values()):
-            who = peer.who
-            if who is None or peer.proven_dead or peer.state is PeerState.REFUSED or who.host != self._host:
-                continue
-            if is_dead(who.pid):
-                self._feed(ev.PeerDead(peer.name, peer.incarnation, f"process {who.pid} has ended"))
+            if not peer.proven_dead and peer.state is not PeerState.REFUSED:
+                self._check_ended(peer, peer.incarnation, peer.who)
+            for incarnation, former in list(peer.former.items()):
+                self._check_ended(peer, incarnation, former.who)
+            self._links.keep(peer.name, {peer.route, *(former.route for former in peer.former.values())})
+
+    def _check_replaced(self, hello: ev.Received) -> None:
+        """Somebody says Hello under the name of a peer, which need not wait if that one's process has just ended."""
+        peer = self._machine.peers.get(hello.peer)
+        if peer is not None and not peer.proven_dead and peer.incarnation != hello.incarnation:
+            self._check_ended(peer, peer.incarnation, peer.who)
+
+    def _check_ended(self, peer: Peer, incarnation: int, who: Introduction | None) -> None:
+        if who is not None and who.host == self._host and is_dead(who.pid):
+            self._feed(ev.PeerDead(peer.name, incarnation, f"process {who.pid} has ended"))
+
+    def _send(self, action: ev.Send) -> None:
+        peer = self._machine.peers.get(action.peer)
+        route = action.route
+        if (
+            not route and peer is not None and not isinstance(action.message, Hello)
+        ):  # which goes where the registry says
+            route = peer.route
+        self._links.queue(action.peer, action.message, route)
 
     def _connect_peer(self, action: ev.ConnectPeer) -> None:
         try:

@@ -5,6 +5,9 @@ no longer takes a place among the active ones, but it is polled until the engine
 over. Orders for a peer that some flight has been out to for long wait until it is over, so that those of a stopped peer
 do not take all staging buffers. So a stopped peer holds up nobody else, and nothing is reused under a write that may
 still land.
+
+Nothing is posted to a peer whose lease has ended: it waits until the lease is renewed or its room fails, which the loss
+of the peer brings about.
 """
 
 from __future__ import annotations
@@ -141,7 +144,7 @@ class TransferWorker:
         moved = False
         now = time.monotonic()
         for peer, orders in list(self._waiting.items()):
-            while orders and self._has_place() and not self._slow(peer):
+            while orders and self._has_place() and not self._held_up(orders[0]):
                 moved = True
                 self._start(orders.popleft())
             if now >= self._sift_at and any(order.fence.raised for order in orders):
@@ -157,6 +160,12 @@ class TransferWorker:
         if now >= self._sift_at:
             self._sift_at = now + _DRAIN_S
         return moved
+
+    def _held_up(self, order: Transfer) -> bool:
+        """Whether a part should not be begun now, unless to be dropped."""
+        if order.fence.raised:
+            return False
+        return not order.fence.lease.valid(time.monotonic_ns()) or self._slow(order.peer)
 
     def _slow(self, peer: str) -> bool:
         """Whether no more parts should be begun to a peer: one has been out to it for long."""
@@ -181,7 +190,7 @@ class TransferWorker:
         return job
 
     def _idle_s(self) -> float:
-        if self._draining:
+        if self._draining or self._waiting:
             return _DRAIN_S
         return _AFTERMATH_S if self._idle_turns < _AFTERMATH_TURNS else _IDLE_S
 
@@ -198,7 +207,7 @@ class TransferWorker:
                 job()
             except Exception:  # its owner hears of it; this thread must go on
                 self._metrics.add("kvctl_transport_errors_total", 1)
-        elif job.peer in self._waiting or self._slow(job.peer):
+        elif job.peer in self._waiting or self._held_up(job):
             self._waiting.setdefault(job.peer, deque()).append(job)
         else:
             self._start(job)

@@ -107,6 +107,22 @@ SMALL = (
     _of("the reader starts anew", Scene(revived=(D,)), kills=(D,), restarts=(D,), losses=1),
     _of("the reader of two rooms starts anew", Scene(rooms=2, granted=True, revived=(D,)), kills=(D,), restarts=(D,)),
     _of("both start anew", Scene(revived=(P0,)), kills=(P0, D), restarts=(P0, D)),
+    # Somebody is frozen, is replaced, and goes on: what it had posted is written, before or after.
+    _of("a writer is frozen and replaced", Scene(revived=(P0,)), freezes=(P0,), restarts=(P0,), losses=1),
+    _of("a writer of two rooms is frozen and replaced", Scene(rooms=2, granted=True), freezes=(P0,), restarts=(P0,)),
+    _of("one of two writers is frozen and replaced", Scene(writers=2, ring=1), freezes=(P0,), restarts=(P0,)),
+    _of("frozen past the ring", Scene(pages=2, paths=direct, revived=(P0,)), freezes=(P0,), restarts=(P0,), losses=1),
+    _of(
+        "frozen with some parts past the ring",
+        Scene(ring=1, groups=(1,), paths=mixed, revived=(P0,)),
+        freezes=(P0,),
+        restarts=(P0,),
+    ),
+    _of("frozen with aux and state", Scene(aux=3, states=(1,)), freezes=(P0,), restarts=(P0,), aborts=((D, 7),)),
+    _of("frozen, and replaced twice", Scene(granted=True), freezes=(P0, P0), restarts=(P0, P0)),
+    _of("given up, frozen and replaced", Scene(granted=True), deaf=((D, P0),), freezes=(P0,), restarts=(P0,)),
+    _of("the reader is frozen and replaced", Scene(revived=(D,)), freezes=(D,), restarts=(D,), losses=1),
+    _of("a frozen writer's regions are taken back", Scene(rooms=2), freezes=(P0,), restarts=(P0,), releases=1),
     _of("a writer leaves", Scene(writers=2, ring=1), leaves=(P0,)),
     _of("the reader leaves", Scene(rooms=2), leaves=(D,), losses=1),
 )
@@ -134,6 +150,13 @@ LARGE = (
         kills=(P0,),
         restarts=(P0,),
         pauses=(P0,),
+    ),
+    _of(
+        "2 rooms, 2 writers, one frozen and replaced",
+        Scene(rooms=2, writers=2, ring=3, revived=(P0,)),
+        losses=1,
+        freezes=(P0,),
+        restarts=(P0,),
     ),
     _of(
         "2 rooms, 2 writers, the reader starts anew",

@@ -15,8 +15,10 @@ from explorer.flow import Budget
 from explorer.scene import Scene
 from simulation import direct
 
+from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import gate as gate_module
 from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.prefill_rooms import PrefillRooms
@@ -77,7 +79,11 @@ def _finals_counted(patch: Patch) -> None:
 
 
 def _not_freed_on_abort(patch: Patch) -> None:
-    patch.setattr(DecodeMachine, "_drained", lambda machine, room, peer: machine._settle(room))
+    def drained(machine: Any, room: RecvRoom, leg: WriterLeg) -> None:
+        leg.drained = True
+        machine._settle(room)
+
+    patch.setattr(DecodeMachine, "_drained", drained)
 
 
 def _gate_of_an_earlier_life(patch: Patch) -> None:
@@ -128,8 +134,9 @@ def _gate_open(patch: Patch) -> None:
 
 
 def _freed_under_a_scatter(patch: Patch) -> None:
-    def drained(machine: Any, room: RecvRoom, peer: Peer) -> None:
-        machine._free(machine.book.of_room(RoomKey(peer.name, room.room, room.nonce)))
+    def drained(machine: Any, room: RecvRoom, leg: WriterLeg) -> None:
+        leg.drained = True
+        machine._free(machine.book.of_room(RoomKey(leg.peer, room.room, room.nonce)))
         if room.room in machine.rooms:
             machine._settle(room)
 
@@ -139,8 +146,8 @@ def _freed_under_a_scatter(patch: Patch) -> None:
 def _released_before_drained(patch: Patch) -> None:
     init = WriterLeg.__init__
 
-    def drained(leg: WriterLeg, peer: str) -> None:
-        init(leg, peer)
+    def drained(leg: WriterLeg, peer: str, incarnation: int) -> None:
+        init(leg, peer, incarnation)
         leg.drained = True
 
     patch.setattr(WriterLeg, "__init__", drained)
@@ -195,6 +202,37 @@ def _quarantine_for_ever(patch: Patch) -> None:
         return holding is not None and holding.state is not RegionState.QUARANTINED and free(book, serial)
 
     patch.setattr(StagingBook, "free", kept)
+
+
+def _replaced_is_taken_for_dead(patch: Patch) -> None:
+    replace = Machine._replace
+
+    def dead(machine: Any, peer: Peer, incarnation: int) -> None:
+        if peer.incarnation not in (0, incarnation) and not peer.proven_dead:
+            machine._lose(peer, proven=True, text="it came back")
+        replace(machine, peer, incarnation)
+
+    patch.setattr(Machine, "_replace", dead)
+
+
+def _replacement_answers_for_the_replaced(patch: Patch) -> None:
+    def answers(machine: Any, leg: WriterLeg) -> bool:
+        return bool(machine.is_ready(leg.peer))
+
+    def find(machine: Any, peer: Peer, number: int, nonce: int) -> Any:
+        room = machine.rooms.get(number)
+        if room is None or room.nonce != nonce:
+            return None
+        leg = room.legs.get(peer.name)
+        return None if leg is None else (room, leg)
+
+    patch.setattr(DecodeMachine, "answers", answers)
+    patch.setattr(DecodeMachine, "_find", find)
+
+
+def _goodbye_always_drained(patch: Patch) -> None:
+    on_leave = Machine.on_leave
+    patch.setattr(Machine, "on_leave", lambda machine, event: on_leave(machine, ev.Leave(True)))
 
 
 def _not_asked_after_a_silence(patch: Patch) -> None:
@@ -269,6 +307,34 @@ MUTATIONS = (
         Budget(pauses=(P0,)),
         IN_FLIGHT,
         _lost_is_taken_for_dead,
+    ),
+    Mutation(
+        "a new incarnation is taken for proof of death",
+        Scene(granted=True),
+        Budget(freezes=(P0,), restarts=(P0,)),
+        IN_FLIGHT,
+        _replaced_is_taken_for_dead,
+    ),
+    Mutation(
+        "a new incarnation is taken for proof of death, past the ring",
+        Scene(pages=2, paths=direct),
+        Budget(freezes=(P0,), restarts=(P0,)),
+        IN_FLIGHT,
+        _replaced_is_taken_for_dead,
+    ),
+    Mutation(
+        "a new incarnation answers for the one before",
+        Scene(pages=2, paths=direct),
+        Budget(freezes=(P0,), restarts=(P0,)),
+        IN_FLIGHT,
+        _replacement_answers_for_the_replaced,
+    ),
+    Mutation(
+        "every goodbye says that it has drained",
+        Scene(pages=2, paths=direct),
+        Budget(leaves=(P0,)),
+        IN_FLIGHT,
+        _goodbye_always_drained,
     ),
     Mutation(
         "success on the last chunk",

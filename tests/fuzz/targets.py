@@ -45,7 +45,7 @@ def registry(data: bytes) -> None:
     """A request to the registry, and an answer of it."""
     with contextlib.suppress(RemoteProtocolError):
         request = roster.decode_request(data)
-        answer = roster.Registry().answer(request)
+        answer = roster.Registry().answer(request, 0)
         assert roster.decode_roster(roster.encode(answer)) == answer
     with contextlib.suppress(RemoteProtocolError):
         roster.decode_roster(data)

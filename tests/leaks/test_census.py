@@ -67,7 +67,7 @@ def test_a_ring_of_references_ends() -> None:
 def test_objects_that_only_a_closure_holds_are_counted() -> None:
     kind = "kvctl_agent.protocol.recv_room.WriterLeg"
     before = instances().get(kind, 0)
-    hidden = (lambda leg: lambda: leg)(WriterLeg("peer"))
+    hidden = (lambda leg: lambda: leg)(WriterLeg("peer", 1))
     assert instances()[kind] == before + 1
     assert hidden().peer == "peer"
 
@@ -76,9 +76,9 @@ def test_objects_that_are_history_are_not_counted() -> None:
     root = make("Root", telemetry=make("Telemetry", rooms=make("Rooms", _latest=deque(), _active={})))
     kind = "kvctl_agent.protocol.recv_room.WriterLeg"
     before = instances(root).get(kind, 0)
-    root.telemetry.rooms._latest.append({RoomKey("", 1, 1): [WriterLeg("peer")]})
+    root.telemetry.rooms._latest.append({RoomKey("", 1, 1): [WriterLeg("peer", 1)]})
     assert instances(root).get(kind, 0) == before
-    root.telemetry.rooms._active[1] = WriterLeg("peer")
+    root.telemetry.rooms._active[1] = WriterLeg("peer", 1)
     assert instances(root)[kind] == before + 1
 
 

@@ -20,7 +20,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.events import Received
 from kvctl_agent.rig.faults.force import Faults
-from kvctl_agent.runtime.links import Links
+from kvctl_agent.runtime.links import Address, Links
 
 # Longer than a turn of the loop and than a quick answer, so that something passes; far below any deadline.
 _HELD_BACK_NS = 30_000_000
@@ -30,7 +30,7 @@ _MOST_GARBAGE_BYTES = 512
 class _Held(NamedTuple):
     due_ns: int
     number: int  # of equal moments the first comes first
-    peer: str
+    address: Address
     frame: bytes
     messages: int
 
@@ -56,33 +56,33 @@ class FaultyLinks(Links):
         super().flush(everything=everything)
         while self._leaving and (everything or self._leaving[0].due_ns <= self._now_ns()):
             held = heapq.heappop(self._leaving)
-            super()._put(held.peer, held.frame, held.messages)
+            super()._put(held.address, held.frame, held.messages)
 
     def receive(self, ready: Container[object]) -> Iterator[Received]:
         while self._arriving and self._arriving[0].due_ns <= self._now_ns():
             held = heapq.heappop(self._arriving)
-            yield from super()._read(held.peer, [held.frame])
+            yield from super()._read(held.address, [held.frame])
         yield from super().receive(ready)
 
-    def _put(self, peer: str, frame: bytes, messages: int) -> None:
+    def _put(self, address: Address, frame: bytes, messages: int) -> None:
         for sent, wait_ns in self._fate(frame):
             if wait_ns:
-                self._hold(self._leaving, wait_ns, peer, sent, messages)
+                self._hold(self._leaving, wait_ns, address, sent, messages)
             else:
-                super()._put(peer, sent, messages)
+                super()._put(address, sent, messages)
 
-    def _read(self, peer: str, frames: list[bytes]) -> Iterator[Received]:
+    def _read(self, source: Address, frames: list[bytes]) -> Iterator[Received]:
         if len(frames) != 1:
-            yield from super()._read(peer, frames)
+            yield from super()._read(source, frames)
             return
         for heard, wait_ns in self._fate(frames[0]):
             if wait_ns:
-                self._hold(self._arriving, wait_ns, peer, heard, 0)
+                self._hold(self._arriving, wait_ns, source, heard, 0)
             else:
-                yield from super()._read(peer, [heard])
+                yield from super()._read(source, [heard])
 
-    def _hold(self, heap: list[_Held], wait_ns: int, peer: str, frame: bytes, messages: int) -> None:
-        heapq.heappush(heap, _Held(self._now_ns() + wait_ns, next(self._numbers), peer, frame, messages))
+    def _hold(self, heap: list[_Held], wait_ns: int, address: Address, frame: bytes, messages: int) -> None:
+        heapq.heappush(heap, _Held(self._now_ns() + wait_ns, next(self._numbers), address, frame, messages))
 
     def _fate(self, frame: bytes) -> list[tuple[bytes, int]]:
         """What becomes of a frame: what gets through, each after so many nanoseconds."""

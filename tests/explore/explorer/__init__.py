@@ -1,7 +1,8 @@
 """Walks every history of a small world of the shipped machines, breadth first.
 
 What happens is a step: a message is delivered, lost, delivered twice or overtaken, a write begins or lands, a scatter
-ends or fails, an engine calls, an agent pauses, goes on, leaves, is killed, is proven dead or starts anew, time passes.
+ends or fails, an engine calls, an agent pauses, goes on, leaves, is killed, freezes and is replaced, is proven dead or
+starts anew, time passes.
 A history is a sequence of steps. `flow` says what a state is, `space` and `lives` which steps it has, `search` walks
 them and `words` tells them; `witness` is the oracle that sees every byte, `machines` runs the shipped machines,
 `frozen` keeps them, `canonical` says when two states are one.
@@ -28,7 +29,8 @@ numbers. Nothing of this changes what is explored: each answer was given by the 
 - *Messages between two agents come in order* (ZeroMQ over one connection), and so do tags and a worker's parts, but
   for a budget of overtakings.
 
-Budgets bound the faults of one history (losses, copies, overtakings, early ticks, aborts, pauses, kills), never the
+Budgets bound the faults of one history (losses, copies, overtakings, early ticks, aborts, pauses, kills,
+freezes), never the
 length or the order of what else happens. **Safety**: the oracle complains about no step. **Liveness**: from every
 state there is a way, without any further fault, to one where every room has ended and nothing is held.
 """

@@ -47,7 +47,10 @@ IRRELEVANT: dict[str, dict[str, str]] = {
         "errors_total": _TOLD,
         "last_error": _TOLD,
         "watermark_sent": _TOLD,
+        "name_asked_by": _TOLD,
     },
+    "Lease": {"length_ns": _GIVEN},
+    "Fence": {"lease": "the peer's; one that is not its present one belongs to legs that have failed"},
     "Gate": {"heard_ns": _TOLD},
     "Ring": {"high_water_bytes": _TOLD, "size_bytes": _GIVEN},
     "RecvRoom": {

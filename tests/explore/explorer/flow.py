@@ -32,8 +32,10 @@ class Budget(NamedTuple):
         pauses: agents that stop taking events for any time; their writes in flight may land meanwhile.
         deaf: (agent, peer): so many heartbeats are lost that this agent gives that peer up, which is well.
         kills: agents whose process ends at any moment; the proof comes, sooner or later.
+        freezes: agents whose process stands still, with posts that its workers make when it goes on, at any later
+            moment, before or after it is replaced. In the end somebody sees that it is gone, which is the proof.
         leaves: agents that close, and say so.
-        restarts: agents that start anew once their process has ended.
+        restarts: agents that start anew once their process has ended, or is frozen.
         again: rooms whose number is used once more, when no engine has anything of its first life left; no fault.
     """
 
@@ -47,6 +49,7 @@ class Budget(NamedTuple):
     pauses: tuple[str, ...] = ()
     deaf: tuple[tuple[str, str], ...] = ()
     kills: tuple[str, ...] = ()
+    freezes: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
     restarts: tuple[str, ...] = ()
     again: tuple[int, ...] = ()

@@ -87,6 +87,18 @@ class Lives(Flow):  # type: ignore[misc]
         state[self._budget] = self._spend(state[self._budget], "kills", self.names[step.agent])
         self._end(state, step.agent)
 
+    def _freeze(self, state: list[int], step: Step) -> None:
+        """A process stands still. Each part that is with its workers may have passed every check: it will be posted."""
+        agent = step.agent
+        state[self._budget] = self._spend(state[self._budget], "freezes", self.names[agent])
+        if self._has("begin", agent):
+            for item in self.contents[state[self._place("begin", agent, agent)]]:
+                number, raised = self.items[item]
+                if not raised:
+                    self._see(state, self.machines.see((("begun", number),)))
+                    self._put(state, self._place("flight", agent, agent), self._item(number))
+        self._end(state, agent)
+
     def _leave(self, state: list[int], step: Step) -> None:
         agent = step.agent
         state[self._budget] = self._spend(state[self._budget], "leaves", self.names[agent])
@@ -126,9 +138,7 @@ class Lives(Flow):  # type: ignore[misc]
     def _restart(self, state: list[int], step: Step) -> None:
         agent, name = step.agent, self.names[step.agent]
         state[self._budget] = self._spend(state[self._budget], "restarts", name)
-        last = -state[agent]
-        self._prove(state, agent, last)
-        life = last + len(self.names)
+        life = -state[agent] + len(self.names)
         born = self._born.get((agent, life))
         if born is None:
             local = msgspec.structs.replace(self._locals[agent], incarnation=life)

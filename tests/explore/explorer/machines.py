@@ -190,6 +190,8 @@ def _name(value: object) -> Hashable | None:
     """Values that stand for more than is worth comparing."""
     if isinstance(value, Local):
         return value.name, value.incarnation
+    if isinstance(value, msg.Introduction):
+        return value.name
     if isinstance(value, ev.Transfer):
         return value.peer, value.tag, value.path, value.grant
     return None

@@ -82,7 +82,7 @@ class Space(Lives):  # type: ignore[misc]
             kind, to = channel.kind, channel.to
             alive = state[to] >= 0
             if kind == "flight":
-                quiet &= not alive or bool(paused >> to & 1)
+                quiet &= bool(paused >> to & 1) or not self._own(state[to], content)
                 for place in range(len(content)):
                     yield Step("do", number, place), False
                 continue
@@ -120,11 +120,19 @@ class Space(Lives):  # type: ignore[misc]
         if quiet:
             yield Step("time"), False
             first = self.budgets[0]
-            if (budget.kills, budget.leaves, budget.again) != (first.kills, first.leaves, first.again):
+            gone = budget.kills, budget.freezes, budget.leaves
+            if (*gone, budget.again) != (first.kills, first.freezes, first.leaves, first.again):
                 # Somebody may never come: gone, or refused for the sake of an earlier life of the number.
                 for name, room in self.witnesses.waiting[state[self._oracle]]:
                     yield Step("deadline", agent=self._at[name], other=room), False
         yield from self._faults(state, budget, quiet)
+
+    def _own(self, agent: int, flights: tuple[int, ...]) -> bool:
+        """Whether an agent's present life waits for one of these writes; those of earlier lives nobody waits for."""
+        writes = self.machines.writes
+        return agent >= 0 and any(
+            writes[self.items[item]].incarnation == self.machines.knows[agent].life for item in flights
+        )
 
     def _ended(self, state: State, room: int) -> bool:
         """Whether every engine has made its calls for a room, and knows how it has ended."""
@@ -175,6 +183,9 @@ class Space(Lives):  # type: ignore[misc]
         for name in budget.kills:
             if state[self._at[name]] >= 0:
                 yield Step("kill", agent=self._at[name]), True
+        for name in budget.freezes:
+            if awake[self._at[name]]:
+                yield Step("freeze", agent=self._at[name]), True
         for name in budget.restarts:
             if state[self._at[name]] < 0:
                 yield Step("restart", agent=self._at[name]), True
@@ -188,7 +199,8 @@ class Space(Lives):  # type: ignore[misc]
                 spent = {"overtake": "overtakings", "lose": "losses", "copy": "copies", "fail": "failures"}[what]
                 state[self._budget] = self._spend(state[self._budget], spent)
             place = self.first_channel + step.channel
-            stays = what == "copy"
+            # Whoever looks whether a process is there sees each time that it is not.
+            stays = what == "copy" or self.channels[step.channel].kind == "proof"
             item = self.contents[state[place]][step.place] if stays else self._take(state, place, step.place)
             if what == "fail":
                 self._fail_scatter(state, self.channels[step.channel].to, self.items[item])

@@ -44,6 +44,7 @@ def describe(space: Space, state: tuple[int, ...], step: Step) -> str:
             "deaf": f"{who} hears nothing from {step.other} for long",
             "pause": f"{who} is paused",
             "kill": f"{who} is killed",
+            "freeze": f"{who} is frozen, and what its workers have begun may be written at any time",
             "leave": f"{who} says good-bye and ends",
             "restart": f"{who} starts anew",
             "again": f"the number {step.other} is used for another room",

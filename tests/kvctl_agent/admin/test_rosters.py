@@ -13,8 +13,8 @@ def rank(*coord: int, sizes: tuple[int, int, int, int] = (1, 2, 1, 2)) -> Rank:
 
 def test_missing_ranks_are_told_by_their_coordinates() -> None:
     registry = Registry()
-    registry.answer(Register(rank(0, 0, 0, 1)))
-    roster = registry.answer(Register(rank(0, 1, 0, 0)))
+    registry.answer(Register(rank(0, 0, 0, 1)), 0)
+    roster = registry.answer(Register(rank(0, 1, 0, 0)), 0)
     (row,) = instances("decode-0", [("tcp://a:1", roster)])
     assert (row["agent"], row["registry"], row["expected"]) == ("decode-0", "tcp://a:1", 4)
     assert row["sizes"] == {"dp": 1, "pp": 2, "cp": 1, "tp": 2}
@@ -28,7 +28,7 @@ def test_a_complete_instance_misses_nobody() -> None:
     registry = Registry()
     for pp in range(2):
         for tp in range(2):
-            roster = registry.answer(Register(rank(0, pp, 0, tp)))
+            roster = registry.answer(Register(rank(0, pp, 0, tp)), 0)
     (row,) = instances("decode-0", [("tcp://a:1", roster)])
     assert (row["missing"], row["text"], len(row["registered"])) == ([], "", 4)
 
@@ -42,6 +42,6 @@ def test_a_registry_that_knows_nobody_or_nonsense() -> None:
 
 
 def test_of_a_huge_instance_some_of_the_missing_are_told() -> None:
-    roster = Registry().answer(Register(rank(0, 0, 0, 0, sizes=(64, 1, 1, 64))))
+    roster = Registry().answer(Register(rank(0, 0, 0, 0, sizes=(64, 1, 1, 64))), 0)
     (row,) = instances("decode-0", [("tcp://a:1", roster)])
     assert (row["expected"], len(row["missing"])) == (4096, 256)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -194,3 +195,32 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
     yield make
     for directory in directories:
         shutil.rmtree(directory)
+
+
+@pytest.fixture
+def launch(tmp_path: Path, short_directory: Path) -> Iterator[Callable[..., RankProcess]]:
+    """Starts ranks that find each other over TCP, each with a socket directory of its own, as on a host of its own.
+
+    There are two prefill ranks and one decode rank; a silence of three seconds makes a peer lost.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        bootstrap = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    made: list[RankProcess] = []
+    soon = {"heartbeat_s": 0.2, "suspect_s": 1.0, "lost_s": 3.0}
+
+    def new(role: str, number: int, **config: Any) -> RankProcess:
+        logs, directory = tmp_path / str(len(made)), short_directory / str(len(made))
+        logs.mkdir()
+        directory.mkdir(mode=0o700)
+        rank = RankProcess(role, number, 2 if role == "prefill" else 1, bootstrap, logs, directory, **soon, **config)
+        made.append(rank)
+        rank.ask("start")
+        return rank
+
+    yield new
+    for rank in made:
+        rank.signal(signal.SIGCONT)
+        rank.tell("close")
+    for rank in made:
+        rank.close()

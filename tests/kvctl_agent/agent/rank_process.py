@@ -125,6 +125,16 @@ class Worker:
     def peers(self) -> dict[str, str]:
         return {row["peer"]: row["state"] for row in self.agent.observe.peers()}
 
+    def own_incarnation(self) -> int:
+        return self.agent.incarnation
+
+    def incarnation(self, peer: str) -> int:
+        """Of a peer, as this rank knows it."""
+        return self.agent.machine.peers[peer].incarnation
+
+    def quarantined(self) -> int:
+        return self.agent.machine.quarantined_bytes
+
     def close(self) -> None:
         self.agent.close()
 

@@ -26,7 +26,7 @@ from kvctl_agent.memory.parts import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.paths.base import Flight, Lane, Path
-from kvctl_agent.protocol.events import Fence, Transfer
+from kvctl_agent.protocol.events import Fence, Lease, Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.transport.base import Region, Transport
@@ -154,7 +154,7 @@ class Ends:
             "dst_pages": np.asarray(dst, np.int32),
             "grant": None,
             "tag": b"tag",
-            "fence": Fence(),
+            "fence": Fence(Lease(1 << 62)),
             "ready_ns": time.monotonic_ns(),
             "opened_ns": time.monotonic_ns(),
         }

@@ -28,7 +28,7 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.rows import RowIndex
 from kvctl_agent.paths.base import Flight, Lane
 from kvctl_agent.paths.staged import StagedPath
-from kvctl_agent.protocol.events import Fence, Transfer
+from kvctl_agent.protocol.events import Fence, Lease, Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
 
@@ -91,7 +91,7 @@ class Bench:
                 block.array()[:] = random.integers(0, 256, block.nbytes, np.uint8)
         self.ring = RingMemory(1 << 20)
         self.transport = LateTransport()
-        self.fence = Fence()
+        self.fence = Fence(Lease(1 << 62))
         self.buffers = StagingBuffers(1, 1)
         self.copier: Copier = HostCopier(CopyCrew(1)) if device is None else DeviceCopier(device.copies())
 
@@ -272,6 +272,36 @@ class TestFence:
         assert flight.advance()
         assert bench.buffers.in_use == 0
         assert bench.transport.writes == []
+
+
+class TestLease:
+    def test_without_one_no_further_piece_is_posted_and_the_part_is_not_over(self, bench: Bench) -> None:
+        flight = bench.start(bench.staging(2))
+        assert not flight.advance()
+        posted = len(bench.transport.writes)
+        bench.fence.lease.length_ns = 1  # the process was frozen here
+        for write in bench.transport.open:
+            write.complete()
+        for _ in range(3):
+            assert not flight.advance()
+        assert len(bench.transport.writes) == posted
+        bench.fence.lease.length_ns = 1 << 62  # and its peer is heard again
+        while not flight.advance():
+            for write in bench.transport.open:
+                write.complete()
+        assert bench.landed()
+        assert bench.buffers.in_use == 0
+
+    def test_without_one_a_part_whose_room_fails_gives_all_back(self, bench: Bench) -> None:
+        flight = bench.start(bench.staging(2))
+        assert not flight.advance()
+        bench.fence.lease.length_ns = 1
+        for write in bench.transport.open:
+            write.complete()
+        assert not flight.advance()
+        bench.fence.raised = True
+        assert flight.advance()
+        assert bench.buffers.in_use == 0
 
 
 class TestFailure:

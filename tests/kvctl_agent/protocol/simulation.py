@@ -126,6 +126,7 @@ class World(Oracle):  # type: ignore[misc]
         self.pool: list[Item] = []
         self.machines: dict[str, Machine] = {}
         self.paused: set[str] = set()
+        self.ended: list[tuple[str, int]] = []  # name and incarnation
         self.lives = 0
         self.counts: Counter[str] = Counter()
         for number in range(len(self.instances)):
@@ -198,8 +199,9 @@ class World(Oracle):  # type: ignore[misc]
         return machine
 
     def kill(self, name: str, *, proven: bool = True) -> None:
-        """End a process: what it had in flight is gone with it. `proven`: the others are told so."""
+        """End a process: what it had in flight is gone with it. `proven`: the others see it, else in `prove`."""
         life = self.machines.pop(name).local.incarnation
+        self.ended.append((name, life))
         self.forget(name)
         own = ("begin", "complete", "event", "scatter", "engine")
         self.pool = [
@@ -209,6 +211,12 @@ class World(Oracle):  # type: ignore[misc]
         ]
         for other in list(self.machines):
             if proven:
+                self.feed(other, ev.PeerDead(name, life, "process has ended"))
+
+    def prove(self) -> None:
+        """Everybody looks, as agents do twice a second, which processes have ended."""
+        for name, life in self.ended:
+            for other in list(self.machines):
                 self.feed(other, ev.PeerDead(name, life, "process has ended"))
 
     def restart(self, name: str, *, proven: bool = True) -> None:

@@ -114,6 +114,9 @@ def harmed(seed: int) -> World:
     for _ in range(dice.choice([1, 2, 3])):
         found.stir(dice, dice.choice([5, 20, 50, 100, 200]), loss=loss, copies=copies)
         harm(found, dice, rooms, loss, copies)
+    found.stir(dice, 50, loss=loss, copies=copies)
+    found.flush()  # late messages first, so that nobody who has ended is met once more
+    found.prove()
     found.settle()
     return found
 

@@ -192,7 +192,12 @@ def test_a_page_list_of_the_wrong_length_is_refused(pages: bytes) -> None:
     world.connect()
     inputs = world.inputs.to_wire()
     world.feed(
-        "prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.RoomOpen(7, 1, pages, 0, 1, inputs))
+        "prefill-0",
+        ev.Received(
+            "decode-0",
+            world.d().local.incarnation,
+            msg.RoomOpen(7, 1, pages, 0, 1, inputs, to=world.p().local.incarnation),
+        ),
     )
     answer = codec.decode(world.pool[-1].what)[1][0]
     assert isinstance(answer, msg.RoomRefused)
@@ -204,7 +209,14 @@ def test_a_mismatch_at_open_names_the_factor() -> None:
     world = World(Side(), Side())
     world.connect()
     inputs = world.inputs.to_wire() | {"chunk_pages": 64}
-    world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.RoomOpen(7, 1, b"", 0, 0, inputs)))
+    world.feed(
+        "prefill-0",
+        ev.Received(
+            "decode-0",
+            world.d().local.incarnation,
+            msg.RoomOpen(7, 1, b"", 0, 0, inputs, to=world.p().local.incarnation),
+        ),
+    )
     answer = codec.decode(world.pool[-1].what)[1][0]
     assert isinstance(answer, msg.RoomRefused)
     assert answer.text == "chunk_pages 2 ≠ 64"
@@ -223,7 +235,7 @@ def test_a_mismatch_at_open_names_the_factor() -> None:
 def test_items_that_cannot_be_are_refused(states: list[bytes], text: str) -> None:
     world = world_of(Side())
     world.connect()
-    opening = msg.RoomOpen(7, 1, b"", 0, 0, world.inputs.to_wire(), -1, states)
+    opening = msg.RoomOpen(7, 1, b"", 0, 0, world.inputs.to_wire(), -1, states, to=world.p().local.incarnation)
     world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, opening))
     answer = codec.decode(world.pool[-1].what)[1][0]
     assert isinstance(answer, msg.RoomRefused)
@@ -235,7 +247,9 @@ def test_an_opening_may_not_want_more_pages_than_a_prompt_can_have() -> None:
     world = world_of(Side())
     world.connect()
     for prefix, total in [(5, 4), (0, 2**31 - 1)]:
-        opening = msg.RoomOpen(7, total, b"", prefix, total, world.inputs.to_wire(), -1, [], True)
+        opening = msg.RoomOpen(
+            7, total, b"", prefix, total, world.inputs.to_wire(), -1, [], True, world.p().local.incarnation
+        )
         world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, opening))
         assert isinstance(codec.decode(world.pool[-1].what)[1][0], msg.RoomRefused)
     assert not world.p().open_rooms

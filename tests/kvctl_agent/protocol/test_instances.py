@@ -114,6 +114,7 @@ def test_when_one_instance_dies_the_rooms_of_the_other_go_on(proven: bool) -> No
     assert world.d().missing_peers == list(world.names_of(1))
     for name in world.names_of(1):
         world.restart(name)
+    world.prove()
     world.settle()
     again = world.receive(10, 2, instance=1)
     world.send(10, 2, instance=1)

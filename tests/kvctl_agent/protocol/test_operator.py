@@ -198,7 +198,7 @@ class TestReleaseOfAnAllocation:
         assert (answer.result, answer.freed) == ("refused", ())
         peer = world.d().peers["prefill-0"]
         assert peer.who is not None
-        assert f"prefill-0 (process {peer.who.pid} on this host) may still write to it" in answer.text
+        assert f"prefill-0 (process {peer.who.pid} on its host) may still write to it" in answer.text
         assert serial(world) == held
         answer = release(world, serial=held, force=True)
         assert (answer.result, answer.freed) == ("released", (held,))

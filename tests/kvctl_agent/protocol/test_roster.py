@@ -19,56 +19,56 @@ def rank(tp: int, *, tp_size: int = 4, dp: int = 0, dp_size: int = 1, name: str 
 
 
 def test_nobody_has_registered() -> None:
-    answer = Registry().answer(Lookup("decode-0"))
+    answer = Registry().answer(Lookup("decode-0"), 0)
     assert (answer.ranks, answer.size, answer.missing) == ([], 0, "no prefill rank has registered")
 
 
 def test_what_is_missing_is_said_in_words() -> None:
     registry = Registry()
-    registry.answer(Register(rank(0)))
-    assert registry.answer(Register(rank(1))).missing == "2 of 4 prefill ranks registered, missing tp=2,3"
+    registry.answer(Register(rank(0)), 0)
+    assert registry.answer(Register(rank(1)), 0).missing == "2 of 4 prefill ranks registered, missing tp=2,3"
 
 
 def test_ranks_come_in_the_order_of_their_numbers() -> None:
     registry = Registry()
     for tp in (3, 1, 0, 2):
-        registry.answer(Register(rank(tp)))
-    answer = registry.answer(Lookup("decode-0"))
+        registry.answer(Register(rank(tp)), 0)
+    answer = registry.answer(Lookup("decode-0"), 0)
     assert answer.missing == ""
     assert [found.coord[3] for found in answer.ranks] == [0, 1, 2, 3]
 
 
 def test_missing_ranks_of_several_axes_are_named_by_label() -> None:
     registry = Registry()
-    answer = registry.answer(Register(rank(0, tp_size=2, dp_size=2)))
+    answer = registry.answer(Register(rank(0, tp_size=2, dp_size=2)), 0)
     assert answer.missing == "1 of 4 prefill ranks registered, missing dp=0,tp=1; dp=1,tp=0; dp=1,tp=1"
 
 
 def test_a_very_large_instance_is_not_listed_in_full() -> None:
-    answer = Registry().answer(Register(rank(0, tp_size=65536)))
+    answer = Registry().answer(Register(rank(0, tp_size=65536)), 0)
     assert len(answer.missing) < 300
     assert answer.missing.endswith("and 65503 more")
 
 
 def test_a_restarted_rank_takes_its_place_again() -> None:
     registry = Registry()
-    registry.answer(Register(rank(0, tp_size=1, life=1)))
-    answer = registry.answer(Register(rank(0, tp_size=1, life=2)))
+    registry.answer(Register(rank(0, tp_size=1, life=1)), 0)
+    answer = registry.answer(Register(rank(0, tp_size=1, life=2)), 0)
     assert answer.refused == ""
     assert [found.incarnation for found in answer.ranks] == [2]
 
 
 def test_a_rank_of_another_instance_is_refused_with_both_sizes() -> None:
     registry = Registry()
-    registry.answer(Register(rank(0)))
-    refused = registry.answer(Register(rank(0, tp_size=2, name="other"))).refused
+    registry.answer(Register(rank(0)), 0)
+    refused = registry.answer(Register(rank(0, tp_size=2, name="other")), 0).refused
     assert "other is of an instance of sizes [1, 1, 1, 2]" in refused
 
 
 def test_two_names_for_one_place_are_refused() -> None:
     registry = Registry()
-    registry.answer(Register(rank(0)))
-    refused = registry.answer(Register(rank(0, name="other"))).refused
+    registry.answer(Register(rank(0)), 0)
+    refused = registry.answer(Register(rank(0, name="other")), 0).refused
     assert refused == "other claims tp=0, which prefill-0-0 holds"
 
 
@@ -78,7 +78,7 @@ def test_two_names_for_one_place_are_refused() -> None:
 )
 def test_places_that_cannot_be_are_refused_and_change_nothing(coord: list[int], sizes: list[int]) -> None:
     registry = Registry()
-    answer = registry.answer(Register(Rank("odd", "", 1, coord, sizes)))
+    answer = registry.answer(Register(Rank("odd", "", 1, coord, sizes)), 0)
     assert answer.refused.startswith("odd: ")
     assert answer.size == 0
 
@@ -88,3 +88,29 @@ def test_random_bytes_raise_nothing_but_remote_protocol_error(data: bytes) -> No
     for decode in (roster.decode_request, roster.decode_roster):
         with contextlib.suppress(RemoteProtocolError):
             decode(data)
+
+
+SECOND = 1_000_000_000
+
+
+def test_a_process_that_was_replaced_does_not_take_its_place_back() -> None:
+    """It was frozen, its replacement serves, and it goes on: else the two would hold the place in turns."""
+    registry = Registry()
+    registry.answer(Register(rank(0, tp_size=1, life=9)), 0)
+    registry.answer(Register(rank(0, tp_size=1, life=5)), 20 * SECOND)  # on a host whose clock is behind
+    answer = registry.answer(Register(rank(0, tp_size=1, life=9)), 21 * SECOND)
+    assert answer.refused.startswith(
+        "prefill-0-0 (incarnation 0000000000000009) was replaced by incarnation 00000000000"
+    )
+    assert [found.incarnation for found in answer.ranks] == [5]
+    assert not registry.answer(Register(rank(0, tp_size=1, life=5)), 22 * SECOND).refused
+
+
+def test_a_process_that_was_replaced_may_serve_when_its_replacement_has_gone() -> None:
+    registry = Registry()
+    registry.answer(Register(rank(0, tp_size=1, life=5)), 0)
+    registry.answer(Register(rank(0, tp_size=1, life=9)), SECOND)
+    answer = registry.answer(Register(rank(0, tp_size=1, life=5)), 20 * SECOND)
+    assert not answer.refused
+    assert [found.incarnation for found in answer.ranks] == [5]
+    assert registry.answer(Register(rank(0, tp_size=1, life=9)), 21 * SECOND).refused

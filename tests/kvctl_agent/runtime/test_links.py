@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
@@ -41,13 +43,24 @@ def served(make: Callable[..., Links], directory: Path) -> tuple[Links, str]:
     return links, links.serve(f"ipc://{directory}/c")
 
 
-def receive(links: Links, count: int, timeout_s: float = 60.0) -> list[Received]:
+def routed(links: Links, count: int, timeout_s: float = 60.0) -> list[Received]:
+    """What came, with the return addresses."""
     got: list[Received] = []
     deadline = time.monotonic() + timeout_s
     while len(got) < count and time.monotonic() < deadline:
         got += links.receive(links.sockets())
         time.sleep(0.001)
     return got
+
+
+def receive(links: Links, count: int, timeout_s: float = 60.0) -> list[Received]:
+    """What came, whatever the return addresses."""
+    return [replace(received, route=b"") for received in routed(links, count, timeout_s)]
+
+
+def identity(name: bytes) -> bytes:
+    """As an agent's connections have it."""
+    return name + b"\0" + secrets.token_bytes(16)
 
 
 def dropped(telemetry: Telemetry, reason: str) -> int:
@@ -69,8 +82,10 @@ def test_what_is_queued_in_a_turn_travels_in_one_frame_and_in_order(
     for room in range(3):
         client.queue("prefill-0", drained(room))
     client.flush()
-    assert receive(server, 3) == [Received("decode-0", 9, drained(room)) for room in range(3)]
-    server.queue("decode-0", drained(5))
+    got = routed(server, 3)
+    route = got[0].route
+    assert got == [Received("decode-0", 9, drained(room), route) for room in range(3)]
+    server.queue("decode-0", drained(5), route)
     server.flush()
     assert receive(client, 1) == [Received("prefill-0", 7, drained(5))]
 
@@ -148,7 +163,7 @@ def test_what_is_no_control_message_is_counted_and_dropped(
     reason: str,
 ) -> None:
     server, endpoint = served
-    stranger = connect(zmq_context, endpoint, b"stranger", 1 << 20)
+    stranger = connect(zmq_context, endpoint, identity(b"stranger"), 1 << 20)
     stranger.send_multipart(frames)
     stranger.send(codec.encode(3, [drained(1)]))
     assert receive(server, 1) == [Received("stranger", 3, drained(1))]
@@ -162,7 +177,7 @@ def test_a_broken_peer_is_logged_once_a_minute_and_does_not_silence_others(
     server, endpoint = served
     now = 10**12
     monkeypatch.setattr(telemetry.clock, "now_ns", lambda: now, raising=False)
-    one, other = (connect(zmq_context, endpoint, name, 1 << 20) for name in (b"one", b"other"))
+    one, other = (connect(zmq_context, endpoint, identity(name), 1 << 20) for name in (b"one", b"other"))
 
     def provoke(socket: zmq.Socket[bytes]) -> list[tuple[str | None, str]]:
         for _ in range(20):
@@ -183,7 +198,7 @@ def test_a_broken_peer_is_logged_once_a_minute_and_does_not_silence_others(
 
 def test_a_name_that_is_no_text_is_read_all_the_same(zmq_context: Context, served: tuple[Links, str]) -> None:
     server, endpoint = served
-    stranger = connect(zmq_context, endpoint, b"\xff\xfe", 1 << 20)
+    stranger = connect(zmq_context, endpoint, identity(b"\xff\xfe"), 1 << 20)
     stranger.send(codec.encode(3, [drained(1)]))
     assert [got.incarnation for got in receive(server, 1)] == [3]
     stranger.close()
@@ -263,26 +278,70 @@ def test_rooms_are_told_of_the_messages_that_can_never_be_sent(
 
 def test_a_frame_above_the_limit_never_reaches_the_loop(zmq_context: Context, served: tuple[Links, str]) -> None:
     server, endpoint = served
-    stranger = connect(zmq_context, endpoint, b"stranger", 1 << 20)
+    stranger = connect(zmq_context, endpoint, identity(b"stranger"), 1 << 20)
     stranger.send(bytes(codec.MAX_FRAME_BYTES + 1))
-    other = connect(zmq_context, endpoint, b"other", 1 << 20)
+    other = connect(zmq_context, endpoint, identity(b"other"), 1 << 20)
     other.send(codec.encode(3, [drained(1)]))
     assert receive(server, 1) == [Received("other", 3, drained(1))]
     stranger.close()
     other.close()
 
 
-def test_a_restarted_peer_takes_over_its_name(make: Callable[..., Links], served: tuple[Links, str]) -> None:
+def test_two_processes_under_one_name_are_both_heard_and_answered(
+    make: Callable[..., Links], served: tuple[Links, str]
+) -> None:
     server, endpoint = served
-    for incarnation in (1, 2):
-        client = make("decode-0", incarnation)
+    clients, routes = [make("decode-0", life) for life in (1, 2)], []
+    for life, client in enumerate(clients, 1):
         client.connect("prefill-0", endpoint)
-        client.queue("prefill-0", drained(incarnation))
+        client.queue("prefill-0", drained(life))
         client.flush()
-        assert receive(server, 1) == [Received("decode-0", incarnation, drained(incarnation))]
-        server.queue("decode-0", drained(10 + incarnation))
+        (got,) = routed(server, 1)
+        assert (got.peer, got.incarnation) == ("decode-0", life)
+        routes.append(got.route)
+    assert routes[0] != routes[1]
+    for life, (client, route) in enumerate(zip(clients, routes, strict=True), 1):
+        server.queue("decode-0", drained(10 + life), route)
         server.flush()
-        assert receive(client, 1) == [Received("prefill-0", 7, drained(10 + incarnation))]
+        assert receive(client, 1) == [Received("prefill-0", 7, drained(10 + life))]
+
+
+@pytest.mark.parametrize("name", [b"decode-0", b"decode-0\0", b"decode-0\0short", b"decode-0\0" + bytes(17)])
+def test_who_connects_under_a_peers_name_takes_nothing_of_it(
+    zmq_context: Context, make: Callable[..., Links], served: tuple[Links, str], telemetry: Telemetry, name: bytes
+) -> None:
+    server, endpoint = served
+    client = make("decode-0", 9)
+    client.connect("prefill-0", endpoint)
+    client.queue("prefill-0", drained(1))
+    client.flush()
+    (got,) = routed(server, 1)
+    stranger = connect(zmq_context, endpoint, name, 1 << 20)
+    stranger.send(codec.encode(9, [drained(2)]))
+    deadline = time.monotonic() + 60
+    while not dropped(telemetry, "stranger"):
+        assert time.monotonic() < deadline, "the stranger's frame never came"
+        assert receive(server, 1, 0.01) == []
+    server.queue("decode-0", drained(3), got.route)
+    server.flush()
+    assert receive(client, 1) == [Received("prefill-0", 7, drained(3))]
+    assert not stranger.poll(50)
+    stranger.close()
+
+
+def test_a_connection_that_is_renewed_is_the_same_one_to_the_other_side(
+    make: Callable[..., Links], served: tuple[Links, str]
+) -> None:
+    server, endpoint = served
+    client = make("decode-0", 9)
+    client.connect("prefill-0", endpoint)
+    routes = set()
+    for _ in range(3):
+        client.queue("prefill-0", drained(1))
+        client.flush()
+        routes.add(routed(server, 1)[0].route)
+        client.renew("prefill-0")
+    assert len(routes) == 1
 
 
 def test_a_peer_that_moved_is_connected_anew(make: Callable[..., Links], directory: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, TransportError
 from kvctl_agent.paths.base import Flight, Lane
-from kvctl_agent.protocol.events import Event, Fence, PartFailed, PartSent, Transfer
+from kvctl_agent.protocol.events import Event, Fence, Lease, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.runtime.worker import TransferWorker
 from kvctl_agent.telemetry.hub import Telemetry
@@ -81,7 +81,7 @@ class Bench:
         return StandInFlight(lane, order, wire)
 
     def order(self, peer: str, room: int, fence: Fence | None = None, kind: PartKind = PartKind.KV) -> Fence:
-        fence = fence or Fence()
+        fence = fence or Fence(Lease(1 << 62))
         key = PartKey(0, 0, 0, 2)
         order = Transfer(peer, room, 1, kind, key, "bulk", None, NONE, NONE, None, b"t", fence, time.monotonic_ns(), 0)
         self.worker.put(order)
@@ -189,7 +189,7 @@ def test_a_waiting_worker_costs_little(bench: Bench, at_best: AtBest) -> None:
 
 class TestFence:
     def test_a_queued_part_behind_a_raised_fence_is_dropped_unbegun(self, bench: Bench) -> None:
-        fence = Fence()
+        fence = Fence(Lease(1 << 62))
         fence.raised = True
         bench.order("good", 1, fence)
         assert bench.report().dropped
@@ -210,13 +210,35 @@ class TestFence:
         assert (over.room, over.dropped) == (1, True)
 
     def test_a_part_that_was_complete_when_the_fence_rose_is_over_at_once(self, bench: Bench) -> None:
-        fence = Fence()
+        fence = Fence(Lease(1 << 62))
         gate = threading.Event()
         bench.worker.put(lambda: gate.wait(60))  # type: ignore[arg-type, return-value]
         bench.order("good", 1, fence)
         fence.raised = True
         gate.set()
         assert bench.report().dropped
+
+
+class TestLease:
+    """A process that was frozen, and goes on, posts nothing to peers that it has not heard of since."""
+
+    def test_nothing_is_begun_without_one_until_it_is_renewed(self, bench: Bench) -> None:
+        fence = Fence(Lease(60_000_000_000))  # renewed at the boot of the machine
+        bench.order("good", 1, fence)
+        assert bench.nothing_reported()
+        bench.order("third", 2)
+        assert bench.report().room == 2, "nobody else waits for it"
+        assert bench.wires["good"].started == []
+        fence.lease.renewed_ns = time.monotonic_ns()
+        assert (bench.report().room, bench.wires["good"].started) == (1, [1])
+
+    def test_what_waits_for_one_is_dropped_when_its_room_fails(self, bench: Bench) -> None:
+        fence = Fence(Lease(1))
+        bench.order("good", 1, fence)
+        assert bench.nothing_reported()
+        fence.raised = True
+        assert bench.report().dropped
+        assert bench.wires["good"].started == []
 
 
 class TestOnADevice:

@@ -1,0 +1,105 @@
+"""Processes that are frozen, replaced and go on, and processes that share a name.
+
+The frozen one stands for a paused machine or a node behind a partition: nothing that the others can see proves that it
+has ended. Its replacement has a socket directory of its own, as on another host.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+ROOMS, WAITING, LATER = [*range(20)], [*range(20, 24)], [*range(100, 140)]
+
+Rank = Any  # a rank_process.py
+Launch = Callable[..., Rank]
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """Everything here is in processes of its own."""
+
+
+def until(true: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline, f"{what} did not come to pass within {timeout:g} s"
+        time.sleep(0.05)
+
+
+def states(rank: Rank, rooms: list[int], timeout: float = 60.0) -> dict[int, Any]:
+    answer = rank.ask("wait", rooms=rooms, timeout=timeout)
+    return {int(room): row for room, row in answer["rooms"].items()}
+
+
+@pytest.mark.parametrize(
+    ("transport", "path"),
+    [("loopback", "slice"), ("loopback", "staged"), ("nixl", "slice"), ("nixl", "staged"), ("mooncake", "staged")],
+)
+def test_a_frozen_writer_that_was_replaced_writes_into_no_room_that_came_after_it(
+    launch: Launch, transport: str, path: str
+) -> None:
+    config = {"transport": transport, "path": path}
+    other, frozen = (launch("prefill", number, **config) for number in (0, 1))
+    decode = launch("decode", 0, **config)
+    decode.ask("ready", timeout=60)
+    decode.ask("receive", rooms=ROOMS + WAITING)
+    for rank in (other, frozen):
+        rank.ask("claim", rooms=ROOMS + WAITING)
+        rank.ask("known", rooms=ROOMS + WAITING)
+    frozen.tell("feed", rooms=ROOMS)  # and is frozen while it writes
+    frozen.signal(signal.SIGSTOP)
+    other.ask("feed", rooms=ROOMS + WAITING)
+
+    replacement = launch("prefill", 1, **config)
+    until(lambda: decode.ask("incarnation", peer="prefill-1") == replacement.ask("own_incarnation"), "the replacement")
+    until(lambda: decode.ask("peers")["prefill-1"] == "ready", "the replacement's readiness")
+    before = states(decode, ROOMS + WAITING)
+    assert {before[room]["state"] for room in WAITING} == {"FAILED"}
+    assert not any(before[room]["released"] for room in WAITING), "the frozen one may still write to their pages"
+    assert decode.ask("quarantined") > 0
+
+    decode.ask("receive", rooms=LATER)
+    for rank in (other, replacement):
+        rank.ask("claim", rooms=LATER)
+        rank.ask("feed", rooms=LATER)
+    frozen.signal(signal.SIGCONT)
+    after = states(decode, LATER)
+    assert {row["state"] for row in after.values()} == {"SUCCESS"}, after
+    frozen.hear()
+    until(lambda: all(row["released"] for row in states(decode, ROOMS + WAITING).values()), "what the frozen one says")
+    assert decode.ask("quarantined") == 0
+    succeeded = [room for room, row in states(decode, ROOMS).items() if row["state"] == "SUCCESS"]
+    assert decode.ask("verify", rooms=LATER + succeeded) == []
+    assert decode.ask("incarnation", peer="prefill-1") == replacement.ask("own_incarnation"), "it does not come back"
+
+
+def test_a_second_decode_rank_of_a_name_is_refused_and_the_first_is_served(launch: Launch) -> None:
+    writers = [launch("prefill", number, transport="loopback") for number in (0, 1)]
+    first = launch("decode", 0, transport="loopback")
+    first.ask("ready", timeout=60)
+    twin = launch("decode", 0, transport="loopback")
+    twin.ask("receive", rooms=[500])
+    first.ask("receive", rooms=ROOMS)
+    for rank in writers:
+        rank.ask("claim", rooms=ROOMS)
+        rank.ask("feed", rooms=ROOMS)
+    assert {row["state"] for row in states(first, ROOMS).values()} == {"SUCCESS"}
+    refused = states(twin, [500])[500]
+    assert refused["error"]["code"] == "KV_COMPAT_MISMATCH"
+    assert "the name decode-0 is in use at prefill-" in refused["error"]["text"]
+    assert f"by process {first.process.pid} on" in refused["error"]["text"]
+    assert any("name decode-0 is in use" in text for text in writers[0].ask("events"))
+
+    first.kill()
+    twin.ask("ready", timeout=60)  # the name is free now
+    twin.ask("receive", rooms=LATER)
+    for rank in writers:
+        rank.ask("claim", rooms=LATER)
+        rank.ask("feed", rooms=LATER)
+    assert {row["state"] for row in states(twin, LATER).values()} == {"SUCCESS"}
+    assert twin.ask("verify", rooms=LATER) == []
