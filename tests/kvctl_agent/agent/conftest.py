@@ -220,7 +220,8 @@ def launch(tmp_path: Path, short_directory: Path) -> Iterator[Callable[..., Rank
 
     yield new
     for rank in made:
-        rank.signal(signal.SIGCONT)
-        rank.tell("close")
+        if rank.process.poll() is None:
+            rank.signal(signal.SIGCONT)
+            rank.tell("close")
     for rank in made:
         rank.close()

@@ -58,7 +58,7 @@ def test_a_frozen_writer_that_was_replaced_writes_into_no_room_that_came_after_i
     replacement = launch("prefill", 1, **config)
     until(lambda: decode.ask("incarnation", peer="prefill-1") == replacement.ask("own_incarnation"), "the replacement")
     until(lambda: decode.ask("peers")["prefill-1"] == "ready", "the replacement's readiness")
-    before = states(decode, ROOMS + WAITING)
+    before = states(decode, ROOMS + WAITING, timeout=0.1)  # which waits for pages, too
     assert {before[room]["state"] for room in WAITING} == {"FAILED"}
     assert not any(before[room]["released"] for room in WAITING), "the frozen one may still write to their pages"
     assert decode.ask("quarantined") > 0
@@ -71,7 +71,10 @@ def test_a_frozen_writer_that_was_replaced_writes_into_no_room_that_came_after_i
     after = states(decode, LATER)
     assert {row["state"] for row in after.values()} == {"SUCCESS"}, after
     frozen.hear()
-    until(lambda: all(row["released"] for row in states(decode, ROOMS + WAITING).values()), "what the frozen one says")
+    until(
+        lambda: all(row["released"] for row in states(decode, ROOMS + WAITING, 0.1).values()),
+        "what the frozen one says",
+    )
     assert decode.ask("quarantined") == 0
     succeeded = [room for room, row in states(decode, ROOMS).items() if row["state"] == "SUCCESS"]
     assert decode.ask("verify", rooms=LATER + succeeded) == []
@@ -96,7 +99,7 @@ def test_a_second_decode_rank_of_a_name_is_refused_and_the_first_is_served(launc
     assert any("name decode-0 is in use" in text for text in writers[0].ask("events"))
 
     first.kill()
-    twin.ask("ready", timeout=60)  # the name is free now
+    until(lambda: set(twin.ask("peers").values()) == {"ready"}, "that the name is free")
     twin.ask("receive", rooms=LATER)
     for rank in writers:
         rank.ask("claim", rooms=LATER)

@@ -1,0 +1,115 @@
+"""What an agent that closes says of its writes, and what it frees: neither may be said, or freed, too early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from kvctl_agent import RoomState
+from kvctl_agent.transport.base import Write
+
+
+def wait(condition: Any, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.005)
+
+
+class _Endless:
+    """A write that the engine never lets go of."""
+
+    bytes = descriptors = 1
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def poll(self) -> bool:
+        return self.over
+
+    def release(self) -> bool:
+        return self.over
+
+
+@pytest.fixture
+def flying(make_fleet: Any) -> Any:
+    """A fleet with a room whose writes never end, and those writes."""
+    fleet = make_fleet(prefill=(1, 1), path="slice").start()
+    writes: list[_Endless] = []
+
+    def write(*arguments: Any) -> Write:
+        writes.append(_Endless())
+        return writes[-1]
+
+    fleet.prefill[0].transport.write_prepared = write
+    room = fleet.claim(fleet.receive(fleet.room(7, 3)))
+    room.sends[0].pages(room.src, last=True)
+    room.sends[0].finish()
+    wait(lambda: writes)
+    yield fleet, room, writes
+    for each in writes:
+        each.over = True
+
+
+def test_with_a_write_in_flight_the_goodbye_is_no_proof_and_the_reader_keeps_its_pages(flying: Any) -> None:
+    fleet, room, _ = flying
+    (receive,) = room.receives.values()
+    fleet.prefill[0].close(1.0)
+    wait(lambda: receive.state is RoomState.FAILED)
+    machine = fleet.decode[0].machine
+    peer = machine.peers[fleet.prefill[0].name]
+    wait(lambda: peer.state == "lost")
+    assert not peer.proven_dead, "it said that it had drained"
+    assert not receive.released
+    assert machine.quarantined_bytes > 0
+
+
+def test_without_one_the_goodbye_is_proof(make_fleet: Any) -> None:
+    fleet = make_fleet(prefill=(1, 1)).start()
+    room = fleet.claim(fleet.receive(fleet.room(7, 3)))
+    (receive,) = room.receives.values()
+    wait(lambda: room.sends[0].state > RoomState.BOOTSTRAPPING)
+    fleet.prefill[0].close(5.0)
+    wait(lambda: receive.released)
+    assert fleet.decode[0].machine.peers[fleet.prefill[0].name].proven_dead
+    assert fleet.decode[0].machine.quarantined_bytes == 0
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_memory_that_a_thread_may_still_touch_is_kept_and_nobody_is_told_that_it_has_drained(
+    make_fleet: Any, side: str
+) -> None:
+    fleet = make_fleet(prefill=(1, 1), path="staged").start()
+    fleet.prefill[0].wait_ready(60)
+    agent, other = (fleet.prefill[0], fleet.decode[0]) if side == "prefill" else (fleet.decode[0], fleet.prefill[0])
+    entered, leave = threading.Event(), threading.Event()
+
+    def stuck(*arguments: Any) -> Any:
+        entered.set()
+        leave.wait(60)
+        return []
+
+    if side == "prefill":
+        agent.workers[0].put(stuck)
+        thread = agent.workers[0]._thread
+    else:
+        agent.transport.arrivals = stuck
+        thread = agent._hands.arrivals._thread
+    assert entered.wait(60), "the thread never came to what holds it"
+    memory = agent.buffers if side == "prefill" else agent.ring
+    try:
+        agent.close(1.0)
+        assert thread.is_alive()
+        assert not memory._memory._closed, "it was freed under the thread"
+        wait(lambda: other.machine.peers[agent.name].state == "lost")
+        assert not other.machine.peers[agent.name].proven_dead
+    finally:
+        leave.set()
+        thread.join(60)
+    # What the agent has kept for the thread's sake.
+    memory.close()
+    agent._crew.close()
+    agent._context.destroy(0)
