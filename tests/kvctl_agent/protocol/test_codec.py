@@ -187,7 +187,7 @@ def test_random_bytes_are_a_tag_or_a_remote_protocol_error(data: bytes) -> None:
 
 
 def test_a_tag_without_layers_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="empty layer range 3-3"):
+    with pytest.raises(RemoteProtocolError, match=r"empty layer range \[3, 3\)"):
         Tag.unpack(Tag(PartKind.KV, 1, 1, 1, 0, PartKey(0, 0, 3, 3)).pack())
 
 

@@ -68,6 +68,8 @@ def history(seed: int, **more: Any) -> list[InputLog]:
     for _ in range(2):
         found.stir(dice, 60, loss=0.1, copies=0.1)
         harm(found, dice, rooms)
+    found.flush()
+    found.prove()
     found.settle(ticks=300)
     for room in range(20, 23):
         open_and_compute(found, dice, room)
