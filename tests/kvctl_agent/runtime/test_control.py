@@ -18,7 +18,7 @@ import zmq
 from kvctl_agent.errors import LocalProtocolError, TransportError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.peer import PeerState
+from kvctl_agent.protocol.peer import Former, PeerState
 from kvctl_agent.protocol.roster import Lookup, Rank, Register
 from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.control import ControlLoop
@@ -34,6 +34,8 @@ class StandInPeer:
     def __init__(self, pid: int, host: str = "host") -> None:
         self.name, self.incarnation, self.proven_dead, self.state = "peer", 5, False, PeerState.READY
         self.who = type("Who", (), {"pid": pid, "host": host})()
+        self.route = b""
+        self.former: dict[int, Former] = {}
 
 
 class StandInMachine:
@@ -249,7 +251,7 @@ def test_a_complete_roster_reaches_the_machine_with_the_ranks_in_order(rig: Rig,
     def known() -> bool:
         for rank in ranks:
             rank.turn(time.monotonic_ns())
-        return ev.RosterKnown(rig.endpoint, ("prefill-0", "prefill-1")) in rig.machine.handled
+        return ev.RosterKnown(rig.endpoint, ("prefill-0", "prefill-1"), (1, 1)) in rig.machine.handled
 
     until(known)
     for rank in ranks:
@@ -273,6 +275,15 @@ class TestLiveness:
         process.wait()
         assert process.stdin is not None
         process.stdin.close()
+
+    def test_the_end_of_a_process_that_was_replaced_is_proof_too(self, rig: Rig) -> None:
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            process.wait()
+        peer = StandInPeer(os.getpid())
+        peer.former[3] = Former(StandInPeer(process.pid).who, b"")  # type: ignore[arg-type]
+        rig.machine.peers["peer"] = peer
+        until(lambda: ev.PeerDead("peer", 3, f"process {process.pid} has ended") in rig.machine.handled)
+        assert not any(isinstance(event, ev.PeerDead) and event.incarnation == 5 for event in rig.machine.handled)
 
     def test_a_pid_of_another_host_says_nothing(self, rig: Rig) -> None:
         rig.machine.peers["peer"] = StandInPeer(2**22 + 1, host="elsewhere")
