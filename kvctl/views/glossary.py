@@ -219,6 +219,8 @@ _OF_VIEW: Mapping[str, Mapping[str, str]] = {
         "last_heard": "Time since the peer was last heard.",
         "role": "Role of the peer.",
         "same_host": "Whether the peer's process can be seen from here, so that its death can be proven.",
+        "process": "The peer's process id and host.",
+        "former": "Earlier processes of this name that may still write here: nothing has proven that they have ended.",
         "state": "connecting, ready, suspect, lost or refused.",
         "watermark_seen": "Prefill rank: round, tail and sequence of the watermark last received.",
         "watermark_sent": "Decode rank: round, tail and sequence of the watermark last sent.",

@@ -27,6 +27,8 @@ PEERS = View(
         Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
         Column("lane_why_not", width=Width.WIDE, header="NOT DIRECT"),
         Column("same_host", kind=Kind.FLAG, width=Width.WIDE),
+        Column("process", width=Width.WIDE),
+        Column("former", kind=Kind.LIST, width=Width.WIDE),
         Column("role", styles=palette.ROLES, width=Width.WIDE),
         Column("clock_offset", kind=Kind.DURATION, width=Width.WIDE),
         Column("clock_error", kind=Kind.DURATION, width=Width.WIDE),

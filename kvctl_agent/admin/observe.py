@@ -313,6 +313,8 @@ class Observer:
             "lane_direct": lane.mapping.lane if lane and lane.mapping else None,
             "lane_why_not": lane.why_not if lane and agent.pool.device is not None and not lane.mapping else None,
             "same_host": who.host == agent.local.host if who else None,
+            "process": who.process if who else None,
+            "former": [f"{former.who.process} ({life:016x})" for life, former in peer.former.copy().items()],
             "rooms": sum(peer.name in record.peers for record in rooms),
             "errors_total": peer.errors_total,
             "last_error": peer.last_error,

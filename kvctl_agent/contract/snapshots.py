@@ -346,6 +346,8 @@ class PeerRow(TypedDict):
     lane_direct: str | None  # prefill, pool on a GPU: how the peer's memory is mapped here: nvlink, same device, pcie
     lane_why_not: str | None  # why it is not
     same_host: bool | None  # its processes can be seen from here, so its death can be proven; None: not met
+    process: str | None  # "process 4711 on node-3"; None: not met
+    former: list[str]  # earlier processes of this name that may still write here, each with its incarnation
     rooms: int
     errors_total: int
     last_error: str | None

@@ -297,6 +297,8 @@ def peers(name: str) -> list[dict[str, Any]]:
             "lane_direct": "nvlink" if role_of(name) == "prefill" and other == "decode-0" else None,
             "lane_why_not": "decode-1's pool is host memory" if other == "decode-1" else None,
             "same_host": True,
+            "process": "process 4711 on node-3",
+            "former": ["process 4242 on node-2 (000000000000beef)"] if other == "prefill-1" else [],
             "rooms": 2,
             "errors_total": 0,
             "last_error": None,

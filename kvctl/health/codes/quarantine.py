@@ -29,7 +29,9 @@ def _quarantine(snapshot: Snapshot) -> Iterator[Finding]:
         if not regions and not (total > 0 and lasting):
             continue
         ring_bytes = amount(ring_of(agent), "size_bytes")
-        held_for = sorted({text(one, "writer") for one in regions} | _undrained(agent))
+        former = {text(row, "peer"): _texts(row.get("former")) for row in agent.peers if row.get("former")}
+        held_for = sorted({text(one, "writer") for one in regions} | _undrained(agent) | former.keys())
+        processes = sorted(process for name in held_for for process in former.get(name, ()))
         room = next((text(row, "room") for row in agent.rooms if text(row, "state") == "Failed"), "")
         if regions:
             command = f"kvctl staging release {agent.name}:{regions[0].get('serial')}"
@@ -50,13 +52,19 @@ def _quarantine(snapshot: Snapshot) -> Iterator[Finding]:
                 "ring_ratio": round(in_ring / ring_bytes, 3) if ring_bytes else None,
                 "regions": len(regions),
                 "peers": held_for,
+                "processes": processes,
             },
             cause=f"{agent.name} keeps {size(max(total, in_ring))} of "
             f"{'ring and ' * bool(in_ring)}pages from use: "
-            f"{listed(held_for)} may still write there, and nobody could prove the opposite",
+            f"{listed(held_for)} may still write there, and nobody could prove the opposite"
+            + (f"; replaced, but not known to have ended: {', '.join(processes)}" if processes else ""),
             remedy=f"`kvctl staging map -e {agent.name}` shows what is kept; make sure that the process of "
             f"{listed(held_for)} has ended, then `{command}`; it is given back by itself when that agent comes back",
         )
+
+
+def _texts(value: object) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 
 def _undrained(agent: Agent) -> set[str]:
@@ -75,7 +83,8 @@ QUARANTINE = Code(
     sees="a decode rank's free memory shrinks after peers were lost",
     means="A write that was posted cannot be recalled, and taking the memory's registration away does not stop it. So "
     "ring regions and pages that a lost peer may still write are not used again until the peer has come back and "
-    "drained, is proven dead, or an operator says that they are safe.",
+    "drained, is proven dead, or an operator says that they are safe. A new process in its place proves nothing about "
+    "the old one, which may be frozen and go on.",
     remedy="Make sure that the lost process has ended on its host, then release what it held.",
     severity=Severity.WARNING,
     find=_quarantine,

@@ -306,6 +306,8 @@ class Fleet:
             "lane_direct": None,
             "lane_why_not": None,
             "same_host": True,
+            "process": "process 4711 on node-3",
+            "former": [],
         }
 
     @staticmethod

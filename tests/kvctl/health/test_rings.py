@@ -142,6 +142,16 @@ def test_pages_that_a_lost_writer_may_still_write():
     assert fleet.find("KV_QUARANTINE", Fleet()) == []  # it was not so a moment ago: it may drain yet
 
 
+def test_a_quarantine_names_the_process_that_was_replaced() -> None:
+    fleet = Fleet()
+    fleet.metric("decode-0", "kvctl_quarantined_bytes", MIB)
+    fleet.peer("decode-0", "prefill-1", former=["process 4242 on node-2 (000000000000beef)"])
+    (found,) = fleet.find("KV_QUARANTINE", fleet)
+    assert found.evidence["peers"] == ["prefill-1"]
+    assert "prefill-1 may still write there" in found.cause
+    assert found.cause.endswith("replaced, but not known to have ended: process 4242 on node-2 (000000000000beef)")
+
+
 def test_a_ring_that_is_too_small():
     before, fleet = Fleet(), Fleet()
     for stage, seconds in {"gate": 150.0, "queue": 1.0, "gather": 0.5, "post": 0.2, "wire": 0.6}.items():
