@@ -15,6 +15,7 @@ from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.client.labels import matches
+from kvctl.client.namesakes import tell_apart
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.snapshots import Hello
 
@@ -126,6 +127,7 @@ class Fleet:
             self._admit(endpoint, replies, survey)
         for _ in range(clock_rounds - 1):
             self._sharpen(survey.agents)
+        tell_apart(survey.agents)
         survey.agents.sort(key=lambda agent: agent.name)
         survey.at_ns, survey.tick_ns = time.time_ns(), time.monotonic_ns()
         return survey
