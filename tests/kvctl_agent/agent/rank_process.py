@@ -125,6 +125,9 @@ class Worker:
     def peers(self) -> dict[str, str]:
         return {row["peer"]: row["state"] for row in self.agent.observe.peers()}
 
+    def waiting(self) -> str | None:
+        return self.agent.waiting_for()
+
     def own_incarnation(self) -> int:
         return self.agent.incarnation
 

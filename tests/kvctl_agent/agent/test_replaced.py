@@ -78,6 +78,8 @@ def test_a_frozen_writer_that_was_replaced_writes_into_no_room_that_came_after_i
     assert decode.ask("quarantined") == 0
     succeeded = [room for room, row in states(decode, ROOMS).items() if row["state"] == "SUCCESS"]
     assert decode.ask("verify", rooms=LATER + succeeded) == []
+    until(lambda: "was replaced by incarnation" in (frozen.ask("waiting") or ""), "what the registry says")
+    assert replacement.ask("waiting") is None
     assert decode.ask("incarnation", peer="prefill-1") == replacement.ask("own_incarnation"), "it does not come back"
 
 
@@ -96,6 +98,7 @@ def test_a_second_decode_rank_of_a_name_is_refused_and_the_first_is_served(launc
     assert refused["error"]["code"] == "KV_COMPAT_MISMATCH"
     assert "the name decode-0 is in use at prefill-" in refused["error"]["text"]
     assert f"by process {first.process.pid} on" in refused["error"]["text"]
+    assert "does not take us: the name decode-0 is in use" in twin.ask("waiting")
     assert any("name decode-0 is in use" in text for text in writers[0].ask("events"))
 
     first.kill()
