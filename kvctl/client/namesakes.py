@@ -31,8 +31,8 @@ def tell_apart(agents: Sequence[AgentAnswer]) -> None:
                         row[key] = new
     for agent in agents if renamed else ():
         for row in _rows([agent.data.get("peers")]):
-            if new := renamed.get((str(row.get("peer")), str(row.get("incarnation")))):
-                row["peer"] = new
+            if renaming := renamed.get((str(row.get("peer")), str(row.get("incarnation")))):
+                row["peer"] = renaming
 
 
 def _rows(answers: Iterable[Any]) -> Iterator[dict[str, Any]]:
