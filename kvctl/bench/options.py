@@ -82,9 +82,9 @@ def parse_bench_faults(text: str) -> tuple[Fault, ...]:
     """
     faults = parse_faults(text) if text else ()
     for fault in faults:
-        if fault.name == "kill":
+        if fault.name in ("kill", "replace"):
             raise ValueError(
-                f"{fault.text}: a bench's rooms are planned, and a dead rank ends it; kvctl demo kills and restarts"
+                f"{fault.text}: a bench's rooms are planned, and a lost rank ends it; kvctl demo kills and restarts"
             )
     return faults
 

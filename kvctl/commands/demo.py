@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import click
 from click.core import ParameterSource
@@ -25,7 +25,7 @@ from kvctl.fleet.failures import FleetError
 from kvctl.fleet.plan import CALM_TIMINGS, SteadyPlan
 from kvctl.fleet.router import SHORT_GAP_S
 from kvctl.fleet.scenes import SCENES_BY_NAME, Scene, listed
-from kvctl.fleet.schedule import Strike, draw_schedule
+from kvctl.fleet.schedule import Kind, Strike, draw_schedule, replaceable
 from kvctl.fleet.soak import Load, Soak
 from kvctl.fleet.steady import SteadyFleet
 from kvctl.views.demo import FAULTS, MOMENTS, RANKS, blocks, totals
@@ -36,11 +36,13 @@ from kvctl_agent.contract.settings import near
 
 _COUNT = click.IntRange(min=1)
 _RANDOM_ABORTS = 0.05
-_SHOWN_FAULTS = ("control-loss", "write-error", "abort", "kill", "pause")
+_SHOWN_FAULTS = ("control-loss", "write-error", "abort", "kill", "pause", "replace")
 # To look at: a fleet that leaves the processors to whoever looks, and rooms that last long enough to be seen.
 _CALM_RATE = 6.0
 _CALM_CONCURRENCY = 8
 _CALM_GAP_S = 0.4
+# A process that was replaced goes on for so long before it is ended.
+_FORMER_STAYS_S = 5.0
 _CONCURRENCY = 16
 
 
@@ -267,8 +269,14 @@ def _harm(fleet: SteadyFleet, options: dict[str, Any], seconds: float | None) ->
     for fault in (fault for fault in given if fault.kind.unit == "rank"):
         if fault.rank not in fleet.ranks:
             raise click.BadParameter(f"{fault.text}: there is no rank {fault.rank}; there are {', '.join(fleet.ranks)}")
+        able = [name for name, rank in fleet.ranks.items() if replaceable(rank.planned)]
+        if fault.name == "replace" and fault.rank not in able:
+            names = ", ".join(able) or "none here"
+            raise click.BadParameter(f"{fault.text}: only a prefill rank without the registry can be replaced: {names}")
         for_s = float("inf") if fault.for_ns is None else fault.for_ns / 1e9
-        strikes.append(Strike(fault.at_ns / 1e9, "kill" if fault.name == "kill" else "pause", fault.rank, for_s))
+        kind = cast(Kind, fault.name)
+        again_s = _FORMER_STAYS_S if kind == "replace" else 0.0
+        strikes.append(Strike(fault.at_ns / 1e9, kind, fault.rank, for_s, again_s=again_s))
     aborts = max((fault.share for fault in given if fault.name == "abort"), default=0.0)
     everywhere = ",".join(fault.text for fault in given if fault.kind.level == "agent")
     if options["faults"] and seconds is not None:

@@ -14,6 +14,10 @@ from kvctl.fleet.noise import Noise
 from kvctl.fleet.schedule import Strike
 from kvctl.fleet.traffic import Traffic
 
+# Of the time that a rank is frozen: then its replacement is started, sometimes before the others take it for lost.
+_REPLACED_AFTER = 0.2
+_LEAVES_AFTER_S = 2.0  # a replaced process that goes on because the run ends
+
 
 class Restart(NamedTuple):
     """How long a new life took, in seconds since its process was started; None: it was over before that."""
@@ -58,6 +62,8 @@ class Chaos:
         for name, rank in self._traffic.fleet.ranks.items():
             if rank.paused:
                 self._traffic.resume(name)
+            if rank.former is not None:
+                self._return(name, _LEAVES_AFTER_S)
             if not rank.running:
                 self._start(name, "")
             else:
@@ -70,7 +76,7 @@ class Chaos:
     def _strike(self, strike: Strike) -> None:
         traffic, name = self._traffic, strike.rank
         rank = traffic.fleet.ranks[name]
-        if not rank.running or rank.paused:
+        if not rank.running or rank.paused or (strike.kind == "replace" and rank.former is not None):
             return  # it took longer to come back than the schedule thought
         self.now[name] = (strike.spec or strike.kind, strike.at_s + max(strike.seconds, 1.0))
         if strike.kind == "kill":
@@ -79,6 +85,10 @@ class Chaos:
             traffic.pause(name)
             self.injected["pause"] += 1
             self._later(strike.seconds, partial(self._resume, name))
+        elif strike.kind == "replace":
+            traffic.pause(name)
+            self.injected["replace"] += 1
+            self._later(strike.seconds * _REPLACED_AFTER, partial(self._replace, strike))
         elif strike.kind == "fault":
             traffic.fault(name, strike.spec, strike.seconds)
             self.injected[strike.spec.partition("=")[0]] += 1
@@ -110,6 +120,23 @@ class Chaos:
     def _start(self, name: str, spec: str) -> None:
         self._traffic.restart(name, spec)
         self._coming[name] = time.monotonic_ns()
+
+    def _replace(self, strike: Strike) -> None:
+        if not self._traffic.fleet.ranks[strike.rank].paused:
+            return
+        self._give_up_on(strike.rank)
+        self._traffic.replace(strike.rank)
+        self._coming[strike.rank] = time.monotonic_ns()
+        frozen_s = strike.seconds * (1 - _REPLACED_AFTER)
+        self._later(frozen_s, partial(self._return, strike.rank, strike.again_s))
+
+    def _return(self, name: str, for_s: float) -> None:
+        """A process that was replaced goes on for so long, or is killed without."""
+        if for_s:
+            self._traffic.thaw(name)
+            self._later(for_s, partial(self._traffic.end_former, name, kill=False))
+        else:
+            self._traffic.end_former(name, kill=True)
 
     def _resume(self, name: str) -> None:
         if self._traffic.fleet.ranks[name].paused:

@@ -90,9 +90,10 @@ class Room:
 
 @dataclass(slots=True)
 class Disturbance:
-    """Something that was done to a rank; `rank` None: to all.
+    """Something that was done to a rank's process; `rank` None: to all.
 
-    `until_ns` is None while it lasts; `codes` are the failures that it explains, all where there are none.
+    `until_ns` is None while it lasts; `codes` are the failures that it explains, all where there are none. It has to do
+    with no room that was opened from `before_ns` on: another process has the rank's place since.
     """
 
     kind: str
@@ -100,6 +101,13 @@ class Disturbance:
     from_ns: int
     until_ns: int | None = None
     codes: tuple[str, ...] = ()
+    before_ns: int | None = None
+
+    def concerns(self, room: Room) -> bool:
+        """Whether the room has the rank, and the process that it was done to."""
+        return (self.rank is None or self.rank in room.ranks) and (
+            self.before_ns is None or room.opened_ns < self.before_ns
+        )
 
 
 class Corruption(NamedTuple):
@@ -205,7 +213,7 @@ class Ledger:
             if now_ns - room.opened_ns - held <= self._patience_ns:
                 continue
             hanging = room.expects - room.hung
-            if hanging and not any(self._paused_now(name) for name in room.ranks):
+            if hanging and not self._paused_now(room):
                 if not room.hung:
                     self.hung.append(room)
                 room.hung |= hanging
@@ -219,7 +227,7 @@ class Ledger:
         cause = room.first_cause
         code = cause["code"] if cause is not None else ""
         return any(
-            (each.rank is None or each.rank in room.ranks)
+            each.concerns(room)
             and each.from_ns <= room.ended_ns
             and (each.until_ns is None or each.until_ns + self._grace_ns >= room.opened_ns)
             and (not each.codes or code in each.codes)
@@ -230,12 +238,12 @@ class Ledger:
         """Time of a room's life in which one of its ranks was paused."""
         held = 0
         for each in self.disturbances:
-            if each.kind == "pause" and each.rank in room.ranks:
+            if each.kind == "pause" and each.concerns(room):
                 held += max(0, (each.until_ns or now_ns) - max(each.from_ns, room.opened_ns))
         return held
 
-    def _paused_now(self, rank: str) -> bool:
-        return any(each.kind == "pause" and each.rank == rank and each.until_ns is None for each in self.disturbances)
+    def _paused_now(self, room: Room) -> bool:
+        return any(each.kind == "pause" and each.until_ns is None and each.concerns(room) for each in self.disturbances)
 
     def _note_end(self, room: Room, rank: str, end: End | int) -> None:
         """A room has ended at a rank, or the rank has."""

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 from types import TracebackType
@@ -26,6 +27,8 @@ from kvctl.fleet.failures import FleetError
 from kvctl.fleet.place import free_prefix, rank_names, remove_admin_socket, temporary
 from kvctl.fleet.plan import SteadyPlan, named
 from kvctl.fleet.process import ChildProcess
+from kvctl.fleet.schedule import replaceable
+from kvctl_agent.contract.admin import SOCKET_DIR_VARIABLE
 from kvctl_agent.contract.rig import FLEET_PREFIX, PlannedRank
 from kvctl_agent.contract.steady import Command, Leave, Met, News, Serve, SetFault, Tell, Usage
 
@@ -43,7 +46,8 @@ _MOST_WAITING_BYTES = 8 << 20
 class Event(NamedTuple):
     """Something that a rank said or that happened to its process.
 
-    `kind` is that of `News`, or `died`: its process ended unasked, `data` has `returncode` and `words`.
+    `kind` is that of `News`, or `died`: its process ended unasked, `data` has `returncode` and `words`; or
+    `former-died`: so did a process that was replaced.
     """
 
     rank: str
@@ -53,12 +57,14 @@ class Event(NamedTuple):
 
 
 class _Process(ChildProcess):
-    """One life of a rank."""
+    """One life of a rank; `leaving`: it was told to end."""
 
-    def __init__(self, name: str, argv: Callable[[int], list[str]], env: Mapping[str, str]) -> None:
+    def __init__(self, rank: SteadyRank, argv: Callable[[int], list[str]], env: Mapping[str, str]) -> None:
+        self.rank = rank
+        self.leaving = False
         self.news: list[News] = []
         self._unsent = bytearray()
-        super().__init__(name, argv, env)
+        super().__init__(rank.name, argv, env)
 
     def take(self, line: Mapping[str, Any]) -> None:
         self.news.append(cast(News, line))
@@ -93,12 +99,14 @@ class SteadyRank:
         lives: processes started so far.
         started_ns, met_ns: when this life began, and when it said that it can serve (0: not yet).
         doing: what it said last that it waits for.
+        former: the process that was replaced, until it has ended; nothing that it says counts any more.
     """
 
     def __init__(self, name: str, planned: PlannedRank) -> None:
         self.name = name
         self.planned = planned
         self.process: _Process | None = None
+        self.former: _Process | None = None
         self.paused = False
         self.instances: list[int] = []
         self.incarnation = ""
@@ -106,7 +114,6 @@ class SteadyRank:
         self.started_ns = 0
         self.met_ns = 0
         self.doing = ""
-        self.leaving = False
 
     @property
     def running(self) -> bool:
@@ -202,15 +209,27 @@ class SteadyFleet:
         if rank.process is not None:
             raise ValueError(f"{name} is running; kill it first")
         environment = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
+        start = self.plan.start(name, rank.planned, self._planned, str(self.directory), _START_S)
+        if rank.former is not None:  # it still has its sockets
+            elsewhere = self._elsewhere()
+            environment[SOCKET_DIR_VARIABLE] = str(elsewhere)
+            bootstraps = tuple(f"ipc://{elsewhere / Path(each).name}" for each in start.bootstraps)
+            start = replace(start, bootstraps=bootstraps)
         rig = [sys.executable, "-m", "kvctl_agent.rig", "steady", "--name", name, "--parent", str(os.getpid()), "--fd"]
-        process = rank.process = _Process(name, lambda fd: [*rig, str(fd)], environment)
+        process = rank.process = _Process(rank, lambda fd: [*rig, str(fd)], environment)
         rank.lives += 1
         rank.started_ns, rank.met_ns = time.monotonic_ns(), 0
-        rank.paused, rank.leaving, rank.instances, rank.doing = False, False, [], ""
+        rank.paused, rank.instances, rank.doing = False, [], ""
         for file in (process.channel, process.output, process.exit_fd):
-            self._selector.register(file, selectors.EVENT_READ, rank)
-        start = self.plan.start(name, rank.planned, self._planned, str(self.directory), _START_S)
+            self._selector.register(file, selectors.EVENT_READ, process)
         process.post(Serve(start, faults, self.plan.verify))
+
+    def _elsewhere(self) -> Path:
+        """A new directory for a process, with links to the registries: its control socket will be beside them."""
+        directory = Path(tempfile.mkdtemp(prefix="", dir=self.directory))
+        for instance in range(len(self.plan.prefill)):
+            (directory / f"bootstrap-{instance}").symlink_to(self.directory / f"bootstrap-{instance}")
+        return directory
 
     def kill(self, name: str) -> None:
         """SIGKILL; `running` turns False when `poll` has seen its end."""
@@ -225,6 +244,36 @@ class SteadyFleet:
         """SIGCONT."""
         self.ranks[name].paused = False
         self._signal(name, SIGCONT)
+
+    def replace(self, name: str) -> None:
+        """Start another process in the place of a paused one, which stays as it is. Returns at once.
+
+        The new one has a socket directory and a control endpoint of its own, as on another host.
+
+        Raises:
+            ValueError: the rank is not paused, serves the registry, or its process before is there still.
+        """
+        rank = self.ranks[name]
+        if not replaceable(rank.planned) or not rank.paused or rank.former is not None:
+            raise ValueError(
+                f"{name} cannot be replaced: it has to be paused, to have been replaced by none, and no registry"
+            )
+        rank.former, rank.process = rank.process, None
+        self.restart(name)
+
+    def thaw(self, name: str) -> None:
+        """SIGCONT to the process that was replaced."""
+        if (former := self.ranks[name].former) is not None:
+            former.signal(SIGCONT)
+
+    def end_former(self, name: str, *, kill: bool) -> None:
+        """End the process that was replaced, by SIGKILL or by closing its agent."""
+        if (former := self.ranks[name].former) is not None:
+            former.leaving = True
+            if kill:
+                former.kill()
+            else:
+                former.post(Leave())
 
     def _signal(self, name: str, number: Signals) -> None:
         process = self.ranks[name].process
@@ -252,11 +301,10 @@ class SteadyFleet:
         """What happens from now on."""
         events = []
         heard = {id(key.data): key.data for key, _ in self._selector.select(timeout_s)}
-        for rank in self.ranks.values():
-            if rank.process is not None:
-                rank.process.flush()
-        for rank in heard.values():
-            events += self._hear(rank)
+        for process in self._processes():
+            process.flush()
+        for process in heard.values():
+            events += self._hear(process)
         return events
 
     def usage(self, timeout_s: float = 10.0, sweep: bool = False) -> dict[str, Usage]:
@@ -285,17 +333,19 @@ class SteadyFleet:
                 raise FleetError(f"{', '.join(sorted(missing))} did not say within {timeout_s:g} s what they hold")
         return found
 
-    def _hear(self, rank: SteadyRank) -> list[Event]:
-        process = rank.process
-        if process is None:
-            return []
+    def _processes(self) -> list[_Process]:
+        """All that run, those included that were replaced."""
+        return [each for rank in self.ranks.values() for each in (rank.process, rank.former) if each is not None]
+
+    def _hear(self, process: _Process) -> list[Event]:
+        rank, former = process.rank, process is process.rank.former
         process.hear()
         ended = process.returncode is not None
         if ended:
             process.hear()  # what it said between the first look and its end
         now_ns = time.monotonic_ns()
         news, process.news = process.news, []
-        events = [Event(rank.name, line["kind"], line["data"], now_ns) for line in news]
+        events = [Event(rank.name, line["kind"], line["data"], now_ns) for line in news if not former]
         for event in events:
             if event.kind == "met":
                 met = cast(Met, event.data)
@@ -312,9 +362,13 @@ class SteadyFleet:
             self._deaf(process.exit_fd)
             words, code = process.last_words, process.returncode
             process.reap()
-            rank.process, rank.instances, rank.paused = None, [], False
-            if not rank.leaving or code:
-                events.append(Event(rank.name, "died", {"returncode": code, "words": words}, now_ns))
+            if former:
+                rank.former = None
+            else:
+                rank.process, rank.instances, rank.paused = None, [], False
+            if not process.leaving or code not in ((0, -SIGKILL) if former else (0,)):
+                kind = "former-died" if former else "died"
+                events.append(Event(rank.name, kind, {"returncode": code, "words": words}, now_ns))
         return events
 
     def _deaf(self, file: IO[bytes] | socket.socket | int) -> None:
@@ -330,26 +384,24 @@ class SteadyFleet:
             return {}
         self._closed = True
         bad: dict[str, int] = {}
-        for rank in self.ranks.values():
-            if rank.process is not None:
-                rank.leaving = True
-                if rank.paused:
-                    self.resume(rank.name)
-                rank.process.post(Leave())
+        for process in self._processes():
+            process.leaving = True
+            process.signal(SIGCONT)
+            process.post(Leave())
         deadline = time.monotonic() + CLOSE_S
         try:
-            while any(rank.running for rank in self.ranks.values()) and time.monotonic() < deadline:
+            while self._processes() and time.monotonic() < deadline:
                 # Output is still read: a rank that cannot print cannot exit.
                 for event in self._listen(_TICK_S):
-                    if event.kind == "died":
+                    if event.kind in ("died", "former-died"):
                         bad[event.rank] = event.data["returncode"]
         finally:
+            for process in self._processes():
+                process.kill()
+                process.reap()
+                bad[process.name] = -SIGKILL
             for rank in self.ranks.values():
-                if rank.process is not None:
-                    rank.process.kill()
-                    rank.process.reap()
-                    rank.process = None
-                    bad[rank.name] = -SIGKILL
+                rank.process = rank.former = None
                 remove_admin_socket(rank.name)
             self._selector.close()
             shutil.rmtree(self.directory, ignore_errors=True)

@@ -90,6 +90,7 @@ class Traffic:
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._down: dict[str, Disturbance] = {}  # what keeps a rank from serving: killed, or paused
+        self._replaced: dict[str, Disturbance] = {}  # the latest pause in which another process took the rank's place
         self._deaths: set[str] = set()  # ranks that are being killed, so that their end is no finding
 
     # ---- rooms --------------------------------------------------------------------------------------------------
@@ -207,6 +208,30 @@ class Traffic:
         self.fleet.resume(name)
         self._revive(name)
 
+    def replace(self, name: str) -> None:
+        """Start another process in a paused rank's place, and send it rooms once it serves.
+
+        The rooms of the paused one end there now, whatever it does later: its engine's requests were given up.
+        """
+        pause = self._replaced[name] = self._down[name]
+        now_ns = pause.before_ns = time.monotonic_ns()
+        self.ledger.died(name, now_ns)
+        self._router.forget(name)
+        self.first_success_ns.pop(name, None)
+        self._down[name] = self.ledger.disturb(Disturbance("replace", name, now_ns))
+        self.fleet.replace(name)
+
+    def thaw(self, name: str) -> None:
+        """SIGCONT the process that was replaced: from now on it has to let go of its rooms."""
+        self.fleet.thaw(name)
+        self._replaced[name].until_ns = time.monotonic_ns()
+
+    def end_former(self, name: str, *, kill: bool) -> None:
+        """End the process that was replaced, by SIGKILL or in order."""
+        self.fleet.end_former(name, kill=kill)
+        pause = self._replaced[name]
+        pause.until_ns = pause.until_ns or time.monotonic_ns()
+
     def fault(self, name: str, spec: str, seconds: float) -> None:
         """Put a fault in force at a rank for so long; it explains what its kind says, and no more."""
         now_ns = time.monotonic_ns()
@@ -289,7 +314,7 @@ class Traffic:
             if self.ledger.release(name, released["room"], released["at_ns"]) is not None:
                 self._router.freed(name)
         elif event.kind == "met":
-            if name not in self._deaths and (down := self._down.get(name)) and down.kind == "kill":
+            if name not in self._deaths and (down := self._down.get(name)) and down.kind in ("kill", "replace"):
                 self._revive(name)
         elif event.kind == "died":
             self.ledger.died(name, event.at_ns)
@@ -299,6 +324,8 @@ class Traffic:
             else:
                 self.unasked_deaths.append(event)
                 self._down[name] = self.ledger.disturb(Disturbance("died", name, event.at_ns))
+        elif event.kind == "former-died":
+            self.unasked_deaths.append(event)
         elif event.kind == "usage":
             for stray in event.data["strays"]:
                 self.ledger.stray(name, stray, event.at_ns)

@@ -87,6 +87,7 @@ _EXAMPLES = {
     "messages": "watermark",
     "kill": "decode-1@5s+2s",
     "pause": "prefill-0@5s+3s",
+    "replace": "prefill-1@4s+22s",
 }
 
 FAULTS: tuple[FaultKind, ...] = (
@@ -192,6 +193,15 @@ FAULTS: tuple[FaultKind, ...] = (
         "process",
         "rank",
         "SIGSTOP of a rank so long after the start, SIGCONT so much later.",
+        low=_NS["ms"],
+        high=_DAY_NS,
+        explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
+    ),
+    FaultKind(
+        "replace",
+        "process",
+        "rank",
+        "As pause, of a prefill rank without the registry; a new process takes its place before it goes on.",
         low=_NS["ms"],
         high=_DAY_NS,
         explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
@@ -308,7 +318,7 @@ def _of_rank(kind: FaultKind, text: str, value: str) -> Fault:
     if match is None:
         raise ValueError(f"{text[:_SHOWN]!r}: {kind.name} takes RANK@TIME+TIME, such as {kind.example}")
     rank, at, lasting = match.groups()
-    if lasting is None and kind.name == "pause":
+    if lasting is None and kind.name in ("pause", "replace"):
         raise ValueError(f"{text[:_SHOWN]!r}: say for how long, such as {kind.example}")
     at_ns = _time(kind, text, at, 0, kind.high)
     for_ns = None if lasting is None else _time(kind, text, lasting, kind.low, kind.high)

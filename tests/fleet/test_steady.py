@@ -103,6 +103,40 @@ def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left(nothin
     assert list(socket_dir().iterdir()) == []
 
 
+def test_a_frozen_rank_is_replaced_and_the_pages_it_may_write_to_are_free_once_it_goes_on(nothing_left: None) -> None:
+    plan = SteadyPlan(seed=6, concurrency=8, tokens=(16, 512), transport="loopback")
+    with SteadyFleet(plan) as fleet:
+        fleet.start()
+        traffic, rank = Traffic(fleet), fleet.ranks["prefill-1"]
+        books = traffic.ledger
+        traffic.until(lambda: books.done >= 20, PATIENCE_S, "20 rooms are done")
+        with pytest.raises(ValueError, match="prefill-1 cannot be replaced"):
+            fleet.replace("prefill-1")  # it is not paused
+        traffic.pause("prefill-1")
+        room = traffic.open(512)
+        traffic.until(lambda: "decode-0" in room.ends, PATIENCE_S, "decode-0 gives the room up")
+        frozen = rank.pid
+        traffic.replace("prefill-1")
+        served_again(traffic, "prefill-1")
+        done = books.done
+        traffic.until(lambda: books.done >= done + 20, PATIENCE_S, "the replacement serves")
+        assert rank.former is not None
+        assert (rank.former.pid, rank.pid != frozen) == (frozen, True)
+        assert room.expects == {"decode-0"}  # the frozen process may still write to its pages
+
+        traffic.thaw("prefill-1")
+        traffic.until(lambda: room.over, PATIENCE_S, "the process that was frozen lets go of the room")
+        done = books.done
+        traffic.until(lambda: books.done >= done + 20, PATIENCE_S, "the replacement goes on serving")
+        traffic.end_former("prefill-1", kill=False)
+        traffic.until(lambda: gone(frozen), PATIENCE_S, "the process that was frozen has ended")
+        traffic.drain(plan.patience_s + PATIENCE_S)
+        assert (books.hung, books.corrupt, books.unexpected, traffic.unasked_deaths) == ([], [], [], [])
+        assert books.failed == books.expected > 0
+        assert [each["strays"] for each in fleet.usage(PATIENCE_S, sweep=True).values()] == [[]] * 4
+    assert list(socket_dir().iterdir()) == []
+
+
 def test_what_has_not_ended_in_time_is_named(nothing_left: None) -> None:
     plan = SteadyPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
     with SteadyFleet(plan) as fleet:

@@ -64,6 +64,7 @@ def test_what_faults_explain_is_counted_and_the_rest_verifies(bench, tmp_path: P
     ("spec", "says"),
     [
         ("kill=decode-0@1s", "kvctl demo kills and restarts"),
+        ("replace=prefill-1@1s+5s", "kvctl demo kills and restarts"),
         ("pause=decode-7@1s+1s", "there is no rank decode-7"),
         ("control-los=5%", "did you mean control-loss"),
     ],

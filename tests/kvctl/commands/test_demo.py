@@ -64,6 +64,8 @@ SUMMARY: dict[str, Any] = {
             ("--fault", "kill=decode-7@5s", "--minutes", "1"),
             "there is no rank decode-7; there are prefill-0, prefill-1",
         ),
+        (("--fault", "replace=decode-0@5s+9s"), "replace=decode-0@5s+9s: only a prefill rank without"),
+        (("--fault", "replace=prefill-0@5s+9s"), "the registry can be replaced: prefill-1"),
         (("--fault", "control-loss=1%", "--fault", "control-loss=2%"), "control-loss"),
         (("--bursty",), "--bursty needs --rate"),
         (("--tokens", "5..1"), "5..1"),

@@ -167,6 +167,18 @@ def test_time_in_which_a_rank_of_it_is_paused_does_not_count(books: Ledger):
     assert books.overdue(69 * S) == [room]
 
 
+def test_a_paused_process_that_was_replaced_explains_nothing_of_the_rooms_that_came_later(books: Ledger):
+    before = opened(books, 1, at_s=1.0)
+    books.disturb(Disturbance("pause", "p-1", 2 * S, before_ns=4 * S))
+    books.died("p-1", 4 * S)
+    after = opened(books, 2, at_s=5.0)
+    assert books.overdue(60 * S) == [after]  # a paused rank may still write to the pages of the other one
+    for number in (1, 2):
+        everywhere(books, "Failed", at_s=60.0, number=number)
+    assert "p-1" not in before.expects
+    assert (books.expected, books.unexpected) == (1, [after])
+
+
 def test_corruption_is_kept_with_its_rank(books: Ledger):
     opened(books)
     end(books, "d-0", mismatch=WRONG)

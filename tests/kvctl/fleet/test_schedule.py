@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.fleet.schedule import Strike, draw_schedule
+from kvctl.fleet.schedule import Strike, draw_schedule, replaceable
 from kvctl_agent.contract.faults import parse_faults
 
 Ranks = Callable[..., dict[str, Any]]
@@ -22,7 +22,7 @@ def group(ranks: dict[str, Any], name: str) -> tuple[str, int]:
 
 
 def outages(strikes: list[Strike]) -> list[Strike]:
-    return [strike for strike in strikes if strike.kind in ("kill", "pause")]
+    return [strike for strike in strikes if strike.kind in ("kill", "pause", "replace")]
 
 
 def test_the_same_seed_gives_the_same_schedule_and_another_one_another(ranks: Ranks):
@@ -36,7 +36,7 @@ def test_the_same_seed_gives_the_same_schedule_and_another_one_another(ranks: Ra
 def test_every_kind_and_every_rank_has_its_turn(ranks: Ranks):
     here = ranks()
     strikes = draw_schedule(3, 3600, here)
-    assert {strike.kind for strike in strikes} == {"kill", "pause", "fault", "noise"}
+    assert {strike.kind for strike in strikes} == {"kill", "pause", "replace", "fault", "noise"}
     assert {strike.rank for strike in outages(strikes)} == set(here)
     faults = {strike.spec.partition("=")[0] for strike in strikes if strike.kind == "fault"}
     assert len(faults) == 13
@@ -60,6 +60,32 @@ def test_a_prefill_instance_and_a_decode_group_are_always_left(layout: str, seed
             assert len(hit) <= 1 if len(groups) == 1 else len(set(hit)) < len(groups)
 
 
+@given(seed=st.integers(0, 1 << 31))
+def test_a_rank_without_the_registry_is_replaced_and_its_instance_left_alone_meanwhile(seed: int):
+    here = ranks_of((2, 3), 2)
+    strikes = outages(draw_schedule(seed, 1200, here))
+    replaced = [strike for strike in strikes if strike.kind == "replace"]
+    for strike in replaced:
+        assert replaceable(here[strike.rank])
+        assert 12 <= strike.seconds <= 30
+        over_s = strike.at_s + strike.seconds + strike.again_s
+        others = [
+            other.rank
+            for other in strikes
+            if other is not strike
+            and group(here, other.rank) == group(here, strike.rank)
+            and other.at_s <= over_s
+            and other.at_s + other.seconds + other.again_s >= strike.at_s
+        ]
+        assert others == []
+
+
+def test_replaced_processes_go_on_or_die_frozen(ranks: Ranks):
+    strikes = [strike for strike in draw_schedule(3, 3600, ranks()) if strike.kind == "replace"]
+    assert {strike.rank for strike in strikes} == {"p0-prefill-1"}
+    assert {strike.again_s > 0 for strike in strikes} == {True, False}
+
+
 @given(seed=st.integers(0, 1 << 31), seconds=st.floats(1, 400))
 def test_faults_are_ones_that_the_rank_can_have_and_all_is_over_before_the_end(seed: int, seconds: float):
     here = ranks_of()
@@ -79,7 +105,12 @@ def ranks_of(prefill: tuple[int, ...] = (2, 1), dp: int = 2, tp: int = 1) -> dic
     found: dict[str, Any] = {}
     for instance, size in enumerate(prefill):
         for rank in range(size):
-            found[f"p{instance}-prefill-{rank}"] = {"role": "prefill", "instance": instance, "dp": 0}
+            found[f"p{instance}-prefill-{rank}"] = {
+                "role": "prefill",
+                "instance": instance,
+                "unique": rank,
+                "dp": 0,
+            }
     for unique in range(dp * tp):
-        found[f"decode-{unique}"] = {"role": "decode", "instance": -1, "dp": unique // tp}
+        found[f"decode-{unique}"] = {"role": "decode", "instance": -1, "unique": unique, "dp": unique // tp}
     return found

@@ -29,6 +29,7 @@ SECOND = 1_000 * MS
         ("kill=p1-prefill-0@0s+2s", {"rank": "p1-prefill-0", "at_ns": 0, "for_ns": 2 * SECOND}),
         ("message-loss=room-failed", {"messages": ("room-failed",)}),
         ("message-loss=watermark+ack+watermark", {"messages": ("watermark", "ack")}),
+        ("replace=prefill-1@4s+22s", {"rank": "prefill-1", "at_ns": 4 * SECOND, "for_ns": 22 * SECOND}),
         ("pause=prefill-0@5s+3s", {"rank": "prefill-0", "at_ns": 5 * SECOND, "for_ns": 3 * SECOND}),
     ],
 )
@@ -62,6 +63,7 @@ def test_every_kind_has_an_example_that_can_be_read(kind: FaultKind) -> None:
         ("message-loss=5%", "'5%' is none: there are hello, hello-ack"),
         ("message-loss=ack+", "'' is none"),
         ("pause=decode-0@5s", "say for how long, such as pause=prefill-0@5s+3s"),
+        ("replace=prefill-1@5s", "say for how long, such as replace=prefill-1@4s+22s"),
         ("pause=decode-0", "takes RANK@TIME+TIME"),
         ("kill=decode-0@soon", "'soon' is no time"),
         ("kill=a/b@5s", "takes RANK@TIME"),
@@ -94,7 +96,7 @@ def faults() -> st.SearchStrategy[Fault]:
                 st.just(kind),
                 rank=st.from_regex(r"[a-z0-9-]{1,20}", fullmatch=True),
                 at_ns=st.integers(0, kind.high // 1000).map(lambda us: us * 1000),
-                for_ns=lasting if kind.name == "pause" else st.none() | lasting,
+                for_ns=lasting if kind.name in ("pause", "replace") else st.none() | lasting,
             )
         if kind.unit == "messages":
             types = st.lists(st.sampled_from(MESSAGES), min_size=1, unique=True)
