@@ -16,6 +16,8 @@ from kvctl.fleet.traffic import Traffic
 
 # Of the time that a rank is frozen: then its replacement is started, sometimes before the others take it for lost.
 _REPLACED_AFTER = 0.2
+# Writes that a process has posted, and that leave once it goes on, when others have its pages unless those are kept.
+_LATE_WRITES, _LATE_S = "slow-lane=200ms", 0.4
 _LEAVES_AFTER_S = 2.0  # a replaced process that goes on because the run ends
 
 
@@ -86,9 +88,8 @@ class Chaos:
             self.injected["pause"] += 1
             self._later(strike.seconds, partial(self._resume, name))
         elif strike.kind == "replace":
-            traffic.pause(name)
-            self.injected["replace"] += 1
-            self._later(strike.seconds * _REPLACED_AFTER, partial(self._replace, strike))
+            traffic.fault(name, _LATE_WRITES, 2 * _LATE_S)
+            self._later(_LATE_S, partial(self._freeze, strike))
         elif strike.kind == "fault":
             traffic.fault(name, strike.spec, strike.seconds)
             self.injected[strike.spec.partition("=")[0]] += 1
@@ -120,6 +121,13 @@ class Chaos:
     def _start(self, name: str, spec: str) -> None:
         self._traffic.restart(name, spec)
         self._coming[name] = time.monotonic_ns()
+
+    def _freeze(self, strike: Strike) -> None:
+        rank = self._traffic.fleet.ranks[strike.rank]
+        if rank.running and not rank.paused:
+            self._traffic.pause(strike.rank)
+            self.injected["replace"] += 1
+            self._later(strike.seconds * _REPLACED_AFTER, partial(self._replace, strike))
 
     def _replace(self, strike: Strike) -> None:
         if not self._traffic.fleet.ranks[strike.rank].paused:

@@ -18,6 +18,7 @@ import pytest
 from kvctl.fleet.failures import FleetError
 from kvctl.fleet.noise import Noise, listeners
 from kvctl.fleet.plan import SteadyPlan
+from kvctl.fleet.schedule import Strike
 from kvctl.fleet.soak import Load, Soak
 from kvctl.fleet.steady import SteadyFleet
 from kvctl.fleet.traffic import DeadlineMissed, Traffic
@@ -134,6 +135,27 @@ def test_a_frozen_rank_is_replaced_and_the_pages_it_may_write_to_are_free_once_i
         assert (books.hung, books.corrupt, books.unexpected, traffic.unasked_deaths) == ([], [], [], [])
         assert books.failed == books.expected > 0
         assert [each["strays"] for each in fleet.usage(PATIENCE_S, sweep=True).values()] == [[]] * 4
+    assert list(socket_dir().iterdir()) == []
+
+
+def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_leaves_nothing(
+    nothing_left: None,
+) -> None:
+    plan = SteadyPlan(seed=7, concurrency=8, tokens=(16, 512))
+    with SteadyFleet(plan) as fleet:
+        fleet.start()
+        soak = Soak(fleet, Load(), [Strike(0.5, "replace", "prefill-1", 20.0)])
+        soak.run(9.0, lambda line: None)
+        former = fleet.ranks["prefill-1"].former
+        assert former is not None
+        soak.drain()
+        soak.close()
+        summary = soak.summary()
+        assert soak.sound, summary
+        assert summary["faults"]["injected"] == {"replace": 1}
+        assert summary["restarts"]["count"] == 1
+        assert fleet.ranks["prefill-1"].lives == 2
+    assert gone(former.pid)
     assert list(socket_dir().iterdir()) == []
 
 
