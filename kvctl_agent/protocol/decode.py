@@ -26,7 +26,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode_release import DecodeReleases
 from kvctl_agent.protocol.local import Pairing, pair
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.recv_room import Final, RecvRoom, WriterLeg
+from kvctl_agent.protocol.recv_room import Final, RecvRoom
 from kvctl_agent.protocol.staging import RegionState
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey
@@ -172,15 +172,6 @@ class DecodeMachine(DecodeReleases):
             del self.peers[name]
             self.act(ev.ForgetPeer(name))
 
-    def _forget_former(self) -> None:
-        """Earlier incarnations that no failed room waits for: what they may write nobody uses."""
-        for peer in self.peers.values():
-            if peer.former:
-                legs = [room.legs.get(peer.name) for room in self.rooms.values()]
-                held = {leg.incarnation for leg in legs if leg is not None and not leg.drained}
-                for incarnation in peer.former.keys() - held:
-                    del peer.former[incarnation]
-
     def _say_hello(self) -> None:
         """To every rank that is not known to be fine: a restarted one answers, and so is found out early."""
         for name in [name for roster in self.rosters.values() for name in roster]:
@@ -318,25 +309,6 @@ class DecodeMachine(DecodeReleases):
         for instance in self._clashes:  # it may have been this one that kept a name in use
             self.act(ev.FindInstance(instance))
 
-    def on_former_said(self, peer: Peer, event: ev.Received) -> None:
-        """It goes on after having been frozen, say: what it is asked is whether anything of it is in flight."""
-        message = event.message
-        if isinstance(message, msg.Bye) and message.drained:
-            self.on_peer_dead(ev.PeerDead(peer.name, event.incarnation, "it was closed"))
-        elif isinstance(message, msg.RoomDrained):
-            room = self.rooms.get(message.room)
-            leg = room.legs.get(peer.name) if room is not None and room.nonce == message.nonce else None
-            if room is not None and leg is not None and leg.incarnation == event.incarnation:
-                self._drained(room, leg)
-        else:
-            self.drop("incarnation")
-
-    def on_former_ended(self, peer: Peer, incarnation: int) -> None:
-        for room in list(self.rooms.values()):
-            leg = room.legs.get(peer.name)
-            if leg is not None and leg.incarnation == incarnation:
-                self._drained(room, leg)
-
     # ---- messages ---------------------------------------------------------------------------------------------
 
     def on_room_accepted(self, peer: Peer, message: msg.RoomAccepted) -> None:
@@ -471,14 +443,6 @@ class DecodeMachine(DecodeReleases):
             return
         leg.acked = True
         self._drained(room, leg)
-
-    def _drained(self, room: RecvRoom, leg: WriterLeg) -> None:
-        """Nothing of this writer is in flight: what it holds of the ring is free, unless a scatter reads it."""
-        leg.drained = True
-        holdings = self.book.of_room(RoomKey(leg.peer, room.room, room.nonce))
-        self._free([holding for holding in holdings if holding.state is not RegionState.LANDED])
-        if room.room in self.rooms:
-            self._settle(room)
 
     def on_ack(self, peer: Peer, message: msg.Ack) -> None:
         found = self._find(peer, message.room, message.nonce)

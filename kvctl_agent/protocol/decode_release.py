@@ -1,22 +1,69 @@
-"""What an operator may take back on a decode rank: ring regions, and what a failed room holds for a lost writer.
+"""When memory that a writer may still write to is free: it has drained, its end is proven, or an operator says so.
 
-A one-sided write that was posted cannot be recalled. So a region whose writer answers is asked back from it; one that
-is not given back is set aside: others go past it, and its bytes stay its writer's. Bytes that a write may still land
-in, and nobody can prove that it will not, are freed only by force: the operator says then that the writer is gone. A
-region that is being scattered is never taken.
+A one-sided write that was posted cannot be recalled, and a process that was replaced may be frozen and go on. So what
+it was given stays its own until its process is known to have ended, or says itself that nothing is in flight.
+
+An operator takes ring regions back, and what a failed room holds for a lost writer. A region whose writer answers is
+asked back from it; one that is not given back is set aside: others go past it, and its bytes stay its writer's. Bytes
+that a write may still land in, and nobody can prove that it will not, are freed only by force: the operator says then
+that the writer is gone. A region that is being scattered is never taken.
 """
 
 from __future__ import annotations
 
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode_rooms import DecodeRooms
+from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.recv_room import RecvRoom, WriterLeg
 from kvctl_agent.protocol.staging import Holding, RegionState
 from kvctl_agent.protocol.tombstones import RoomKey
 
 
 class DecodeReleases(DecodeRooms):
-    """Answers to the operator's `release`."""
+    """Proof that writers have ended, and answers to the operator's `release`."""
+
+    def on_former_said(self, peer: Peer, event: ev.Received) -> None:
+        """It goes on after having been frozen, say: what it is asked is whether anything of it is in flight."""
+        message = event.message
+        if event.route != peer.former[event.incarnation].route:
+            self.drop("stranger")
+        elif isinstance(message, msg.Bye) and message.drained:
+            self.on_peer_dead(ev.PeerDead(peer.name, event.incarnation, "it was closed"))
+        elif isinstance(message, msg.RoomDrained):
+            room = self.rooms.get(message.room)
+            if room is not None and room.nonce == message.nonce and room.failure is not None:
+                self._drained_by(room, peer, event.incarnation)
+        else:
+            self.drop("incarnation")
+
+    def on_former_ended(self, peer: Peer, incarnation: int) -> None:
+        for room in list(self.rooms.values()):
+            self._drained_by(room, peer, incarnation)
+
+    def _drained_by(self, room: RecvRoom, peer: Peer, incarnation: int) -> None:
+        leg = room.legs.get(peer.name)
+        if leg is not None and leg.incarnation == incarnation:
+            self._drained(room, leg)
+
+    def _forget_former(self) -> None:
+        """Earlier incarnations that no failed room waits for: what they may write nobody uses."""
+        for peer in self.peers.values():
+            if peer.former:
+                legs = [room.legs.get(peer.name) for room in self.rooms.values()]
+                held = {leg.incarnation for leg in legs if leg is not None and not leg.drained}
+                for incarnation in peer.former.keys() - held:
+                    del peer.former[incarnation]
+
+    def _drained(self, room: RecvRoom, leg: WriterLeg) -> None:
+        """Nothing of this writer is in flight: what it holds of the ring is free, unless a scatter reads it."""
+        leg.drained = True
+        holdings = self.book.of_room(RoomKey(leg.peer, room.room, room.nonce))
+        self._free([holding for holding in holdings if holding.state is not RegionState.LANDED])
+        if room.room in self.rooms:
+            self._settle(room)
+
+    # ---- the operator -----------------------------------------------------------------------------------------
 
     def on_release_held(self, event: ev.ReleaseHeld) -> None:
         if event.room is None:
