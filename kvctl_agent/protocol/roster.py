@@ -79,6 +79,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._side: Side | None = None
+        self._since_ns = 0  # when the first rank registered
         self._ranks: dict[int, Rank] = {}
         self._heard_ns: dict[int, int] = {}
         self._replaced: dict[int, deque[int]] = {}  # by rank, incarnations that were its holder before
@@ -100,6 +101,7 @@ class Registry:
             return f"{rank.name}: {error}"
         if self._side is None:
             self._side = side
+            self._since_ns = now_ns
         if side != self._side:
             return f"{rank.name} is of an instance of sizes {rank.sizes}, this registry serves {self._side}"
         holder = self._ranks.get(unique)
@@ -107,6 +109,8 @@ class Registry:
             return f"{rank.name} claims {side.label(side.coord(unique))}, which {holder.name} holds"
         if holder is not None and holder.incarnation != rank.incarnation:
             replaced = self._replaced.setdefault(unique, deque(maxlen=_REPLACED_KEPT))
+            if rank.incarnation < holder.incarnation and now_ns - self._since_ns < _HOLDS_NS:
+                replaced.append(rank.incarnation)  # a registry that has just started remembers nobody
             if rank.incarnation in replaced and now_ns - self._heard_ns[unique] < _HOLDS_NS:
                 return (
                     f"{rank.name} (incarnation {rank.incarnation:016x}) was replaced by incarnation "

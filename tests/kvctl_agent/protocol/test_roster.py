@@ -114,3 +114,15 @@ def test_a_process_that_was_replaced_may_serve_when_its_replacement_has_gone() -
     assert not answer.refused
     assert [found.incarnation for found in answer.ranks] == [5]
     assert registry.answer(Register(rank(0, tp_size=1, life=9)), 21 * SECOND).refused
+
+
+def test_a_registry_that_has_just_started_prefers_the_later_of_two_processes() -> None:
+    """It remembers nobody, and the one that was replaced registers as soon as the other."""
+    for first, second in ((5, 9), (9, 5)):
+        registry = Registry()
+        registry.answer(Register(rank(0, tp_size=1, life=first)), 100 * SECOND)
+        registry.answer(Register(rank(0, tp_size=1, life=second)), 100 * SECOND)
+        for now in (101, 102, 106, 107):
+            answers = {life: registry.answer(Register(rank(0, tp_size=1, life=life)), now * SECOND) for life in (5, 9)}
+            assert answers[5].refused
+            assert not answers[9].refused

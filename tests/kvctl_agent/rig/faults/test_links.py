@@ -36,19 +36,23 @@ class Pair:
         self.bad = FaultyLinks(self.faults, context, "decode-0", 9, self.heard_by["decode-0"])
         self.bad.connect("prefill-0", self.good.serve(f"ipc://{directory}/c"))
         self.send(self.bad, "prefill-0", [0])
-        assert self.hear(self.good, 1) == [0]  # the router knows the way back from now on
+        deadline = time.monotonic() + 60
+        while not (first := list(self.good.receive(self.good.sockets()))):
+            assert time.monotonic() < deadline, "the first message never came"
+            time.sleep(0.001)
+        self.route = first[0].route  # the way back
 
-    def send(self, links: Links, peer: str, rooms: list[int]) -> None:
+    def send(self, links: Links, peer: str, rooms: list[int], route: bytes = b"") -> None:
         """A frame for each room."""
         for room in rooms:
-            links.queue(peer, msg.RoomDrained(room, 1))
+            links.queue(peer, msg.RoomDrained(room, 1), route)
             links.flush()
 
     def out(self, count: int = BURST) -> None:
         self.send(self.bad, "prefill-0", list(range(count)))
 
     def back(self, count: int = BURST) -> None:
-        self.send(self.good, "decode-0", list(range(count)))
+        self.send(self.good, "decode-0", list(range(count)), self.route)
 
     def hear(self, links: Links, count: int, timeout_s: float = 60.0) -> list[int]:
         """Rooms in the order in which they were heard of, until there are so many."""
@@ -118,12 +122,12 @@ def test_loss(pair: Pair, outgoing: bool) -> None:
 @both
 def test_messages_of_one_type_are_lost_and_their_frames_are_not(pair: Pair, outgoing: bool) -> None:
     pair.faults.set(parse_fault("message-loss=room-done+watermark"))
-    sender, peer = (pair.bad, "prefill-0") if outgoing else (pair.good, "decode-0")
+    sender, peer, route = (pair.bad, "prefill-0", b"") if outgoing else (pair.good, "decode-0", pair.route)
     listener = pair.good if outgoing else pair.bad
     beat = msg.Heartbeat(5, watermark=[1, 2, 3])
     for message in (msg.Watermark(1, 2, 3), msg.RoomDrained(1, 1), beat, msg.RoomDrained(2, 1)):
-        sender.queue(peer, message)
-    sender.queue(peer, msg.RoomDone(1, 1))
+        sender.queue(peer, message, route)
+    sender.queue(peer, msg.RoomDone(1, 1), route)
     sender.flush(everything=True)
     heard: list[msg.Message] = []
     deadline = time.monotonic() + 60
