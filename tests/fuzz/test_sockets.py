@@ -29,6 +29,8 @@ from kvctl_agent.layout.holding import held
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import messages as msg
 from kvctl_agent.rank import Rank
 from kvctl_agent.transport import mooncake_tags
 
@@ -150,7 +152,7 @@ class TestAgent:
     @MANY
     @given(
         frames=st.lists(control | st.binary(max_size=64), min_size=1, max_size=8),
-        name=st.sampled_from([b"prefill-0", b"decode-1", b"\xff\xfe", b"x" * 255]),
+        name=st.sampled_from([b"prefill-0", b"decode-1", b"\xff\xfe", b"x" * 255, b"decode-0\0" + bytes(16)]),
         cut=st.integers(0, 40),
     )
     def test_control_and_registry_hear_anything_and_rooms_still_move(
@@ -168,33 +170,40 @@ class TestAgent:
         bugs = [row["text"] for agent in pair for row in agent.observe.events()["events"] if row["kind"] == "control"]
         assert bugs == []
 
-    def test_who_takes_a_peers_name_is_in_its_place_no_longer_than_it_takes_to_be_missed(
-        self, zmq_context: Context, pair: tuple[Agent, Agent]
+    @pytest.mark.parametrize("identity", [b"decode-0", b"decode-0\0" + bytes(16)], ids=["name", "name and a guess"])
+    def test_who_takes_a_peers_name_hears_nothing_of_it_and_costs_no_room(
+        self, zmq_context: Context, pair: tuple[Agent, Agent], identity: bytes
     ) -> None:
-        """libzmq hands the name to the newcomer and tells the one who had it nothing."""
         prefill, decode = pair
         assert decode.links is not None
-        move(prefill, decode)
-        with dealer(zmq_context, decode.links.endpoint("prefill-0"), b"decode-0") as thief:
+        with dealer(zmq_context, decode.links.endpoint("prefill-0"), identity) as thief:
+            before = prefill.telemetry.metrics.total("kvctl_control_dropped_total")
             for each in SEEDS["control"]:
                 thief.send(each)
-            assert thief.poll(1000 * PATIENCE_S)  # what was meant for decode-0: the name has been taken
-        move(prefill, decode)
+            thief.send(codec.encode(decode.incarnation, [msg.Bye(True)]))
+            deadline = time.monotonic() + PATIENCE_S
+            while prefill.telemetry.metrics.total("kvctl_control_dropped_total") < before + len(SEEDS["control"]):
+                assert time.monotonic() < deadline, "what the thief said has not come"
+                time.sleep(0.01)
+            move(prefill, decode, tries=1)
+            while thief.poll(50):  # it is told at most that the name is in use
+                assert all(isinstance(m, msg.HelloAck) and m.taken for m in codec.decode(thief.recv())[1])
 
 
 _rooms = itertools.count(1000)
 
 
-def move(prefill: Agent, decode: Agent) -> None:
+def move(prefill: Agent, decode: Agent, tries: int = 100) -> None:
     """One room, to its end; again under another number where a stranger has aborted it."""
     deadline = time.monotonic() + PATIENCE_S
-    while True:
+    for left in reversed(range(tries)):
         room = next(_rooms)
         receive, send = decode.receive(room, np.arange(4)), prefill.send(room)
         send.pages(np.arange(4), last=True)
         send.finish()
         if {handle.wait(PATIENCE_S) for handle in (receive, send)} == {RoomState.SUCCESS}:
             return
+        assert left, (receive.error, send.error)
         assert time.monotonic() < deadline, (receive.error, send.error)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +13,11 @@ from kvctl_agent.contract.descriptors import shortage
 
 @pytest.fixture
 def limit() -> Iterator[int]:
-    """This process may open ten more descriptors."""
+    """This process may open ten more descriptors, and those between the ones that it has."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 10, before[1]))
-    yield free + 10
+    most = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 11
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    yield most
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
@@ -27,7 +26,7 @@ def test_enough_is_nothing_to_tell_of(limit: int) -> None:
 
 
 def test_too_few_are_counted_with_the_limit(limit: int) -> None:
-    text = shortage(100)
+    text = shortage(10_000)
     assert text is not None
-    assert text.startswith("100 more file descriptors are needed and ")
+    assert text.startswith("10000 more file descriptors are needed and ")
     assert f"the limit is {limit} (ulimit -n)" in text
