@@ -107,7 +107,11 @@ class Links:
                 self._close(address)
 
     def renew(self, peer: str) -> None:
-        """Connect to a silent peer anew: whatever sits in the old connection must not delay what is said next."""
+        """Connect to a lost peer anew: whatever sits in the old connection must not delay what is said next."""
+        for boxes in (self._outbox, self._patient):
+            for address in [address for address in boxes if address.peer == peer]:
+                del boxes[address]
+        self._unsent.pop(peer, None)
         if endpoint := self.endpoint(peer):
             self._open(Address(peer, endpoint.encode()))
 

@@ -86,6 +86,13 @@ def read(router: UnixRouter, client: zmq.Socket[bytes]) -> list[bytes]:
     return client.recv_multipart()
 
 
+def _admitted(router: UnixRouter, count: int) -> None:
+    deadline = time.monotonic() + WAIT_MS / 1000
+    while router.connections < count:
+        assert time.monotonic() < deadline, f"{router.connections} of {count} clients have connected"
+        router.poll(10)
+
+
 class TestMessages:
     def test_frames_go_both_ways(self, make: Make, dealer: Dealer) -> None:
         router = make()
@@ -231,6 +238,7 @@ class TestOutOfDescriptors:
         router = make()
         clients = [dealer(router) for _ in range(2)]
         unused = [socket.socket(socket.AF_UNIX) for _ in range(20)]
+        _admitted(router, 2)  # the clients' own descriptors are this process's, too
         hog()
         for client in clients:
             assert echo(router, client, b"1") == [b"1"]
