@@ -50,7 +50,6 @@ from kvctl_agent.runtime.arrivals import ArrivalLoop
 from kvctl_agent.runtime.bootstrap import Registries
 from kvctl_agent.runtime.control import ControlLoop
 from kvctl_agent.runtime.desk import Desk, OnState
-from kvctl_agent.runtime.destinations import written
 from kvctl_agent.runtime.forwards import Forwards
 from kvctl_agent.runtime.handles import Bounds, Receive, Send, check_flag, check_room, check_timeout
 from kvctl_agent.runtime.hands import AgentHands
@@ -58,6 +57,7 @@ from kvctl_agent.runtime.lanes import Lanes
 from kvctl_agent.runtime.links import Links
 from kvctl_agent.runtime.mailbox import Mailbox
 from kvctl_agent.runtime.meeting import meet
+from kvctl_agent.runtime.page_owners import written
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.readiness import check_fit, waiting_for
 from kvctl_agent.runtime.tickets import Tickets

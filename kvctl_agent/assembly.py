@@ -29,8 +29,8 @@ from kvctl_agent.protocol.messages import MAX_SHARED, MAX_TEXT, SharedMemory
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
-from kvctl_agent.runtime.destinations import Destinations
 from kvctl_agent.runtime.liveness import host_identity
+from kvctl_agent.runtime.page_owners import Destinations
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.recorder import FlightRecorder
 from kvctl_agent.transport.base import Region, Transport
@@ -71,7 +71,7 @@ def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
 
 
 def destinations_of(pool: KVPool) -> Destinations:
-    """A decode rank's memory that rooms are received into, in the order of `runtime.destinations.written`."""
+    """A decode rank's memory that rooms are received into, in the order of `runtime.page_owners.written`."""
     states = [memory for memory in pool.segments if memory.held.segment.state]
     kinds = [(f"item of state {memory.held.segment.name}", memory.num_slots) for memory in states]
     return Destinations([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])

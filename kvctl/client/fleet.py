@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate
+from kvctl.client.duplicate_names import tell_apart
 from kvctl.client.endpoints import Discovery, Endpoint, discover
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.client.labels import matches
-from kvctl.client.namesakes import tell_apart
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.snapshots import Hello
 

@@ -17,8 +17,8 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain, tell
 from kvctl.exit_codes import ExitCode
 from kvctl.views.operations import DONE, done_lines
-from kvctl.views.printable import printable
 from kvctl.views.report import Report
+from kvctl.views.sanitize import printable
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Level
 
 Concerned = Callable[[Fleet, Survey], "Sequence[AgentAnswer] | str"]

@@ -18,7 +18,7 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.agents import AGENTS
 from kvctl.views.report import Report
-from kvctl_agent.contract import leftovers
+from kvctl_agent.contract import stale_sockets
 from kvctl_agent.contract.admin import socket_dir
 
 _CLOCK_ROUNDS = 3
@@ -62,8 +62,8 @@ def _prune(directory: Path) -> list[str]:
     except OSError as error:
         raise CliError(f"{directory}: {error.strerror}", ExitCode.NOT_PERMITTED) from None
     try:
-        with leftovers.turn(descriptor, _TURN_TIMEOUT_S):
-            return leftovers.prune(directory)
+        with stale_sockets.turn(descriptor, _TURN_TIMEOUT_S):
+            return stale_sockets.prune(directory)
     except TimeoutError:
         raise CliError(
             f"another process holds the lock on {directory} for over {_TURN_TIMEOUT_S:g} s: see `fuser {directory}`",

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem, ShellComplete, split_arg_stri
 
 from kvctl.commands.options import KvctlGroup
 from kvctl.commands.settings import resolve
-from kvctl.views.printable import one_line
+from kvctl.views.sanitize import one_line
 
 if TYPE_CHECKING:
     from kvctl.client.calls import Call

@@ -20,8 +20,8 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.views.data import comma_separated, json_document, json_lines, projected, tsv, yaml_document
 from kvctl.views.expressions import ExpressionError
-from kvctl.views.printable import printable, printable_lines
 from kvctl.views.report import Grid, Report, Text
+from kvctl.views.sanitize import printable, printable_lines
 from kvctl.views.selection import Selection, data_columns, select, table_columns
 from kvctl.views.view import Column, Row, View
 

@@ -12,7 +12,7 @@ from kvctl.tui.panels.room import RoomPanel
 from kvctl.tui.sheets import Wish
 from kvctl.tui.widgets.table import Table
 from kvctl.views.expressions import ExpressionError
-from kvctl.views.printable import printable, printable_lines
+from kvctl.views.sanitize import printable, printable_lines
 
 
 class TopApp(Browser):

@@ -33,7 +33,7 @@ from kvctl.tui.store import Store
 from kvctl.tui.themes import theme_of
 from kvctl.tui.widgets.bars import Bar
 from kvctl.tui.widgets.table import Table
-from kvctl.views.printable import printable, printable_lines
+from kvctl.views.sanitize import printable, printable_lines
 from kvctl.views.view import Row
 
 _PANELS: dict[str, type[Panel]] = {

@@ -12,7 +12,7 @@ from kvctl.health.thresholds import Threshold, human
 from kvctl.health.verdict import Problem, Verdict, worst
 from kvctl.views import palette
 from kvctl.views.kinds import Kind
-from kvctl.views.printable import one_line
+from kvctl.views.sanitize import one_line
 from kvctl.views.view import Column, View, Width
 
 CHECK = View(

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from kvctl.client.faults import Fault
-from kvctl.views.printable import escaped, json_escaped, printable_lines
+from kvctl.views.sanitize import escaped, json_escaped, printable_lines
 from kvctl.views.view import Column, Row, View
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvctl.views.kinds import Kind
-from kvctl.views.printable import one_line, printable
+from kvctl.views.sanitize import one_line, printable
 from kvctl.views.view import Column, Row, View, Width
 
 _NOT_IN_NAMES = re.compile("[^a-zA-Z0-9_:]")

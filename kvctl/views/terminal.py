@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len, set_cell_size
 
 from kvctl.views.kinds import Kind
-from kvctl.views.printable import one_line, printable
 from kvctl.views.report import Block, Grid, Line, Span
+from kvctl.views.sanitize import one_line, printable
 from kvctl.views.view import Column, Row, Width
 
 GAP = 2

@@ -10,8 +10,8 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol.events import Pages
-from kvctl_agent.runtime.destinations import Destinations
 from kvctl_agent.runtime.handles import Receive, Send
+from kvctl_agent.runtime.page_owners import Destinations
 
 OnState = Callable[[Send | Receive, RoomState], None]
 

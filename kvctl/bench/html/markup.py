@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 
-from kvctl.views.printable import printable_lines
+from kvctl.views.sanitize import printable_lines
 
 _VOID = frozenset({"meta"})
 

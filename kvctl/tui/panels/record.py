@@ -13,8 +13,8 @@ from kvctl.tui.store import Store
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
 from kvctl.views.findings import HEALTH, labelled, paragraph
-from kvctl.views.printable import one_line
 from kvctl.views.report import Line, Span
+from kvctl.views.sanitize import one_line
 from kvctl.views.terminal import style_of
 from kvctl.views.view import Row
 

@@ -12,8 +12,8 @@ from textual.widget import Widget
 
 from kvctl.tui.palette import BY_NAME, DARK, Palette
 from kvctl.tui.pictures.compose import rule
-from kvctl.views.printable import printable
 from kvctl.views.report import Line
+from kvctl.views.sanitize import printable
 
 _WHEEL = 3
 

@@ -17,8 +17,8 @@ from textual.message import Message
 from kvctl.tui.sheets import Listing, Sheet
 from kvctl.tui.widgets.canvas import Canvas
 from kvctl.views import units
-from kvctl.views.printable import one_line
 from kvctl.views.report import Line, Span
+from kvctl.views.sanitize import one_line
 from kvctl.views.terminal import GAP, fitted, natural, table_header, table_row
 from kvctl.views.view import Column, Row, Width
 

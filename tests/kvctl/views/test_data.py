@@ -15,8 +15,8 @@ from kvctl.client.faults import Fault
 from kvctl.views.data import comma_separated, json_document, tsv, yaml_document
 from kvctl.views.events import EVENTS
 from kvctl.views.metrics import exposition, sample_rows
-from kvctl.views.printable import printable_lines
 from kvctl.views.rooms import ROOMS
+from kvctl.views.sanitize import printable_lines
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 

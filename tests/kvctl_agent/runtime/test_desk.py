@@ -11,8 +11,8 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.runtime.desk import Desk
-from kvctl_agent.runtime.destinations import Destinations
 from kvctl_agent.runtime.handles import Receive
+from kvctl_agent.runtime.page_owners import Destinations
 
 CAUSE: Failure = {"rank": "prefill-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.views.printable import escaped, json_escaped, one_line, printable, printable_lines
+from kvctl.views.sanitize import escaped, json_escaped, one_line, printable, printable_lines
 
 ANY_TEXT = st.text(max_size=40)  # lone surrogates, too
 
