@@ -248,7 +248,7 @@ class TestPlace:
         assert [segment.num_slots for segment in pool.segments] == ([5, 0, 6, 7] if pp == 0 else [5, 5, 6, 0])
         first = 2 if pp else 0
         pool.segments[0].block(first, 0)
-        with pytest.raises(MemoryLayoutError, match=f"kv: layer {2 - first} asked for, but this rank has"):
+        with pytest.raises(MemoryLayoutError, match=f"kv: layers {2 - first} asked for, but this rank has"):
             pool.segments[0].block(2 - first, 0)
         pool.place(of_rank(pp, tp))  # again changes nothing
 
