@@ -38,10 +38,17 @@ def _nearest(snapshot: Snapshot, told: Sequence[Failed]) -> Failed:
     """Of what a room's ends say, what is nearest to the cause.
 
     Their deadlines are over within moments of each other, so that several give the room up before they hear of it. Each
-    names whom it waited for: the last of them waited for nobody else who tells.
+    names whom it waited for: the last of them waited for nobody else who tells. Where no end names another, a prefill
+    rank waited for a decode rank to open the room, and the decode rank says what kept it from that.
     """
     ranks = {failed.rank for failed in told}
-    first = min(told, key=lambda failed: len(ranks.intersection(_named(snapshot, failed)) - {failed.rank}))
+
+    def distance(failed: Failed) -> tuple[int, bool]:
+        agent = snapshot.agents.get(failed.rank)
+        others = ranks.intersection(_named(snapshot, failed)) - {failed.rank}
+        return len(others), agent is None or agent.role != "decode"
+
+    first = min(told, key=distance)
     known_to = dict.fromkeys(name for failed in told for name in (failed.rank, *failed.known_to))
     return replace(first, known_to=tuple(known_to))
 

@@ -176,6 +176,24 @@ def test_an_instance_that_is_not_complete():
     assert found.remedy.startswith("`kvctl bootstrap`")
 
 
+def test_rooms_that_ran_into_the_deadline_of_both_ends_before_the_instance_was_complete():
+    """The prefill rank gave up first and knows of no decode rank; the decode rank knows why."""
+    waits = "1 of 2 prefill ranks registered, missing tp=1"
+    fleet = Fleet()
+    stuck = "room 6 was stuck in Bootstrapping for 60.1 s"
+    unopened = f"{stuck}: 0 of ? decode ranks opened it"
+    fleet.failed(["prefill-0"], "6", "KV_ROOM_STUCK_BOOTSTRAP", "prefill-0", unopened, ago_s=19)
+    fleet.failed(["decode-0"], "6", "KV_ROOM_STUCK_BOOTSTRAP", "decode-0", f"{stuck}: {waits}")
+    (found,) = fleet.examine()
+    assert found.agents[0] == "decode-0"
+    assert waits in found.cause
+    fleet.status("decode-0", waiting_for=waits)
+    fleet.room("decode-0", "7", state="Bootstrapping", state_age_ns=12 * S, missing=[])
+    (found,) = fleet.examine()
+    assert (found.subject, found.evidence["failed_rooms"]) == ("room 7", 1)
+    assert waits in found.cause
+
+
 def test_an_instance_that_never_answered_is_no_stuck_room():
     """A decode rank with two instances: the first never came, every room of the second is done."""
     fleet = Fleet()
