@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copy import gather_piece, scatter_piece
-from kvctl_agent.memory.crew import CopyCrew, copy_threads
-from kvctl_agent.memory.floor import memcpy_gb_per_s
-from kvctl_agent.memory.parts import Piece
+from kvctl_agent.memory.copy_pool import CopyPool, copy_threads
+from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s
+from kvctl_agent.memory.part_layout import Piece
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.row_index import RowIndex
 
 PAGE_SIZE = 16
 POOL_BYTES = 192 << 20  # six times the cache, so that random pages miss
@@ -63,7 +63,7 @@ CASES = (
 
 def case_pool(shape: ModelShape) -> KVPool:
     """A pool of `POOL_BYTES`."""
-    whole = held(shape, PAGE_SIZE, Side(), Coord(0, 0, 0, 0))
+    whole = local_shards(shape, PAGE_SIZE, ParallelConfig(), RankCoord(0, 0, 0, 0))
     page_bytes = shape.num_layers * shape.num_kv_heads * whole[0].segment.page_head_bytes
     return KVPool.allocate(whole, PAGE_SIZE, POOL_BYTES // page_bytes)
 
@@ -93,7 +93,7 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
     ring = RingMemory(part.region_bytes)
     landing = ring.view(0, part.region_bytes).array
     assert landing is not None
-    crew = CopyCrew(threads)
+    crew = CopyPool(threads)
 
     def gathered(piece: Piece) -> None:
         buffer = buffers.acquire()

@@ -21,18 +21,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from kvctl_agent.contract.rig import DTYPE_BYTES
+from kvctl.lab.ranks.bench_messages import DTYPE_BYTES
 from kvctl_agent.device.base import Batch, Device, Event, Geometry
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceError
-from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.buffers import RingMemory
-from kvctl_agent.memory.copier import Landed
+from kvctl_agent.memory.copier import LandedPart
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.row_index import RowIndex
 
 PAGE_SIZE = 16
 POOL_BYTES = 3 << 30  # far beyond the caches, whatever of it a case touches
@@ -114,7 +114,7 @@ class Bench:
         kind = "mla" if case.latent else "mha"
         dims = (576, 0) if case.latent else (128, 128)
         shape = ModelShape(case.layers, case.pool_heads, *dims, nbytes, kind=kind)
-        here = held(shape, PAGE_SIZE, Side(), Coord(0, 0, 0, 0))
+        here = local_shards(shape, PAGE_SIZE, ParallelConfig(), RankCoord(0, 0, 0, 0))
         page_bytes = sum(plane.rows * plane.head_bytes for plane in here[0].segment.planes) * case.pool_heads
         self.pages = case.tokens // PAGE_SIZE
         self.pool = KVPool.allocate(here, PAGE_SIZE, POOL_BYTES // (page_bytes * case.layers), device=device)
@@ -138,7 +138,7 @@ class Bench:
             rows = RowIndex(self.memory, pages, 0, heads)
             return self.copier.gather(rows, [self.piece], self.regions).done
         landed = [
-            Landed(RowIndex(self.memory, pages, part * heads, heads), self.layout, region)
+            LandedPart(RowIndex(self.memory, pages, part * heads, heads), self.layout, region)
             for part, region in enumerate(self.regions)
         ]
         return self.copier.scatter(landed).done

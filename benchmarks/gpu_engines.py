@@ -30,7 +30,7 @@ from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceError, KvctlError
 from kvctl_agent.transport import Region, Transport, open_transport, prepare_environment
 from kvctl_agent.transport.environment import has_infiniband
-from kvctl_agent.transport.lane_kind import lane_kind
+from kvctl_agent.transport.interconnect import interconnect_of
 
 TOTAL_BYTES = 256 << 20
 SMALL_BYTES = 16 << 20
@@ -289,7 +289,7 @@ def line(row: dict[str, Any]) -> str:
         return f"{head}  not run: {row['why_not']}"
     kind = ""
     if row["descriptors"] == 1 and row["from"] != HOST:
-        kind = f"  ({lane_kind(row['gb_per_s'], same_host=True, network=has_infiniband()).name})"
+        kind = f"  ({interconnect_of(row['gb_per_s'], same_host=True, network=has_infiniband()).name})"
     return (
         f"{head}{row['descriptors']:9,}{row['bytes'] / 1024:10,.0f}{row['seconds'] * 1e3:10.2f}{row['gb_per_s']:9.2f}"
         f"  {'yes' if row['verified'] else 'NO'}{kind}"

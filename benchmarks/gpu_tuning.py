@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/gpu_tuning.py [--repeats N] [--case N ...]
 
-Cases and times are those of gpu_copies.py. What is best here belongs in `kvctl_agent/device/rows.py`.
+Cases and times are those of gpu_copies.py. What is best here belongs in `kvctl_agent/device/row_copies.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_copies import CASES, Bench, timed
 from kvctl_agent.device.cuda import CudaDevice
 from kvctl_agent.device.registry import open_device
-from kvctl_agent.device.rows import CudaCopies, Tuning
+from kvctl_agent.device.row_copies import CudaRowCopies, Tuning
 from kvctl_agent.device.variant import Tile
 from kvctl_agent.errors import DeviceError
 from kvctl_agent.memory.device_copier import DeviceCopier
@@ -39,7 +39,7 @@ def tunings() -> Iterator[Tuning]:
 def measure(device: CudaDevice, bench: Bench, tuning: Tuning, repeats: int) -> tuple[float, float]:
     """(wall, host) in µs."""
     bench.copier.close()
-    bench.copier = DeviceCopier(CudaCopies(device.context, device.kernels, device.events, tuning))
+    bench.copier = DeviceCopier(CudaRowCopies(device.context, device.kernels, device.events, tuning))
     bench.copier.prepare(bench.memory, 0, bench.case.heads)
     took = timed(bench.begin, repeats)
     return took.wall_us, took.host_us

@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvctl_agent.transport import Region, open_transport
-from kvctl_agent.transport.mooncake_engine import start
+from kvctl_agent.transport.mooncake.engine import start
 
 POOL_BYTES = 4 << 20
 SIZES = ((0, "none"), (4096, "4 KiB"), (2 << 20, "2 MiB"))

@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvctl.bench.statistics import percentile
-from kvctl.fleet.ledger import Room
-from kvctl.fleet.plan import SHORT_TIMINGS, SteadyPlan
-from kvctl.fleet.steady import SteadyFleet
-from kvctl.fleet.traffic import Traffic
+from kvctl.lab.bench.statistics import percentile
+from kvctl.lab.demo.plan import SHORT_TIMINGS, SteadyPlan
+from kvctl.lab.demo.room_accounting import Room
+from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.demo.traffic import Traffic
+from kvctl.lab.ranks.bench_messages import Sizes
 from kvctl_agent.contract.config import KEYS
-from kvctl_agent.contract.rig import Sizes
 
 PREFILL = (Sizes(tp=2), Sizes(tp=2))
 DECODE = Sizes(dp=2)

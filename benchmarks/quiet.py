@@ -20,13 +20,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvctl.client.fleet import Fleet
-from kvctl.fleet.plan import CALM_TIMINGS, SteadyPlan
-from kvctl.fleet.steady import SteadyFleet
-from kvctl.fleet.traffic import Traffic
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
 from kvctl.health.finding import Finding
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
+from kvctl.lab.demo.plan import CALM_TIMINGS, SteadyPlan
+from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.demo.traffic import Traffic
 
 LOOK_EVERY_S = 2.0
 ANSWER_NS = 2_000_000_000

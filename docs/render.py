@@ -19,10 +19,10 @@ from kvctl.commands.registry import COMMANDS as CLI_COMMANDS
 from kvctl.commands.registry import load
 from kvctl.exit_codes import FINDING_EXITS, ExitCode
 from kvctl.health.codes import CODES
-from kvctl.views.glossary import entries, tables
+from kvctl.lab.faults.specification import FAULT_COMMAND
+from kvctl.render.glossary import entries, tables
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.config import KEYS, Key
-from kvctl_agent.contract.faults import FAULT_COMMAND
 from kvctl_agent.contract.metrics import METRICS
 
 HERE = Path(__file__).parent

@@ -46,7 +46,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvctl_agent import Agent, ForwardInfo, KVPool, LayoutError, ModelShape, Rank, held
+from kvctl_agent import Agent, ForwardInfo, KVPool, LayoutError, ModelShape, Rank, local_shards
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 10, 16, 8, 16
 LATENT_DIM, ROPE_DIM = 32, 8  # of the latent model: what is cached of a token is both, one after the other
@@ -187,7 +187,7 @@ class PagedKV:
     """
 
     def __init__(self, shape: ModelShape, rank: Rank, num_pages: int, page_size: int, slots: int, seed: int) -> None:
-        here = held(shape, page_size, rank.side, rank.coord)[0]
+        here = local_shards(shape, page_size, rank.side, rank.coord)[0]
         rows = num_pages * page_size
         self.latent = shape.kind == "mla"
         self.heads = slice(here.head_lo, here.head_hi)
@@ -515,7 +515,7 @@ def parse(arguments: Sequence[str] | None, directory: str) -> Options:
     )
     try:
         for rank in options.prefill_ranks:
-            held(options.shape, options.page_size, rank.side, rank.coord)
+            local_shards(options.shape, options.page_size, rank.side, rank.coord)
     except LayoutError as error:
         parser.error(str(error))
     return options

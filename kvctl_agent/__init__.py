@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from kvctl_agent.agent import Agent
     from kvctl_agent.contract.states import RoomState
     from kvctl_agent.errors import KvctlError, LayoutError
-    from kvctl_agent.layout.grouping import ForwardInfo
-    from kvctl_agent.layout.holding import held
+    from kvctl_agent.layout.layer_grouping import ForwardInfo
+    from kvctl_agent.layout.local_shard import local_shards
     from kvctl_agent.layout.shape import ModelShape, StateShape
     from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
     from kvctl_agent.rank import Rank
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "Agent": "kvctl_agent.agent",
     "DraftKV": "kvctl_agent.memory.pool",
-    "ForwardInfo": "kvctl_agent.layout.grouping",
+    "ForwardInfo": "kvctl_agent.layout.layer_grouping",
     "KVPool": "kvctl_agent.memory.pool",
     "KvctlError": "kvctl_agent.errors",
     "LayoutError": "kvctl_agent.errors",
@@ -27,7 +27,7 @@ _WHERE = {
     "RoomState": "kvctl_agent.contract.states",
     "StateShape": "kvctl_agent.layout.shape",
     "StateTensors": "kvctl_agent.memory.pool",
-    "held": "kvctl_agent.layout.holding",
+    "local_shards": "kvctl_agent.layout.local_shard",
 }
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "RoomState",
     "StateShape",
     "StateTensors",
-    "held",
+    "local_shards",
 ]
 
 

@@ -15,56 +15,56 @@ from typing import Any, Literal
 import zmq
 
 from kvctl_agent import assembly
-from kvctl_agent.admin.observe import Observer
-from kvctl_agent.admin.operate import Operator
-from kvctl_agent.admin.remote import remote_of
+from kvctl_agent.admin.actions import AdminActions
+from kvctl_agent.admin.queries import AdminQueries
+from kvctl_agent.admin.remote_endpoint import remote_endpoint
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
-from kvctl_agent.contract.lane import LaneCost
+from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.values import shown
-from kvctl_agent.device.base import Copies
+from kvctl_agent.device.base import RowCopies
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.export.exports import Exports
 from kvctl_agent.layout.chunks import prefix_pages
-from kvctl_agent.layout.grouping import ForwardInfo, Grouping
-from kvctl_agent.layout.holding import held as layout_of
+from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
+from kvctl_agent.layout.local_shard import local_shards as layout_of
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
-from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.base import BULK, DIRECT, SLICE, STAGED, Path
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
-from kvctl_agent.paths.chooser import Chooser
 from kvctl_agent.paths.direct import DirectPath
+from kvctl_agent.paths.path_chooser import PathChooser
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.recording import InputLog
-from kvctl_agent.protocol.roster import Roster
+from kvctl_agent.protocol.registry import Roster
 from kvctl_agent.rank import Rank
-from kvctl_agent.runtime import endpoints
-from kvctl_agent.runtime.arrivals import ArrivalLoop
+from kvctl_agent.runtime import control_endpoints
+from kvctl_agent.runtime.action_executor import ActionExecutor
+from kvctl_agent.runtime.arrival_loop import ArrivalLoop
 from kvctl_agent.runtime.bootstrap import Registries
-from kvctl_agent.runtime.control import ControlLoop
-from kvctl_agent.runtime.desk import Desk, OnState
-from kvctl_agent.runtime.forwards import Forwards
-from kvctl_agent.runtime.handles import Bounds, Receive, Send, check_flag, check_room, check_timeout
-from kvctl_agent.runtime.hands import AgentHands
-from kvctl_agent.runtime.lanes import Lanes
-from kvctl_agent.runtime.links import Links
+from kvctl_agent.runtime.control_channel import ControlChannel
+from kvctl_agent.runtime.control_loop import ControlLoop
+from kvctl_agent.runtime.control_setup import set_up_control
+from kvctl_agent.runtime.event_poller import EventPoller
+from kvctl_agent.runtime.handle_registry import HandleRegistry, OnState
+from kvctl_agent.runtime.handles import PoolLimits, Receive, Send, check_flag, check_room, check_timeout
 from kvctl_agent.runtime.mailbox import Mailbox
-from kvctl_agent.runtime.meeting import meet
+from kvctl_agent.runtime.operator_requests import OperatorRequests
 from kvctl_agent.runtime.page_owners import written
+from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.readiness import check_fit, waiting_for
-from kvctl_agent.runtime.tickets import Tickets
-from kvctl_agent.runtime.worker import TransferWorker
+from kvctl_agent.runtime.transfer_worker import TransferWorker
 from kvctl_agent.security.curve import load_fleet_key
-from kvctl_agent.security.gatekeeper import Gatekeeper
-from kvctl_agent.security.strangers import Strangers
+from kvctl_agent.security.rejected_keys import RejectedKeys
+from kvctl_agent.security.zap_authenticator import ZapAuthenticator
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
@@ -114,7 +114,7 @@ class Agent:
         self.settings = load_settings(config)
         settings = self.settings
         self._keys = load_fleet_key(settings["fleet_key"])
-        remote = remote_of(settings, self._keys)
+        remote = remote_endpoint(settings, self._keys)
         self.exports = Exports(settings, name, role)
         self._instances = assembly.instances_of(role, bootstrap)
         for endpoint in self._instances:
@@ -134,38 +134,38 @@ class Agent:
         held = layout_of(self.shape, pool.page_size, rank.side, rank.coord)
         pool.place(held)
         assembly.check_settings(settings, pool)
-        self.chooser = Chooser(self.shape, pool.page_size, settings["path"], settings["staging"])
-        self._desk = Desk(name, on_state, assembly.destinations_of(pool) if role == "decode" else None)
-        self._forwards: Forwards | None = None
+        self.chooser = PathChooser(self.shape, pool.page_size, settings["path"], settings["staging"])
+        self._desk = HandleRegistry(name, on_state, assembly.destinations_of(pool) if role == "decode" else None)
+        self._forwards: EventPoller | None = None
         if role == "prefill" and pool.device is not None:
-            self._forwards = Forwards(f"{name}-forwards", pool.device)
+            self._forwards = EventPoller(f"{name}-forwards", pool.device)
         self._state: Literal["new", "running", "draining", "closed"] = "new"
         self._leaving = False  # the engine wants no more rooms, ever
         self._turning = threading.Lock()  # an operator may resume while the engine closes
         self.transport = self._open_transport()
         self._mailbox = Mailbox()
         self.workers: list[TransferWorker] = []
-        self._crew: CopyCrew | None = None
-        self._copiers: list[Copier | Copies] = []
+        self._crew: CopyPool | None = None
+        self._copiers: list[Copier | RowCopies] = []
         self.buffers: StagingBuffers | None = None
         self.ring: RingMemory | None = None
         try:
             self.buffers, self.ring = assembly.staging_memory(role, settings, pool.device)
             self.transport.register(assembly.regions(pool, self.buffers or self.ring))
             told = self.chooser, self.telemetry.recorder, settings["direct_sms"]
-            self.lanes = Lanes(name, self.transport, pool, self.buffers, *told)
+            self.connections = PeerConnections(name, self.transport, pool, self.buffers, *told)
             self.machine = self._build_machine()
             self.pipelining = Pipelining(self.local.layers, pool.page_size, settings, self.telemetry.metrics)
-            tickets = Tickets()
-            parts = (self.machine, self._desk, self.lanes, self.pipelining, self.workers, tickets)
-            self._hands = AgentHands(*parts)
+            tickets = OperatorRequests()
+            parts = (self.machine, self._desk, self.connections, self.pipelining, self.workers, tickets)
+            self._hands = ActionExecutor(*parts)
         except BaseException:
             self.transport.close()
             self._mailbox.close()
             assembly.close_all((self.buffers, self.ring))
             raise
-        self.observe = Observer(self)
-        operator = Operator(self, self._mailbox.put, tickets, lambda: self._admin.asker)
+        self.observe = AdminQueries(self)
+        operator = AdminActions(self, self._mailbox.put, tickets, lambda: self._admin.asker)
         telemetry = self.telemetry
         self._admin = AdminServer(
             name,
@@ -177,9 +177,9 @@ class Agent:
             remote=remote,
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gatekeeper: Gatekeeper | None = None
+        self._gatekeeper: ZapAuthenticator | None = None
         self._control: ControlLoop | None = None
-        self.links: Links | None = None
+        self.links: ControlChannel | None = None
         self._registries: Registries | None = None
         self._at_exit = _close_at_exit(self)
 
@@ -195,7 +195,7 @@ class Agent:
         params = parse_params(settings["transport_params"])
         return open_transport(settings["transport"], self.name, params, self.pool.device)
 
-    def _open_links(self, kind: Callable[..., Links] = Links) -> Links:
+    def _open_links(self, kind: Callable[..., ControlChannel] = ControlChannel) -> ControlChannel:
         """The control channel."""
         return kind(self._context, self.name, self.incarnation, self.telemetry, self._keys)
 
@@ -220,7 +220,7 @@ class Agent:
         return paths
 
     def _check_endpoint(self, endpoint: str) -> None:
-        endpoints.check_endpoint(endpoint, insecure=self.settings["insecure"], keys=self._keys is not None)
+        control_endpoints.check_endpoint(endpoint, insecure=self.settings["insecure"], keys=self._keys is not None)
 
     def _build_machine(self) -> Machine:
         self.local = assembly.local_of(
@@ -235,7 +235,7 @@ class Agent:
             self.ring,
         )
         self.inputs = InputLog(self.settings["record_inputs"])
-        parts = (self.telemetry, self.chooser, self.inputs, self.lanes.reaches)
+        parts = (self.telemetry, self.chooser, self.inputs, self.connections.reaches)
         return assembly.machine_of(self.role, self.local, self.settings, *parts)
 
     # ---- life -------------------------------------------------------------------------------------------------
@@ -254,8 +254,8 @@ class Agent:
             self._admin.start()
             self.exports.start(self.observe.metrics, self.telemetry)
             if (keys := self._keys) is not None:
-                strangers = Strangers(self.telemetry.metrics, self.telemetry.recorder)
-                self._gatekeeper = Gatekeeper(
+                strangers = RejectedKeys(self.telemetry.metrics, self.telemetry.recorder)
+                self._gatekeeper = ZapAuthenticator(
                     self._context, f"{self.name}-keys", lambda key: key == keys.public, strangers.refused
                 )
             self._control = self._build_control()
@@ -270,12 +270,14 @@ class Agent:
         """Bind and connect the control sockets; the loop owns them from here on."""
         recorded = self.inputs if self.settings["record_inputs"] else None
         parts = (self.machine, self._hands, self._mailbox, self.telemetry)
-        meeting = meet(self.local, self._instances, self._context, self._keys, self._open_links, parts, recorded)
+        meeting = set_up_control(
+            self.local, self._instances, self._context, self._keys, self._open_links, parts, recorded
+        )
         self.links, self._registries = meeting.links, meeting.registries
         return meeting.control
 
     def _start_threads(self) -> None:
-        self._crew = CopyCrew(assembly.threads(self.settings["copy_threads"], 2), f"{self.name}-copy")
+        self._crew = CopyPool(assembly.threads(self.settings["copy_threads"], 2), f"{self.name}-copy")
         if self.role == "decode":
             self._hands.arrivals = self._open_arrivals()
             self._hands.arrivals.start()
@@ -288,7 +290,7 @@ class Agent:
                 f"{self.name}-transfer-{number}",
                 self._paths(self.buffers),
                 AuxPath(),
-                self.lanes.by_peer,
+                self.connections.by_peer,
                 self.transport.progress,
                 self._mailbox.put,
                 self.telemetry.metrics,
@@ -403,7 +405,7 @@ class Agent:
         if self._hands.arrivals is not None:
             ended &= self._hands.arrivals.close(max(0.1, deadline - time.monotonic()))
         if self._control is not None:
-            self._mailbox.put(ev.Leave(ended and all(worker.drained for worker in self.workers)))
+            self._mailbox.put(ev.Shutdown(ended and all(worker.drained for worker in self.workers)))
             ended &= self._control.close(max(0.1, deadline - time.monotonic()))
         if self._gatekeeper is not None:
             self._gatekeeper.close()
@@ -419,7 +421,7 @@ class Agent:
         if ended:
             copied = assembly.copies_ended(self._copiers, self.telemetry.recorder)
             if copied:
-                self.lanes.close()
+                self.connections.close()
             if self._crew is not None:
                 self._crew.close()
             self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
@@ -519,9 +521,9 @@ class Agent:
         else:
             self._desk.add(handle, written)
 
-    def _bounds(self) -> Bounds:
+    def _bounds(self) -> PoolLimits:
         slots = tuple(memory.num_slots for memory in self.pool.segments if memory.held.segment.state)
-        return Bounds(self.pool.num_pages, self.pool.aux_slots, self.local.layers, slots)
+        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.local.layers, slots)
 
     def set_pipeline(self, mode: str) -> None:
         """Change how forwards are cut from now on: off, on, measured, or a number of layers per group."""
@@ -531,18 +533,18 @@ class Agent:
         """Change how parts move from now on: a value of the key `path`."""
         assembly.check_path(path, self.pool)
         self.chooser.path = path
-        self.lanes.calibrate_once(self.workers[0] if self.workers else None)
+        self.connections.calibrate_once(self.workers[0] if self.workers else None)
 
-    def measure_lane(self) -> LaneCost:
-        """Prefill: measure the lane to the first connected peer, between parts.
+    def measure_lane(self) -> ConnectionCost:
+        """Prefill: measure the connection to the first connected peer, between parts.
 
         Raises:
             LocalProtocolError: no peer is connected, or it offers no memory to measure with.
             DeadlineExceeded: the transfer worker was too busy.
         """
         if self._state not in ("running", "draining") or not self.workers:
-            raise LocalProtocolError(f"{self.name} ({self._state}) has no lane to measure")
-        return self.lanes.measure(self.workers[0])
+            raise LocalProtocolError(f"{self.name} ({self._state}) has no connection to measure")
+        return self.connections.measure(self.workers[0])
 
 
 def _discard(event: ev.Event) -> None:

@@ -16,14 +16,14 @@ from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
-from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.base import BULK, DIRECT, SLICE, STAGED
-from kvctl_agent.paths.chooser import AUTO, Chooser
+from kvctl_agent.paths.path_chooser import AUTO, PathChooser
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import MAX_SHARED, MAX_TEXT, SharedMemory
 from kvctl_agent.protocol.prefill import PrefillMachine
@@ -31,11 +31,11 @@ from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.page_owners import Destinations
+from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.telemetry.recorder import FlightRecorder
 from kvctl_agent.transport.base import Region, Transport
 
-_SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their lane
+_SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their connection
 _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
 _MAX_NAME_BYTES = 255  # of a ZMQ identity
 # One agent has about 30 with the loopback transport and 40 with NIXL on two cores; libzmq and UCX abort without.
@@ -150,7 +150,7 @@ def copies_ended(copiers: Iterable[Closable], recorder: FlightRecorder) -> bool:
     return True
 
 
-def copier_of(device: Device | None, crew: CopyCrew) -> Copier:
+def copier_of(device: Device | None, crew: CopyPool) -> Copier:
     """One thread's: by the crew in host memory, else by a stream of the device."""
     return HostCopier(crew) if device is None else DeviceCopier(device.copies())
 
@@ -171,11 +171,11 @@ def local_of(
     settings: Settings,
     transport: Transport,
     ring: RingMemory | None,
-) -> Local:
+) -> LocalInfo:
     """What an agent knows of itself."""
     ring_bytes = ring.nbytes - _SCRATCH_BYTES if ring else 0
     shared, unshared = _shared(pool, ring) if role == "decode" else ((), "")
-    return Local(
+    return LocalInfo(
         name=name,
         role=role,
         coord=rank.coord,
@@ -233,10 +233,10 @@ def _ns(seconds: float) -> int:
 
 def machine_of(
     role: str,
-    local: Local,
+    local: LocalInfo,
     settings: Settings,
     telemetry: Telemetry,
-    chooser: Chooser,
+    chooser: PathChooser,
     inputs: InputLog,
     reaches: Callable[[str], bool],
 ) -> Machine:

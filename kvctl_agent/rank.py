@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.side import Coord, Side
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.sizes import check_sizes, set_sizes
 
 
@@ -30,18 +30,18 @@ class Rank:
     stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        set_sizes(self, *Coord._fields, minimum=0)
-        set_sizes(self, *(f"{axis}_size" for axis in Coord._fields))
+        set_sizes(self, *RankCoord._fields, minimum=0)
+        set_sizes(self, *(f"{axis}_size" for axis in RankCoord._fields))
         object.__setattr__(self, "stages", check_sizes("layers of a stage", self.stages))
-        for axis in Coord._fields:
+        for axis in RankCoord._fields:
             place, size = getattr(self, axis), getattr(self, f"{axis}_size")
             if place >= size:
                 raise LayoutError(f"rank {axis}={place} is outside {axis}_size={size}")
 
     @property
-    def coord(self) -> Coord:
-        return Coord(self.dp, self.pp, self.cp, self.tp)
+    def coord(self) -> RankCoord:
+        return RankCoord(self.dp, self.pp, self.cp, self.tp)
 
     @property
-    def side(self) -> Side:
-        return Side(self.dp_size, self.pp_size, self.cp_size, self.tp_size, self.stages)
+    def side(self) -> ParallelConfig:
+        return ParallelConfig(self.dp_size, self.pp_size, self.cp_size, self.tp_size, self.stages)

@@ -17,12 +17,12 @@ import click
 import pytest
 
 from kvctl.cli import cli
-from kvctl.client import goals
+from kvctl.client import wait_conditions
 from kvctl.commands.options import GlobalOptions, KvctlGroup
 from kvctl.health import thresholds
 from kvctl.health.areas import AREAS
 from kvctl.health.codes import CODES_BY_NAME
-from kvctl.views.view import View
+from kvctl.render.view import View
 from kvctl_agent.contract.config import KEYS
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
 
@@ -120,7 +120,7 @@ def test_a_command_can_be_typed(mention: Mention, tmp_path: Path, monkeypatch: p
         assert view is not None, "no view, no columns"
         assert view.column(name.removeprefix("-")) is not None, name
     if goal := context.params.get("goal"):
-        goals.parse(goal)
+        wait_conditions.parse(goal)
     if "crit" in context.params:
         area = str(context.info_name)
         thresholds.parse(context.params["warn"], context.params["crit"], [area] if area in AREAS else [*AREAS])

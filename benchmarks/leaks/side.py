@@ -25,7 +25,7 @@ prepare_environment()
 import numpy as np  # noqa: E402
 
 from benchmarks.leaks.census import Sizes, census, instances  # noqa: E402
-from kvctl_agent import Agent, KVPool, Rank, RoomState, held  # noqa: E402
+from kvctl_agent import Agent, KVPool, Rank, RoomState, local_shards  # noqa: E402
 from kvctl_agent.layout.shape import ModelShape  # noqa: E402
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=4, k_dim=64, v_dim=64, dtype_bytes=1)
@@ -65,7 +65,7 @@ class Side:
         self.agents: list[Agent] = []
         for number in range(sizes[role]):
             rank = Rank(tp=number, tp_size=sizes[role])
-            pool = KVPool.allocate(held(SHAPE, PAGE_SIZE, rank.side, rank.coord), PAGE_SIZE, PAGES)
+            pool = KVPool.allocate(local_shards(SHAPE, PAGE_SIZE, rank.side, rank.coord), PAGE_SIZE, PAGES)
             self._pools.append(pool)
             self.agents.append(
                 Agent(

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO
 
 from kvctl.client.calls import Call
-from kvctl.client.captured_moment import Moment, encode
-from kvctl.client.captured_taking import Taker
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Fleet, Survey
+from kvctl.client.fleet_snapshot import FleetSnapshot, encode
+from kvctl.client.snapshot_recorder import SnapshotRecorder
 from kvctl.errors import CliError
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.version import VERSION
@@ -121,7 +121,7 @@ def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Serie
     writer.end()
 
 
-def write_moments(file: IO[bytes], moments: Iterable[Moment]) -> bool:
+def write_moments(file: IO[bytes], moments: Iterable[FleetSnapshot]) -> bool:
     """A recording of moments only, into an empty file; False where Ctrl-C has cut it short, which leaves it whole."""
     writer = _Writer(file)
     try:
@@ -163,7 +163,7 @@ class _Writer:
 
 
 def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) -> None:
-    taker = Taker(fleet)
+    taker = SnapshotRecorder(fleet)
     ends: int | None = None
     while True:
         began = time.monotonic_ns()

@@ -9,7 +9,7 @@ import orjson
 
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.contract.replay import AgentVerdict, ReplayReply, ReplayRequest
+from kvctl.lab.replay.messages import AgentVerdict, ReplayReply, ReplayRequest
 
 _LONGEST_S = 3600.0
 _CODES = {"version": ExitCode.PROTOCOL, "unknown-agent": ExitCode.USAGE, "unreadable": ExitCode.FAILED}
@@ -23,7 +23,7 @@ def replay(request: ReplayRequest, *, quiet: bool) -> list[AgentVerdict]:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "kvctl_agent.replay"],
+            [sys.executable, "-m", "kvctl.lab.replay"],
             input=orjson.dumps(request),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,

@@ -12,12 +12,12 @@ from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import live_only, run
+from kvctl.commands.queries import live_only, run
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.views.agents import AGENTS
-from kvctl.views.report import Report
+from kvctl.render.agents import AGENTS
+from kvctl.render.report import Report
 from kvctl_agent.contract import stale_sockets
 from kvctl_agent.contract.admin import socket_dir
 

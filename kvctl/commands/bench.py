@@ -6,15 +6,15 @@ from typing import Any
 
 import click
 
-from kvctl.bench.baseline import load_baseline
-from kvctl.bench.views import plan_rows, plan_table
 from kvctl.commands.bench_options import GroupedCommand, bench_options
 from kvctl.commands.bench_request import understand
 from kvctl.commands.bench_run import BenchRun, checked_columns, plan_all
 from kvctl.commands.options import pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.views.report import Report
+from kvctl.lab.bench.baseline import load_baseline
+from kvctl.lab.bench.views import plan_rows, plan_table
+from kvctl.render.report import Report
 
 
 @click.command(

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from kvctl.bench.options import (
+from kvctl.commands.options import KvctlCommand
+from kvctl.lab.bench.options import (
     parse_bench_faults,
     parse_cp_modes,
     parse_gpus,
@@ -23,9 +24,8 @@ from kvctl.bench.options import (
     parse_sweep,
     parse_tokens,
 )
-from kvctl.bench.presets import PRESETS
-from kvctl.commands.options import KvctlCommand
-from kvctl_agent.contract.rig import COMPUTES, DEVICES, DTYPE_BYTES, PAGE_ORDERS, VERIFY_MODES
+from kvctl.lab.bench.presets import PRESETS
+from kvctl.lab.ranks.bench_messages import COMPUTES, DEVICES, DTYPE_BYTES, PAGE_ORDERS, VERIFY_MODES
 
 _AXES = {
     "tp": "attention tensor-parallel ranks",

@@ -10,17 +10,17 @@ from typing import Any
 
 import click
 
-from kvctl.bench import scale
-from kvctl.bench.gpu_presets import POINT_S, on_gpus
-from kvctl.bench.machine import cores, memory_budget_bytes
-from kvctl.bench.options import TRANSPORTS, sweep_loads
-from kvctl.bench.presets import PRESETS, Part, Preset
-from kvctl.bench.program import Program
-from kvctl.bench.prompts import poisson, sessions
-from kvctl.bench.trace import TraceError, read, scaled
-from kvctl.bench.traffic import Source
-from kvctl.bench.variants import Variant, expand, waves
-from kvctl_agent.contract.rig import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.bench import scale
+from kvctl.lab.bench.gpu_presets import POINT_S, on_gpus
+from kvctl.lab.bench.machine import cores, memory_budget_bytes
+from kvctl.lab.bench.options import TRANSPORTS, sweep_loads
+from kvctl.lab.bench.presets import PRESETS, Part, Preset
+from kvctl.lab.bench.program import Program
+from kvctl.lab.bench.prompts import poisson, sessions
+from kvctl.lab.bench.trace import TraceError, read, scaled
+from kvctl.lab.bench.traffic import Source
+from kvctl.lab.bench.variants import Variant, expand, waves
+from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Sizes, Tokens
 
 _TRACE_REQUESTS = 500
 _TRACE_CONCURRENCY = 32
@@ -37,7 +37,7 @@ class Fleets:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BenchRequest:
     """Everything that the options ask for.
 
     Attributes:
@@ -57,7 +57,7 @@ class Asked:
         return sum(len(wave.variants) for wave in self.waves) > 1
 
 
-def understand(options: Mapping[str, Any], given: Collection[str]) -> Asked:
+def understand(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
     """Resolve options.
 
     Args:
@@ -101,7 +101,7 @@ def understand(options: Mapping[str, Any], given: Collection[str]) -> Asked:
             for variant in expand(request, merged["transports"], merged["cp_modes"]):
                 variants.append(replace(variant, fleet=each.label))
         fleets += [Fleets(tuple(wave), part.program(settled)) for wave in waves([variants])]
-    asked = Asked(options, preset, source, tuple(fleets), tuple(notes))
+    asked = BenchRequest(options, preset, source, tuple(fleets), tuple(notes))
     if options["hold"] and asked.several:
         raise _wrong("--hold", "one fleet can be held, and this bench has several: leave it out, or compare nothing")
     return asked

@@ -14,33 +14,33 @@ from typing import Any
 import click
 import orjson
 
-from kvctl.bench.baseline import compare, failures
-from kvctl.bench.deltas import with_delta
-from kvctl.bench.fleet import Fleet
-from kvctl.bench.outcome import Measured, Outcome
-from kvctl.bench.preset_views import PIPELINE, comparison_view, contestants, side_by_side
-from kvctl.bench.presets import Comparison
-from kvctl.bench.progress import Steps
-from kvctl.bench.session import Session, laps_of, measure
-from kvctl.bench.traffic import with_requests
-from kvctl.bench.variants import Variant
-from kvctl.bench.views import BENCH, PLAN, blocks
-from kvctl.commands.bench_request import Asked, Fleets
+from kvctl.commands.bench_request import BenchRequest, Fleets
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
-from kvctl.fleet.failures import FleetError
-from kvctl.fleet.place import rank_names
-from kvctl.fleet.planner import plan as make_plan
-from kvctl.views.report import Report
-from kvctl_agent.contract.rig import Plan
+from kvctl.lab.bench.baseline import compare, failures
+from kvctl.lab.bench.deltas import with_delta
+from kvctl.lab.bench.fleet import Fleet
+from kvctl.lab.bench.outcome import Measured, Outcome
+from kvctl.lab.bench.preset_views import PIPELINE, comparison_view, contestants, side_by_side
+from kvctl.lab.bench.presets import Comparison
+from kvctl.lab.bench.progress import Steps
+from kvctl.lab.bench.session import Session, laps_of, measure
+from kvctl.lab.bench.traffic import with_requests
+from kvctl.lab.bench.variants import Variant
+from kvctl.lab.bench.views import BENCH, PLAN, blocks
+from kvctl.lab.demo.failures import FleetError
+from kvctl.lab.demo.paths import rank_names
+from kvctl.lab.demo.planner import plan as make_plan
+from kvctl.lab.ranks.bench_messages import Plan
+from kvctl.render.report import Report
 from kvctl_agent.contract.settings import near
 
 PlannedFleets = Sequence[tuple[Fleets, Sequence[tuple[Variant, Plan]]]]
 
 
-def plan_all(asked: Asked, output: Output) -> PlannedFleets:
+def plan_all(asked: BenchRequest, output: Output) -> PlannedFleets:
     """Plan every fleet before any is started; tells what plans remark.
 
     Raises:
@@ -66,7 +66,7 @@ def plan_all(asked: Asked, output: Output) -> PlannedFleets:
     return planned
 
 
-def _check_paused(asked: Asked, plan: Plan) -> None:
+def _check_paused(asked: BenchRequest, plan: Plan) -> None:
     """Refuse a pause of a rank that there is not, before any is started.
 
     Raises:
@@ -83,7 +83,12 @@ class BenchRun:
     """One call of the command, from the plans on."""
 
     def __init__(
-        self, output: Output, settings: Settings, asked: Asked, planned: PlannedFleets, baseline: dict[str, Any] | None
+        self,
+        output: Output,
+        settings: Settings,
+        asked: BenchRequest,
+        planned: PlannedFleets,
+        baseline: dict[str, Any] | None,
     ) -> None:
         self._output = output
         self._settings = settings
@@ -188,7 +193,7 @@ class BenchRun:
         if save is not None:
             save.write_bytes(orjson.dumps(self._outcome.document(), option=orjson.OPT_INDENT_2) + b"\n")
         if html is not None:
-            from kvctl.bench.html.document import render  # drawing is only for those who want a picture
+            from kvctl.lab.bench.html.document import render  # drawing is only for those who want a picture
 
             command = shlex.join(["kvctl", *sys.argv[1:]])
             html.write_text(render(self._outcome.report(command, self._started_at)), encoding="utf-8")
@@ -229,7 +234,7 @@ class BenchRun:
         return Report(view, lines, answered=1, blocks=lambda kept, _width: picture(kept, view=view))
 
 
-def checked_columns(output: Output, asked: Asked, plan_only: bool) -> None:
+def checked_columns(output: Output, asked: BenchRequest, plan_only: bool) -> None:
     """Refuse `--columns` and the like before anything is started, where the columns are known by now.
 
     Raises:

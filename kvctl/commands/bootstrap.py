@@ -9,11 +9,11 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
-from kvctl.commands.reading import run
+from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.views.bootstrap import BOOTSTRAP, RANKS, instances
-from kvctl.views.report import Block, Grid, Report, Text
-from kvctl.views.view import Row
+from kvctl.render.bootstrap import BOOTSTRAP, RANKS, instances
+from kvctl.render.report import Block, Grid, Report, Text
+from kvctl.render.view import Row
 
 _MOST_RANKS = 32
 

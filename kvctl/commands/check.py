@@ -12,10 +12,10 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from kvctl.client.fleet import Survey
-from kvctl.commands.looking import Looking, earlier
+from kvctl.commands.health_query import HealthQuery, earlier
 from kvctl.commands.options import KvctlCommand, KvctlGroup, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import nobody, source
+from kvctl.commands.queries import nobody, source
 from kvctl.commands.settings import OUTPUTS, PROMETHEUS, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import CheckState
@@ -24,8 +24,8 @@ from kvctl.health.measures import MEASURES
 from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.health.thresholds import Threshold, ThresholdError, parse
 from kvctl.health.verdict import Verdict, verdicts, worst
-from kvctl.views.check import CHECK, exposition, plugin, rows, unknown
-from kvctl.views.report import Report
+from kvctl.render.check import CHECK, exposition, plugin, rows, unknown
+from kvctl.render.report import Report
 
 _Result = TypeVar("_Result")
 _NAGIOS = "nagios"
@@ -119,7 +119,7 @@ def _run(
     """Looks once, or with `-w` again and again, and ends with the state as exit status."""
     chosen = form or click.get_current_context().ensure_object(dict).get("output") or _NAGIOS
     output = Output(replace(settings, output=chosen))
-    looking = Looking(settings, earlier(settings))
+    looking = HealthQuery(settings, earlier(settings))
     with source(settings) as fleet:
         while True:
             survey = fleet.survey(HEALTH_CALLS)

@@ -9,10 +9,10 @@ from kvctl.client.fleet import Survey
 from kvctl.commands.config_explain import explain
 from kvctl.commands.config_set import set_value
 from kvctl.commands.options import KvctlGroup, pass_settings
-from kvctl.commands.reading import run
+from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.views.config import CONFIG, ORIGINS, shared
-from kvctl.views.report import Report
+from kvctl.render.config import CONFIG, ORIGINS, shared
+from kvctl.render.report import Report
 
 
 @click.group(cls=KvctlGroup, default="show")

@@ -10,11 +10,11 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
-from kvctl.commands.reading import nobody, run
+from kvctl.commands.queries import nobody, run
 from kvctl.commands.settings import Settings
-from kvctl.views.config import EXPLAINED, declared, page, shared
-from kvctl.views.report import Block, Grid, Report, Text
-from kvctl.views.view import Row
+from kvctl.render.config import EXPLAINED, declared, page, shared
+from kvctl.render.report import Block, Grid, Report, Text
+from kvctl.render.view import Row
 from kvctl_agent.contract.config import KEYS_BY_NAME, Key
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvctl.client.calls import Call
-from kvctl.commands.acting import act, named, yes_option
+from kvctl.commands.mutations import act, named, yes_option
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.settings import Settings
-from kvctl.views.operations import DONE
+from kvctl.render.operations import DONE
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME
 
 if TYPE_CHECKING:

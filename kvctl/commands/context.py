@@ -9,13 +9,13 @@ from typing import Any
 import click
 
 from kvctl.commands import context_file
-from kvctl.commands.completing import contexts
+from kvctl.commands.completion_values import contexts
 from kvctl.commands.files import CONTEXT, CONTEXT_KEYS, File, context_of, user_file
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings, check_context, chosen_context
-from kvctl.views.contexts import CONTEXTS
-from kvctl.views.report import Report
+from kvctl.render.contexts import CONTEXTS
+from kvctl.render.report import Report
 
 
 @click.group(cls=KvctlGroup, default="ls")

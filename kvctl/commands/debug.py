@@ -8,20 +8,20 @@ from time import localtime, strftime
 
 import click
 
-from kvctl.client.captured_bundle import checked, is_bundle
-from kvctl.client.captured_file import readable
+from kvctl.client.bundle_reader import checked, is_bundle
 from kvctl.client.faults import exit_code, lines
 from kvctl.client.fleet import Fleet
+from kvctl.client.recording_reader import readable
 from kvctl.client.recordings import whole_file
-from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, Bundled, Wish, write_bundle
+from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleRequest, BundleResult, write_bundle
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.views.bundles import BUNDLE
-from kvctl.views.report import Report
+from kvctl.render.bundles import BUNDLE
+from kvctl.render.report import Report
 from kvctl_agent.contract.recording import RecordingError
 
 
@@ -70,11 +70,11 @@ def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) ->
     try:
         with whole_file(file) as opened:
             if settings.from_file is not None:
-                wish = Wish(None, settings.from_file, redact, output.detail)
+                wish = BundleRequest(None, settings.from_file, redact, output.detail)
                 made = write_bundle(opened, file.resolve().parent, wish)
             else:
                 with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
-                    wish = Wish(fleet, None, redact, output.detail)
+                    wish = BundleRequest(fleet, None, redact, output.detail)
                     made = write_bundle(opened, file.resolve().parent, wish)
     except OSError as error:
         raise CliError(f"cannot write {file}: {error.strerror or error}") from error
@@ -83,7 +83,7 @@ def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) ->
     raise click.exceptions.Exit(_conclude(output, file, made))
 
 
-def _conclude(output: Output, path: Path, made: Bundled) -> ExitCode:
+def _conclude(output: Output, path: Path, made: BundleResult) -> ExitCode:
     for line in lines(made.faults):
         complain(line)
     for text in made.failed:

@@ -19,15 +19,15 @@ from typing import IO, Any
 import click
 import orjson
 
-from kvctl.client.captured_archive import Archive, Entry
-from kvctl.client.captured_bundle import RECORDING
-from kvctl.client.captured_file import load
-from kvctl.client.captured_moment import Moment, utf8
-from kvctl.client.captured_redaction import Redaction, redacted
-from kvctl.client.captured_taking import Taker
+from kvctl.client.bundle_reader import RECORDING
+from kvctl.client.bundle_writer import Archive, Entry
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
+from kvctl.client.fleet_snapshot import FleetSnapshot, utf8
+from kvctl.client.recording_reader import load
 from kvctl.client.recordings import Saving, Series, write_moments, write_recording
+from kvctl.client.redaction import Redaction, redacted
+from kvctl.client.snapshot_recorder import SnapshotRecorder
 from kvctl.commands.debug_host import facts
 from kvctl.commands.registry import load as command_named
 from kvctl.exit_codes import ExitCode
@@ -71,7 +71,7 @@ HOST_TEXT = Text("host.txt", ("doctor", "--host-only"), "what this machine means
 
 
 @dataclass(slots=True)
-class Bundled:
+class BundleResult:
     """What came of it.
 
     Attributes:
@@ -91,7 +91,7 @@ class Bundled:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class BundleRequest:
     """What goes into the bundle.
 
     Attributes:
@@ -106,9 +106,9 @@ class Wish:
     say: Callable[[str], None]
 
 
-def write_bundle(file: IO[bytes], directory: Path, wish: Wish) -> Bundled:
+def write_bundle(file: IO[bytes], directory: Path, wish: BundleRequest) -> BundleResult:
     """A whole bundle, into an empty file; `directory` takes the recording while it is being made."""
-    made = Bundled()
+    made = BundleResult()
     archive = Archive(file)
     redaction = Redaction.of_this_machine() if wish.redact else None
     about: dict[str, Any] = {"made_at_ns": time.time_ns(), "redacted": wish.redact}
@@ -134,7 +134,9 @@ def write_bundle(file: IO[bytes], directory: Path, wish: Wish) -> Bundled:
     return made
 
 
-def _fill(archive: Archive, directory: Path, wish: Wish, redaction: Redaction | None, made: Bundled) -> None:
+def _fill(
+    archive: Archive, directory: Path, wish: BundleRequest, redaction: Redaction | None, made: BundleResult
+) -> None:
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvctl-", suffix=".kvrec") as recording:
         wish.say("asking the agents")
         what = _record(recording, wish, redaction, made)
@@ -154,7 +156,12 @@ def _fill(archive: Archive, directory: Path, wish: Wish, redaction: Redaction | 
 
 
 def _add_text(
-    archive: Archive, text: Text, where: tuple[str, ...], wish: Wish, redaction: Redaction | None, made: Bundled
+    archive: Archive,
+    text: Text,
+    where: tuple[str, ...],
+    wish: BundleRequest,
+    redaction: Redaction | None,
+    made: BundleResult,
 ) -> None:
     wish.say(text.name)
     shown = _shown(text, where, made)
@@ -162,7 +169,7 @@ def _add_text(
         archive.add(text.name, utf8(redaction.text(shown) if redaction else shown).encode(), text.what)
 
 
-def _record(file: IO[bytes], wish: Wish, redaction: Redaction | None, made: Bundled) -> str:
+def _record(file: IO[bytes], wish: BundleRequest, redaction: Redaction | None, made: BundleResult) -> str:
     """Writes the recording; returns what it holds."""
     if wish.fleet is not None and redaction is None:
         saving = Saving(wish.fleet.survey())
@@ -171,27 +178,27 @@ def _record(file: IO[bytes], wish: Wish, redaction: Redaction | None, made: Bund
         made.left_out += saving.left_out
         made.partial = saving.interrupted
         return "moments of the fleet, for --from, and what its machines were told, for kvctl replay"
-    moments: Iterable[Moment] = _taken(wish.fleet) if wish.fleet is not None else _loaded(wish.source)
+    moments: Iterable[FleetSnapshot] = _taken(wish.fleet) if wish.fleet is not None else _loaded(wish.source)
     counted = _counted(moments, made)
     made.partial = not write_moments(file, counted if redaction is None else redacted(counted, redaction))
     made.left_out.append("what the machines were told: it holds addresses" if redaction else "machine inputs")
     return "moments of the fleet, for --from"
 
 
-def _taken(fleet: Fleet) -> Iterator[Moment]:
-    taker = Taker(fleet)
+def _taken(fleet: Fleet) -> Iterator[FleetSnapshot]:
+    taker = SnapshotRecorder(fleet)
     yield taker.take()
     time.sleep(_APART_NS / 1e9)
     yield taker.take()
 
 
-def _loaded(source: Path | None) -> Iterator[Moment]:
+def _loaded(source: Path | None) -> Iterator[FleetSnapshot]:
     assert source is not None
     moments = load(source)
     return (moments[index] for index in range(len(moments)))
 
 
-def _counted(moments: Iterable[Moment], made: Bundled) -> Iterator[Moment]:
+def _counted(moments: Iterable[FleetSnapshot], made: BundleResult) -> Iterator[FleetSnapshot]:
     for moment in moments:
         made.agents = max(made.agents, sum(seen.answer is not None for seen in moment.seen))
         made.faults = [*moment.discovery.faults, *(seen.fault for seen in moment.seen if seen.fault is not None)]
@@ -199,7 +206,7 @@ def _counted(moments: Iterable[Moment], made: Bundled) -> Iterator[Moment]:
         yield moment
 
 
-def _shown(text: Text, where: tuple[str, ...], made: Bundled) -> str:
+def _shown(text: Text, where: tuple[str, ...], made: BundleResult) -> str:
     """What the command prints of the recording that `where` names."""
     command = command_named(text.args[0])
     assert command is not None, text.name

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvctl.client.captured_moment import utf8
+from kvctl.client.fleet_snapshot import utf8
 
 _PACKAGES = ("nixl", "mooncake-transfer-engine", "torch", "numpy", "pyzmq", "orjson", "msgspec", "triton")
 _ENVIRONMENT = ("KVCTL_", "UCX_", "NIXL_", "MC_", "SGLANG_DISAGG", "CUDA_VISIBLE", "NCCL_")

@@ -15,23 +15,23 @@ from typing import Any, NoReturn, cast
 import click
 from click.core import ParameterSource
 
-from kvctl.bench.options import parse_instances, parse_tokens
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
-from kvctl.fleet.failures import FleetError
-from kvctl.fleet.plan import CALM_TIMINGS, SteadyPlan
-from kvctl.fleet.router import SHORT_GAP_S
-from kvctl.fleet.scenes import SCENES_BY_NAME, Scene, listed
-from kvctl.fleet.schedule import Kind, Strike, draw_schedule, replaceable
-from kvctl.fleet.soak import Load, Soak
-from kvctl.fleet.steady import SteadyFleet
-from kvctl.views.demo import FAULTS, MOMENTS, RANKS, blocks, totals
-from kvctl.views.report import Report
-from kvctl_agent.contract.faults import FAULTS_BY_NAME, Fault, parse_faults
-from kvctl_agent.contract.rig import Sizes, Tokens
+from kvctl.lab.bench.options import parse_instances, parse_tokens
+from kvctl.lab.demo.failures import FleetError
+from kvctl.lab.demo.plan import CALM_TIMINGS, SteadyPlan
+from kvctl.lab.demo.router import SHORT_GAP_S
+from kvctl.lab.demo.scenarios import SCENARIOS_BY_NAME, Scenario, listed
+from kvctl.lab.demo.schedule import Kind, ScheduledFault, draw_schedule, replaceable
+from kvctl.lab.demo.soak import Load, Soak
+from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.faults.specification import FAULTS_BY_NAME, Fault, parse_faults
+from kvctl.lab.ranks.bench_messages import Sizes, Tokens
+from kvctl.render.demo import FAULTS, MOMENTS, RANKS, blocks, totals
+from kvctl.render.report import Report
 from kvctl_agent.contract.settings import near
 
 _COUNT = click.IntRange(min=1)
@@ -46,15 +46,15 @@ _FORMER_STAYS_S = 5.0
 _CONCURRENCY = 16
 
 
-def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[Scene | Fault, ...]:
+def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[Scenario | Fault, ...]:
     words = [word.strip() for text in texts for word in text.split(",")]
-    scenes = [SCENES_BY_NAME[word] for word in words if word in SCENES_BY_NAME]
+    scenes = [SCENARIOS_BY_NAME[word] for word in words if word in SCENARIOS_BY_NAME]
     if len(scenes) > 1:
         raise click.BadParameter(f"{scenes[0].name} and {scenes[1].name}: one scene at a time", ctx, param)
-    specs = [word for word in words if word not in SCENES_BY_NAME]
+    specs = [word for word in words if word not in SCENARIOS_BY_NAME]
     for word in specs:
         if word and "=" not in word and word not in FAULTS_BY_NAME:
-            hint = near(word, [*SCENES_BY_NAME, *FAULTS_BY_NAME]) or ": kvctl demo --list-faults names them all"
+            hint = near(word, [*SCENARIOS_BY_NAME, *FAULTS_BY_NAME]) or ": kvctl demo --list-faults names them all"
             raise click.BadParameter(f"{word!r} is no fault{hint}", ctx, param)
     try:
         return (*scenes, *(parse_faults(",".join(specs)) if specs else ()))
@@ -126,8 +126,8 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     multiple=True,
     metavar="FAULT",
     callback=_faults,
-    shell_complete=lambda ctx, param, incomplete: [name for name in SCENES_BY_NAME if name.startswith(incomplete)],
-    help=f"A scene: {', '.join(SCENES_BY_NAME)}; or faults such as "
+    shell_complete=lambda ctx, param, incomplete: [name for name in SCENARIOS_BY_NAME if name.startswith(incomplete)],
+    help=f"A scene: {', '.join(SCENARIOS_BY_NAME)}; or faults such as "
     + ", ".join(FAULTS_BY_NAME[name].example for name in _SHOWN_FAULTS)
     + ". Repeatable.",
 )
@@ -176,7 +176,7 @@ def demo(settings: Settings, **options: Any) -> None:
         raise click.UsageError("--faults random needs --minutes: what happens when is drawn for a run of that length")
     if options["bursty"] and options["rate"] is None:
         raise click.UsageError("--bursty needs --rate: without it there are always as many rooms as fit")
-    scene = next((fault for fault in options["given"] if isinstance(fault, Scene)), None)
+    scene = next((fault for fault in options["given"] if isinstance(fault, Scenario)), None)
     if scene is not None:
         options |= {name: value for name, value in scene.options.items() if not _chosen(name)}
     with _sigterm_unwinds():
@@ -209,7 +209,7 @@ def _calm(options: dict[str, Any]) -> bool:
     return options["minutes"] is None
 
 
-def _plan(options: dict[str, Any], scene: Scene | None) -> SteadyPlan:
+def _plan(options: dict[str, Any], scene: Scenario | None) -> SteadyPlan:
     tokens: Tokens = options["tokens"]
     lengths = tokens.values or (tokens.low, tokens.high)
     seed = options["seed"]
@@ -234,7 +234,7 @@ def _load(options: dict[str, Any], aborts: float, everywhere: str) -> Load:
     return Load(rate, bursty, aborts, everywhere, _CALM_GAP_S if _calm(options) else SHORT_GAP_S)
 
 
-def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scene | None) -> ExitCode:
+def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scenario | None) -> ExitCode:
     minutes = options["minutes"]
     seconds = None if minutes is None else minutes * 60
     output.note(f"seed {plan.seed}")
@@ -262,10 +262,10 @@ def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scene
         return ExitCode.INTERRUPTED
 
 
-def _harm(fleet: SteadyFleet, options: dict[str, Any], seconds: float | None) -> tuple[list[Strike], Load]:
+def _harm(fleet: SteadyFleet, options: dict[str, Any], seconds: float | None) -> tuple[list[ScheduledFault], Load]:
     """What is done to whom and when, and what is done all the time."""
     given = [fault for fault in options["given"] if isinstance(fault, Fault)]
-    strikes: list[Strike] = []
+    strikes: list[ScheduledFault] = []
     for fault in (fault for fault in given if fault.kind.unit == "rank"):
         if fault.rank not in fleet.ranks:
             raise click.BadParameter(f"{fault.text}: there is no rank {fault.rank}; there are {', '.join(fleet.ranks)}")
@@ -276,7 +276,7 @@ def _harm(fleet: SteadyFleet, options: dict[str, Any], seconds: float | None) ->
         for_s = float("inf") if fault.for_ns is None else fault.for_ns / 1e9
         kind = cast(Kind, fault.name)
         again_s = _FORMER_STAYS_S if kind == "replace" else 0.0
-        strikes.append(Strike(fault.at_ns / 1e9, kind, fault.rank, for_s, again_s=again_s))
+        strikes.append(ScheduledFault(fault.at_ns / 1e9, kind, fault.rank, for_s, again_s=again_s))
     aborts = max((fault.share for fault in given if fault.name == "abort"), default=0.0)
     everywhere = ",".join(fault.text for fault in given if fault.kind.level == "agent")
     if options["faults"] and seconds is not None:

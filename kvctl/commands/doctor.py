@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import click
 
-from kvctl.commands.looking import Look, Looking, earlier
+from kvctl.commands.health_query import HealthQuery, HealthReading, earlier
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import conclude, source
+from kvctl.commands.queries import conclude, source
 from kvctl.commands.settings import Settings
 from kvctl.exit_codes import ExitCode
 from kvctl.health.host.inspection import inspect, local_agents
 from kvctl.health.host.silence import silences
 from kvctl.health.host.view import HostView
 from kvctl.health.snapshot import HEALTH_CALLS
-from kvctl.views.doctor import DOCTOR, blocks, is_problem, rows
-from kvctl.views.report import Report
+from kvctl.render.doctor import DOCTOR, blocks, is_problem, rows
+from kvctl.render.report import Report
 from kvctl_agent.contract.admin import socket_dir
 
 
@@ -49,7 +49,7 @@ def doctor(settings: Settings, host_only: bool) -> None:
         report = _report(None, HostView())
         output.emit(report)
         raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
-    looking = Looking(settings, earlier(settings))
+    looking = HealthQuery(settings, earlier(settings))
     with source(settings) as fleet:
         survey = fleet.survey(HEALTH_CALLS)
     look = looking(survey)
@@ -59,7 +59,7 @@ def doctor(settings: Settings, host_only: bool) -> None:
     raise click.exceptions.Exit(conclude(output, settings, survey, report))
 
 
-def _report(look: Look | None, host: HostView | None) -> Report:
+def _report(look: HealthReading | None, host: HostView | None) -> Report:
     """What is to be said.
 
     Args:

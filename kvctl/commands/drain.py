@@ -8,11 +8,11 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import AgentAnswer, Fleet
-from kvctl.commands.acting import act, named, once_and_live, yes_option
+from kvctl.commands.mutations import act, named, once_and_live, yes_option
 from kvctl.commands.names import AgentName
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.settings import Settings
-from kvctl.views.operations import DONE
+from kvctl.render.operations import DONE
 
 
 @click.command(

@@ -11,11 +11,11 @@ from kvctl.client.fleet import Survey
 from kvctl.commands.events_follow import Follower
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import follow, run
+from kvctl.commands.queries import follow, run
 from kvctl.commands.settings import Settings
-from kvctl.views.events import EVENTS
-from kvctl.views.report import Report
-from kvctl.views.units import parse_seconds
+from kvctl.render.events import EVENTS
+from kvctl.render.report import Report
+from kvctl.render.units import parse_seconds
 
 _MOST = 1000
 _EVERY = 65_536  # more than recorders keep unless told to, and still one answer

@@ -8,7 +8,7 @@ from typing import Any
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.output import Output
-from kvctl.views.events import EVENTS
+from kvctl.render.events import EVENTS
 
 Keep = Callable[[dict[str, Any]], bool]
 _Life = tuple[str, str]  # agent, incarnation

@@ -11,10 +11,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from kvctl.client.fleet import Survey
-from kvctl.commands.looking import Look, Looking, earlier
+from kvctl.commands.health_query import HealthQuery, HealthReading, earlier
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import run, source
+from kvctl.commands.queries import run, source
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.health import mute_file
@@ -23,10 +23,10 @@ from kvctl.health.engine import examine
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.mutes import Baseline, Mute
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
-from kvctl.views.findings import HEALTH, overview, paragraphs, row
-from kvctl.views.health import CODES_VIEW, MUTES, code_row, mute_row, page
-from kvctl.views.report import Report
-from kvctl.views.units import duration, parse_duration
+from kvctl.render.findings import HEALTH, overview, paragraphs, row
+from kvctl.render.health import CODES_VIEW, MUTES, code_row, mute_row, page
+from kvctl.render.report import Report
+from kvctl.render.units import duration, parse_duration
 
 _PREFIX = "KV_"
 
@@ -61,7 +61,7 @@ def show(settings: Settings, muted: bool) -> None:
     3 no agent. Findings of severity info and muted ones do not count; --filter changes only what is printed. For
     monitoring there is kvctl check.
     """
-    looking = Looking(settings, earlier(settings))
+    looking = HealthQuery(settings, earlier(settings))
 
     def read(survey: Survey) -> Report:
         look = looking(survey)
@@ -99,7 +99,7 @@ def detail(settings: Settings, code: str | None) -> None:
     Muted findings are shown, too, and marked. Exit codes as of kvctl health; with CODE only those findings count.
     """
     only = None if code is None else _code(code).name
-    looking = Looking(settings, earlier(settings))
+    looking = HealthQuery(settings, earlier(settings))
 
     def read(survey: Survey) -> Report:
         look = looking(survey)
@@ -224,7 +224,7 @@ def _wrong(raised: Sequence[Finding], survey: Survey) -> bool:
     return bool(survey.faults) or any(each.severity > Severity.INFO for each in raised)
 
 
-def _quiet_rows(look: Look) -> list[dict[str, Any]]:
+def _quiet_rows(look: HealthReading) -> list[dict[str, Any]]:
     now_ns = time.time_ns()
     return [row(each, muted_ns=mute.until_ns - now_ns) for each, mute in look.judged.muted]
 

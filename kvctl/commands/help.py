@@ -66,8 +66,8 @@ def columns_text(ctx: click.Context, of: click.Context) -> str:
     Raises:
         click.UsageError: it prints no table.
     """
-    from kvctl.views.glossary import entries, tables
-    from kvctl.views.view import folded
+    from kvctl.render.glossary import entries, tables
+    from kvctl.render.view import folded
 
     command = of.command
     view = command.default_view(of) if isinstance(command, KvctlGroup) else getattr(command, "view", None)

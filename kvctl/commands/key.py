@@ -15,8 +15,8 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.views.keys import KEY
-from kvctl.views.report import Report
+from kvctl.render.keys import KEY
+from kvctl.render.report import Report
 from kvctl_agent.contract.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, public_text, secret_text
 
 

@@ -10,13 +10,13 @@ from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.names import RoomNumber
 from kvctl.commands.options import KvctlCommand, pass_settings
-from kvctl.commands.reading import run
+from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.views.layers import LAYERS
-from kvctl.views.pipeline import Decisions
-from kvctl.views.report import Block, Grid, Report, Text
-from kvctl.views.view import Row
-from kvctl.views.waterfall import draw
+from kvctl.render.layers import LAYERS
+from kvctl.render.pipeline import Decisions
+from kvctl.render.report import Block, Grid, Report, Text
+from kvctl.render.view import Row
+from kvctl.render.waterfall import draw
 
 
 @click.command(

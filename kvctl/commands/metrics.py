@@ -8,10 +8,10 @@ from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import run
+from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.views.metrics import METRICS, SCHEMA, exposition, sample_rows
-from kvctl.views.report import Report
+from kvctl.render.metrics import METRICS, SCHEMA, exposition, sample_rows
+from kvctl.render.report import Report
 from kvctl_agent.contract.metrics import METRICS as DECLARED
 
 

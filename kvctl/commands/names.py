@@ -18,9 +18,9 @@ class AgentName(click.ParamType[str]):
     name = "agent"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-        from kvctl.commands import completing
+        from kvctl.commands import completion_values
 
-        return completing.agents(ctx, param, incomplete)
+        return completion_values.agents(ctx, param, incomplete)
 
 
 class RoomNumber(click.ParamType[str]):
@@ -34,6 +34,6 @@ class RoomNumber(click.ParamType[str]):
         return str(int(value))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-        from kvctl.commands import completing
+        from kvctl.commands import completion_values
 
-        return completing.rooms(ctx, param, incomplete)
+        return completion_values.rooms(ctx, param, incomplete)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvctl.commands.settings import COLOURS, DEFAULT_TIMEOUT, OUTPUTS, PROMETHEUS, Settings, resolve
-from kvctl.views.units import parse_seconds
+from kvctl.render.units import parse_seconds
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from kvctl.views.view import View
+    from kvctl.render.view import View
 
 Example = tuple[str, str]
 """What a command line does, and the command line."""
@@ -43,9 +43,9 @@ def _completed_by(kind: str) -> Callable[[click.Context, click.Parameter, str], 
     """One of the functions of `completing`, which is imported when a shell asks."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> Any:
-        from kvctl.commands import completing
+        from kvctl.commands import completion_values
 
-        return getattr(completing, kind)(ctx, param, incomplete)
+        return getattr(completion_values, kind)(ctx, param, incomplete)
 
     return complete
 

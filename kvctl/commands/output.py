@@ -18,12 +18,12 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain, silence_stdout, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.views.data import comma_separated, json_document, json_lines, projected, tsv, yaml_document
-from kvctl.views.expressions import ExpressionError
-from kvctl.views.report import Grid, Report, Text
-from kvctl.views.sanitize import printable, printable_lines
-from kvctl.views.selection import Selection, data_columns, select, table_columns
-from kvctl.views.view import Column, Row, View
+from kvctl.render.data import comma_separated, json_document, json_lines, projected, tsv, yaml_document
+from kvctl.render.expressions import ExpressionError
+from kvctl.render.report import Grid, Report, Text
+from kvctl.render.sanitize import printable, printable_lines
+from kvctl.render.selection import Selection, data_columns, select, table_columns
+from kvctl.render.view import Column, Row, View
 
 _PIPE_WIDTH = 120
 _HEADER_EVERY = 20
@@ -114,7 +114,7 @@ class Output:
         return json_document(view, data, faults, now_ns, indent=not compact)
 
     def _for_people(self, report: Report, selection: Selection, rows: Sequence[Row]) -> str:
-        from kvctl.views.terminal import render
+        from kvctl.render.terminal import render
 
         picture = report.blocks is not None and selection.columns is None
         blocks = report.blocks(rows, self._picture_width) if picture and report.blocks else [Grid(report.view, rows)]
@@ -156,7 +156,7 @@ class Output:
             self._printed += 1
 
     def _stream_line(self, columns: Sequence[Column], row: Row) -> None:
-        from kvctl.views.terminal import stream_header, stream_line
+        from kvctl.render.terminal import stream_header, stream_line
 
         gap = " " if self._terminal else "  "  # lines fit 80 cells of a terminal; elsewhere fields are to be told apart
         due = self._printed % _HEADER_EVERY == 0 if self._terminal else self._printed == 0

@@ -12,13 +12,13 @@ from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.commands.names import AgentName
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.peers_probe import probe
-from kvctl.commands.reading import run
+from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.views.peer_diff import DIFF, DIFFERS, INCOMPATIBLE, SAME, build, comparisons, refusals
-from kvctl.views.peer_matrix import MATRIX, draw, pairs
-from kvctl.views.peers import PEERS
-from kvctl.views.report import Block, Grid, Report, Text
-from kvctl.views.view import Row
+from kvctl.render.peer_diff import DIFF, DIFFERS, INCOMPATIBLE, SAME, build, comparisons, refusals
+from kvctl.render.peer_matrix import MATRIX, draw, pairs
+from kvctl.render.peers import PEERS
+from kvctl.render.report import Block, Grid, Report, Text
+from kvctl.render.view import Row
 
 _CALLS = (Call("peers"),)
 

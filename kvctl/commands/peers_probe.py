@@ -12,16 +12,16 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
-from kvctl.commands.acting import once_and_live, permitted
+from kvctl.commands.mutations import once_and_live, permitted
 from kvctl.commands.names import AgentName
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import conclude
+from kvctl.commands.queries import conclude
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
-from kvctl.views.operations import PROBE
-from kvctl.views.report import Report
-from kvctl.views.units import parse_size
+from kvctl.render.operations import PROBE
+from kvctl.render.report import Report
+from kvctl.render.units import parse_size
 
 _LONGEST_NS = 60_000_000_000
 

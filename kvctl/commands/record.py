@@ -14,13 +14,13 @@ from kvctl.client.fleet import Fleet
 from kvctl.client.recordings import Saved, Saving, Series, save_recording
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import conclude, live_only
+from kvctl.commands.queries import conclude, live_only
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
-from kvctl.views import units
-from kvctl.views.recordings import RECORDED
-from kvctl.views.report import Report
+from kvctl.render import units
+from kvctl.render.recordings import RECORDED
+from kvctl.render.report import Report
 
 
 class Span(click.ParamType[int]):

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import click
 
-from kvctl.client import captured_bundle
-from kvctl.client.captured_file import readable
+from kvctl.client import bundle_reader
+from kvctl.client.recording_reader import readable
 from kvctl.client.replayer import replay as run_again
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.views.recordings import REPLAYED, blocks
-from kvctl.views.report import Report
+from kvctl.render.recordings import REPLAYED, blocks
+from kvctl.render.report import Report
 
 
 @click.command(
@@ -113,7 +113,7 @@ def _recording(file: Path) -> Iterator[Path]:
 
 def _bundled(file: Path) -> bytes | None:
     with readable(file), file.open("rb") as opened:
-        if not captured_bundle.is_bundle(opened):
+        if not bundle_reader.is_bundle(opened):
             return None
-        with captured_bundle.recording(opened) as recording:
+        with bundle_reader.recording(opened) as recording:
             return recording.read()

@@ -12,20 +12,20 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Survey
-from kvctl.client.joined import JoinedRoom, join, most_informative_first
+from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
 from kvctl.commands.names import RoomNumber
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import run
+from kvctl.commands.queries import run
 from kvctl.commands.rooms_abort import abort
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
-from kvctl.views.failed_rooms import FAILED, causes, dropped, failed_rows
-from kvctl.views.report import Grid, Report, Text
-from kvctl.views.room_report import blocks, rank_rows
-from kvctl.views.rooms import HISTORY, ROOMS, SLOW, TIMELINE
-from kvctl.views.selection import Selection
-from kvctl.views.view import Row, View
+from kvctl.render.failed_rooms import FAILED, causes, dropped, failed_rows
+from kvctl.render.report import Grid, Report, Text
+from kvctl.render.room_report import blocks, rank_rows
+from kvctl.render.rooms import HISTORY, ROOMS, SLOW, TIMELINE
+from kvctl.render.selection import Selection
+from kvctl.render.view import Row, View
 from kvctl_agent.contract.states import STATE_LABELS
 
 _CLOCK_ROUNDS = 3
@@ -206,8 +206,8 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
     run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)
 
 
-def _export(path: Path, room: JoinedRoom) -> None:
-    from kvctl.views.perfetto import trace
+def _export(path: Path, room: RoomTimeline) -> None:
+    from kvctl.render.perfetto import trace
 
     try:
         path.write_text(json.dumps(trace(room)), encoding="utf-8")
@@ -216,13 +216,13 @@ def _export(path: Path, room: JoinedRoom) -> None:
         raise CliError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _room_report(number: str, joined: Sequence[JoinedRoom], answered: int, faults: Sequence[Fault]) -> Report:
+def _room_report(number: str, joined: Sequence[RoomTimeline], answered: int, faults: Sequence[Fault]) -> Report:
     timelines: list[list[Row]] = [
         [{"room": room.room, "nonce": room.nonce, **event} for event in room.timeline] for room in joined
     ]
     rows = [row for timeline in timelines for row in timeline]
 
-    def split(kept: Sequence[Row]) -> list[tuple[JoinedRoom, list[Row]]]:
+    def split(kept: Sequence[Row]) -> list[tuple[RoomTimeline, list[Row]]]:
         passed = {id(row) for row in kept}
         split = [[row for row in timeline if id(row) in passed] for timeline in timelines]
         return list(zip(joined, split, strict=True))
@@ -245,7 +245,7 @@ def _room_report(number: str, joined: Sequence[JoinedRoom], answered: int, fault
     return report
 
 
-def _document(room: JoinedRoom, timeline: Sequence[Row]) -> dict[str, Any]:
+def _document(room: RoomTimeline, timeline: Sequence[Row]) -> dict[str, Any]:
     ranks = [{key: value for key, value in rank.items() if key != "timeline"} for rank in rank_rows(room)]
     return {
         "room": room.room,

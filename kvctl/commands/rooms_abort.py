@@ -10,15 +10,15 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
-from kvctl.commands.acting import Rounds, act, yes_option
+from kvctl.commands.mutations import Rounds, act, yes_option
 from kvctl.commands.names import RoomNumber
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.settings import Settings
-from kvctl.views.expressions import ExpressionError
-from kvctl.views.operations import DONE
-from kvctl.views.rooms import ROOMS
-from kvctl.views.selection import select
-from kvctl.views.units import duration
+from kvctl.render.expressions import ExpressionError
+from kvctl.render.operations import DONE
+from kvctl.render.rooms import ROOMS
+from kvctl.render.selection import select
+from kvctl.render.units import duration
 from kvctl_agent.contract.admin import ErrorCode
 
 Found = dict[str, dict[str, dict[str, Any]]]

@@ -19,7 +19,7 @@ import click
 from kvctl.client.keys import KeyNames
 from kvctl.client.labels import LABELS
 from kvctl.commands.files import CONTEXT, FILE_KEYS, File, context_of, project_file, user_file
-from kvctl.views.units import parse_seconds
+from kvctl.render.units import parse_seconds
 
 OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv", "yaml")
 DEFAULT_OUTPUT = "table"

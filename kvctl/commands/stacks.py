@@ -7,10 +7,10 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
-from kvctl.commands.reading import run
+from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.views.report import Report, Text
-from kvctl.views.stacks import STACKS, traceback
+from kvctl.render.report import Report, Text
+from kvctl.render.stacks import STACKS, traceback
 
 
 @click.command(

@@ -10,13 +10,13 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlGroup, pass_settings
-from kvctl.commands.reading import run
+from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
 from kvctl.commands.staging_release import release
-from kvctl.views import ring_map
-from kvctl.views.report import Block, Grid, Report, Text
-from kvctl.views.staging import ALLOCATIONS, GATED, STAGING
-from kvctl.views.view import Row
+from kvctl.render import ring_map
+from kvctl.render.report import Block, Grid, Report, Text
+from kvctl.render.staging import ALLOCATIONS, GATED, STAGING
+from kvctl.render.view import Row
 
 _CALLS = (Call("staging"),)
 

@@ -9,12 +9,12 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
-from kvctl.commands.acting import act, yes_option
+from kvctl.commands.mutations import act, yes_option
 from kvctl.commands.names import RoomNumber
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.settings import Settings
-from kvctl.views.operations import DONE
-from kvctl.views.units import duration, size
+from kvctl.render.operations import DONE
+from kvctl.render.units import duration, size
 
 _FORCE = "by force: what their writers still write may land in memory of another room"
 

@@ -10,17 +10,17 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.looking import Looking
+from kvctl.commands.health_query import HealthQuery
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import follow, run
+from kvctl.commands.queries import follow, run
 from kvctl.commands.settings import Settings
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.snapshot import HEALTH_CALLS
-from kvctl.views.findings import in_short
-from kvctl.views.fleet import FleetSummary, Rates, rates, summarise
-from kvctl.views.report import Report
-from kvctl.views.status import MOMENTS, STATUS, moment, screen
+from kvctl.render.findings import in_short
+from kvctl.render.fleet import FleetSummary, Rates, rates, summarise
+from kvctl.render.report import Report
+from kvctl.render.status import MOMENTS, STATUS, moment, screen
 
 _BRIEFLY = (Call("status"),)
 _HEALTH_EVERY_NS = 2_000_000_000
@@ -54,7 +54,7 @@ class _Screen:
     """Reads one survey."""
 
     def __init__(self, settings: Settings) -> None:
-        self._looking = Looking(settings)
+        self._looking = HealthQuery(settings)
 
     def __call__(self, survey: Survey) -> Report:
         look = self._looking(survey)
@@ -94,7 +94,7 @@ class _Line:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._looking = Looking(settings)
+        self._looking = HealthQuery(settings)
         self._before: tuple[FleetSummary, int] | None = None
         self._every_ns = 0 if settings.from_file else _HEALTH_EVERY_NS
         self._looked_ns: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvctl.views.sanitize import printable, printable_lines
+from kvctl.render.sanitize import printable, printable_lines
 
 
 def stand_in_for_closed_streams() -> None:

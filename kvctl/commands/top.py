@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from kvctl.commands.options import KvctlCommand, pass_settings
-from kvctl.commands.reading import nobody, source
+from kvctl.commands.queries import nobody, source
 from kvctl.commands.settings import DEFAULT_TIMEOUT, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.views.expressions import ExpressionError
-from kvctl.views.selection import select
-from kvctl.views.units import parse_seconds
+from kvctl.render.expressions import ExpressionError
+from kvctl.render.selection import select
+from kvctl.render.units import parse_seconds
 
 _VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
 _SNAPSHOTS = (".svg", ".png", ".txt")
@@ -110,10 +110,10 @@ def top(
     from kvctl.tui.app import TopApp
     from kvctl.tui.feed import SourceFeed
     from kvctl.tui.pictures.frame import Mode
-    from kvctl.tui.sheets import VIEW_OF, Wish
+    from kvctl.tui.table_specs import VIEW_OF, TableQuery
 
     interval = interval if settings.watch_ns is None else max(settings.watch_ns, _SHORTEST_NS)
-    wish = Wish(" & ".join(settings.filters), settings.sort_by or "")
+    wish = TableQuery(" & ".join(settings.filters), settings.sort_by or "")
     try:
         select(VIEW_OF[view], filters=settings.filters)
         wish.selection(VIEW_OF[view])

@@ -8,9 +8,6 @@ from typing import Any
 
 import click
 
-from kvctl.bench.options import CP_MODES
-from kvctl.bench.progress import Steps
-from kvctl.bench.variants import Variant
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_options import GroupedCommand, GroupedOption, bench_options
 from kvctl.commands.bench_request import understand
@@ -20,17 +17,20 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
-from kvctl.fleet.failures import FleetError
-from kvctl.fleet.planner import plan as make_plan
-from kvctl.tune.advise import Option, Workload, advise
-from kvctl.tune.confirm import confirm, remarks
-from kvctl.tune.costs import Costs, Lane, given_lane
-from kvctl.tune.model import predict
-from kvctl.tune.probe import probe
-from kvctl.tune.room import Room, room_of
-from kvctl.views.report import Report
-from kvctl.views.tune import TUNE, blocks
-from kvctl_agent.contract.rig import DEVICES, Plan
+from kvctl.lab.bench.options import CP_MODES
+from kvctl.lab.bench.progress import Steps
+from kvctl.lab.bench.variants import Variant
+from kvctl.lab.demo.failures import FleetError
+from kvctl.lab.demo.planner import plan as make_plan
+from kvctl.lab.ranks.bench_messages import DEVICES, Plan
+from kvctl.lab.tune.advise import Option, Workload, advise
+from kvctl.lab.tune.confirm import confirm, remarks
+from kvctl.lab.tune.costs import Costs, Lane, given_lane
+from kvctl.lab.tune.model import predict
+from kvctl.lab.tune.probe import probe
+from kvctl.lab.tune.room import Room, room_of
+from kvctl.render.report import Report
+from kvctl.render.tune import TUNE, blocks
 
 _PAGE_SIZES = (16, 32, 64, 128)
 _LARGEST_PAGE = 1 << 16

@@ -10,10 +10,10 @@ import click
 from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import run
+from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.views.agents import VERSION as VERSION_VIEW
-from kvctl.views.report import Report
+from kvctl.render.agents import VERSION as VERSION_VIEW
+from kvctl.render.report import Report
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
 from kvctl_agent.contract.version import VERSION
 

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import click
 
-from kvctl.client.goals import GoalError, Progress, parse
+from kvctl.client.wait_conditions import Progress, WaitConditionError, parse
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.reading import live_only, source
+from kvctl.commands.queries import live_only, source
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.views import units
+from kvctl.render import units
 
 _PAUSE_S = 0.25
 _MOST_NAMED = 5
@@ -70,7 +70,7 @@ def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
     live_only(settings)
     try:
         wanted = parse(goal, agents)
-    except GoalError as error:
+    except WaitConditionError as error:
         raise click.UsageError(f"--for {error}") from error
     deadline = time.monotonic() + _seconds(patience)
     output = Output(settings)

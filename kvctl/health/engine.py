@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.peer_matrix import natural
+from kvctl.render.peer_matrix import natural
 
 
 def examine(snapshot: Snapshot, codes: Iterable[Code]) -> list[Finding]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvctl.exit_codes import CheckState
 from kvctl.health.measures import MEASURES_BY_NAME, Measure, Unit
-from kvctl.views import units
+from kvctl.render import units
 
 
 class ThresholdError(ValueError):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvctl.tui import export, keys, orders
+from kvctl.render.expressions import ExpressionError
+from kvctl.render.sanitize import printable, printable_lines
+from kvctl.tui import actions, export, keys
 from kvctl.tui.browser import Browser
 from kvctl.tui.dialogs import Choice, Confirm, Help, Prompt
 from kvctl.tui.palette import PALETTES
 from kvctl.tui.panels.room import RoomPanel
-from kvctl.tui.sheets import Wish
+from kvctl.tui.table_specs import TableQuery
 from kvctl.tui.widgets.table import Table
-from kvctl.views.expressions import ExpressionError
-from kvctl.views.sanitize import printable, printable_lines
 
 
 class TopApp(Browser):
@@ -28,7 +28,7 @@ class TopApp(Browser):
             if text.strip().isdecimal():
                 return ""
             try:
-                Wish(text).selection(view)
+                TableQuery(text).selection(view)
             except ExpressionError as error:
                 return str(error)
             return ""
@@ -103,14 +103,14 @@ class TopApp(Browser):
         if room is None and table is not None and table.row is not None and table.sheet is not None:
             room = table.sheet.room(table.row)
         if room is not None and self.writes and self.name_on_screen in {"rooms", "room"}:
-            self._order(orders.abort(self.store, room))
+            self._order(actions.abort(self.store, room))
 
     def action_release(self) -> None:
         table = self.query_one("#staging-allocations", Table)
         if self.writes and self.name_on_screen == "staging" and table.row is not None:
-            self._order(orders.release(self.store, table.row))
+            self._order(actions.release(self.store, table.row))
 
-    def _order(self, order: orders.Order | str) -> None:
+    def _order(self, order: actions.Action | str) -> None:
         if isinstance(order, str):
             self.notify(printable(order), severity="warning", markup=False)
             return

@@ -14,6 +14,8 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import ContentSwitcher
 
+from kvctl.render.sanitize import printable, printable_lines
+from kvctl.render.view import Row
 from kvctl.tui import keys
 from kvctl.tui.palette import PALETTES
 from kvctl.tui.panels.events import EventsPanel
@@ -28,13 +30,11 @@ from kvctl.tui.panels.rooms import RoomsPanel
 from kvctl.tui.panels.staging import StagingPanel
 from kvctl.tui.pictures import frame
 from kvctl.tui.readings import Feed, Question, Reading
-from kvctl.tui.sheets import Wish
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import TableQuery
 from kvctl.tui.themes import theme_of
 from kvctl.tui.widgets.bars import Bar
 from kvctl.tui.widgets.table import Table
-from kvctl.views.sanitize import printable, printable_lines
-from kvctl.views.view import Row
 
 _PANELS: dict[str, type[Panel]] = {
     "overview": OverviewPanel,
@@ -95,7 +95,7 @@ class Browser(App[None]):
         mode: frame.Mode,
         view: str = "overview",
         clock: Callable[[], int] = time.monotonic_ns,
-        wish: Wish | None = None,
+        wish: TableQuery | None = None,
     ) -> None:
         super().__init__()
         self.store = Store()
@@ -104,7 +104,7 @@ class Browser(App[None]):
         self._clock = clock
         self._view = view
         self._path: list[tuple[str, str]] = []  # panels opened on top of the view, with what stands in the tabs
-        self._wishes: dict[str, Wish] = {view: wish or Wish()}
+        self._wishes: dict[str, TableQuery] = {view: wish or TableQuery()}
         self._paused_at: int | None = None
         self._question: Question | None = None
         self.readings = 0
@@ -156,8 +156,8 @@ class Browser(App[None]):
         return self.query_one(f"#{self.name_on_screen}", Panel)
 
     @property
-    def wish(self) -> Wish:
-        return self._wishes.get(self.name_on_screen, Wish())
+    def wish(self) -> TableQuery:
+        return self._wishes.get(self.name_on_screen, TableQuery())
 
     @property
     def _standing(self) -> bool:
@@ -294,7 +294,7 @@ class Browser(App[None]):
         self._paused_at = None
         self.feed.seek(step)
 
-    def wish_for(self, wish: Wish) -> None:
+    def wish_for(self, wish: TableQuery) -> None:
         """Other filters or another order for the panel on screen."""
         self._wishes[self.name_on_screen] = wish
         self._show()

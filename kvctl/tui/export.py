@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from kvctl.tui.sheets import Listing
-from kvctl.views.data import comma_separated, json_document, tsv
-from kvctl.views.view import Row
+from kvctl.render.data import comma_separated, json_document, tsv
+from kvctl.render.view import Row
+from kvctl.tui.table_specs import Listing
 
 SUFFIXES = (".tsv", ".csv", ".json")
 

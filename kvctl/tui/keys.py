@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvctl.render import ring_map
+from kvctl.render.bars import legend as stages
+from kvctl.render.report import Line
 from kvctl.tui.pictures import matrix
 from kvctl.tui.pictures.compose import wrapped
 from kvctl.tui.pictures.frame import VIEWS
-from kvctl.views import ring_map
-from kvctl.views.bars import legend as stages
-from kvctl.views.report import Line
 
 
 @dataclass(frozen=True, slots=True)

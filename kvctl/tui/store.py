@@ -15,13 +15,13 @@ from kvctl.client.clock import ClockOffset, sharper
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
-from kvctl.client.joined import JoinedRoom, join, most_informative_first
+from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
 from kvctl.health.finding import Severity
 from kvctl.health.mutes import Judged
+from kvctl.render.failed_rooms import failed_rows
+from kvctl.render.view import Row
 from kvctl.tui.readings import Place, Reading
 from kvctl.tui.trends import Trends
-from kvctl.views.failed_rooms import failed_rows
-from kvctl.views.view import Row
 from kvctl_agent.contract.commands import Level
 from kvctl_agent.contract.snapshots import RoomDetail
 
@@ -145,7 +145,7 @@ class Store:
         """What the flight recorders told since the view was first open, oldest first."""
         return self._events
 
-    def room(self, number: str) -> JoinedRoom | None:
+    def room(self, number: str) -> RoomTimeline | None:
         """A room, joined over the ranks that know it; of a number used again, the use that most is known of."""
         details = [cast(RoomDetail, row) for row in self.rows("room") if row["room"] == number]
         clocks = {name: state.clock for name, state in self.agents.items()}

@@ -16,22 +16,22 @@ from typing import Any
 import orjson
 import zmq
 
-from kvctl_agent.admin.door import FRAME_LIMIT, Door, UnixDoor
-from kvctl_agent.admin.remote import Remote, open_door
+from kvctl_agent.admin.endpoints import FRAME_LIMIT, AdminEndpoint, UnixEndpoint
+from kvctl_agent.admin.remote_endpoint import RemoteEndpoint, open_remote_endpoint
 from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
-from kvctl_agent.admin.socket import Claim
+from kvctl_agent.admin.socket_claim import Claim
 from kvctl_agent.admin.stacks import stacks
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
 from kvctl_agent.contract.snapshots import CommandInfo, Hello
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import AdminError, DeadlineExceeded, RequestRefused
-from kvctl_agent.security.gatekeeper import Gatekeeper
-from kvctl_agent.security.strangers import Strangers
+from kvctl_agent.security.rejected_keys import RejectedKeys
 from kvctl_agent.security.unix_router import UnixRouter
+from kvctl_agent.security.zap_authenticator import ZapAuthenticator
 from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Metrics
-from kvctl_agent.telemetry.recorder import FlightRecorder
 
 Handler = Callable[[dict[str, Any]], Any]
 
@@ -55,7 +55,7 @@ class AdminServer:
         metrics: Metrics | None = None,
         recorder: FlightRecorder | None = None,
         clock: Clock | None = None,
-        remote: Remote | None = None,
+        remote: RemoteEndpoint | None = None,
     ) -> None:
         """Nothing is bound before `start`.
 
@@ -84,7 +84,7 @@ class AdminServer:
         self._recorder = recorder
         self._clock = clock or Clock()
         self._remote = remote
-        self._strangers = Strangers(metrics, recorder)
+        self._strangers = RejectedKeys(metrics, recorder)
         self._commands = dict(COMMANDS_BY_NAME)
         self._handlers: dict[str, Handler] = {
             **handlers,
@@ -128,13 +128,13 @@ class AdminServer:
             raise AdminError(f"the admin server of {self._name} was started before")
         claim = Claim(self._name, self._directory)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # takes no descriptor before its first socket
-        gatekeeper: Gatekeeper | None = None
+        gatekeeper: ZapAuthenticator | None = None
         router: UnixRouter | None = None
         try:
             router = UnixRouter(claim.path, FRAME_LIMIT, refused=self._strangers.refused)
-            doors: list[Door] = [UnixDoor(router)]
+            doors: list[AdminEndpoint] = [UnixEndpoint(router)]
             if self._remote is not None:
-                door, gatekeeper = open_door(
+                door, gatekeeper = open_remote_endpoint(
                     context, self._remote, self._name, self._strangers.refused, self._tell_warning
                 )
                 doors.append(door)
@@ -192,8 +192,8 @@ class AdminServer:
         claim: Claim,
         router: UnixRouter,
         context: zmq.Context[zmq.Socket[bytes]],
-        doors: Sequence[Door],
-        gatekeeper: Gatekeeper | None,
+        doors: Sequence[AdminEndpoint],
+        gatekeeper: ZapAuthenticator | None,
         wake: int,
     ) -> None:
         try:
@@ -218,7 +218,7 @@ class AdminServer:
                 os.close(wake)
                 self._wake = None
 
-    def _turn(self, door: Door) -> None:
+    def _turn(self, door: AdminEndpoint) -> None:
         """One request, one reply."""
         asked = door.receive()
         if asked is None:

@@ -6,10 +6,10 @@ import time
 
 from kvctl_agent.contract.snapshots import GatedPart, RingAllocation, RingUse, RingView
 from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.grant_table import GrantedRegion, RegionState
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
-from kvctl_agent.protocol.send_room import Leg, Part
-from kvctl_agent.protocol.staging import Holding, RegionState
+from kvctl_agent.protocol.send_room import Part, PeerTransfer
 from kvctl_agent.telemetry.hub import Telemetry
 
 GONE = "gone"
@@ -66,7 +66,7 @@ def since(at_ns: int, now_ns: int) -> int | None:
     return max(0, now_ns - at_ns) if at_ns else None
 
 
-def _allocation(machine: DecodeMachine, holding: Holding, now_ns: int) -> RingAllocation:
+def _allocation(machine: DecodeMachine, holding: GrantedRegion, now_ns: int) -> RingAllocation:
     region, key = holding.region, holding.key
     room = machine.rooms.get(holding.room.room)
     known = room is not None and room.nonce == holding.room.nonce
@@ -96,7 +96,7 @@ def gated_parts(machine: Machine) -> list[GatedPart]:
     return [_gated(machine, leg, part, now) for leg, part in machine.parked()]
 
 
-def _gated(machine: PrefillMachine, leg: Leg, part: Part, now_ns: int) -> GatedPart:
+def _gated(machine: PrefillMachine, leg: PeerTransfer, part: Part, now_ns: int) -> GatedPart:
     grant, asked_ns = part.grant, part.asked_ns
     if grant is None and part.path == "staged":
         waits = "grant"

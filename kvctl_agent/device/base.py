@@ -2,7 +2,7 @@
 
 A device has memory, which kernels of any stream read and write; streams, which run in order what is put on them; and
 events, which say how far a stream has come. No call here waits for a kernel, but for those that say so. Calls may come
-from any thread; a `Copies` belongs to one.
+from any thread; a `RowCopies` belongs to one.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = [
     "HOST",
     "Batch",
     "Blocks",
-    "Copies",
+    "RowCopies",
     "Device",
     "Event",
     "Export",
     "Geometry",
     "Mapping",
-    "Memory",
+    "DeviceMemory",
     "Packed",
     "Places",
-    "Strip",
-    "Strips",
+    "BlockRange",
+    "BlockRanges",
     "Table",
 ]
 
@@ -116,7 +116,7 @@ class Table:
         self.bits = int(np.bitwise_or.reduce(paged) | np.bitwise_or.reduce(before))
 
 
-class Strip(NamedTuple):
+class BlockRange(NamedTuple):
     """Consecutive blocks of a table with the same pages, packed one after the other.
 
     Attributes:
@@ -136,10 +136,10 @@ class Strip(NamedTuple):
 
 
 Packed = tuple[int, int, int, int, int, int]
-"""A `Strip`, or a plain tuple like it, which is made in a third of the time."""
+"""A `BlockRange`, or a plain tuple like it, which is made in a third of the time."""
 
 
-class Strips(NamedTuple):
+class BlockRanges(NamedTuple):
     """What one launch copies, like a `Batch`: strips of one table, of several parts, say."""
 
     table: Table
@@ -159,7 +159,7 @@ class Strips(NamedTuple):
         return Batch(self.table.geometry, np.concatenate(each))
 
 
-class Copies(Protocol):
+class RowCopies(Protocol):
     """Copies rows in order, on a stream of its own."""
 
     def prepare(self, geometries: Sequence[Geometry]) -> None:
@@ -167,7 +167,11 @@ class Copies(Protocol):
         ...
 
     def begin(
-        self, batches: Sequence[Batch | Strips], pages: Places, after: Event | None = None, programs: int | None = None
+        self,
+        batches: Sequence[Batch | BlockRanges],
+        pages: Places,
+        after: Event | None = None,
+        programs: int | None = None,
     ) -> Event:
         """Puts copies on the stream.
 
@@ -194,7 +198,7 @@ class Copies(Protocol):
         ...
 
 
-class Memory(Protocol):
+class DeviceMemory(Protocol):
     """Memory of a device that we own; or host memory, behind the same words."""
 
     @property
@@ -266,7 +270,7 @@ class Device(Protocol):
     @property
     def name(self) -> str: ...
 
-    def allocate(self, nbytes: int, pool: str = "default") -> Memory:
+    def allocate(self, nbytes: int, pool: str = "default") -> DeviceMemory:
         """Memory of our own, at least 256-byte aligned, not zeroed.
 
         Args:
@@ -297,7 +301,7 @@ class Device(Protocol):
         """
         ...
 
-    def copies(self) -> Copies:
+    def copies(self) -> RowCopies:
         """A stream of copies for one thread."""
         ...
 

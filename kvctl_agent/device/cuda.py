@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.device import reach
-from kvctl_agent.device.base import Copies, Event, Export, Mapping, Memory
+from kvctl_agent.device import topology
+from kvctl_agent.device.base import DeviceMemory, Event, Export, Mapping, RowCopies
 from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.device.events import CudaEvent, EventPool, event_of
 from kvctl_agent.device.kernels import Kernels
-from kvctl_agent.device.memory import MadeMemory, PlainMemory, fabric_refusal
-from kvctl_agent.device.opened import FABRIC as FABRIC_HANDLE
-from kvctl_agent.device.opened import Opened
-from kvctl_agent.device.rows import CudaCopies
+from kvctl_agent.device.mapping_cache import FABRIC as FABRIC_HANDLE
+from kvctl_agent.device.mapping_cache import MappingCache
+from kvctl_agent.device.memory import ExportableMemory, PlainMemory, fabric_refusal
+from kvctl_agent.device.row_copies import CudaRowCopies
 from kvctl_agent.device.sharing import PeerMapping, exported
 from kvctl_agent.errors import DeviceError
 
 _NAME_BYTES = 128
-_FASTEST_FIRST = (reach.SAME, reach.NVLINK, reach.FABRIC, reach.PCIE)
+_FASTEST_FIRST = (topology.SAME, topology.NVLINK, topology.FABRIC, topology.PCIE)
 
 
 class CudaDevice:
@@ -35,7 +35,7 @@ class CudaDevice:
         uuid: the driver's name for this very one.
         context: the one that engines use, too.
         events: of streams of this device.
-        kernels: of all its `Copies`.
+        kernels: of all its `RowCopies`.
     """
 
     def __init__(self, index: int) -> None:
@@ -45,13 +45,13 @@ class CudaDevice:
         self._device = checked(driver.cuDeviceGet(index), label)
         kind: bytes = checked(driver.cuDeviceGetName(_NAME_BYTES, self._device), label)
         self.name = f"{label} ({kind.split(bytes(1), 1)[0].decode(errors='replace')})"
-        self.uuid = reach.uuid_of(self._device)
+        self.uuid = topology.uuid_of(self._device)
         self.context = Context(self._device, label)
         self.events = EventPool(self.context)
         self.kernels = Kernels(self.context, self.capability)
-        self._opened = Opened(self.context, index)
+        self._opened = MappingCache(self.context, index)
         with self.context.visit():
-            # Those of our own that are no `Copies`: fills and uploads; the floor's; one that nothing is ever put on.
+            # Those of our own that are no `RowCopies`: fills and uploads; the floor's; one that nothing is ever put on.
             self._plain, self._floor, self._idle = (self._stream() for _ in range(3))
 
     def enter(self) -> None:
@@ -71,19 +71,19 @@ class CudaDevice:
             checked(load().cuMemcpyAsync(target, source, nbytes, self._floor), f"{self.name}: cannot copy")
             return self.events.record(self._floor)
 
-    def copies(self) -> Copies:
-        return CudaCopies(self.context, self.kernels, self.events)
+    def copies(self) -> RowCopies:
+        return CudaRowCopies(self.context, self.kernels, self.events)
 
     def event_of(self, given: Any) -> CudaEvent:
         return event_of(self.context, given)
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, pool: str = "default") -> Memory:
+    def allocate(self, nbytes: int, pool: str = "default") -> DeviceMemory:
         if pool == "default":
             return PlainMemory(self.context, nbytes, self.name)
-        return MadeMemory(
-            self.context, nbytes, self.name, self.index, [*reach.lanes(self.index)], not self._fabric_refusal
+        return ExportableMemory(
+            self.context, nbytes, self.name, self.index, [*topology.interconnects(self.index)], not self._fabric_refusal
         )
 
     def fill(self, addr: int, nbytes: int, value: int) -> None:
@@ -108,22 +108,22 @@ class CudaDevice:
 
     def open(self, exports: Sequence[Export], same_process: bool = False) -> Mapping:
         lanes = {export.device: self._lane_to(export) for export in exports}
-        slowest = max(lanes.values(), key=_FASTEST_FIRST.index, default=reach.SAME)
+        slowest = max(lanes.values(), key=_FASTEST_FIRST.index, default=topology.SAME)
         mapping = PeerMapping(None if same_process else self._opened, exports, slowest)
         if same_process:
-            ordinals = reach.ordinals()
+            ordinals = topology.ordinals()
             for name in lanes:
                 if ordinals[name] != self.index:
-                    reach.enable(self.context, self.index, ordinals[name])
+                    topology.enable_peer_access(self.context, self.index, ordinals[name])
         return mapping
 
     def _lane_to(self, export: Export) -> str:
         """How we reach an export's device; one of another host by the fabric that its handle is for."""
-        if export.kind == FABRIC_HANDLE and export.device not in reach.ordinals():
+        if export.kind == FABRIC_HANDLE and export.device not in topology.ordinals():
             if self._fabric_refusal:
                 raise DeviceError(f"{self.name} cannot map memory of another host: {self._fabric_refusal}")
-            return reach.FABRIC
-        return reach.lane_to(self.index, export.device)
+            return topology.FABRIC
+        return topology.interconnect_to(self.index, export.device)
 
     @cached_property
     def _fabric_refusal(self) -> str:
@@ -145,7 +145,7 @@ class CudaDevice:
             "multiprocessors": self.multiprocessors,
             "memory_bytes": total,
             "free_bytes": free,
-            "peers": reach.lanes(self.index),
+            "peers": topology.interconnects(self.index),
             "fabric": self._fabric_refusal or True,
         }
 

@@ -35,7 +35,7 @@ class PlainMemory:
             self.addr = 0
 
 
-class MadeMemory:
+class ExportableMemory:
     """Of `cuMemCreate`; with a fabric handle where the GPU is in an NVLink domain."""
 
     def __init__(

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvctl_agent.device.base import Blocks, Export
 from kvctl_agent.device.driver import Context, checked, load
-from kvctl_agent.device.opened import FABRIC, HANDLE_BYTES, IPC, Opened
+from kvctl_agent.device.mapping_cache import FABRIC, HANDLE_BYTES, IPC, MappingCache
 from kvctl_agent.errors import DeviceError
 
 _given: set[Export] = set()
@@ -70,7 +70,7 @@ def _handle(base: int) -> tuple[str, bytes]:
 
 
 class _Ours:
-    """In place of `Opened`, for allocations of this process: their addresses are ours."""
+    """In place of `MappingCache`, for allocations of this process: their addresses are ours."""
 
     def open(self, export: Export) -> int:
         # Who merely says that it is of this process would have kernels write anywhere in it.
@@ -87,7 +87,7 @@ class _Ours:
 class PeerMapping:
     """A peer's allocations, opened here."""
 
-    def __init__(self, opened: Opened | None, exports: Sequence[Export], lane: str) -> None:
+    def __init__(self, opened: MappingCache | None, exports: Sequence[Export], lane: str) -> None:
         """
         Args:
             opened: None: the peer is another agent of this process.

@@ -6,22 +6,22 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvctl_agent.device.base import Batch, Places, Strips
+from kvctl_agent.device.base import Batch, BlockRanges, Places
 
 STRIP_BYTES = 6 * 8
 _BLOCK_BYTES = 5 * 8
 _PLACE_BYTES = 4
 
 
-def table_bytes(batches: Sequence[Batch | Strips], pages: Places) -> int:
+def table_bytes(batches: Sequence[Batch | BlockRanges], pages: Places) -> int:
     """What must be uploaded for these launches."""
     nbytes = len(pages) * _PLACE_BYTES
     for each in batches:
-        nbytes += len(each[1]) * (STRIP_BYTES if isinstance(each, Strips) else _BLOCK_BYTES)
+        nbytes += len(each[1]) * (STRIP_BYTES if isinstance(each, BlockRanges) else _BLOCK_BYTES)
     return nbytes
 
 
-def split(batches: Sequence[Batch | Strips], pages: Places, nbytes: int) -> Iterator[tuple[Batch, Places]]:
+def split(batches: Sequence[Batch | BlockRanges], pages: Places, nbytes: int) -> Iterator[tuple[Batch, Places]]:
     """Yields one batch at a time, with its own list of pages; together they copy the same.
 
     Args:
@@ -30,7 +30,7 @@ def split(batches: Sequence[Batch | Strips], pages: Places, nbytes: int) -> Iter
     rows = max(1, nbytes // 2 // _BLOCK_BYTES)
     window = max(1, nbytes // 2 // _PLACE_BYTES // 2)  # Each page may be listed for both sides.
     for each in batches:
-        geometry, blocks = each.batch() if isinstance(each, Strips) else each
+        geometry, blocks = each.batch() if isinstance(each, BlockRanges) else each
         paged = geometry.src_paged, geometry.dst_paged
         for lo in range(0, int(blocks[:, 4].max()), window):
             rest = blocks[blocks[:, 4] > lo].copy()

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import ConfigError
+from kvctl_agent.export.opentelemetry import RoomSpans
 from kvctl_agent.export.prometheus import Address, Families, PrometheusEndpoint
-from kvctl_agent.export.spans import RoomSpans
 from kvctl_agent.telemetry.hub import Telemetry
 
 

@@ -13,15 +13,15 @@ from math import lcm
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.context import chosen_cp, owned_cells
+from kvctl_agent.layout.context_parallel import chosen_cp, owned_cells
 from kvctl_agent.layout.heads import mix64, replicas
-from kvctl_agent.layout.holding import segment_heads, stage_layers
-from kvctl_agent.layout.inputs import PLAN_VERSION, Factor, PlanInputs
+from kvctl_agent.layout.local_shard import segment_heads, stage_layers
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.plan_inputs import PLAN_VERSION, Factor, PlanInputs
 from kvctl_agent.layout.shape import Segment
-from kvctl_agent.layout.share import Share
-from kvctl_agent.layout.side import Coord, Side
+from kvctl_agent.layout.transfer_slice import TransferSlice
 
-Shares = tuple[Share, ...]
+Shares = tuple[TransferSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def prefill_dp(inputs: PlanInputs, room: int) -> int:
     return room % inputs.prefill.dp
 
 
-def shares(inputs: PlanInputs, room: int, decode_dp: int) -> Shares:
+def transfer_slices(inputs: PlanInputs, room: int, decode_dp: int) -> Shares:
     """All KV owed for a room that goes to `decode_dp`, ordered by reader, segment, layer, cp rank and head.
 
     A writer and a decode rank share the intersection of their heads and of their layers. Among writers that hold the
@@ -54,7 +54,7 @@ def shares(inputs: PlanInputs, room: int, decode_dp: int) -> Shares:
     return _plan_of(inputs, room, decode_dp).kv
 
 
-def shares_of_writer(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> Shares:
+def slices_of_writer(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> Shares:
     """The KV that one prefill rank owes for a room; empty for a rank that owes nothing.
 
     Raises:
@@ -66,7 +66,7 @@ def shares_of_writer(inputs: PlanInputs, room: int, decode_dp: int, writer: int)
     return owed or ()
 
 
-def shares_to_reader(inputs: PlanInputs, room: int, reader: int) -> Shares:
+def slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> Shares:
     """The KV that one decode rank of the room's dp group is owed.
 
     Raises:
@@ -75,7 +75,7 @@ def shares_to_reader(inputs: PlanInputs, room: int, reader: int) -> Shares:
     return _plan_of(inputs, room, _place(inputs.decode, reader).dp).to_reader[reader]
 
 
-def state_shares_to_reader(inputs: PlanInputs, room: int, reader: int) -> Shares:
+def state_slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> Shares:
     """The per-request state that one decode rank is owed, one share per (component, stage, writer); cp rank 0 sends it.
 
     Raises:
@@ -108,7 +108,7 @@ def writer_cells(inputs: PlanInputs, room: int, writer: int, total_pages: int, p
 
 
 @lru_cache(maxsize=4096)
-def _place(side: Side, rank: int) -> Coord:
+def _place(side: ParallelConfig, rank: int) -> RankCoord:
     return side.coord(rank)
 
 
@@ -131,17 +131,17 @@ def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, choice: int, cp: 
     if inputs.plan_version != PLAN_VERSION:
         raise LayoutError(f"{Factor('plan_version', PLAN_VERSION, inputs.plan_version)}: no plan for another version")
     prefill, decode = inputs.prefill, inputs.decode
-    kv: list[Share] = []
-    by_writer: dict[int, list[Share]] = {}
+    kv: list[TransferSlice] = []
+    by_writer: dict[int, list[TransferSlice]] = {}
     to_reader: dict[int, Shares] = {}
     states_to_reader: dict[int, Shares] = {}
     aux_candidates: dict[int, tuple[int, ...]] = {}
     for stage in range(decode.pp):
         for tp in range(decode.tp):
-            at = Coord(dp=decode_dp, pp=stage, cp=0, tp=tp)
+            at = RankCoord(dp=decode_dp, pp=stage, cp=0, tp=tp)
             reader = decode.unique_rank(at)
-            owed: list[Share] = []
-            states: list[Share] = []
+            owed: list[TransferSlice] = []
+            states: list[TransferSlice] = []
             for segment in inputs.segments:
                 senders = (0,) if segment.state else range(prefill.cp) if cp is None else (cp,)
                 found = _segment_shares(inputs, segment, prefill_dp, at, choice, tuple(senders))
@@ -152,15 +152,15 @@ def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, choice: int, cp: 
                 by_writer.setdefault(share.writer, []).append(share)
             # In the order of heads, each once: stages and cp ranks have the same.
             tps = dict.fromkeys(prefill.coord(share.writer).tp for share in owed if share.segment == 0)
-            last = [Coord(dp=prefill_dp, pp=prefill.pp - 1, cp=0, tp=writer_tp) for writer_tp in tps]
+            last = [RankCoord(dp=prefill_dp, pp=prefill.pp - 1, cp=0, tp=writer_tp) for writer_tp in tps]
             aux_candidates[reader] = tuple(map(prefill.unique_rank, last))
     by_writer_all = {writer: tuple(owed) for writer, owed in by_writer.items()}
     return _RoomPlan(tuple(kv), by_writer_all, to_reader, states_to_reader, aux_candidates)
 
 
 def _segment_shares(
-    inputs: PlanInputs, segment: Segment, prefill_dp: int, at: Coord, choice: int, senders: tuple[int, ...]
-) -> Iterator[Share]:
+    inputs: PlanInputs, segment: Segment, prefill_dp: int, at: RankCoord, choice: int, senders: tuple[int, ...]
+) -> Iterator[TransferSlice]:
     """What the decode rank `at` is owed of one segment, by every prefill stage and each of the cp ranks `senders`."""
     prefill, decode = inputs.prefill, inputs.decode
     reader = decode.unique_rank(at)
@@ -179,8 +179,8 @@ def _segment_shares(
                 tp = block * copies + (choice + reader) % copies
                 have = segment_heads(segment, prefill.tp, tp)
                 lo, hi = max(have.lo, want.lo), min(have.hi, want.hi)
-                yield Share(
-                    writer=prefill.unique_rank(Coord(dp=prefill_dp, pp=stage, cp=cp, tp=tp)),
+                yield TransferSlice(
+                    writer=prefill.unique_rank(RankCoord(dp=prefill_dp, pp=stage, cp=cp, tp=tp)),
                     reader=reader,
                     segment=segment.index,
                     src_head=lo - have.lo,

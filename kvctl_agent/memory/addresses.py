@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.local_shard import LocalShard
 
 Indices = npt.NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class SegmentAddresses:
         bases: for each layer held, the address of page 0 of each plane.
     """
 
-    held: Held
+    held: LocalShard
     num_slots: int
     bases: tuple[tuple[int, ...], ...]
 
@@ -87,7 +87,7 @@ class PoolAddresses:
         }
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any], held: tuple[Held, ...]) -> PoolAddresses:
+    def from_wire(cls, wire: Mapping[str, Any], held: tuple[LocalShard, ...]) -> PoolAddresses:
         """What a peer sent, as the addresses of what the plan says it holds.
 
         Raises:

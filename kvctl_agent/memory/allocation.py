@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvctl_agent.device.base import Device
-from kvctl_agent.memory.region import Region, Stretch
-from kvctl_agent.memory.slab import Slab
+from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.region import MemorySpan, Region
 
 
 class Allocation(Protocol):
-    """One allocation; `Slab` is one, too."""
+    """One allocation; `HugePageMemory` is one, too."""
 
     @property
     def region(self) -> Region:
         """What a transport registers."""
         ...
 
-    def stretch(self, offset: int, nbytes: int) -> Stretch:
+    def stretch(self, offset: int, nbytes: int) -> MemorySpan:
         """Bytes [offset, offset + nbytes) for kernels."""
         ...
 
@@ -34,8 +34,8 @@ class DeviceAllocation:
         self._memory = device.allocate(nbytes, mem_pool)
         self.region = Region(self._memory.addr, nbytes, device.index)
 
-    def stretch(self, offset: int, nbytes: int) -> Stretch:
-        return Stretch(self.region.addr + offset, nbytes, None)
+    def stretch(self, offset: int, nbytes: int) -> MemorySpan:
+        return MemorySpan(self.region.addr + offset, nbytes, None)
 
     def close(self) -> None:
         self._memory.close()
@@ -50,4 +50,4 @@ def allocate(nbytes: int, device: Device | None, mem_pool: str = "default") -> A
     Raises:
         DeviceError, MemoryLayoutError: it cannot be had; says how much was asked for.
     """
-    return Slab(nbytes) if device is None else DeviceAllocation(device, nbytes, mem_pool)
+    return HugePageMemory(nbytes) if device is None else DeviceAllocation(device, nbytes, mem_pool)

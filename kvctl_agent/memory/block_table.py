@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvctl_agent.device.base import Geometry, Packed, Strip, Strips, Table
+from kvctl_agent.device.base import BlockRange, BlockRanges, Geometry, Packed, Table
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.shape import Plane
 from kvctl_agent.memory.addresses import SegmentAddresses
 
@@ -22,7 +22,7 @@ class Cut(NamedTuple):
     """What a stretch is of one table: a strip as if the stretch began at address 0 and the launch's list of pages."""
 
     number: int
-    strip: Strip
+    strip: BlockRange
 
 
 class BlockTable:
@@ -95,19 +95,21 @@ class BlockTable:
                 if index[lo] < index[hi]:
                     pages = page_hi - page_lo
                     packed = offset - self._before[lo] * pages
-                    found.append(Cut(number, Strip(index[lo], index[hi], head * head_bytes, packed, pages, page_lo)))
+                    found.append(
+                        Cut(number, BlockRange(index[lo], index[hi], head * head_bytes, packed, pages, page_lo))
+                    )
         return tuple(found)
 
     def _gathered(
         self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int, head: int, addr: int
-    ) -> tuple[Strips, ...]:
+    ) -> tuple[BlockRanges, ...]:
         """The launches that gather a stretch to an address: staging buffers are few, so that these recur, too."""
         launches: dict[int, list[Packed]] = {}
         for number, (first, end, shift, packed, pages, listed) in self.cut(
             lo, hi, page_lo, page_hi, num_pages, nbytes, head
         ):
             launches.setdefault(number, []).append((first, end, shift, packed + addr, pages, listed))
-        return tuple(Strips(self.gathers[number], strips) for number, strips in launches.items())
+        return tuple(BlockRanges(self.gathers[number], strips) for number, strips in launches.items())
 
     def _check(self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int) -> int:
         """Where the stretch begins in the part."""
@@ -124,7 +126,7 @@ class BlockTable:
         return begin
 
 
-def gathers_between(ours: Held, theirs: Held) -> set[Geometry]:
+def gathers_between(ours: LocalShard, theirs: LocalShard) -> set[Geometry]:
     """Geometries of all that we can have to gather for a peer, to compile ahead."""
     heads = min(ours.head_hi, theirs.head_hi) - max(ours.head_lo, theirs.head_lo)
     return {_gather(plane, heads, ours.heads) for plane in ours.segment.planes} if heads > 0 else set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
 from kvctl_agent.memory.allocation import allocate
-from kvctl_agent.memory.region import Region, Stretch
+from kvctl_agent.memory.region import MemorySpan, Region
 
 _BUFFER_ALIGN_BYTES = 4096
 
@@ -18,7 +18,7 @@ class Buffer:
     """One staging buffer."""
 
     index: int
-    stretch: Stretch
+    stretch: MemorySpan
 
 
 class StagingBuffers:
@@ -88,7 +88,7 @@ class RingMemory:
         self.nbytes = nbytes
         self.addr = self._memory.region.addr
 
-    def view(self, offset: int, nbytes: int) -> Stretch:
+    def view(self, offset: int, nbytes: int) -> MemorySpan:
         """One granted region; raises MemoryLayoutError when it does not lie in the ring."""
         if offset < 0 or nbytes <= 0 or offset + nbytes > self._left:
             raise MemoryLayoutError(

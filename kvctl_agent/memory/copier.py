@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvctl_agent.memory.parts import PartLayout, Piece
-from kvctl_agent.memory.region import Stretch
-from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.part_layout import PartLayout, Piece
+from kvctl_agent.memory.region import MemorySpan
+from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
 
-__all__ = ["Copier", "Landed", "Stretch", "Work"]
+__all__ = ["Copier", "LandedPart", "MemorySpan", "PendingCopy"]
 
 
-class Work(Protocol):
+class PendingCopy(Protocol):
     """A copy that was begun."""
 
     def done(self) -> bool:
@@ -25,12 +25,12 @@ class Work(Protocol):
         ...
 
 
-class Landed(NamedTuple):
+class LandedPart(NamedTuple):
     """A part in the ring, and the pages it belongs in."""
 
     rows: RowIndex
     layout: PartLayout
-    region: Stretch
+    region: MemorySpan
 
 
 class Copier(Protocol):
@@ -51,7 +51,7 @@ class Copier(Protocol):
     @property
     def parts_at_once(self) -> int: ...
 
-    def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[Stretch]) -> Work:
+    def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
         """Begin to copy pieces of one part, each to the start of its stretch.
 
         Raises:
@@ -60,7 +60,7 @@ class Copier(Protocol):
         """
         ...
 
-    def scatter(self, landed: Sequence[Landed]) -> Work:
+    def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
         """Begin to copy parts to their pages; raises as `gather` does."""
         ...
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.parts import Piece, Span
-from kvctl_agent.memory.rows import RowIndex
-from kvctl_agent.memory.slab import Bytes
+from kvctl_agent.memory.huge_pages import Bytes
+from kvctl_agent.memory.part_layout import Piece, Span
+from kvctl_agent.memory.row_index import RowIndex
 
 Stack = npt.NDArray[np.uint8]
 

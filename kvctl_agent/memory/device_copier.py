@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvctl_agent.device.base import Copies, Packed, Strips, Table
+from kvctl_agent.device.base import BlockRanges, Packed, RowCopies, Table
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.copier import Landed, Work
-from kvctl_agent.memory.parts import Piece
-from kvctl_agent.memory.region import Stretch
-from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.copier import LandedPart, PendingCopy
+from kvctl_agent.memory.part_layout import Piece
+from kvctl_agent.memory.region import MemorySpan
+from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
 
 
@@ -26,13 +26,13 @@ class DeviceCopier:
     pieces_at_once = 1
     parts_at_once = 64
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: RowCopies) -> None:
         self._copies = copies
 
-    def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[Stretch]) -> Work:
+    def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
         table, num_pages = rows.memory.block_table(rows.heads), len(rows)
         planes = table.planes
-        launches: list[Strips] = []
+        launches: list[BlockRanges] = []
         for (_, nbytes, spans), stretch in zip(pieces, into, strict=True):
             if nbytes > stretch.nbytes:
                 raise _too_large(nbytes, stretch)
@@ -42,7 +42,7 @@ class DeviceCopier:
             launches += table.gathered(lo, hi, page_lo, page_hi, num_pages, nbytes, rows.head, stretch.addr)
         return self._copies.begin(launches, rows.places)
 
-    def scatter(self, landed: Sequence[Landed]) -> Work:
+    def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
         by_table: dict[Table, list[Packed]] = {}
         lists = []
         listed = 0
@@ -60,7 +60,7 @@ class DeviceCopier:
                 by_table.setdefault(blocks.scatters[number], []).append(strip)
             lists.append(rows.given)
             listed += num_pages
-        launches = [Strips(table, strips) for table, strips in by_table.items()]
+        launches = [BlockRanges(table, strips) for table, strips in by_table.items()]
         # As `places`, all at once: pages are in bounds, and so they fit.
         together = landed[0].rows.places if len(lists) == 1 else np.concatenate(lists, dtype=np.int32, casting="unsafe")
         return self._copies.begin(launches, together)
@@ -73,5 +73,5 @@ class DeviceCopier:
         self._copies.close()
 
 
-def _too_large(nbytes: int, stretch: Stretch) -> MemoryLayoutError:
+def _too_large(nbytes: int, stretch: MemorySpan) -> MemoryLayoutError:
     return MemoryLayoutError(f"{nbytes} bytes do not fit into {stretch.nbytes} bytes of staging")

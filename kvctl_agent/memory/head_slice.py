@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.memory.addresses import SegmentAddresses
-from kvctl_agent.memory.slab import Bytes
+from kvctl_agent.memory.huge_pages import Bytes
 
 # Void items are opaque rows: numpy moves each with one memmove, whatever the dtype of the pool.
 Rows = npt.NDArray[np.void]

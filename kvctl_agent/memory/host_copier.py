@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.copier import Landed, Work
+from kvctl_agent.memory.copier import LandedPart, PendingCopy
 from kvctl_agent.memory.copy import gather_piece, scatter_piece
-from kvctl_agent.memory.crew import CopyCrew
-from kvctl_agent.memory.parts import PIECE_BYTES, Piece
-from kvctl_agent.memory.region import Stretch
-from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.copy_pool import CopyPool
+from kvctl_agent.memory.huge_pages import Bytes
+from kvctl_agent.memory.part_layout import PIECE_BYTES, Piece
+from kvctl_agent.memory.region import MemorySpan
+from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
-from kvctl_agent.memory.slab import Bytes
 
 
 class _Done:
@@ -29,17 +29,17 @@ class HostCopier:
     piece_bytes = PIECE_BYTES
     parts_at_once = 1  # a part that is in its pages should not wait for another's copy
 
-    def __init__(self, crew: CopyCrew) -> None:
+    def __init__(self, crew: CopyPool) -> None:
         self._crew = crew
         self.pieces_at_once = crew.threads
 
-    def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[Stretch]) -> Work:
+    def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
         arrays = [_array(stretch) for stretch in into]
         work = zip(pieces, arrays, strict=True)
         self._crew.run([partial(gather_piece, piece, rows, array) for piece, array in work])
         return _Done()
 
-    def scatter(self, landed: Sequence[Landed]) -> Work:
+    def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
         jobs = []
         for rows, layout, region in landed:
             array = _array(region)
@@ -54,7 +54,7 @@ class HostCopier:
         """Nothing: the crew is its owner's."""
 
 
-def _array(stretch: Stretch) -> Bytes:
+def _array(stretch: MemorySpan) -> Bytes:
     if stretch.array is None:
         raise MemoryLayoutError(f"staging memory at {stretch.addr:#x} is on a device; the host cannot copy it")
     return stretch.array

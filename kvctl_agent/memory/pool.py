@@ -16,16 +16,24 @@ from kvctl_agent.contract.memory import HOST
 from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
 from kvctl_agent.layout.sizes import check_size
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocation import Allocation, DeviceAllocation
-from kvctl_agent.memory.given import DraftKV, Given, StateTensors, Tensors, check_layers, read_kv, read_state
+from kvctl_agent.memory.huge_pages import Bytes, HugePageMemory
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
-from kvctl_agent.memory.slab import Bytes, Slab
-from kvctl_agent.memory.tensors import one_device, refuse_overlap, see
+from kvctl_agent.memory.tensor_checks import one_device, refuse_overlap, see
+from kvctl_agent.memory.tensor_specs import (
+    DraftKV,
+    StateTensors,
+    Tensors,
+    TensorSpec,
+    check_layers,
+    read_kv,
+    read_state,
+)
 
 __all__ = ["DraftKV", "KVPool", "PoolAddresses", "StateTensors"]
 
@@ -175,7 +183,7 @@ class KVPool:
     @classmethod
     def allocate(
         cls,
-        held: tuple[Held, ...],
+        held: tuple[LocalShard, ...],
         page_size: int,
         num_pages: int,
         state_slots: Mapping[str, int] | None = None,
@@ -251,7 +259,7 @@ class KVPool:
         states = tuple(other for other in others if isinstance(other, StateShape))
         return replace(kv, draft=drafts[0] if drafts else None, states=states)
 
-    def place(self, held: tuple[Held, ...]) -> None:
+    def place(self, held: tuple[LocalShard, ...]) -> None:
         """Say which layers and heads of the model this memory is, before it is registered or written to.
 
         Raises:
@@ -297,13 +305,13 @@ def _allocations(
     Aux rows lie behind the blocks of the host, and beside those of a device.
     """
     if device is None:
-        slab = Slab(blocks_bytes + aux_bytes)
+        slab = HugePageMemory(blocks_bytes + aux_bytes)
         return [slab], slab.view, slab.array[blocks_bytes:] if aux_bytes else None
     there = DeviceAllocation(device, blocks_bytes, mem_pool)
     device.fill(there.region.addr, blocks_bytes, 0)
     if not aux_bytes:
         return [there], Region.array, None
-    beside = Slab(aux_bytes)
+    beside = HugePageMemory(aux_bytes)
     return [there, beside], Region.array, beside.array
 
 
@@ -314,7 +322,7 @@ def _open(index: int) -> Device:
     return open_device(index)
 
 
-def _all_of(index: int, given: Given, page_size: int, target: Given) -> SegmentMemory:
+def _all_of(index: int, given: TensorSpec, page_size: int, target: TensorSpec) -> SegmentMemory:
     """The memory of a segment that is taken to be here with all of its layers, and with its first heads."""
     count = len(given.layers)
     if isinstance(given.shape, StateShape):
@@ -324,11 +332,11 @@ def _all_of(index: int, given: Given, page_size: int, target: Given) -> SegmentM
         first = 0 if given is target else len(target.layers)
         planes = given.shape.planes(page_size)
         segment = Segment(index, given.name, first, first + count, given.shape.num_kv_heads, planes)
-    held = Held(segment, segment.layer_lo, segment.layer_hi, 0, given.heads)
+    held = LocalShard(segment, segment.layer_lo, segment.layer_hi, 0, given.heads)
     return SegmentMemory(held, given.num_slots, [tuple(plane.region for plane in layer) for layer in given.layers])
 
 
-def _placed(memory: SegmentMemory | None, held: Held) -> SegmentMemory:
+def _placed(memory: SegmentMemory | None, held: LocalShard) -> SegmentMemory:
     """The same bytes under the plan's numbers; raises MemoryLayoutError where they are something else."""
     name = held.segment.name
     if memory is None:

@@ -34,7 +34,7 @@ class Region(NamedTuple):
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.addr))
 
 
-class Stretch(NamedTuple):
+class MemorySpan(NamedTuple):
     """Contiguous staging memory, of a buffer or of the ring; `array` is None on a device."""
 
     addr: int

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvctl_agent.contract.layers import layer_range
+from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.memory.block_table import BlockTable
 from kvctl_agent.memory.head_slice import HeadSlice
-from kvctl_agent.memory.parts import PartLayout, part_layout
+from kvctl_agent.memory.huge_pages import Bytes
+from kvctl_agent.memory.part_layout import PartLayout, part_layout
 from kvctl_agent.memory.region import Region
-from kvctl_agent.memory.slab import Bytes
 
 
 class SegmentMemory:
@@ -31,7 +31,7 @@ class SegmentMemory:
 
     def __init__(
         self,
-        held: Held,
+        held: LocalShard,
         num_slots: int,
         blocks: Sequence[tuple[Region, ...]],
         view: Callable[[Region], Bytes] = Region.array,

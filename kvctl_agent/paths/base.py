@@ -13,9 +13,9 @@ from typing import Protocol
 
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.mapped import Mapped
-from kvctl_agent.paths.routes import Route
-from kvctl_agent.paths.sides import LaneSegment
+from kvctl_agent.paths.direct_routes import Route
+from kvctl_agent.paths.mapped_memory import MappedMemory
+from kvctl_agent.paths.segment_pair import SegmentPair
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.transport.base import Prepared, Transport, Write
 
@@ -25,7 +25,7 @@ STAGED = "staged"
 DIRECT = "direct"
 
 
-class Lane:
+class PeerConnection:
     """What a path needs to write to one peer.
 
     Attributes:
@@ -47,7 +47,7 @@ class Lane:
         pool: KVPool,
         theirs: PoolAddresses,
         ring_base: int,
-        mapping: Mapped | None = None,
+        mapping: MappedMemory | None = None,
         why_not: str = "",
     ) -> None:
         """Raises DeviceError where `mapping` does not cover the peer's pages."""
@@ -58,7 +58,7 @@ class Lane:
         self.theirs = theirs
         self.ring_base = ring_base
         pairs = zip(self.ours.segments, theirs.segments, strict=True)
-        self.segments = tuple(LaneSegment(here, there, mapping) for here, there in pairs)
+        self.segments = tuple(SegmentPair(here, there, mapping) for here, there in pairs)
         self.prepared: dict[tuple[int, int, int], Prepared] = {}
         self.mapping = mapping
         self.why_not = why_not
@@ -76,13 +76,13 @@ class Flight(ABC):
     Attributes:
         began_ns: when a worker took it.
         gather_ns: time spent gathering.
-        post_ns: time spent in the engine's post; on lanes that copy in the post, this is the copy.
+        post_ns: time spent in the engine's post; on connections that copy in the post, this is the copy.
         descriptors: handed to the engine, before it merges; of `direct` kernels.
         posts: submissions to the engine; of `direct` kernels.
     """
 
-    def __init__(self, lane: Lane, order: Transfer, began_ns: int) -> None:
-        self.lane = lane
+    def __init__(self, connection: PeerConnection, order: Transfer, began_ns: int) -> None:
+        self.connection = connection
         self.order = order
         self.began_ns = began_ns
         self.gather_ns = 0
@@ -92,7 +92,7 @@ class Flight(ABC):
 
     @abstractmethod
     def advance(self) -> bool:
-        """Drive it on without waiting; True when it is complete, or has stopped behind its raised fence.
+        """Drive it on without waiting; True when it is complete, or has stopped behind its raised cancel.
 
         Raises:
             TransportError: the engine failed; `give_up` says whether bytes may still land.
@@ -122,8 +122,8 @@ class Flight(ABC):
 class WriteFlight(Flight):
     """A part that is one write."""
 
-    def __init__(self, lane: Lane, order: Transfer, began_ns: int, post: Callable[[], Write]) -> None:
-        super().__init__(lane, order, began_ns)
+    def __init__(self, connection: PeerConnection, order: Transfer, began_ns: int, post: Callable[[], Write]) -> None:
+        super().__init__(connection, order, began_ns)
         self._write = post()
         self.count(self._write, began_ns)
 
@@ -137,7 +137,7 @@ class WriteFlight(Flight):
 class Path(Protocol):
     """One way to move a part."""
 
-    def start(self, lane: Lane, order: Transfer) -> Flight:
+    def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         """Take an order; the worker then advances the flight.
 
         Raises:

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from kvctl_agent.memory.slab import Bytes
-from kvctl_agent.paths.chooser import CopyCost
+from kvctl_agent.memory.huge_pages import Bytes
+from kvctl_agent.paths.path_chooser import CopyCost
 
 _ROWS = (256, 512, 1024, 2048, 8192, 32768)
 _PIECE = 1 << 20  # so that seconds are seconds per MiB

@@ -10,9 +10,9 @@ import time
 
 import numpy as np
 
-from kvctl_agent.device.base import Batch, Copies, Geometry
+from kvctl_agent.device.base import Batch, Geometry, RowCopies
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
-from kvctl_agent.paths.chooser import CopyCost, DirectCost
+from kvctl_agent.paths.path_chooser import CopyCost, DirectCost
 from kvctl_agent.transport.base import Region
 
 _ROWS = (256, 1024, 4096)
@@ -24,7 +24,7 @@ _ROUNDS = 6
 _WAIT_S = 5.0
 
 
-def measure_device_copies(copies: Copies, source: Region, target: Region) -> CopyCost:
+def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> CopyCost:
     """What a gather costs; a scatter, the same the other way round, is taken to cost as much.
 
     Args:
@@ -47,13 +47,13 @@ def measure_device_copies(copies: Copies, source: Region, target: Region) -> Cop
     return CopyCost(tuple(rates), tuple(rates.values()), tuple(rates.values()))
 
 
-def measure_direct(copies: Copies, source: Region, target: Region, programs: int) -> DirectCost:
+def measure_direct(copies: RowCopies, source: Region, target: Region, programs: int) -> DirectCost:
     """What a part costs that goes direct.
 
     Args:
         source: read from: the pool, or what is as cold.
         target: a peer's scratch memory, in our address space; overwritten.
-        programs: as `Copies.begin`.
+        programs: as `RowCopies.begin`.
 
     Raises:
         DeviceError, DeadlineExceeded: it failed, or did not end.
@@ -77,7 +77,7 @@ def _usable(geometry: Geometry, source: Region, target: Region, nbytes: int) -> 
 
 
 def _best_us(
-    copies: Copies, geometry: Geometry, source: Region, target: Region, nbytes: int, programs: int | None
+    copies: RowCopies, geometry: Geometry, source: Region, target: Region, nbytes: int, programs: int | None
 ) -> float:
     page = geometry.rows * geometry.width
     count = nbytes // page

@@ -10,11 +10,11 @@ import time
 
 import numpy as np
 
-from kvctl_agent.device.base import Copies
+from kvctl_agent.device.base import RowCopies
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, TransportError
-from kvctl_agent.paths.base import Flight, Lane
-from kvctl_agent.paths.mapped import Mapped
-from kvctl_agent.paths.routes import Route, check_pages, routes
+from kvctl_agent.paths.base import Flight, PeerConnection
+from kvctl_agent.paths.direct_routes import Route, check_pages, routes
+from kvctl_agent.paths.mapped_memory import MappedMemory
 from kvctl_agent.protocol.events import Transfer
 
 PROGRAMS = 64
@@ -24,13 +24,19 @@ PROGRAMS = 64
 class DirectFlight(Flight):
     """A part that is one kernel, or one for each geometry of its planes.
 
-    What was begun cannot be recalled: behind a raised fence it runs to its end, and no tag is sent.
+    What was begun cannot be recalled: behind a raised cancel it runs to its end, and no tag is sent.
     """
 
     def __init__(
-        self, lane: Lane, mapping: Mapped, order: Transfer, copies: Copies, programs: int, parts: tuple[Route, ...]
+        self,
+        connection: PeerConnection,
+        mapping: MappedMemory,
+        order: Transfer,
+        copies: RowCopies,
+        programs: int,
+        parts: tuple[Route, ...],
     ) -> None:
-        super().__init__(lane, order, time.monotonic_ns())
+        super().__init__(connection, order, time.monotonic_ns())
         lo, hi, count = order.key.lo, order.key.hi, len(order.src_pages)
         batches = [route.batch(lo, hi, count) for route in parts]
         pages = np.concatenate((order.src_pages, order.dst_pages), dtype=np.int32)
@@ -40,7 +46,7 @@ class DirectFlight(Flight):
         except BaseException:
             mapping.give()
             raise
-        self._mapping: Mapped | None = mapping
+        self._mapping: MappedMemory | None = mapping
         self._told = False
         self.post_ns = time.monotonic_ns() - self.began_ns
         self.posts = self.descriptors = len(batches)
@@ -48,9 +54,9 @@ class DirectFlight(Flight):
     def advance(self) -> bool:
         if not self._landed():
             return False
-        if not self._told and not self.order.fence.raised:
+        if not self._told and not self.order.cancel.cancelled:
             self._told = True
-            self.lane.transport.tell(self.lane.peer, self.order.tag)
+            self.connection.transport.tell(self.connection.peer, self.order.tag)
         return True
 
     def give_up(self) -> bool:
@@ -74,21 +80,23 @@ class DirectPath:
         programs: thread blocks, and so multiprocessors, that a kernel may take; None: `PROGRAMS`.
     """
 
-    def __init__(self, copies: Copies, programs: int | None = None) -> None:
+    def __init__(self, copies: RowCopies, programs: int | None = None) -> None:
         self._copies = copies
         self._programs = programs or PROGRAMS
 
-    def start(self, lane: Lane, order: Transfer) -> Flight:
+    def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         share, key = order.share, order.key
         if share is None:
             raise MemoryLayoutError(f"{key} owes no heads")
-        if lane.mapping is None:
-            raise TransportError(f"there is no direct path to {lane.peer} (auto takes another): {lane.why_not}")
-        segment = lane.segments[share.segment]
+        if connection.mapping is None:
+            raise TransportError(
+                f"there is no direct path to {connection.peer} (auto takes another): {connection.why_not}"
+            )
+        segment = connection.segments[share.segment]
         segment.check_layers(key.lo, key.hi)
         check_pages(segment, order.src_pages, order.dst_pages)
         place = share.segment, share.src_head, share.dst_head, share.heads
-        parts = lane.routes.get(place)
+        parts = connection.routes.get(place)
         if parts is None:
-            parts = lane.routes[place] = routes(segment, *place[1:])
-        return DirectFlight(lane, lane.mapping, order, self._copies, self._programs, parts)
+            parts = connection.routes[place] = routes(segment, *place[1:])
+        return DirectFlight(connection, connection.mapping, order, self._copies, self._programs, parts)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import SegmentAddresses
-from kvctl_agent.paths.base import Flight, Lane, WriteFlight
+from kvctl_agent.paths.base import Flight, PeerConnection, WriteFlight
 from kvctl_agent.protocol.events import Pages, Transfer
 from kvctl_agent.transport.base import Addresses, Prepared, Sizes
 
@@ -22,34 +22,37 @@ _MOST_ROWS = (1 << 31) - 1  # a prepared list is indexed by int32
 
 
 class SlicePath:
-    """Keeps the prepared lists of our own pool; those of peers live with their lanes."""
+    """Keeps the prepared lists of our own pool; those of peers live with their connections."""
 
     def __init__(self) -> None:
         self._ours: dict[tuple[int, int, int], Prepared] = {}
 
-    def start(self, lane: Lane, order: Transfer) -> Flight:
+    def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         share = order.share
         if share is None:
             raise MemoryLayoutError(f"{order.key} owes no heads")
         began_ns = time.monotonic_ns()
-        segment = lane.segments[share.segment]
+        segment = connection.segments[share.segment]
         segment.check_layers(order.key.lo, order.key.hi)
         ours, theirs = segment.ours, segment.theirs
         place = share.segment, share.src_head, share.heads
         here = self._ours.get(place)
         if here is None:
-            here = self._ours[place] = lane.transport.prepare_local(*_rows(ours, share.src_head, share.heads))
+            here = self._ours[place] = connection.transport.prepare_local(*_rows(ours, share.src_head, share.heads))
         place = share.segment, share.dst_head, share.heads
-        there = lane.prepared.get(place)
+        there = connection.prepared.get(place)
         if there is None:
-            there = lane.transport.prepare_remote(lane.peer, *_rows(theirs, share.dst_head, share.heads))
-            lane.prepared[place] = there
+            there = connection.transport.prepare_remote(connection.peer, *_rows(theirs, share.dst_head, share.heads))
+            connection.prepared[place] = there
         sort = np.argsort(order.src_pages, kind="stable")
         src = _numbers(ours, order.src_pages[sort], order.key.lo, order.key.hi)
         dst = _numbers(theirs, order.dst_pages[sort], order.key.lo, order.key.hi)
         prepared = here, src, there, dst
         return WriteFlight(
-            lane, order, began_ns, lambda: lane.transport.write_prepared(lane.peer, *prepared, order.tag)
+            connection,
+            order,
+            began_ns,
+            lambda: connection.transport.write_prepared(connection.peer, *prepared, order.tag),
         )
 
 

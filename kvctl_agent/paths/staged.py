@@ -14,16 +14,16 @@ import time
 import numpy as np
 
 from kvctl_agent.errors import KvctlError, MemoryLayoutError
-from kvctl_agent.layout.share import Share
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.memory.buffers import Buffer, StagingBuffers
-from kvctl_agent.memory.copier import Copier, Work
-from kvctl_agent.memory.rows import RowIndex
-from kvctl_agent.paths.base import Flight, Lane
+from kvctl_agent.memory.copier import Copier, PendingCopy
+from kvctl_agent.memory.row_index import RowIndex
+from kvctl_agent.paths.base import Flight, PeerConnection
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.transport.base import Write
 
-# Pieces of one part on the wire at once: enough to keep a lane busy, few enough to stay in cache.
+# Pieces of one part on the wire at once: enough to keep a connection busy, few enough to stay in cache.
 _IN_FLIGHT = 4
 
 
@@ -31,29 +31,35 @@ class StagedFlight(Flight):
     """A part that moves piece by piece; when all buffers are in use it simply waits its turn."""
 
     def __init__(
-        self, lane: Lane, order: Transfer, buffers: StagingBuffers, copier: Copier, share: Share, grant: Grant
+        self,
+        connection: PeerConnection,
+        order: Transfer,
+        buffers: StagingBuffers,
+        copier: Copier,
+        share: TransferSlice,
+        grant: Grant,
     ) -> None:
-        super().__init__(lane, order, time.monotonic_ns())
-        memory, key = lane.pool.segments[share.segment], order.key
+        super().__init__(connection, order, time.monotonic_ns())
+        memory, key = connection.pool.segments[share.segment], order.key
         layout = memory.part_layout(key.lo, key.hi, len(order.src_pages), share.heads)
         if layout.region_bytes > grant.end - grant.offset:
             raise MemoryLayoutError(f"{key} needs {layout.region_bytes} bytes, its grant {grant} is smaller")
         self._buffers = buffers
         self._copier = copier
         self._rows = RowIndex(memory, order.src_pages, share.src_head, share.heads)
-        self._target = lane.ring_base + grant.offset
+        self._target = connection.ring_base + grant.offset
         self._pieces = layout.pieces(min(copier.piece_bytes, buffers.buffer_bytes))
         self._next = 0
         self._wired: list[tuple[Write, Buffer]] = []
-        self._work: Work | None = None  # the gather into these:
+        self._work: PendingCopy | None = None  # the gather into these:
         self._filling: list[Buffer] = []
         self._since_ns = 0
         self._held: list[Buffer] = []  # gathered, not yet posted; the last piece waits here for all others
 
     def advance(self) -> bool:
         self._reap()
-        fence = self.order.fence
-        while self._next < len(self._pieces) and fence.may_post(time.monotonic_ns()):
+        cancel = self.order.cancel
+        while self._next < len(self._pieces) and cancel.may_post(time.monotonic_ns()):
             if not self._held and not (self._begin() and self._gathered()):
                 return False
             self._reap()
@@ -61,7 +67,7 @@ class StagedFlight(Flight):
             if last and self._wired:
                 return False
             self._post(self.order.tag if last else None)
-        if fence.raised:
+        if cancel.cancelled:
             self._drop()
         elif self._next < len(self._pieces):
             return False  # the lease has ended: what is left waits for it
@@ -114,7 +120,9 @@ class StagedFlight(Flight):
         here = np.array([buffer.stretch.addr], np.uint64)
         there = np.array([self._target + piece.offset], np.uint64)
         since = time.monotonic_ns()
-        write = self.lane.transport.write(self.lane.peer, here, there, np.array([piece.nbytes], np.uint64), tag)
+        write = self.connection.transport.write(
+            self.connection.peer, here, there, np.array([piece.nbytes], np.uint64), tag
+        )
         self.count(write, since)
         self._wired.append((write, self._held.pop(0)))
         self._next += 1
@@ -145,7 +153,7 @@ class StagedPath:
         self._buffers = buffers
         self._copier = copier
 
-    def start(self, lane: Lane, order: Transfer) -> Flight:
+    def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         if order.share is None or order.grant is None:
             raise MemoryLayoutError(f"{order.key} has no staging grant")
-        return StagedFlight(lane, order, self._buffers, self._copier, order.share, order.grant)
+        return StagedFlight(connection, order, self._buffers, self._copier, order.share, order.grant)

@@ -18,11 +18,11 @@ import msgspec
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.protocol.checkpoint_classes import KEPT, TOMBSTONES_KEPT, classes, names_of
-from kvctl_agent.protocol.leaves import Leaves
-from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.tombstones import Tombstones
-from kvctl_agent.telemetry.rooms import RoomRecord
+from kvctl_agent.protocol.value_codec import ValueCodec
+from kvctl_agent.telemetry.room_records import RoomRecord
 
 # Not state: made anew with the machine, or given to it.
 _GIVEN = frozenset({"local", "timing", "telemetry", "_actions", "_events", "_messages", "_choose", "_fallback"})
@@ -46,7 +46,7 @@ class Node(NamedTuple):
 class Checkpoint(NamedTuple):
     """`state` is the machine's own attributes; `left_out` the tombstones that were too many to keep."""
 
-    local: Local
+    local: LocalInfo
     timing: Timing
     state: dict[str, Any]
     nodes: list[Node]
@@ -68,7 +68,7 @@ def take(machine: Machine, budget_ns: int) -> Checkpoint:
     return Checkpoint(machine.local, machine.timing, state, walk.nodes, walk.left_out)
 
 
-def build(checkpoint: Checkpoint, make: Callable[[Local, Timing], Machine]) -> Machine:
+def build(checkpoint: Checkpoint, make: Callable[[LocalInfo, Timing], Machine]) -> Machine:
     """A machine in that state; `make` gives one as new, with silent telemetry.
 
     Raises:
@@ -98,7 +98,7 @@ def build(checkpoint: Checkpoint, make: Callable[[Local, Timing], Machine]) -> M
 
 def pack(checkpoint: Checkpoint) -> bytes:
     """As bytes; from any thread."""
-    leaves = Leaves(classes().leaves)
+    leaves = ValueCodec(classes().leaves)
 
     def told(value: Any) -> Any:
         if type(value) is Ref:
@@ -122,7 +122,7 @@ def unpack(data: bytes) -> Checkpoint:
     """
     try:
         (local, timing), state, nodes, left_out, fields = msgspec.msgpack.decode(data)
-        leaves = Leaves(classes().leaves)
+        leaves = ValueCodec(classes().leaves)
         leaves.check(fields)
 
         def read(value: Any) -> Any:
@@ -142,7 +142,7 @@ def unpack(data: bytes) -> Checkpoint:
         )
     except (msgspec.DecodeError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
         raise RecordingError(f"not a checkpoint: {error}") from None
-    if not (isinstance(found.local, Local) and isinstance(found.timing, Timing)):
+    if not (isinstance(found.local, LocalInfo) and isinstance(found.timing, Timing)):
         raise RecordingError("not a checkpoint: it does not say whose")
     for node in found.nodes:
         _check(node)

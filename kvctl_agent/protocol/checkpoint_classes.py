@@ -18,21 +18,33 @@ import numpy as np
 import kvctl_agent.protocol as package
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.holding import Held
-from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
-from kvctl_agent.layout.share import Share
-from kvctl_agent.layout.side import Coord, Side
-from kvctl_agent.telemetry.rooms import RoomRecord
-from kvctl_agent.telemetry.spans import Spans
+from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.telemetry.busy_time import BusyTime
+from kvctl_agent.telemetry.room_records import RoomRecord
 
 TOMBSTONES_KEPT = 4096
 
 _ATOMS: frozenset[type] = frozenset({type(None), bool, int, float, str, bytes, np.ndarray, range, frozenset})
 _LEAVES: frozenset[type] = frozenset(
-    {RoomState, Chunk, Coord, Held, ModelShape, Plane, PlanInputs, Segment, Share, Side, StateShape}
+    {
+        RoomState,
+        Chunk,
+        RankCoord,
+        LocalShard,
+        ModelShape,
+        Plane,
+        PlanInputs,
+        Segment,
+        TransferSlice,
+        ParallelConfig,
+        StateShape,
+    }
 )
-_STATES: frozenset[type] = frozenset({RoomRecord, Spans})
+_STATES: frozenset[type] = frozenset({RoomRecord, BusyTime})
 
 # Of what is remembered for people, only what the machines look at again.
 KEPT: dict[type, tuple[str, ...]] = {

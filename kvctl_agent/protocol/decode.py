@@ -16,18 +16,18 @@ import numpy as np
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
-from kvctl_agent.layout import inputs as plan_inputs
+from kvctl_agent.layout import plan_inputs
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.inputs import PlanInputs
-from kvctl_agent.layout.plan import aux_writer, shares_to_reader, state_shares_to_reader, writer_cells
-from kvctl_agent.layout.share import Share
+from kvctl_agent.layout.plan import aux_writer, slices_to_reader, state_slices_to_reader, writer_cells
+from kvctl_agent.layout.plan_inputs import PlanInputs
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode_release import DecodeReleases
-from kvctl_agent.protocol.local import Pairing, pair
+from kvctl_agent.protocol.grant_table import RegionState
+from kvctl_agent.protocol.local_info import PeerPlan, plan_with_peer
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.recv_room import Final, RecvRoom
-from kvctl_agent.protocol.staging import RegionState
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey
 
@@ -108,15 +108,15 @@ class DecodeMachine(DecodeReleases):
         total, prefix = opening.total_pages, opening.prefix_pages
         if len(room.pages) != total - prefix:
             raise LayoutError(f"{len(room.pages)} pages for {prefix}..{total}")
-        wanted = [] if opening.prefill_only else shares_to_reader(inputs, room.room, self.rank)
-        finals: dict[Final, tuple[Share | None, ev.Pages]] = {}
+        wanted = [] if opening.prefill_only else slices_to_reader(inputs, room.room, self.rank)
+        finals: dict[Final, tuple[TransferSlice | None, ev.Pages]] = {}
         if opening.aux_index >= 0:
             key = PartKey(aux_writer(inputs, room.room, self.rank), 0, 0, 0)
             finals[PartKind.AUX, key] = None, np.array([opening.aux_index], np.int32)
         if any(opening.states):
             components = [segment.index for segment in inputs.segments if segment.state]
             asked = [index for index, items in zip(components, opening.states, strict=False) if items]
-            for share in state_shares_to_reader(inputs, room.room, self.rank):
+            for share in state_slices_to_reader(inputs, room.room, self.rank):
                 if share.segment in asked:
                     key = PartKey(share.writer, share.segment, share.layer_lo, share.layer_hi)
                     items = np.frombuffer(opening.states[components.index(share.segment)], "<i4")
@@ -234,17 +234,17 @@ class DecodeMachine(DecodeReleases):
             if room.failure is None:
                 self._open(room)
 
-    def _pair(self, message: msg.HelloAck) -> Pairing:
+    def _pair(self, message: msg.HelloAck) -> PeerPlan:
         """How a rank fits us."""
         if message.version != msg.PROTOCOL_VERSION:
-            return Pairing(None, (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",))
+            return PeerPlan(None, (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",))
         if message.taken:
-            return Pairing(None, (message.taken,))
+            return PeerPlan(None, (message.taken,))
         if message.differences:
-            return Pairing(None, tuple(message.differences))
-        return pair(self.local, message.who)
+            return PeerPlan(None, tuple(message.differences))
+        return plan_with_peer(self.local, message.who)
 
-    def _off_roster(self, name: str, who: msg.Introduction) -> str:
+    def _off_roster(self, name: str, who: msg.PeerInfo) -> str:
         """How what a rank says of its place differs from what its registry said; "" where it does not."""
         roster = self.roster(self._instance_of(name))
         if prod(who.sizes) != len(roster):

@@ -14,9 +14,9 @@ from __future__ import annotations
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode_rooms import DecodeRooms
+from kvctl_agent.protocol.grant_table import GrantedRegion, RegionState
 from kvctl_agent.protocol.peer import Peer
-from kvctl_agent.protocol.recv_room import RecvRoom, WriterLeg
-from kvctl_agent.protocol.staging import Holding, RegionState
+from kvctl_agent.protocol.recv_room import RecvRoom, WriterTransfer
 from kvctl_agent.protocol.tombstones import RoomKey
 
 
@@ -55,7 +55,7 @@ class DecodeReleases(DecodeRooms):
                 for incarnation in peer.former.keys() - held:
                     del peer.former[incarnation]
 
-    def _drained(self, room: RecvRoom, leg: WriterLeg) -> None:
+    def _drained(self, room: RecvRoom, leg: WriterTransfer) -> None:
         """Nothing of this writer is in flight: what it holds of the ring is free, unless a scatter reads it."""
         leg.drained = True
         holdings = self.book.of_room(RoomKey(leg.peer, room.room, room.nonce))
@@ -102,7 +102,7 @@ class DecodeReleases(DecodeRooms):
                 held = f"; its room still holds its pages: kvctl staging release --room {room.room}"
             self.answer(ticket, "released", f"{what} is freed by force{held}", freed=(serial,))
 
-    def _move_away(self, holding: Holding, what: str, ticket: int, *, force: bool) -> None:
+    def _move_away(self, holding: GrantedRegion, what: str, ticket: int, *, force: bool) -> None:
         """Ask a writer for an unwritten region; where it cannot be asked, or did not answer, let others go past it."""
         writer = holding.room.peer
         if holding.yields:
@@ -154,9 +154,9 @@ class DecodeReleases(DecodeRooms):
         text = f"room {number}: {regions} freed by force, and {left}"
         self.answer(ticket, "released", text, freed=freed, drained=tuple(leg.peer for leg in stuck))
 
-    def _give_up(self, room: RecvRoom, legs: list[WriterLeg]) -> tuple[int, ...]:
+    def _give_up(self, room: RecvRoom, legs: list[WriterTransfer]) -> tuple[int, ...]:
         """Nothing of these writers is in flight, the operator says; the serials that this frees."""
-        held: list[Holding] = []
+        held: list[GrantedRegion] = []
         for leg in legs:
             leg.acked = leg.drained = True
             held += self.book.of_room(RoomKey(leg.peer, room.room, room.nonce))
@@ -164,10 +164,10 @@ class DecodeReleases(DecodeRooms):
         self._free(held)
         return tuple(sorted(holding.region.serial for holding in held))
 
-    def _leg_of(self, holding: Holding) -> WriterLeg:
+    def _leg_of(self, holding: GrantedRegion) -> WriterTransfer:
         return self.rooms[holding.room.room].legs[holding.room.peer]  # a room outlives the regions it holds
 
-    def _doubt(self, legs: list[WriterLeg]) -> str:
+    def _doubt(self, legs: list[WriterTransfer]) -> str:
         """Why what these hold is not freed, and what would make it safe."""
         writers: list[str] = []
         for leg in legs:

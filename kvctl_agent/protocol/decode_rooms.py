@@ -18,11 +18,11 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.grant_table import GrantedRegion, GrantTable, RegionState
+from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.peer import Former, Peer, PeerState
-from kvctl_agent.protocol.recv_room import PartDigest, RecvRoom, WriterLeg
-from kvctl_agent.protocol.staging import Holding, RegionState, StagingBook
+from kvctl_agent.protocol.peer import FormerIncarnation, Peer, PeerState
+from kvctl_agent.protocol.recv_room import PartDigest, RecvRoom, WriterTransfer
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
 from kvctl_agent.telemetry.hub import Telemetry
@@ -35,9 +35,9 @@ IN_PLACE = "in-place"
 class DecodeRooms(Machine):
     """Rooms and ring of one decode rank; `DecodeMachine` adds who says what."""
 
-    def __init__(self, local: Local, timing: Timing, telemetry: Telemetry) -> None:
+    def __init__(self, local: LocalInfo, timing: Timing, telemetry: Telemetry) -> None:
         super().__init__(local, timing, telemetry)
-        self.book = StagingBook(local.ring_bytes)
+        self.book = GrantTable(local.ring_bytes)
         self.rooms: dict[int, RecvRoom] = {}
         self.rosters: dict[str, tuple[str, ...]] = {}  # by instance, the names of its ranks
         self._absent_ranks: dict[str, str] = {}  # by instance that is not complete, what its registry says
@@ -72,7 +72,7 @@ class DecodeRooms(Machine):
     def knows(self, room: int) -> bool:
         return room in self.rooms
 
-    def on_retime(self, event: ev.Retime) -> None:
+    def on_retime(self, event: ev.SetTimeouts) -> None:
         super().on_retime(event)
         self._graves.keep_for(event.bootstrap_ns)
 
@@ -91,12 +91,12 @@ class DecodeRooms(Machine):
         peer = self.peers.get(name)
         return peer is not None and peer.usable
 
-    def answers(self, leg: WriterLeg) -> bool:
+    def answers(self, leg: WriterTransfer) -> bool:
         """Whether the very process that a room was opened at may be spoken to."""
         peer = self.peers.get(leg.peer)
         return peer is not None and peer.usable and peer.incarnation == leg.incarnation
 
-    def _find(self, peer: Peer, number: int, nonce: int) -> tuple[RecvRoom, WriterLeg] | None:
+    def _find(self, peer: Peer, number: int, nonce: int) -> tuple[RecvRoom, WriterTransfer] | None:
         """The room that a message is about; where there is none, that is counted."""
         room = self.rooms.get(number)
         if room is None or room.nonce != nonce:
@@ -118,7 +118,7 @@ class DecodeRooms(Machine):
             room.record.finish(self.now_ns)
         self.act(ev.StateChanged(room.room, state, room.failure))
 
-    def _accept(self, room: RecvRoom, leg: WriterLeg) -> None:
+    def _accept(self, room: RecvRoom, leg: WriterTransfer) -> None:
         if leg.accepted:
             return
         leg.accepted = True
@@ -175,7 +175,7 @@ class DecodeRooms(Machine):
         for leg in room.legs.values():
             self._remind(room, leg)
 
-    def _remind(self, room: RecvRoom, leg: WriterLeg) -> bool:
+    def _remind(self, room: RecvRoom, leg: WriterTransfer) -> bool:
         """Say what this rank has not answered yet; False when there is nothing."""
         if room.failure is not None:
             if leg.drained:
@@ -199,7 +199,7 @@ class DecodeRooms(Machine):
             self.act(ev.Send(leg.peer, message, former.route))
         return False
 
-    def _former(self, leg: WriterLeg) -> Former | None:
+    def _former(self, leg: WriterTransfer) -> FormerIncarnation | None:
         """The process that a room was opened at, where another one has taken its place since."""
         peer = self.peers.get(leg.peer)
         return peer.former.get(leg.incarnation) if peer is not None else None
@@ -327,7 +327,7 @@ class DecodeRooms(Machine):
 
     # ---- the ring ---------------------------------------------------------------------------------------------
 
-    def _free(self, holdings: list[Holding]) -> None:
+    def _free(self, holdings: list[GrantedRegion]) -> None:
         """Give regions back, then tell the writers whose grants that has opened."""
         moved = False
         for holding in holdings:
@@ -381,7 +381,7 @@ class DecodeRooms(Machine):
         peer = self.peers.get(name)
         return peer is not None and peer.state is PeerState.READY
 
-    def _revoke(self, holding: Holding, patience_ns: int) -> None:
+    def _revoke(self, holding: GrantedRegion, patience_ns: int) -> None:
         """Ask for an unwritten grant back that is `patience_ns` old, or again where no answer came."""
         if holding.state is RegionState.REVOKING:
             patience_ns = self.timing.resend_ns  # the revoke or its answer was lost

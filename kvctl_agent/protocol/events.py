@@ -13,9 +13,9 @@ import numpy.typing as npt
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.layout.holding import Held
-from kvctl_agent.layout.share import Share
-from kvctl_agent.protocol.messages import AnyMessage, Grant, Introduction, Message
+from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.protocol.messages import AnyMessage, Grant, Message, PeerInfo
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 
 Pages = npt.NDArray[np.int32]
@@ -39,18 +39,18 @@ class Lease:
         return now_ns - self.renewed_ns <= self.length_ns
 
 
-class Fence:
+class CancelToken:
     """Raised when a room fails: work that is queued but not begun is dropped, work that is in flight drains."""
 
-    __slots__ = ("lease", "raised")
+    __slots__ = ("lease", "cancelled")
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self.raised = False
+        self.cancelled = False
 
     def may_post(self, now_ns: int) -> bool:
-        """Whether work behind this fence may be posted now."""
-        return not self.raised and self.lease.valid(now_ns)
+        """Whether work behind this cancel may be posted now."""
+        return not self.cancelled and self.lease.valid(now_ns)
 
 
 def check_room(number: int) -> None:
@@ -203,7 +203,7 @@ class Drain(Event, frozen=True):
     on: bool
 
 
-class Retime(Event, frozen=True):
+class SetTimeouts(Event, frozen=True):
     """Operator: rooms may wait so long from now on."""
 
     bootstrap_ns: int
@@ -211,7 +211,7 @@ class Retime(Event, frozen=True):
 
 
 class PartSent(Event, frozen=True):
-    """A transfer worker is done with a part: written, with the digest that its tag has, or dropped behind its fence."""
+    """A transfer worker is done with a part: written, with the digest that its tag has, or dropped behind its cancel."""
 
     peer: str
     room: int
@@ -286,7 +286,7 @@ class Checked(Event, frozen=True):
     at_ns: int
 
 
-class Leave(Event, frozen=True):
+class Shutdown(Event, frozen=True):
     """This agent is closing: nobody need wait for its silence. `drained`: no write of ours is in flight."""
 
     drained: bool
@@ -313,8 +313,8 @@ class ConnectPeer(Action, frozen=True):
 
     peer: str
     incarnation: int
-    who: Introduction
-    held: tuple[Held, ...]
+    who: PeerInfo
+    held: tuple[LocalShard, ...]
 
 
 class DropPeer(Action, frozen=True):
@@ -344,12 +344,12 @@ class Transfer(Action, frozen=True):
     kind: PartKind
     key: PartKey
     path: str
-    share: Share | None  # None for aux
+    share: TransferSlice | None  # None for aux
     src_pages: Pages
     dst_pages: Pages
     grant: Grant | None
     tag: bytes
-    fence: Fence
+    cancel: CancelToken
     ready_ns: int
     opened_ns: int  # when the last gate opened and it went to the worker
 
@@ -360,7 +360,7 @@ class Scatter(Action, frozen=True):
     serial: int
     offset: int
     key: PartKey
-    share: Share
+    share: TransferSlice
     pages: Pages
     room: int
     nonce: int
@@ -374,7 +374,7 @@ class Check(Action, frozen=True):
     nonce: int
     kind: PartKind
     key: PartKey
-    share: Share | None
+    share: TransferSlice | None
     pages: Pages
 
 

@@ -14,16 +14,16 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.peer import Peer, PeerState
+from kvctl_agent.telemetry.flight_recorder import Severity
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.telemetry.recorder import Severity
 
 
 class Machine:
     """Base of the prefill and the decode machine; `on_<event>` and `on_<message>` methods are the table."""
 
-    def __init__(self, local: Local, timing: Timing, telemetry: Telemetry) -> None:
+    def __init__(self, local: LocalInfo, timing: Timing, telemetry: Telemetry) -> None:
         self.local = local
         self.rank = local.unique_rank
         self.timing = timing
@@ -147,7 +147,7 @@ class Machine:
             self.note("peer-ended", f"{peer.name} (incarnation {event.incarnation:016x}): {event.text}", peer=peer.name)
             self.on_former_ended(peer, event.incarnation)
 
-    def on_leave(self, event: ev.Leave) -> None:
+    def on_leave(self, event: ev.Shutdown) -> None:
         for peer in self.peers.values():
             if peer.usable or peer.state is PeerState.LOST:
                 self.act(ev.Send(peer.name, msg.Bye(event.drained)))
@@ -171,7 +171,7 @@ class Machine:
     def on_drain(self, event: ev.Drain) -> None:
         self.draining = event.on
 
-    def on_retime(self, event: ev.Retime) -> None:
+    def on_retime(self, event: ev.SetTimeouts) -> None:
         self.timing = msgspec.structs.replace(self.timing, bootstrap_ns=event.bootstrap_ns, waiting_ns=event.waiting_ns)
         for peer in self.peers.values():
             peer.timing = self.timing

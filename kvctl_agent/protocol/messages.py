@@ -50,7 +50,7 @@ class SharedMemory(msgspec.Struct, frozen=True):
     device: Name
 
 
-class Introduction(msgspec.Struct, frozen=True):
+class PeerInfo(msgspec.Struct, frozen=True):
     """Who an agent is and what a peer needs to plan against it and write to it."""
 
     name: Name
@@ -84,7 +84,7 @@ class Hello(Message, frozen=True, tag="hello"):
     """Decode → prefill: the first message on a connection, resent until answered."""
 
     version: int
-    who: Introduction
+    who: PeerInfo
 
 
 class HelloAck(Message, frozen=True, tag="hello-ack"):
@@ -95,7 +95,7 @@ class HelloAck(Message, frozen=True, tag="hello-ack"):
     """
 
     version: int
-    who: Introduction
+    who: PeerInfo
     to: U64
     differences: Annotated[list[Text], msgspec.Meta(max_length=64)] = []
     taken: Text = ""

@@ -14,12 +14,12 @@ from collections import deque
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvctl_agent.layout.inputs import PlanInputs
-from kvctl_agent.layout.side import Coord
+from kvctl_agent.layout.parallel import RankCoord
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol.events import Lease
-from kvctl_agent.protocol.gate import Gate
-from kvctl_agent.protocol.local import Timing
-from kvctl_agent.protocol.messages import Heartbeat, Introduction
+from kvctl_agent.protocol.local_info import Timing
+from kvctl_agent.protocol.messages import Heartbeat, PeerInfo
+from kvctl_agent.protocol.ring_gate import RingGate
 
 
 class PeerState(StrEnum):
@@ -30,10 +30,10 @@ class PeerState(StrEnum):
     REFUSED = "refused"
 
 
-class Former(NamedTuple):
+class FormerIncarnation(NamedTuple):
     """An earlier incarnation that may still be there: what it said of itself, and its return address."""
 
-    who: Introduction
+    who: PeerInfo
     route: bytes
 
 
@@ -88,11 +88,11 @@ class Peer:
         self.timing = timing
         self.state = PeerState.CONNECTING
         self.incarnation = 0
-        self.who: Introduction | None = None
+        self.who: PeerInfo | None = None
         self.inputs: PlanInputs | None = None
         self.wire: dict[str, int | str] = {}
-        self.at = Coord(0, 0, 0, 0)
-        self.gate = Gate()
+        self.at = RankCoord(0, 0, 0, 0)
+        self.gate = RingGate()
         self.lease = Lease(timing.lease_ns)
         self.route = b""
         self.registered = 0
@@ -102,7 +102,7 @@ class Peer:
         self.differences: tuple[str, ...] = ()
         self.proven_dead = False
         self.past: deque[int] = deque(maxlen=64)
-        self.former: dict[int, Former] = {}
+        self.former: dict[int, FormerIncarnation] = {}
         self.name_asked_by = 0
         self.errors_total = 0
         self.last_error: str | None = None
@@ -132,7 +132,7 @@ class Peer:
     def meet(
         self,
         incarnation: int,
-        who: Introduction,
+        who: PeerInfo,
         inputs: PlanInputs | None,
         differences: tuple[str, ...],
         route: bytes = b"",
@@ -140,7 +140,7 @@ class Peer:
         """Start over with this incarnation; ready follows when the transport has connected."""
         if incarnation != self.incarnation:
             if self.who is not None and not self.proven_dead:
-                self.former[self.incarnation] = Former(self.who, self.route)
+                self.former[self.incarnation] = FormerIncarnation(self.who, self.route)
             self.former.pop(incarnation, None)
             self.lease = Lease(self.timing.lease_ns)
         self.incarnation = incarnation
@@ -149,9 +149,9 @@ class Peer:
         self.inputs = inputs
         if inputs is not None:
             self.wire = inputs.to_wire()
-            self.at = Coord(*who.coord)
+            self.at = RankCoord(*who.coord)
         self.differences = differences
-        self.gate = Gate()
+        self.gate = RingGate()
         self.proven_dead = False
         self.watermark_sent = None
         self.state = PeerState.CONNECTING if inputs is not None else PeerState.REFUSED
@@ -163,7 +163,7 @@ class Peer:
         self.former.pop(incarnation, None)
         self.past.append(incarnation)
 
-    def introduced(self, incarnation: int) -> Introduction | None:
+    def introduced(self, incarnation: int) -> PeerInfo | None:
         """What an incarnation that may still be there said of itself."""
         if incarnation == self.incarnation:
             return self.who

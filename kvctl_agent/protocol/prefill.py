@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvctl_agent.contract.layers import layer_range
+from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError, LocalProtocolError, RemoteProtocolError
-from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.local_shard import local_shards
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.allowance import Allowance, share_of_ring
-from kvctl_agent.protocol.local import pair
+from kvctl_agent.protocol.local_info import plan_with_peer
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill_openings import MAX_LEGS, PrefillOpenings
 from kvctl_agent.protocol.prefill_rooms import STAGED, place
-from kvctl_agent.protocol.send_room import Leg, Part, PartState, SendRoom
+from kvctl_agent.protocol.send_room import Part, PartState, PeerTransfer, SendRoom
+from kvctl_agent.protocol.staging_credits import StagingCredits, writer_quota
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey
 
@@ -165,7 +165,7 @@ class PrefillMachine(PrefillOpenings):
                 leg.resend_ns = self.now_ns + 2 * self.timing.resend_ns
         self._progress(room)
 
-    def _part_sent(self, room: SendRoom, leg: Leg, part: Part, moments: dict[str, int]) -> None:
+    def _part_sent(self, room: SendRoom, leg: PeerTransfer, part: Part, moments: dict[str, int]) -> None:
         leg.to_send -= part.layers
         part.state = PartState.SENT
         if part.path == STAGED:
@@ -219,7 +219,7 @@ class PrefillMachine(PrefillOpenings):
                 self._say_hello(peer)  # our answer was lost
             return
         self._replace(peer, incarnation)
-        inputs, differences = pair(self.local, message.who)
+        inputs, differences = plan_with_peer(self.local, message.who)
         if message.version != msg.PROTOCOL_VERSION:
             differences = (f"protocol version {msg.PROTOCOL_VERSION} ≠ {message.version}",)
             inputs = None
@@ -231,9 +231,9 @@ class PrefillMachine(PrefillOpenings):
             self.note("peer-refused", f"{peer_name} refused: {'; '.join(differences)}", "error", peer=peer_name)
             self._say_hello(peer)
         else:
-            share = share_of_ring(inputs, message.who.ring_bytes)
-            self._allowances[peer_name] = Allowance(share)
-            theirs = held(inputs.shape, inputs.page_size, inputs.decode, peer.at)
+            share = writer_quota(inputs, message.who.ring_bytes)
+            self._allowances[peer_name] = StagingCredits(share)
+            theirs = local_shards(inputs.shape, inputs.page_size, inputs.decode, peer.at)
             self.act(ev.ConnectPeer(peer_name, incarnation, message.who, theirs))
 
     def _refuse_name(self, peer: Peer, event: ev.Received) -> None:

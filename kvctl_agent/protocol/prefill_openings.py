@@ -14,13 +14,13 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.inputs import PlanInputs, differences
-from kvctl_agent.layout.plan import aux_writer, shares_of_writer, state_shares_to_reader, writer_cells
+from kvctl_agent.layout.plan import aux_writer, slices_of_writer, state_slices_to_reader, writer_cells
+from kvctl_agent.layout.plan_inputs import PlanInputs, differences
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.prefill_rooms import PrefillRooms
-from kvctl_agent.protocol.send_room import Final, Leg, SendRoom
+from kvctl_agent.protocol.send_room import Final, PeerTransfer, SendRoom
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.protocol.tombstones import RoomKey
 
@@ -82,7 +82,7 @@ class PrefillOpenings(PrefillRooms):
             self._queue_finals(room, leg)
             self._progress(room)
 
-    def _leg_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> Leg:
+    def _leg_of(self, peer: Peer, inputs: PlanInputs, message: msg.RoomOpen) -> PeerTransfer:
         """What we owe for this opening; raises LayoutError where the two sides do not agree on it."""
         if message.inputs != peer.wire:
             raise LayoutError("; ".join(map(str, differences(peer.wire, message.inputs))))
@@ -99,13 +99,13 @@ class PrefillOpenings(PrefillRooms):
         reader = peer.who.unique_rank if peer.who is not None else 0
         owed = [
             share
-            for share in shares_of_writer(inputs, message.room, peer.at.dp, self.rank)
+            for share in slices_of_writer(inputs, message.room, peer.at.dp, self.rank)
             if share.reader == reader and not message.prefill_only
         ]
         cells: Sequence[Chunk] = ()
         if owed:
             cells = writer_cells(inputs, message.room, self.rank, message.total_pages, message.prefix_pages)
-        return Leg(
+        return PeerTransfer(
             message.room,
             peer.name,
             peer.at,
@@ -135,7 +135,7 @@ class PrefillOpenings(PrefillRooms):
             raise LayoutError(f"items of {len(message.states)} state components, the model has {len(components)}")
         for segment, data in zip(components, message.states, strict=False):
             items = _indices(data, len(data) // 4, slots[segment.index], f"items of state {segment.name}", name)
-            for share in state_shares_to_reader(inputs, message.room, reader) if len(items) else ():
+            for share in state_slices_to_reader(inputs, message.room, reader) if len(items) else ():
                 if share.writer == self.rank and share.segment == segment.index:
                     key = PartKey(self.rank, segment.index, share.layer_lo, share.layer_hi)
                     finals.append(Final(PartKind.STATE, key, share, items))

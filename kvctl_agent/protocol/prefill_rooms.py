@@ -5,7 +5,7 @@ Rules it keeps (design: one room, end to end):
 - A ready part goes to a worker when its path needs no ring, or when it has a grant, the watermark has passed it and
   the peer was heard from lately. Otherwise it is parked and holds nothing.
 - The final parts, aux row and state, are queued only after all KV parts of their leg.
-- The first cause of a failure goes to every decode rank of the room; queued parts are dropped behind the fence;
+- The first cause of a failure goes to every decode rank of the room; queued parts are dropped behind the cancel;
   "drained" is said only when nothing is in flight, nor ever will be.
 """
 
@@ -18,15 +18,15 @@ import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.share import Share
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.allowance import Allowance
-from kvctl_agent.protocol.ledger import Ledger, Step
-from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.computed_pages import ComputedPages, SendableChunk
+from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer
-from kvctl_agent.protocol.send_room import Final, Leg, Part, PartState, SendRoom
+from kvctl_agent.protocol.send_room import Final, Part, PartState, PeerTransfer, SendRoom
+from kvctl_agent.protocol.staging_credits import StagingCredits
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
 from kvctl_agent.telemetry.hub import Telemetry
@@ -35,7 +35,7 @@ STAGED = "staged"
 
 # Which path a part takes: (peer's introduction, share, layers, the reader's pages) → path. The second one is asked
 # for parts that can never have a ring region.
-Choose = Callable[[msg.Introduction, Share, int, ev.Pages], str]
+Choose = Callable[[msg.PeerInfo, TransferSlice, int, ev.Pages], str]
 
 
 class Ended(NamedTuple):
@@ -53,7 +53,7 @@ class PrefillRooms(Machine):
 
     def __init__(
         self,
-        local: Local,
+        local: LocalInfo,
         timing: Timing,
         telemetry: Telemetry,
         choose: Choose,
@@ -68,9 +68,9 @@ class PrefillRooms(Machine):
         self._choose = choose
         self._fallback = fallback
         self.rooms: dict[int, SendRoom] = {}
-        self._legs: dict[RoomKey, Leg] = {}
-        self._parked: dict[str, dict[tuple[int, int, PartKey], tuple[Leg, Part]]] = {}
-        self._allowances: dict[str, Allowance] = {}  # by peer
+        self._legs: dict[RoomKey, PeerTransfer] = {}
+        self._parked: dict[str, dict[tuple[int, int, PartKey], tuple[PeerTransfer, Part]]] = {}
+        self._allowances: dict[str, StagingCredits] = {}  # by peer
         self._graves: Tombstones[Failure | None] = Tombstones(timing.bootstrap_ns)  # how the room failed, if it did
         self._deadlines_due_ns = 0
         self._aborted: dict[int, tuple[int, Failure]] = {}  # rooms aborted before they were opened: when to believe it
@@ -80,14 +80,14 @@ class PrefillRooms(Machine):
     def open_rooms(self) -> int:
         return len(self._legs)
 
-    def parked(self) -> list[tuple[Leg, Part]]:
+    def parked(self) -> list[tuple[PeerTransfer, Part]]:
         """Parts that are ready and may not go yet. Safe to read from another thread."""
         return [entry for parked in list(self._parked.values()) for entry in list(parked.values())]
 
     def knows(self, room: int) -> bool:
         return room in self.rooms
 
-    def on_retime(self, event: ev.Retime) -> None:
+    def on_retime(self, event: ev.SetTimeouts) -> None:
         super().on_retime(event)
         self._graves.keep_for(event.bootstrap_ns)
         self._deadlines_due_ns = 0
@@ -102,11 +102,11 @@ class PrefillRooms(Machine):
     def _new_room(self, number: int) -> SendRoom:
         self._ended.pop(number, None)
         record = self.telemetry.rooms.open(number, 0)
-        ledger = Ledger(self._layers, self.local.chunk_pages)
+        ledger = ComputedPages(self._layers, self.local.chunk_pages)
         room = self.rooms[number] = SendRoom(number, record, ledger, self.now_ns)
         return room
 
-    def _find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, Leg] | None:
+    def _find(self, peer: Peer, number: int, nonce: int) -> tuple[SendRoom, PeerTransfer] | None:
         """The room and leg that a message is about; where there is none, that is counted."""
         leg = self._legs.get(RoomKey(peer.name, number, nonce))
         if leg is None:
@@ -125,7 +125,7 @@ class PrefillRooms(Machine):
         for leg in room.legs.values():
             self._request(room, leg)
 
-    def _request(self, room: SendRoom, leg: Leg) -> None:
+    def _request(self, room: SendRoom, leg: PeerTransfer) -> None:
         """Choose paths, and ask for staging for all staged parts of the leg that have not been asked for."""
         if room.prefetched:
             leg.cut_all(self.rank, room.groups)
@@ -151,14 +151,14 @@ class PrefillRooms(Machine):
         while (leg := allowance.next()) is not None:
             self._request(self.rooms[leg.room], leg)
 
-    def _send_request(self, leg: Leg, parts: list[Part]) -> None:
+    def _send_request(self, leg: PeerTransfer, parts: list[Part]) -> None:
         for part in parts:
             part.asks += 1
             part.asked_ns = part.asked_ns or self.now_ns
         specs = [msg.PartSpec(part.key.chunk, part.key.lo, part.key.hi, part.nbytes) for part in parts]
         self.act(ev.Send(leg.peer, msg.StagingRequest(leg.room, leg.nonce, specs)))
 
-    def _fall_back(self, room: SendRoom, leg: Leg, part: Part, reason: str, text: str) -> None:
+    def _fall_back(self, room: SendRoom, leg: PeerTransfer, part: Part, reason: str, text: str) -> None:
         who = self.peers[leg.peer].who
         assert who is not None
         self._unpark(room, leg, part)
@@ -170,7 +170,7 @@ class PrefillRooms(Machine):
             self._try(room, leg, part)
         self._request_next(leg.peer)
 
-    def _advance(self, room: SendRoom, leg: Leg, steps: Sequence[Step], at_ns: int) -> None:
+    def _advance(self, room: SendRoom, leg: PeerTransfer, steps: Sequence[SendableChunk], at_ns: int) -> None:
         """Some layers of some pages are computed: hand over the parts that this makes ready."""
         given, total = room.ledger.given, room.ledger.total
         if not leg.prefill_only and (given > leg.total_pages or total not in (None, leg.total_pages)):
@@ -196,7 +196,7 @@ class PrefillRooms(Machine):
         for part in ready:
             self._try(room, leg, part)
 
-    def _try(self, room: SendRoom, leg: Leg, part: Part) -> None:
+    def _try(self, room: SendRoom, leg: PeerTransfer, part: Part) -> None:
         """Hand a ready part to a worker, or park it."""
         if room.failure is not None:
             return
@@ -226,14 +226,14 @@ class PrefillRooms(Machine):
                 dst_pages=leg.pages_at(part.chunk),
                 grant=grant if part.path == STAGED else None,
                 tag=self._tag(leg, part),
-                fence=leg.fence,
+                cancel=leg.cancel,
                 ready_ns=part.ready_ns,
                 opened_ns=self.now_ns,
             )
         )
         self._queue_finals(room, leg)
 
-    def _queue_finals(self, room: SendRoom, leg: Leg) -> None:
+    def _queue_finals(self, room: SendRoom, leg: PeerTransfer) -> None:
         """Once all KV parts of the leg are with a worker: the aux row and the state, if the lease allows it."""
         if room.failure is not None or not room.finished or leg.to_queue:
             return
@@ -243,7 +243,7 @@ class PrefillRooms(Machine):
             if final.state is PartState.PLANNED and room.failure is None:  # one of them may fail it
                 self._queue_final(room, leg, final)
 
-    def _queue_final(self, room: SendRoom, leg: Leg, final: Final) -> None:
+    def _queue_final(self, room: SendRoom, leg: PeerTransfer, final: Final) -> None:
         aux = final.kind is PartKind.AUX
         source = np.array([room.aux_src], np.int32) if aux else self._items(room, final)
         if len(source) != len(final.dst) or (aux and room.aux_src < 0):
@@ -272,7 +272,7 @@ class PrefillRooms(Machine):
                 dst_pages=final.dst,
                 grant=None,
                 tag=self._final_tag(leg, final),
-                fence=leg.fence,
+                cancel=leg.cancel,
                 ready_ns=room.forward_done_ns,
                 opened_ns=self.now_ns,
             )
@@ -286,23 +286,23 @@ class PrefillRooms(Machine):
     def _component(self, final: Final) -> str:
         return self._components[final.key.chunk - self._components[0].index].name
 
-    def _tag(self, leg: Leg, part: Part) -> bytes:
+    def _tag(self, leg: PeerTransfer, part: Part) -> bytes:
         serial = part.grant.serial if part.grant and part.path == STAGED else 0
         incarnation = self.peers[leg.peer].incarnation
         return Tag(PartKind.KV, incarnation, leg.room, leg.nonce, serial, part.key, part.digest).pack()
 
-    def _final_tag(self, leg: Leg, final: Final) -> bytes:
+    def _final_tag(self, leg: PeerTransfer, final: Final) -> bytes:
         incarnation = self.peers[leg.peer].incarnation
         return Tag(final.kind, incarnation, leg.room, leg.nonce, 0, final.key, final.digest).pack()
 
-    def _park(self, room: SendRoom, leg: Leg, part: Part) -> None:
+    def _park(self, room: SendRoom, leg: PeerTransfer, part: Part) -> None:
         parked = self._parked[leg.peer]
         key = (leg.room, leg.nonce, part.key)
         if key not in parked:
             parked[key] = (leg, part)
             room.record.parked += 1
 
-    def _unpark(self, room: SendRoom, leg: Leg, part: Part) -> None:
+    def _unpark(self, room: SendRoom, leg: PeerTransfer, part: Part) -> None:
         parked = self._parked.get(leg.peer)
         if parked and parked.pop((leg.room, leg.nonce, part.key), None):
             room.record.parked -= 1
@@ -362,7 +362,7 @@ class PrefillRooms(Machine):
         self.telemetry.metrics.add("kvctl_room_failures_total", 1, failure["code"])
         self.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
         for leg in room.legs.values():
-            leg.fence.raised = True
+            leg.cancel.cancelled = True
             leg.resend_ns = self.now_ns + self.timing.resend_ns
             for part in leg.parts.values():
                 self._unpark(room, leg, part)
@@ -374,7 +374,7 @@ class PrefillRooms(Machine):
         for leg in room.legs.values():
             self._request_next(leg.peer)
 
-    def _say_failed(self, room: SendRoom, leg: Leg) -> None:
+    def _say_failed(self, room: SendRoom, leg: PeerTransfer) -> None:
         failure = room.failure
         assert failure is not None
         text = msg.RoomFailed(leg.room, leg.nonce, failure["rank"], failure["code"], failure["at_ns"], failure["text"])
@@ -458,7 +458,7 @@ class PrefillRooms(Machine):
                     return f"{what} to {leg.peer} waits for {waits}"
         return f"no RoomDone from {', '.join(leg.peer for leg in room.legs.values() if not leg.done)}"
 
-    def _waits_for(self, leg: Leg, part: Part) -> str:
+    def _waits_for(self, leg: PeerTransfer, part: Part) -> str:
         """What a part that is not sent waits for."""
         if part.state is PartState.QUEUED:
             return "its write to end"
@@ -470,7 +470,7 @@ class PrefillRooms(Machine):
             return "the watermark"
         return "a sign of life from it"
 
-    def _resend(self, room: SendRoom, leg: Leg) -> None:
+    def _resend(self, room: SendRoom, leg: PeerTransfer) -> None:
         """Say again what was not answered: requests without grants, tags without RoomDone, failures without Ack."""
         leg.resend_ns = self.now_ns + self.timing.resend_ns
         if not self.peers[leg.peer].usable:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvctl_agent.contract.layers import layer_range
+from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.share import Share
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol.events import Pages
 from kvctl_agent.protocol.messages import RoomOpen
 from kvctl_agent.protocol.tag import PartKey, PartKind
-from kvctl_agent.telemetry.rooms import RoomRecord
+from kvctl_agent.telemetry.room_records import RoomRecord
 
 Cell = tuple[int, int]  # (writer, chunk)
 Final = tuple[PartKind, PartKey]
@@ -31,7 +31,7 @@ class PartDigest(NamedTuple):
     path: str
 
 
-class WriterLeg:
+class WriterTransfer:
     """What passes between this room and one prefill rank, whether it owes anything or not.
 
     It is between the room and one incarnation of that rank: what a later one says is no answer.
@@ -95,7 +95,7 @@ class RecvRoom:
         self.finals: set[Final] = set()  # that have not landed
         self.finals_landed: set[Final] = set()
         self.checks: dict[Final, PartDigest] = {}  # parts in their pages whose digest is being taken
-        self.final_parts: dict[Final, tuple[Share | None, Pages]] = {}  # ours of the final parts
+        self.final_parts: dict[Final, tuple[TransferSlice | None, Pages]] = {}  # ours of the final parts
         self.record = record
         self.state = RoomState.BOOTSTRAPPING
         self.since_ns = now_ns  # when the wait that a deadline ends began: the state's start, or the last progress
@@ -103,10 +103,10 @@ class RecvRoom:
         self.failure: Failure | None = None
         self.released = False
         self.overdue = False  # it failed long ago, and what may still be written of it is quarantined
-        self.legs: dict[str, WriterLeg] = {}
+        self.legs: dict[str, WriterTransfer] = {}
         self.unaccepted = 0  # legs
         self.writers: tuple[str, ...] = ()  # names of the instance's ranks, as they were when it was opened
-        self.shares: dict[int, list[Share]] = {}  # by writer, one for each of its segments
+        self.shares: dict[int, list[TransferSlice]] = {}  # by writer, one for each of its segments
         self.cells: dict[Cell, Chunk] = {}  # narrowed to what the writer owes
         self.wanted: dict[Cell, int] = {}
         self.granted: dict[Cell, int] = {}  # layers with a live grant, so that no two grants cover the same bytes
@@ -116,9 +116,9 @@ class RecvRoom:
 
     def plan(
         self,
-        shares: Sequence[Share],
+        shares: Sequence[TransferSlice],
         cells_of: Callable[[int], Sequence[Chunk]],
-        finals: dict[Final, tuple[Share | None, Pages]],
+        finals: dict[Final, tuple[TransferSlice | None, Pages]],
         writers: dict[str, int],
     ) -> None:
         """Take the plan: from now on coverage is known.
@@ -130,7 +130,7 @@ class RecvRoom:
             writers: names of the instance's ranks, in their order, and the incarnation of each.
         """
         self.writers = tuple(writers)
-        self.legs = {name: WriterLeg(name, incarnation) for name, incarnation in writers.items()}
+        self.legs = {name: WriterTransfer(name, incarnation) for name, incarnation in writers.items()}
         self.unaccepted = len(self.legs)
         self.finals = set(finals)
         self.final_parts = finals
@@ -144,7 +144,7 @@ class RecvRoom:
         self.missing = len(self.wanted)
         self.record.planned = sum(wanted.bit_count() for wanted in self.wanted.values())
 
-    def share_of(self, key: PartKey) -> Share:
+    def share_of(self, key: PartKey) -> TransferSlice:
         """The share that a planned part belongs to."""
         return next(share for share in self.shares[key.writer] if share.layer_lo <= key.lo < share.layer_hi)
 

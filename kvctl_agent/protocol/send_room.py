@@ -12,14 +12,14 @@ from enum import IntEnum
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.share import Share
-from kvctl_agent.layout.side import Coord
-from kvctl_agent.protocol.events import Fence, Lease, Pages, SendPages
-from kvctl_agent.protocol.ledger import Ledger
+from kvctl_agent.layout.parallel import RankCoord
+from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.protocol.computed_pages import ComputedPages
+from kvctl_agent.protocol.events import CancelToken, Lease, Pages, SendPages
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
-from kvctl_agent.telemetry.rooms import RoomRecord
-from kvctl_agent.telemetry.spans import Spans
+from kvctl_agent.telemetry.busy_time import BusyTime
+from kvctl_agent.telemetry.room_records import RoomRecord
 
 
 class PartState(IntEnum):
@@ -51,7 +51,7 @@ class Part:
         "state",
     )
 
-    def __init__(self, key: PartKey, chunk: Chunk, share: Share) -> None:
+    def __init__(self, key: PartKey, chunk: Chunk, share: TransferSlice) -> None:
         self.key = key
         self.chunk = chunk
         self.share = share
@@ -80,7 +80,7 @@ class Final:
 
     __slots__ = ("digest", "dst", "key", "kind", "share", "state")
 
-    def __init__(self, kind: PartKind, key: PartKey, share: Share | None, dst: Pages) -> None:
+    def __init__(self, kind: PartKind, key: PartKey, share: TransferSlice | None, dst: Pages) -> None:
         self.kind = kind
         self.key = key
         self.share = share
@@ -89,7 +89,7 @@ class Final:
         self.state = PartState.PLANNED
 
 
-class Leg:
+class PeerTransfer:
     """A room's part list towards one decode rank, under the nonce that this decode rank minted.
 
     A cell is cut into parts once, when staging is asked for it or when the first of its layers are ready: all layers
@@ -111,7 +111,7 @@ class Leg:
         "drained_said",
         "dst_pages",
         "failed_acked",
-        "fence",
+        "cancel",
         "finals",
         "in_flight",
         "nonce",
@@ -133,9 +133,9 @@ class Leg:
         self,
         room: int,
         peer: str,
-        reader: Coord,
+        reader: RankCoord,
         nonce: int,
-        shares: Sequence[Share],
+        shares: Sequence[TransferSlice],
         cells: Sequence[Chunk],
         dst_pages: Pages,
         prefix_pages: int,
@@ -162,7 +162,7 @@ class Leg:
         self.to_queue = self.planned
         self.to_send = self.planned + len(self.finals)
         self.in_flight = 0  # parts with a worker
-        self.fence = Fence(lease)
+        self.cancel = CancelToken(lease)
         self.done = False
         self.abort_asked = False
         self.drained_said = False
@@ -239,7 +239,7 @@ class SendRoom:
         "state_src",
     )
 
-    def __init__(self, room: int, record: RoomRecord, ledger: Ledger, now_ns: int) -> None:
+    def __init__(self, room: int, record: RoomRecord, ledger: ComputedPages, now_ns: int) -> None:
         self.room = room
         self.record = record
         self.ledger = ledger
@@ -251,14 +251,14 @@ class SendRoom:
         self.held: list[SendPages] = []  # an early stage's pages, where they are not to be sent early
         self.launched = 0  # forwards that run on the device, whose pages follow
         self.expected = 0  # decode ranks that must open it; 0: none has yet
-        self.legs: dict[str, Leg] = {}
+        self.legs: dict[str, PeerTransfer] = {}
         self.finished = False
         self.released = False
         self.overdue = False  # it failed long ago, and the engine still has parts of it
         self.aux_src = -1
         self.state_src: tuple[Pages, ...] = ()
         self.forward_done_ns = 0
-        self.spans = Spans()  # of a pipelined room: when some part was with a worker
+        self.spans = BusyTime()  # of a pipelined room: when some part was with a worker
         self.failure: Failure | None = None
 
     @property

@@ -15,8 +15,8 @@ import zmq
 
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.protocol import roster
-from kvctl_agent.runtime import endpoints
+from kvctl_agent.protocol import registry
+from kvctl_agent.runtime import control_endpoints
 
 _REQUESTS_A_TURN = 64
 _ASK_EVERY_NS = 200_000_000
@@ -27,8 +27,8 @@ class RegistryServer:
     """Answers registrations and look-ups."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: KeyPair | None = None) -> None:
-        self._registry = roster.Registry()
-        self.socket = endpoints.bind(context, endpoint, roster.MAX_REQUEST_BYTES, keys)
+        self._registry = registry.Registry()
+        self.socket = control_endpoints.bind(context, endpoint, registry.MAX_REQUEST_BYTES, keys)
 
     def turn(self) -> None:
         for _ in range(_REQUESTS_A_TURN):
@@ -39,13 +39,13 @@ class RegistryServer:
             if len(frames) != 2:
                 continue
             try:
-                answer = self._registry.answer(roster.decode_request(frames[1]), time.monotonic_ns())
-                self.socket.send_multipart([frames[0], roster.encode(answer)], zmq.NOBLOCK)
+                answer = self._registry.answer(registry.decode_request(frames[1]), time.monotonic_ns())
+                self.socket.send_multipart([frames[0], registry.encode(answer)], zmq.NOBLOCK)
             except (RemoteProtocolError, zmq.ZMQError):
                 continue  # a stranger, or somebody who has gone; who needs an answer asks again
 
     def close(self) -> None:
-        endpoints.close(self.socket)
+        control_endpoints.close(self.socket)
 
 
 class RegistryClient:
@@ -55,15 +55,15 @@ class RegistryClient:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
-        request: roster.Request,
+        request: registry.Request,
         keys: KeyPair | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self.roster = roster.Roster([], 0, f"no answer from the registry at {endpoint}")
-        self._request = roster.encode(request)
+        self.roster = registry.Roster([], 0, f"no answer from the registry at {endpoint}")
+        self._request = registry.encode(request)
         # Nobody else can know this name: whoever connects to a ROUTER under a name of ours leaves us deaf.
         identity = secrets.token_hex(16).encode()
-        self.socket = endpoints.connect(context, endpoint, identity, roster.MAX_REQUEST_BYTES << 8, keys)
+        self.socket = control_endpoints.connect(context, endpoint, identity, registry.MAX_REQUEST_BYTES << 8, keys)
         self.due_ns = 0
 
     @property
@@ -75,7 +75,7 @@ class RegistryClient:
         changed = False
         while True:
             try:
-                answer = roster.decode_roster(self.socket.recv(zmq.NOBLOCK))
+                answer = registry.decode_roster(self.socket.recv(zmq.NOBLOCK))
             except RemoteProtocolError:
                 continue
             except zmq.ZMQError:
@@ -100,7 +100,7 @@ class Registries:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], request: roster.Request, keys: KeyPair | None = None
+        self, context: zmq.Context[zmq.Socket[bytes]], request: registry.Request, keys: KeyPair | None = None
     ) -> None:
         self._context = context
         self._request = request
@@ -114,7 +114,7 @@ class Registries:
             self._clients[endpoint] = RegistryClient(self._context, endpoint, self._request, self._keys)
             self.changes += 1
 
-    def roster(self, endpoint: str) -> roster.Roster:
+    def roster(self, endpoint: str) -> registry.Roster:
         """What a registry that is asked has said so far."""
         return self._clients[endpoint].roster
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvctl_agent.contract.layers import layer_range
+from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable, integer, shown
@@ -21,7 +21,7 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.sizes import as_list, check_size
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.messages import MAX_TEXT
-from kvctl_agent.runtime.forwards import Forwards, Moment
+from kvctl_agent.runtime.event_poller import EventPoller, PendingEvent
 
 _MAX_PAGE = int(np.iinfo(np.int32).max)
 _MAX_ROOM = (1 << 64) - 1
@@ -88,7 +88,7 @@ class Handle:
             self._changed.notify_all()
 
 
-class Bounds(NamedTuple):
+class PoolLimits(NamedTuple):
     """What a rank's pool and stage allow in an engine's calls; every method raises LocalProtocolError beyond it."""
 
     num_pages: int
@@ -172,7 +172,7 @@ class Send(Handle):
     """A room on a prefill rank. Calls come from the engine's scheduler thread; none blocks or synchronises."""
 
     def __init__(
-        self, room: int, post: Callable[[ev.Event], None], bounds: Bounds, forwards: Forwards | None = None
+        self, room: int, post: Callable[[ev.Event], None], bounds: PoolLimits, forwards: EventPoller | None = None
     ) -> None:
         """`forwards` waits for the engine's events; None where the pool is host memory, which knows none."""
         super().__init__(room, post)
@@ -276,7 +276,7 @@ class Send(Handle):
         self._tell(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group, launched=True), moment)
         return last
 
-    def _tell(self, make: Callable[[int], ev.Event], moment: Moment | None = None) -> None:
+    def _tell(self, make: Callable[[int], ev.Event], moment: PendingEvent | None = None) -> None:
         """Behind everything that was said of the room before, and no sooner than the moment."""
         if self._forwards is None:
             self.post_unless_over(make(time.monotonic_ns()))

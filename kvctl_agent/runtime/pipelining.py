@@ -9,8 +9,8 @@ from typing import Any
 from kvctl_agent.contract.pipeline import PIPELINE_MODES
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.layout.grouping import ForwardInfo, Grouping, GroupingOptions, group_layers
-from kvctl_agent.paths.pacing import Pacer
+from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping, GroupingOptions, group_layers
+from kvctl_agent.paths.group_size_tuner import GroupSizeTuner
 from kvctl_agent.protocol.events import Overlapped
 from kvctl_agent.telemetry.metrics import Metrics
 
@@ -37,7 +37,7 @@ class Pipelining:
         )
         self._page_size = page_size
         self._metrics = metrics
-        self._pacer = Pacer(Random())
+        self._pacer = GroupSizeTuner(Random())
 
     def decide(self, forward: ForwardInfo) -> Grouping:
         """The layer groups of one forward; the reason is counted."""

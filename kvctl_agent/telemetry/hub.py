@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Metrics
 from kvctl_agent.telemetry.rates import Latencies, SpanRate
-from kvctl_agent.telemetry.recorder import FlightRecorder
-from kvctl_agent.telemetry.rooms import RoomBook, RoomRecord
-from kvctl_agent.telemetry.stages import StageTimes
+from kvctl_agent.telemetry.room_records import RoomRecord, RoomRecords
+from kvctl_agent.telemetry.stage_times import StageTimes
 
 RATE_WINDOW_NS = 10_000_000_000
 
@@ -41,7 +41,7 @@ class Telemetry:
         self.clock = clock or Clock()
         self.metrics = Metrics()
         self.recorder = FlightRecorder(self.clock, name, recorder_events)
-        self.rooms = RoomBook(self.clock, name, role, history, timeline_events, failed)
+        self.rooms = RoomRecords(self.clock, name, role, history, timeline_events, failed)
         self.stages = StageTimes(name)
         self.rate = SpanRate(RATE_WINDOW_NS)
         self.latencies = Latencies()

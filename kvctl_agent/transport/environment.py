@@ -50,7 +50,7 @@ def has_infiniband() -> bool:
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
-def require_cuda_lanes() -> None:
+def require_cuda_transports() -> None:
     """Refuse settings that keep UCX from GPU memory at all, before NIXL does so with a bare code.
 
     Raises:

@@ -14,19 +14,19 @@ MAX_NAME_CHARACTERS = 256
 
 
 def _nixl(agent_name: str, params: Mapping[str, str], device: Device | None) -> Transport:
-    from kvctl_agent.transport.nixl import NixlTransport
+    from kvctl_agent.transport.nixl.transport import NixlTransport
 
     return NixlTransport(agent_name, params, device)
 
 
 def _loopback(agent_name: str, params: Mapping[str, str], device: Device | None) -> Transport:
-    from kvctl_agent.transport.loopback import LoopbackTransport
+    from kvctl_agent.transport.loopback.transport import LoopbackTransport
 
     return LoopbackTransport(agent_name, params)
 
 
 def _mooncake(agent_name: str, params: Mapping[str, str], device: Device | None) -> Transport:
-    from kvctl_agent.transport.mooncake import MooncakeTransport
+    from kvctl_agent.transport.mooncake.transport import MooncakeTransport
 
     return MooncakeTransport(agent_name, params)
 

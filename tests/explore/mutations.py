@@ -16,16 +16,16 @@ from explorer.scene import Scene
 from simulation import direct
 
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol import gate as gate_module
+from kvctl_agent.protocol import ring_gate as gate_module
 from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.grant_table import GrantedRegion, GrantTable, RegionState
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.prefill_rooms import PrefillRooms
-from kvctl_agent.protocol.recv_room import RecvRoom, WriterLeg
+from kvctl_agent.protocol.recv_room import RecvRoom, WriterTransfer
 from kvctl_agent.protocol.ring import Region, Ring
-from kvctl_agent.protocol.send_room import Leg, Part, PartState
-from kvctl_agent.protocol.staging import Holding, RegionState, StagingBook
+from kvctl_agent.protocol.send_room import Part, PartState, PeerTransfer
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
 
 STUCK = r"the rooms cannot end any more"
@@ -79,7 +79,7 @@ def _finals_counted(patch: Patch) -> None:
 
 
 def _not_freed_on_abort(patch: Patch) -> None:
-    def drained(machine: Any, room: RecvRoom, leg: WriterLeg) -> None:
+    def drained(machine: Any, room: RecvRoom, leg: WriterTransfer) -> None:
         leg.drained = True
         machine._settle(room)
 
@@ -105,7 +105,7 @@ def _gate_holds_a_worker(patch: Patch) -> None:
         queues: dict[str, list[Any]] = vars(machine).setdefault("_held", {})
         return queues.setdefault(peer, [])
 
-    def take(machine: Any, room: Any, leg: Leg, part: Part) -> None:
+    def take(machine: Any, room: Any, leg: PeerTransfer, part: Part) -> None:
         part.state = PartState.QUEUED
         held(machine, leg.peer).append((leg, part))
         go_on(machine, machine.peers[leg.peer])
@@ -134,7 +134,7 @@ def _gate_open(patch: Patch) -> None:
 
 
 def _freed_under_a_scatter(patch: Patch) -> None:
-    def drained(machine: Any, room: RecvRoom, leg: WriterLeg) -> None:
+    def drained(machine: Any, room: RecvRoom, leg: WriterTransfer) -> None:
         leg.drained = True
         machine._free(machine.book.of_room(RoomKey(leg.peer, room.room, room.nonce)))
         if room.room in machine.rooms:
@@ -144,17 +144,17 @@ def _freed_under_a_scatter(patch: Patch) -> None:
 
 
 def _released_before_drained(patch: Patch) -> None:
-    init = WriterLeg.__init__
+    init = WriterTransfer.__init__
 
-    def drained(leg: WriterLeg, peer: str, incarnation: int) -> None:
+    def drained(leg: WriterTransfer, peer: str, incarnation: int) -> None:
         init(leg, peer, incarnation)
         leg.drained = True
 
-    patch.setattr(WriterLeg, "__init__", drained)
+    patch.setattr(WriterTransfer, "__init__", drained)
 
 
 def _drained_said_too_early(patch: Patch) -> None:
-    patch.setattr(Leg, "drained", property(lambda leg: True))
+    patch.setattr(PeerTransfer, "drained", property(lambda leg: True))
 
 
 def _revoked_serial_forgotten(patch: Patch) -> None:
@@ -164,7 +164,7 @@ def _revoked_serial_forgotten(patch: Patch) -> None:
 def _request_said_once(patch: Patch) -> None:
     resend = PrefillRooms._resend
 
-    def without_requests(machine: Any, room: Any, leg: Leg) -> None:
+    def without_requests(machine: Any, room: Any, leg: PeerTransfer) -> None:
         vars(machine)["_send_request"] = lambda leg, parts: None
         resend(machine, room, leg)
         del vars(machine)["_send_request"]
@@ -195,13 +195,13 @@ def _success_on_the_last_chunk(patch: Patch) -> None:
 
 
 def _quarantine_for_ever(patch: Patch) -> None:
-    free = StagingBook.free
+    free = GrantTable.free
 
-    def kept(book: StagingBook, serial: int) -> bool:
-        holding: Holding | None = book.find(serial)
+    def kept(book: GrantTable, serial: int) -> bool:
+        holding: GrantedRegion | None = book.find(serial)
         return holding is not None and holding.state is not RegionState.QUARANTINED and free(book, serial)
 
-    patch.setattr(StagingBook, "free", kept)
+    patch.setattr(GrantTable, "free", kept)
 
 
 def _replaced_is_taken_for_dead(patch: Patch) -> None:
@@ -216,7 +216,7 @@ def _replaced_is_taken_for_dead(patch: Patch) -> None:
 
 
 def _replacement_answers_for_the_replaced(patch: Patch) -> None:
-    def answers(machine: Any, leg: WriterLeg) -> bool:
+    def answers(machine: Any, leg: WriterTransfer) -> bool:
         return bool(machine.is_ready(leg.peer))
 
     def find(machine: Any, peer: Peer, number: int, nonce: int) -> Any:
@@ -232,7 +232,7 @@ def _replacement_answers_for_the_replaced(patch: Patch) -> None:
 
 def _goodbye_always_drained(patch: Patch) -> None:
     on_leave = Machine.on_leave
-    patch.setattr(Machine, "on_leave", lambda machine, event: on_leave(machine, ev.Leave(True)))
+    patch.setattr(Machine, "on_leave", lambda machine, event: on_leave(machine, ev.Shutdown(True)))
 
 
 def _not_asked_after_a_silence(patch: Patch) -> None:

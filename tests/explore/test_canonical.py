@@ -12,7 +12,7 @@ from explorer.canonical import IRRELEVANT, UNORDERED, Walk, plan_of
 from explorer.scene import Scene
 from explorer.witness import Witness
 
-from kvctl_agent.protocol.staging import RegionState
+from kvctl_agent.protocol.grant_table import RegionState
 from kvctl_agent.protocol.tombstones import RoomKey
 
 
@@ -74,7 +74,7 @@ def test_a_field_that_is_new_counts(objects: dict[str, object]) -> None:
     [
         lambda objects: setattr(objects["Leg"], "drained_said", True),
         lambda objects: setattr(objects["Leg"], "in_flight", 7),
-        lambda objects: setattr(objects["Fence"], "raised", True),
+        lambda objects: setattr(objects["Fence"], "cancelled", True),
         lambda objects: setattr(objects["Gate"], "sequence", 7),
         lambda objects: setattr(objects["Peer"], "heard_ns", 1),
         lambda objects: objects["Peer"].past.append(7),

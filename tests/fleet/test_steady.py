@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from kvctl.fleet.failures import FleetError
-from kvctl.fleet.noise import Noise, listeners
-from kvctl.fleet.plan import SteadyPlan
-from kvctl.fleet.schedule import Strike
-from kvctl.fleet.soak import Load, Soak
-from kvctl.fleet.steady import SteadyFleet
-from kvctl.fleet.traffic import DeadlineMissed, Traffic
+from kvctl.lab.demo.failures import FleetError
+from kvctl.lab.demo.plan import SteadyPlan
+from kvctl.lab.demo.schedule import ScheduledFault
+from kvctl.lab.demo.soak import Load, Soak
+from kvctl.lab.demo.socket_noise import SocketNoise, listeners
+from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.demo.traffic import DeadlineMissed, Traffic
+from kvctl.lab.ranks.bench_messages import Sizes
+from kvctl.lab.ranks.steady_messages import Abort
 from kvctl_agent.contract.admin import socket_dir
-from kvctl_agent.contract.rig import Sizes
-from kvctl_agent.contract.steady import Abort
 
 # Far more than it takes on a machine that does nothing else.
 PATIENCE_S = 60.0
@@ -54,7 +54,7 @@ def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left(nothin
         books = traffic.ledger
         traffic.until(lambda: books.done >= 30, PATIENCE_S, "30 rooms are done")
 
-        noise = Noise(5)
+        noise = SocketNoise(5)
         for rank in fleet.ranks.values():
             assert noise.make(rank.pid) >= 1
         noise.close()
@@ -144,7 +144,7 @@ def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_l
     plan = SteadyPlan(seed=7, concurrency=8, tokens=(16, 512))
     with SteadyFleet(plan) as fleet:
         fleet.start()
-        soak = Soak(fleet, Load(), [Strike(0.5, "replace", "prefill-1", 20.0)])
+        soak = Soak(fleet, Load(), [ScheduledFault(0.5, "replace", "prefill-1", 20.0)])
         soak.run(9.0, lambda line: None)
         former = fleet.ranks["prefill-1"].former
         assert former is not None

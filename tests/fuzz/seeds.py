@@ -10,13 +10,13 @@ import orjson
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.commands import COMMANDS
-from kvctl_agent.protocol import codec, roster
+from kvctl_agent.protocol import codec, registry
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.security import zmtp
 
 _TAG = Tag(PartKind.KV, 7, 2**64 - 1, 1001, 3, PartKey(1, 2, 0, 32)).pack()
-_WHO = msg.Introduction(
+_WHO = msg.PeerInfo(
     "decode-0",
     "decode",
     [0, 0, 0, 1],
@@ -56,8 +56,8 @@ MESSAGES: tuple[msg.Message, ...] = (
     msg.RoomDrained(1, 2),
     msg.Bye(True),
 )
-_RANK = roster.Rank("prefill-0", "tcp://127.0.0.1:7000", 1, [0, 0, 0, 0], [1, 1, 1, 2])
-_ANSWER = roster.Roster([_RANK], 2, "1 of 2 prefill ranks registered, missing tp=1")
+_RANK = registry.Rank("prefill-0", "tcp://127.0.0.1:7000", 1, [0, 0, 0, 0], [1, 1, 1, 2])
+_ANSWER = registry.Roster([_RANK], 2, "1 of 2 prefill ranks registered, missing tp=1")
 _LENGTHS = [(32).to_bytes(4, "little") + b"t" * 32, (4096).to_bytes(4, "little"), b"\xff" * 4]
 _INPUTS = msgspec.msgpack.encode(
     [[[0, "staged"]], [[5, "Tick", msgspec.msgpack.encode({}), ""], [6, "AbortRoom", b"\x80", ""]]]
@@ -82,10 +82,10 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     "tag": [_TAG, Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0)).pack()],
     "registry": [
-        roster.encode(roster.Register(_RANK)),
-        roster.encode(roster.Lookup("decode-0")),
-        roster.encode(_ANSWER),
-        roster.encode(roster.Register(roster.Rank("x", "y", 1, [0] * 4, [2**31] * 4))),
+        registry.encode(registry.Register(_RANK)),
+        registry.encode(registry.Lookup("decode-0")),
+        registry.encode(_ANSWER),
+        registry.encode(registry.Register(registry.Rank("x", "y", 1, [0] * 4, [2**31] * 4))),
     ],
     "admin": [
         *(MAGIC + b"\n1\n" + orjson.dumps({"cmd": command.name, "args": {}}) for command in COMMANDS),

@@ -9,20 +9,20 @@ import contextlib
 from collections.abc import Callable
 from io import BytesIO
 
-from kvctl.bench import trace
+from kvctl.lab.bench import trace
+from kvctl.lab.replay.inputs import decoded
 from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.errors import RecordingError, RecordingVersionError, RemoteProtocolError, RequestRefused
-from kvctl_agent.protocol import codec, roster
+from kvctl_agent.protocol import codec, registry
 from kvctl_agent.protocol.checkpoint import unpack
 from kvctl_agent.protocol.tag import Tag
-from kvctl_agent.replay.inputs import decoded
 from kvctl_agent.security import zmtp
-from kvctl_agent.transport import mooncake_tags
 from kvctl_agent.transport.base import MAX_TAG_BYTES
+from kvctl_agent.transport.mooncake import tags
 
-SECRET = b"s" * mooncake_tags.SECRET_BYTES
+SECRET = b"s" * tags.SECRET_BYTES
 _LONGEST_REFUSAL = 8192
 
 
@@ -44,11 +44,11 @@ def tag(data: bytes) -> None:
 def registry(data: bytes) -> None:
     """A request to the registry, and an answer of it."""
     with contextlib.suppress(RemoteProtocolError):
-        request = roster.decode_request(data)
-        answer = roster.Registry().answer(request, 0)
-        assert roster.decode_roster(roster.encode(answer)) == answer
+        request = registry.decode_request(data)
+        answer = registry.Registry().answer(request, 0)
+        assert registry.decode_roster(registry.encode(answer)) == answer
     with contextlib.suppress(RemoteProtocolError):
-        roster.decode_roster(data)
+        registry.decode_roster(data)
 
 
 def admin_request(data: bytes) -> None:
@@ -94,8 +94,8 @@ def tag_stream(data: bytes) -> None:
         return
     step, stream = data[0] >> 1 or 1 << 18, data[1:]
     if data[0] & 1:
-        stream = mooncake_tags.greeting(SECRET, "i" * mooncake_tags.IDENT_BYTES, "writer") + stream
-    sender = mooncake_tags.Sender(None)  # type: ignore[arg-type]  # bytes are given, none are received
+        stream = tags.greeting(SECRET, "i" * tags.IDENT_BYTES, "writer") + stream
+    sender = tags.Sender(None)  # type: ignore[arg-type]  # bytes are given, none are received
     with contextlib.suppress(ValueError):
         for at in range(0, len(stream), step):
             for landed in sender.take(SECRET, stream[at : at + step]):

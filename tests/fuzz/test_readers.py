@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from seeds import SEEDS
 from targets import TARGETS
 
-from kvctl.bench import trace
+from kvctl.lab.bench import trace
 from kvctl_agent.protocol import codec
 
 NAMES = sorted(TARGETS)

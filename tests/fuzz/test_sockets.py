@@ -25,14 +25,14 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.rank import Rank
-from kvctl_agent.transport import mooncake_tags
+from kvctl_agent.transport.mooncake import tags
 
 Context = zmq.Context[zmq.Socket[bytes]]
 PATIENCE_S = 60
@@ -119,7 +119,9 @@ class TestAgent:
 
     @pytest.fixture
     def pair(self, socket_dir: Path) -> Iterator[tuple[Agent, Agent]]:
-        pools = [KVPool.allocate(held(SHAPE, 4, Side(), Coord(0, 0, 0, 0)), 4, 16) for _ in range(2)]
+        pools = [
+            KVPool.allocate(local_shards(SHAPE, 4, ParallelConfig(), RankCoord(0, 0, 0, 0)), 4, 16) for _ in range(2)
+        ]
         agents = [
             Agent(
                 role=role,  # type: ignore[arg-type]
@@ -211,17 +213,17 @@ class TestTagPort:
     """The TCP port that Mooncake's tags arrive on: reachable by others, and open to who knows the secret."""
 
     @pytest.fixture
-    def listener(self) -> Iterator[mooncake_tags.TagListener]:
-        made = mooncake_tags.TagListener("127.0.0.1")
+    def listener(self) -> Iterator[tags.TagListener]:
+        made = tags.TagListener("127.0.0.1")
         yield made
         made.close()
 
-    def hears(self, listener: mooncake_tags.TagListener) -> None:
+    def hears(self, listener: tags.TagListener) -> None:
         """A writer with the secret gets through, whoever else is there."""
-        hello = mooncake_tags.greeting(listener.secret, "i" * mooncake_tags.IDENT_BYTES, "writer")
-        link = mooncake_tags.TagLink("peer", ("127.0.0.1", listener.port), hello)
+        hello = tags.greeting(listener.secret, "i" * tags.IDENT_BYTES, "writer")
+        link = tags.TagLink("peer", ("127.0.0.1", listener.port), hello)
         link.enqueue(b"t" * 46)
-        landed: deque[tuple[mooncake_tags.Sender, bytes]] = deque()
+        landed: deque[tuple[tags.Sender, bytes]] = deque()
         deadline = time.monotonic() + PATIENCE_S
         while not landed:
             assert time.monotonic() < deadline
@@ -232,21 +234,19 @@ class TestTagPort:
 
     @MANY
     @given(streams=st.lists(st.binary(max_size=2000), min_size=1, max_size=5), knows=st.booleans())
-    def test_any_bytes(self, listener: mooncake_tags.TagListener, streams: list[bytes], knows: bool) -> None:
-        landed: deque[tuple[mooncake_tags.Sender, bytes]] = deque()
+    def test_any_bytes(self, listener: tags.TagListener, streams: list[bytes], knows: bool) -> None:
+        landed: deque[tuple[tags.Sender, bytes]] = deque()
         for stream in streams:
             with socket.create_connection(("127.0.0.1", listener.port)) as stranger, contextlib.suppress(OSError):
                 if knows:
-                    stranger.sendall(mooncake_tags.greeting(listener.secret, "j" * mooncake_tags.IDENT_BYTES, "n"))
+                    stranger.sendall(tags.greeting(listener.secret, "j" * tags.IDENT_BYTES, "n"))
                 stranger.sendall(stream)
             listener.collect(landed)
         assert knows or not landed
         self.hears(listener)
 
-    def test_half_open_connections_and_slow_ones_are_few_and_shut_nobody_out(
-        self, listener: mooncake_tags.TagListener
-    ) -> None:
-        landed: deque[tuple[mooncake_tags.Sender, bytes]] = deque()
+    def test_half_open_connections_and_slow_ones_are_few_and_shut_nobody_out(self, listener: tags.TagListener) -> None:
+        landed: deque[tuple[tags.Sender, bytes]] = deque()
         with contextlib.ExitStack() as open_ones:
             slow = []
             for number in range(300):
@@ -265,9 +265,9 @@ class TestTagPort:
             self.hears(listener)
         assert not landed
 
-    def test_a_writer_that_claims_more_than_a_tag_is_hung_up_on(self, listener: mooncake_tags.TagListener) -> None:
-        landed: deque[tuple[mooncake_tags.Sender, bytes]] = deque()
-        hello = mooncake_tags.greeting(listener.secret, "i" * mooncake_tags.IDENT_BYTES, "writer")
+    def test_a_writer_that_claims_more_than_a_tag_is_hung_up_on(self, listener: tags.TagListener) -> None:
+        landed: deque[tuple[tags.Sender, bytes]] = deque()
+        hello = tags.greeting(listener.secret, "i" * tags.IDENT_BYTES, "writer")
         with socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE_S) as writer:
             writer.sendall(hello + (1 << 31).to_bytes(4, "little"))
             writer.setblocking(False)

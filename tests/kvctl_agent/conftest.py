@@ -20,9 +20,9 @@ import pytest
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.heads import head_range
-from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive, Send
@@ -56,9 +56,9 @@ class Model:
     def shape(self) -> ModelShape:
         return ModelShape(self.layers, self.heads, self.k_dim, self.v_dim, self.dtype_bytes)
 
-    def pool(self, side: Side, number: int, device: Any = None) -> KVPool:
+    def pool(self, side: ParallelConfig, number: int, device: Any = None) -> KVPool:
         """Memory of one rank of an instance."""
-        here = held(self.shape, self.page_size, side, side.coord(number))
+        here = local_shards(self.shape, self.page_size, side, side.coord(number))
         aux: dict[str, int] = {"aux_slots": AUX_SLOTS, "aux_row_bytes": AUX_ROW_BYTES}
         return KVPool.allocate(here, self.page_size, self.pages, **aux, device=device)
 
@@ -140,7 +140,7 @@ class Fleet:
     def prefill_agent(self, number: int, **config: Any) -> Agent:
         """A new agent (not started) for one place of the prefill instance, its pool filled with the truth."""
         dp, tp = self.prefill_size
-        pool = self._pool("prefill", Side(dp=dp, tp=tp), number)
+        pool = self._pool("prefill", ParallelConfig(dp=dp, tp=tp), number)
         heads = head_range(self.model.heads, tp, number % tp)
         for layer in range(self.model.layers):
             for kv in (0, 1):
@@ -154,7 +154,7 @@ class Fleet:
     def decode_agent(self, number: int, **config: Any) -> Agent:
         """A new agent (not started) for one place of the decode instance, its pool poisoned."""
         dp, tp = self.decode_size
-        pool, name = self._pool("decode", Side(dp=dp, tp=tp), number), f"decode-{number}"
+        pool, name = self._pool("decode", ParallelConfig(dp=dp, tp=tp), number), f"decode-{number}"
         for layer in range(self.model.layers):
             for kv in (0, 1):
                 pool.segments[0].block(layer, kv)[:] = POISON
@@ -166,7 +166,7 @@ class Fleet:
         rank = Rank(dp=number // tp, tp=number % tp, dp_size=dp, tp_size=tp)
         return self._agent("decode", name, rank, pool, config)
 
-    def _pool(self, role: str, side: Side, number: int) -> KVPool:
+    def _pool(self, role: str, side: ParallelConfig, number: int) -> KVPool:
         self._pools.append(self.model.pool(side, number, self.device.get(role)))
         return self._pools[-1]
 

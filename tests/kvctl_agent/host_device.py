@@ -17,25 +17,25 @@ import numpy.typing as npt
 from kvctl_agent.device.base import (
     HOST,
     Batch,
+    BlockRanges,
     Blocks,
-    Copies,
+    DeviceMemory,
     Event,
     Export,
     Geometry,
     Mapping,
-    Memory,
     Places,
-    Strips,
+    RowCopies,
 )
 from kvctl_agent.errors import DeviceError
-from kvctl_agent.memory.slab import Slab
+from kvctl_agent.memory.huge_pages import HugePageMemory
 
 JUNK = 0xA5
 """What fresh memory is full of: memory of a device is not zeroed."""
 
 
 class Begun(NamedTuple):
-    """One `Copies.begin`, as it was called."""
+    """One `RowCopies.begin`, as it was called."""
 
     batches: tuple[Batch, ...]
     pages: Places
@@ -119,11 +119,15 @@ class HostCopies:
         self._device.prepared.extend(geometries)
 
     def begin(
-        self, batches: Sequence[Batch | Strips], pages: Places, after: Event | None = None, programs: int | None = None
+        self,
+        batches: Sequence[Batch | BlockRanges],
+        pages: Places,
+        after: Event | None = None,
+        programs: int | None = None,
     ) -> Event:
         assert not self.closed, "a copy after close()"
         assert pages.dtype == np.int32
-        each = [batch.batch() if isinstance(batch, Strips) else batch for batch in batches]
+        each = [batch.batch() if isinstance(batch, BlockRanges) else batch for batch in batches]
         assert all(len(batch.blocks) and batch.blocks.dtype == np.int64 for batch in each)
         # The caller may use its arrays again at once.
         kept = tuple(Batch(batch.geometry, batch.blocks.copy()) for batch in each)
@@ -187,7 +191,7 @@ class HostDevice:
         self.begun: list[Begun] = []
         self.prepared: list[Geometry] = []
         self.mappings: list[HostMapping] = []
-        self._allocations: list[Slab] = []
+        self._allocations: list[HugePageMemory] = []
         self._driver = HostStream(self)
         self._uuid = f"HOST-{next(_numbers)}"
 
@@ -195,10 +199,10 @@ class HostDevice:
     def name(self) -> str:
         return "host stand-in"
 
-    def allocate(self, nbytes: int, pool: str = "default") -> Memory:
+    def allocate(self, nbytes: int, pool: str = "default") -> DeviceMemory:
         if pool not in ("default", "vmm"):
             raise DeviceError(f"mem_pool {pool}: the stand-in has default and vmm")
-        slab = Slab(nbytes)
+        slab = HugePageMemory(nbytes)
         slab.array[:] = JUNK
         self._allocations.append(slab)
         return slab
@@ -217,7 +221,7 @@ class HostDevice:
     def copy(self, target: int, source: int, nbytes: int) -> Event:
         return self._driver.put(lambda: ctypes.memmove(target, source, nbytes) and None)
 
-    def copies(self) -> Copies:
+    def copies(self) -> RowCopies:
         return HostCopies(self)
 
     def event_of(self, given: Any) -> Event:

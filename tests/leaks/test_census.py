@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.leaks.census import BOUNDS, census, grown, instances
 from benchmarks.leaks.slope import slope, sparkline
-from kvctl_agent.protocol.recv_room import WriterLeg
+from kvctl_agent.protocol.recv_room import WriterTransfer
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
-from kvctl_agent.telemetry.spans import Spans
+from kvctl_agent.telemetry.busy_time import BusyTime
 
 
 def make(name: str, **attributes: Any) -> Any:
@@ -38,7 +38,7 @@ def test_slots_are_counted_and_sizes_at_one_path_are_added_up() -> None:
     one.bury(RoomKey("", 1, 1), True, 0)
     other.bury(RoomKey("", 2, 1), True, 0)
     other.bury(RoomKey("", 3, 1), True, 0)
-    spans = Spans()
+    spans = BusyTime()
     spans.add(1, 2)
     sizes = census(make("Root", graves={"a": one, "b": other}, moved=spans))
     assert sizes["graves"] == 2
@@ -65,20 +65,20 @@ def test_a_ring_of_references_ends() -> None:
 
 
 def test_objects_that_only_a_closure_holds_are_counted() -> None:
-    kind = "kvctl_agent.protocol.recv_room.WriterLeg"
+    kind = "kvctl_agent.protocol.recv_room.WriterTransfer"
     before = instances().get(kind, 0)
-    hidden = (lambda leg: lambda: leg)(WriterLeg("peer", 1))
+    hidden = (lambda leg: lambda: leg)(WriterTransfer("peer", 1))
     assert instances()[kind] == before + 1
     assert hidden().peer == "peer"
 
 
 def test_objects_that_are_history_are_not_counted() -> None:
     root = make("Root", telemetry=make("Telemetry", rooms=make("Rooms", _latest=deque(), _active={})))
-    kind = "kvctl_agent.protocol.recv_room.WriterLeg"
+    kind = "kvctl_agent.protocol.recv_room.WriterTransfer"
     before = instances(root).get(kind, 0)
-    root.telemetry.rooms._latest.append({RoomKey("", 1, 1): [WriterLeg("peer", 1)]})
+    root.telemetry.rooms._latest.append({RoomKey("", 1, 1): [WriterTransfer("peer", 1)]})
     assert instances(root).get(kind, 0) == before
-    root.telemetry.rooms._active[1] = WriterLeg("peer", 1)
+    root.telemetry.rooms._active[1] = WriterTransfer("peer", 1)
     assert instances(root)[kind] == before + 1
 
 

@@ -16,7 +16,7 @@ from matrix_rig.combinations import Combination, combinations
 from matrix_rig.expected import expected
 from matrix_rig.pair import Pair
 
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def no_leaks(standing: Pair, no_leaks: None) -> None:
 
 # Instances of different layouts that serve one decode instance at the same time.
 INSTANCES = {
-    "tp4_tp2pp2_cp2": (Side(tp=4), Side(pp=2, tp=2), Side(cp=2)),
-    "dp2tp2_pp3": (Side(dp=2, tp=2), Side(pp=3, stages=(1, 4, 1))),
+    "tp4_tp2pp2_cp2": (ParallelConfig(tp=4), ParallelConfig(pp=2, tp=2), ParallelConfig(cp=2)),
+    "dp2tp2_pp3": (ParallelConfig(dp=2, tp=2), ParallelConfig(pp=3, stages=(1, 4, 1))),
 }
 
 
@@ -59,7 +59,7 @@ def test_several_prefill_instances_serve_one_decode_instance(
     standing: Pair, transport: str, instances: str, model: str, grouped: bool
 ) -> None:
     name = f"{transport}-{instances}-{model}-{grouped}"
-    prefill, decode = INSTANCES[instances], Side(dp=2, tp=2)
+    prefill, decode = INSTANCES[instances], ParallelConfig(dp=2, tp=2)
     check(standing, Case(name, transport, model, prefill, decode, grouped=grouped, cp_mode="all", prefix="some"))
 
 

@@ -9,9 +9,9 @@ from matrix_rig import pair as pairs
 from matrix_rig.case import Case
 from matrix_rig.pair import Failed, Pair
 
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 
-CASE = Case("small", "loopback", "gqa8", (Side(tp=2),), Side())
+CASE = Case("small", "loopback", "gqa8", (ParallelConfig(tp=2),), ParallelConfig())
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def pair() -> Iterator[Pair]:
 
 def test_a_layout_that_cannot_be_is_a_failure_with_the_arithmetic_and_the_next_case_runs(pair: Pair) -> None:
     with pytest.raises(Failed, match=r"prefill, build: (.|\n)*8 % 3 = 2 and 3 % 8 = 3"):
-        pair.run(CASE._replace(prefill=(Side(tp=3),)))
+        pair.run(CASE._replace(prefill=(ParallelConfig(tp=3),)))
     assert pair.run(CASE).nbytes > 0
 
 

@@ -11,13 +11,13 @@ import pytest
 from matrix_rig.shared_engine import Facade, SharedEngine
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.memory.slab import Slab
+from kvctl_agent.memory.huge_pages import HugePageMemory
 from kvctl_agent.transport.base import Arrival, Region
 from kvctl_agent.transport.registry import open_transport
 
 BYTES = 1 << 16
 
-Start = Callable[[], tuple[SharedEngine, Slab]]
+Start = Callable[[], tuple[SharedEngine, HugePageMemory]]
 
 
 @pytest.fixture(scope="module", params=["loopback", "nixl", "mooncake"])
@@ -30,10 +30,10 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def start(transport: str) -> Iterator[Start]:
     """Starts an engine over some memory; several stand for several processes."""
-    started: list[tuple[SharedEngine, Slab]] = []
+    started: list[tuple[SharedEngine, HugePageMemory]] = []
 
-    def make() -> tuple[SharedEngine, Slab]:
-        slab = Slab(BYTES)
+    def make() -> tuple[SharedEngine, HugePageMemory]:
+        slab = HugePageMemory(BYTES)
         engine = SharedEngine(open_transport(transport, "shared"), secrets.token_hex(8), [Region(*slab.region)])
         started.append((engine, slab))
         return started[-1]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.fleet.plan import SteadyPlan
-from kvctl.fleet.steady import SteadyFleet
-from kvctl.fleet.traffic import Traffic
-from kvctl_agent.contract.rig import Sizes
+from kvctl.lab.demo.plan import SteadyPlan
+from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.demo.traffic import Traffic
+from kvctl.lab.ranks.bench_messages import Sizes
 
 ROOMS_IN_FLIGHT = 8
 PATIENCE_S = 60.0

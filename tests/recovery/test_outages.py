@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from kvctl.cli import run
-from kvctl.fleet.ledger import Room
-from kvctl.fleet.traffic import Traffic
+from kvctl.lab.demo.room_accounting import Room
+from kvctl.lab.demo.traffic import Traffic
 
 EVERY = pytest.mark.parametrize("traffic", ["nixl", "mooncake"], indirect=True, scope="module")
 NIXL = pytest.mark.parametrize("traffic", ["nixl"], indirect=True, scope="module")

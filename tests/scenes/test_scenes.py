@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.fleet.scenes import SCENES, SCENES_BY_NAME
 from kvctl.health.codes import CODES_BY_NAME
+from kvctl.lab.demo.scenarios import SCENARIOS, SCENARIOS_BY_NAME
 
 Start = Callable[..., Any]
 Begun = dict[str, Any]
@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.timeout(480), pytest.mark.usefixtures("begun")]
 
 
 def test_every_scene_has_a_code_that_doctor_knows() -> None:
-    assert {scene.code for scene in SCENES} <= CODES_BY_NAME.keys()
+    assert {scene.code for scene in SCENARIOS} <= CODES_BY_NAME.keys()
     tested = {"stuck-room", "pinned-ring", "dead-peer", "slow-layer", "corrupt", "compat", "bootstrap", "fd-low"}
     tested |= {"grant-loss", "gated-empty", "oversized-chunk", "plan-mismatch", "stuck-waiting", "stuck-scatter"}
     tested |= {"draining"}
-    assert tested == SCENES_BY_NAME.keys()
-    assert all(scene.look[0].startswith("kvctl ") for scene in SCENES)
+    assert tested == SCENARIOS_BY_NAME.keys()
+    assert all(scene.look[0].startswith("kvctl ") for scene in SCENARIOS)
 
 
 def test_a_dead_peer(demo: Start) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from kvctl.health.codes.failures import Failed, all_names, failed_lately
-from kvctl.health.codes.wording import counted, listed, named_in
+from kvctl.health.codes.formatting import counted, listed, named_in
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 _FAILURES = "kvctl_room_failures_total"
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from kvctl.health.codes.draining import expired_for_drain
 from kvctl.health.codes.failures import Failed, all_names, failed_lately
+from kvctl.health.codes.formatting import counted, listed, named_in
 from kvctl.health.codes.silence import absent
-from kvctl.health.codes.wording import counted, listed, named_in
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 
 def by_culprit(snapshot: Snapshot, code: str, live: Collection[str]) -> dict[str, list[Failed]]:

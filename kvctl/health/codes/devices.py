@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.health.codes.failures import Failed, failed_lately
-from kvctl.health.codes.wording import counted
+from kvctl.health.codes.formatting import counted
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 
 def _device(snapshot: Snapshot) -> Iterator[Finding]:

@@ -7,10 +7,10 @@ from math import prod
 
 from kvctl.health.answers import amount, counts, number, text, texts
 from kvctl.health.codes.failures import Failed, failed_lately
-from kvctl.health.codes.wording import counted, listed
+from kvctl.health.codes.formatting import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 _CODE = "KV_DRAINING"
 _UNOPENED = "KV_ROOM_STUCK_BOOTSTRAP"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from kvctl.health.answers import text, texts
 from kvctl.health.codes.failures import Failed, all_names, failed_lately
-from kvctl.health.codes.wording import common_factors, counted, listed, named_in
+from kvctl.health.codes.formatting import common_factors, counted, listed, named_in
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 _FACTOR = re.compile(r"(?P<name>.*\S) (?P<ours>\S+) ≠ (?P<theirs>\S+)")
 _Pair = tuple[str, str]  # prefill, decode

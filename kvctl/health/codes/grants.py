@@ -7,20 +7,20 @@ from math import ceil
 from typing import NamedTuple
 
 from kvctl.health.answers import amount, number, rows, text
+from kvctl.health.codes.formatting import common_factors, counted, listed, pair
 from kvctl.health.codes.ring import ring_of
 from kvctl.health.codes.silence import absent
-from kvctl.health.codes.wording import common_factors, counted, listed, pair
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.peer_matrix import natural
-from kvctl.views.units import duration, size
+from kvctl.render.peer_matrix import natural
+from kvctl.render.units import duration, size
 
 _REQUESTS = 5
 _LONGEST_ANSWER_NS = 10_000_000_000
 _MIB = 1 << 20
 
 
-class Asked(NamedTuple):
+class UnansweredRequest(NamedTuple):
     """A part whose writer has asked for its ring region again and again."""
 
     writer: str
@@ -30,9 +30,9 @@ class Asked(NamedTuple):
     room: str
 
 
-def unanswered(snapshot: Snapshot) -> Mapping[tuple[str, str], Sequence[Asked]]:
+def unanswered(snapshot: Snapshot) -> Mapping[tuple[str, str], Sequence[UnansweredRequest]]:
     """By writer and decode rank, where the decode rank is heard and answers none of it; use `snapshot.once`."""
-    found: dict[tuple[str, str], list[Asked]] = {}
+    found: dict[tuple[str, str], list[UnansweredRequest]] = {}
     for agent in snapshot.of_role("prefill"):
         patience_ns = max(_LONGEST_ANSWER_NS, 2 * _REQUESTS * agent.period_ns("resend_s"))
         for part in rows(agent.staging.get("gated")):
@@ -40,7 +40,7 @@ def unanswered(snapshot: Snapshot) -> Mapping[tuple[str, str], Sequence[Asked]]:
             often = requests >= _REQUESTS and asked_ns >= patience_ns
             # A silent peer grants nothing: it is named itself.
             if often and text(part, "waiting_for") == "grant" and peer not in snapshot.once(absent):
-                part_asked = Asked(agent.name, peer, asked_ns, requests, text(part, "room"))
+                part_asked = UnansweredRequest(agent.name, peer, asked_ns, requests, text(part, "room"))
                 found.setdefault((agent.name, peer), []).append(part_asked)
     return found
 

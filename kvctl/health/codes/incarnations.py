@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.health.answers import amount, text
-from kvctl.health.codes.wording import pair
+from kvctl.health.codes.formatting import pair
 from kvctl.health.snapshot import Agent, Snapshot
 
 # Greetings are repeated until they are answered: after this much a new life is known to all who hear it.

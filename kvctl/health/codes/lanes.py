@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.health.answers import Row, amount, inner, number, text, texts
+from kvctl.health.codes.formatting import counted, listed
 from kvctl.health.codes.ring_size import gated_writers
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.slowness import slow_writers
-from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot, Spent
-from kvctl.views.units import duration, percent, size, three_digits
+from kvctl.render.units import duration, percent, size, three_digits
 
 # One write within a host moves at the speed of a copy or two. TCP through the loopback device has a fifth of that, and
 # takes 10 µs for a small descriptor where shared memory takes 1. What was measured while the ranks came up, each of

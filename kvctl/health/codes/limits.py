@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from kvctl.health.answers import inner, number
 from kvctl.health.codes.failures import Failed, all_names, failed_lately
+from kvctl.health.codes.formatting import counted, named_in
 from kvctl.health.codes.silence import absent
-from kvctl.health.codes.wording import counted, named_in
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.units import duration, percent
+from kvctl.render.units import duration, percent
 
 _FEW = 0.8
 _ALMOST_NONE = 0.95

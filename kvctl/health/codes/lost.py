@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from kvctl.client.faults import FaultCode
 from kvctl.health.answers import number
 from kvctl.health.codes.failures import failed_lately
+from kvctl.health.codes.formatting import counted, listed, pair
 from kvctl.health.codes.incarnations import stale_pairs
 from kvctl.health.codes.silence import Silence, mute_agents, silences
-from kvctl.health.codes.wording import counted, listed, pair
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 _LOST_CODE = "KV_PEER_LOST"
 _FORGOTTEN_NS = 600_000_000_000

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from kvctl.health.answers import NO_ROW, Row, amount, number, numbers, rows, text
+from kvctl.health.codes.formatting import counted, listed, pair
 from kvctl.health.codes.incarnations import stale_pairs
 from kvctl.health.codes.silence import absent
-from kvctl.health.codes.wording import counted, listed, pair
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 _BACKLOG = 100
 # A control thread without a core sees everything late.

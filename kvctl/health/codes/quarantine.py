@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.health.answers import amount, rows, text
+from kvctl.health.codes.formatting import listed
 from kvctl.health.codes.ring import held_bytes, ring_of
-from kvctl.health.codes.wording import listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.views.units import size
+from kvctl.render.units import size
 
 # A peer that was lost for a moment gives it back by itself.
 _LOST_AGE_NS = 10_000_000_000

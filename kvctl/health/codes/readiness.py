@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from kvctl.health.answers import amount, inner, text
 from kvctl.health.codes.failures import all_names
+from kvctl.health.codes.formatting import counted, listed, named_in
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.stuck import stuck_rooms
 from kvctl.health.codes.unopened import BOOTSTRAP
-from kvctl.health.codes.wording import counted, listed, named_in
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 _STARTS_WITHIN_NS = 60_000_000_000
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvctl.health.answers import NO_ROW, Row, amount, inner, number, rows, text
+from kvctl.health.codes.formatting import counted, listed
 from kvctl.health.codes.ring_waits import cycles
-from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.views.units import duration, size
+from kvctl.render.units import duration, size
 
 # A silent writer's region is named from here on; one that is only slow, when the agent's own ways (it takes an
 # unwritten grant back after 5 s) have had their time.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvctl.health.codes.ring_waits import Cycle, cycles
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 
 def _cycles(snapshot: Snapshot) -> Iterator[Finding]:

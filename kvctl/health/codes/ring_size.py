@@ -7,12 +7,12 @@ from math import ceil
 from typing import NamedTuple
 
 from kvctl.health.answers import amount
+from kvctl.health.codes.formatting import counted, listed
 from kvctl.health.codes.ring import gated_behind, ring_of
 from kvctl.health.codes.silence import absent
-from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot, Spent
-from kvctl.views.units import duration, percent, size
+from kvctl.render.units import duration, percent, size
 
 _PARTS = 20
 _FULL = 0.9

@@ -11,7 +11,7 @@ from kvctl.health.codes.grants import unanswered
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.slowness import slow_writers
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 # A room is not looked at before: whatever is wrong, most things mend themselves in this time.
 _SHORTEST_NS = 10_000_000_000

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from kvctl.health.answers import Row, amount, inner, number, rows, text, texts
 from kvctl.health.codes.deadlines import by_culprit, ended, with_ended
+from kvctl.health.codes.formatting import counted, listed
 from kvctl.health.codes.ring import held_up
 from kvctl.health.codes.room_ends import Culprit, Ends, unfinished
 from kvctl.health.codes.unopened import BOOTSTRAP, never_opened
-from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 WAITING = "KV_ROOM_STUCK_WAITING"
 TRANSFER = "KV_ROOM_STUCK_TRANSFER"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from kvctl.health.answers import amount, text, texts
 from kvctl.health.codes.draining import unopened_for_drain
 from kvctl.health.codes.failures import all_names, failed_lately
-from kvctl.health.codes.wording import counted, listed, named_in
+from kvctl.health.codes.formatting import counted, listed, named_in
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 _ROOMS = 8
 _WAITED_NS = 20_000_000_000

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from kvctl.health.answers import amount, text, texts
 from kvctl.health.codes.draining import unopened_for_drain
+from kvctl.health.codes.formatting import counted, listed
 from kvctl.health.codes.silence import absent
-from kvctl.health.codes.wording import counted, listed
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.views.units import duration
+from kvctl.render.units import duration
 
 BOOTSTRAP = "KV_ROOM_STUCK_BOOTSTRAP"
 

@@ -11,7 +11,7 @@ from kvctl.health.finding import Severity
 from kvctl.health.host.devices import rdma_devices
 from kvctl.health.host.fact import Fact
 from kvctl.health.host.view import HostView
-from kvctl.views import units
+from kvctl.render import units
 
 _FEW_DESCRIPTORS = 1024
 _FEW_PORTS = 0.8

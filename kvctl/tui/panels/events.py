@@ -7,8 +7,8 @@ from textual.app import ComposeResult
 from kvctl.client.calls import Call
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import EVENTS_SHEET, Wish
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import EVENTS_SHEET, TableQuery
 from kvctl.tui.widgets.table import Table
 
 # Each agent's latest, each time: asking for what follows a place would need a place for each agent.
@@ -31,6 +31,6 @@ class EventsPanel(Panel):
         limit = max(_LEAST, min(_FIRST, _ALL // len(store.agents))) if store.agents else _LEAST
         return Question("events", (STATUS, Call("events", {"limit": limit})))
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         note = f"{store.events_missed:,} came too fast to be shown" if store.events_missed else ""
         show(self.main, EVENTS_SHEET, list(store.events), store, wish, note)

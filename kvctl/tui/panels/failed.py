@@ -5,13 +5,13 @@ from __future__ import annotations
 from textual.app import ComposeResult
 
 from kvctl.client.calls import Call
+from kvctl.render.failed_rooms import causes
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import FAILED_SHEET, Wish
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import FAILED_SHEET, TableQuery
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
-from kvctl.views.failed_rooms import causes
 
 # Rows over all agents, each second; every rank of a room tells of it.
 _ROWS = 1_000
@@ -33,7 +33,7 @@ class FailedPanel(Panel):
         limit = max(_LEAST, _ROWS // len(store.agents)) if store.agents else _LEAST
         return Question("failed", (STATUS, Call("failed", {"limit": limit})))
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         rows = store.failed_rooms()
         dropped = sum(answer["dropped_total"] for answer in store.rows("failed"))
         self.query_one("#failed-causes", Picture).show(lambda width: [causes(rows)])

@@ -5,15 +5,15 @@ from __future__ import annotations
 from textual.app import ComposeResult
 
 from kvctl.client.calls import Call
+from kvctl.render.report import Line
+from kvctl.render.waterfall import draw
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.pictures.heat import heat_map, over_agents
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import LAYERS_SHEET, Wish, listing
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import LAYERS_SHEET, TableQuery, listing
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
-from kvctl.views.report import Line
-from kvctl.views.waterfall import draw
 
 _MEDIANS: Line = [("medians over the agents", "dim")]
 
@@ -38,7 +38,7 @@ class LayersPanel(Panel):
     def question(self, store: Store) -> Question:
         return Question("layers", (STATUS, Call("layers")))
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         rows = store.rows("layers")
         show(self.main, LAYERS_SHEET, rows, store, wish)
         shown = over_agents(listing(LAYERS_SHEET, rows, wish).rows)

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from textual.app import ComposeResult
 
+from kvctl.render import findings, units
+from kvctl.render.report import Line, Span
+from kvctl.render.status import outline
+from kvctl.render.view import Row
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.pictures.compose import beside, wrapped
 from kvctl.tui.pictures.gauges import gauges
 from kvctl.tui.pictures.sparkline import chart, inline
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import AGENTS_SHEET, HEALTH_SHEET, Wish
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import AGENTS_SHEET, HEALTH_SHEET, TableQuery
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
-from kvctl.views import findings, units
-from kvctl.views.report import Line, Span
-from kvctl.views.status import outline
-from kvctl.views.view import Row
 
 _BESIDE = 110  # from this width on, curves stand beside the words
 _GAP = 3
@@ -56,7 +56,7 @@ class OverviewPanel(Panel):
     def size_changed(self, width: int, height: int) -> None:
         self._height = height
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         statuses = store.statuses()
         self._health(store)
         fresh = [row for row in statuses if store.stale_ns(row["name"]) is None]
@@ -85,7 +85,7 @@ class OverviewPanel(Panel):
         behind = (store.now_ns - store.judged_at_ns) // 1_000_000_000
         if judged is not None and store.answering and behind > 1:
             notes.append(f"as of {units.duration(behind * 1_000_000_000)} ago")
-        show(table, HEALTH_SHEET, rows, store, Wish(), ", ".join(notes), empty)
+        show(table, HEALTH_SHEET, rows, store, TableQuery(), ", ".join(notes), empty)
         table.fit()
         finding = table.row
         tall = self._height >= _TALL

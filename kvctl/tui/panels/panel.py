@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from textual.containers import Vertical
 
 from kvctl.client.calls import Call
+from kvctl.render.report import Line
+from kvctl.render.view import Row
 from kvctl.tui import export
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import Sheet, Wish, listing
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import TableQuery, TableSpec, listing
 from kvctl.tui.widgets.table import Table
-from kvctl.views.report import Line
-from kvctl.views.view import Row
 
 STATUS = Call("status")
 
@@ -27,7 +27,7 @@ class Panel(Vertical):
         """What has to be asked while this panel is on screen, of a fleet as large as the store knows it."""
         raise NotImplementedError
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         """Shows what is known now, as the operator wishes it."""
         raise NotImplementedError
 
@@ -59,7 +59,13 @@ class Panel(Vertical):
 
 
 def show(
-    table: Table, sheet: Sheet, rows: Sequence[Row], store: Store, wish: Wish, note: str = "", empty: Line | None = None
+    table: Table,
+    sheet: TableSpec,
+    rows: Sequence[Row],
+    store: Store,
+    wish: TableQuery,
+    note: str = "",
+    empty: Line | None = None,
 ) -> None:
     """Puts rows of the store into a table."""
     table.show(listing(sheet, rows, wish), store.stale_ns, note, empty)

@@ -8,15 +8,15 @@ from textual.app import ComposeResult
 from textual.message import Message
 
 from kvctl.client.calls import Call
+from kvctl.render.report import Line
+from kvctl.render.view import Row
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.pictures.matrix import Matrix, matrix
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import PEERS_SHEET, Wish
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import PEERS_SHEET, TableQuery
 from kvctl.tui.widgets.grid import PairGrid
 from kvctl.tui.widgets.table import Table
-from kvctl.views.report import Line
-from kvctl.views.view import Row
 
 
 class PeersPanel(Panel):
@@ -47,7 +47,7 @@ class PeersPanel(Panel):
     def question(self, store: Store) -> Question:
         return Question("peers", (STATUS, Call("peers")))
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         rows = store.rows("peers")
         show(self.main, PEERS_SHEET, rows, store, wish)
         self._matrix = matrix(rows, {agent.name: agent.role for agent in store.agents.values()})

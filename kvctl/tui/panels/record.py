@@ -6,17 +6,17 @@ from collections.abc import Hashable, Sequence
 
 from textual.app import ComposeResult
 
+from kvctl.render.findings import HEALTH, labelled, paragraph
+from kvctl.render.report import Line, Span
+from kvctl.render.sanitize import one_line
+from kvctl.render.terminal import style_of
+from kvctl.render.view import Row
 from kvctl.tui.panels.panel import STATUS, Panel
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import Sheet, Wish
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import TableQuery, TableSpec
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
-from kvctl.views.findings import HEALTH, labelled, paragraph
-from kvctl.views.report import Line, Span
-from kvctl.views.sanitize import one_line
-from kvctl.views.terminal import style_of
-from kvctl.views.view import Row
 
 _LABEL = 18
 _PAGE = 100  # columns of what is copied
@@ -33,7 +33,7 @@ class RecordPanel(Panel):
         self.title = ""
         self._below: Panel | None = None
         self._table: Table | None = None
-        self._sheet: Sheet | None = None
+        self._sheet: TableSpec | None = None
         self._rows: dict[Hashable, Row] = {}
 
     def open(self, title: str, below: Panel, table: Table, rows: Sequence[Row]) -> None:
@@ -52,10 +52,10 @@ class RecordPanel(Panel):
     def question(self, store: Store) -> Question:
         return self._below.question(store) if self._below else Question("record", (STATUS,))
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         if self._below is None or self._table is None or self._sheet is None:
             return
-        self._below.render_store(store, Wish())
+        self._below.render_store(store, TableQuery())
         rows = self._table.listing.rows if self._table.listing else ()
         fresh = {key: row for row in rows if (key := self._sheet.key(row)) in self._rows}
         self._rows |= fresh

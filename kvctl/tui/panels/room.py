@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from textual.app import ComposeResult
 
 from kvctl.client.calls import Call
-from kvctl.client.joined import JoinedRoom
+from kvctl.client.room_timeline import RoomTimeline
+from kvctl.render.report import Grid, Line, Text
+from kvctl.render.room_report import blocks
+from kvctl.render.view import Row
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.pictures.cells import grid
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import TIMELINE_SHEET, Wish
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import TIMELINE_SHEET, TableQuery
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
-from kvctl.views.report import Grid, Line, Text
-from kvctl.views.room_report import blocks
-from kvctl.views.view import Row
 
 _CLOCK_ROUNDS = 3
 _GAP: Line = []
@@ -45,7 +45,7 @@ class RoomPanel(Panel):
     def question(self, store: Store) -> Question:
         return Question("room", (STATUS, Call("room", {"room": self.room})), _CLOCK_ROUNDS, subject=self.room)
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         joined = store.room(self.room)
         picture = self.query_one("#room-picture", Picture)
         heading: tuple[Line, Line] = ([(f"room {self.room}", "")], [])
@@ -59,7 +59,7 @@ class RoomPanel(Panel):
         show(self.main, TIMELINE_SHEET, timeline, store, wish)
 
 
-def _drawn(room: JoinedRoom, width: int) -> Sequence[Line]:
+def _drawn(room: RoomTimeline, width: int) -> Sequence[Line]:
     """What became of it, the life of its parts, its ranks; the timeline is a table of its own."""
     drawn = blocks(room, [], width)[:-1]
     texts = [line for block in drawn if isinstance(block, Text) for line in [*block.lines, _GAP]]

@@ -7,8 +7,8 @@ from textual.app import ComposeResult
 from kvctl.client.calls import Call
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import ROOMS_SHEET, Wish
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import ROOMS_SHEET, TableQuery
 from kvctl.tui.widgets.table import Table
 
 # Rows over all agents: as many as can be decoded and sorted each second for a few percent of a core. Agents answer
@@ -30,7 +30,7 @@ class RoomsPanel(Panel):
     def question(self, store: Store) -> Question:
         return Question("rooms", (STATUS, Call("rooms", {"limit": self._limit(store)})))
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         rows = store.rows("rooms")
         active = sum(sum(status["rooms"].values()) for status in store.rows("status"))
         limit = self._limit(store)

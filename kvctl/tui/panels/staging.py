@@ -9,15 +9,15 @@ from textual.app import ComposeResult
 from textual.containers import Container
 
 from kvctl.client.calls import Call
+from kvctl.render import ring_map
+from kvctl.render.report import Line
+from kvctl.render.view import Row
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.readings import Question
-from kvctl.tui.sheets import ALLOCATIONS_SHEET, GATED_SHEET, STAGING_SHEET, Wish
 from kvctl.tui.store import Store
+from kvctl.tui.table_specs import ALLOCATIONS_SHEET, GATED_SHEET, STAGING_SHEET, TableQuery
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
-from kvctl.views import ring_map
-from kvctl.views.report import Line
-from kvctl.views.view import Row
 
 _WIDE = 150
 _ALL_MAPS = 6  # rows of the panel for each map, where all are drawn
@@ -50,7 +50,7 @@ class StagingPanel(Panel):
     def size_changed(self, width: int, height: int) -> None:
         self.query_one("#staging-below").set_class(width >= _WIDE, "wide")
 
-    def render_store(self, store: Store, wish: Wish) -> None:
+    def render_store(self, store: Store, wish: TableQuery) -> None:
         answers = store.rows("staging")
         show(self.main, STAGING_SHEET, answers, store, wish)
         self.main.fit()

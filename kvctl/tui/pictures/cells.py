@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvctl.views.report import Line
-from kvctl.views.terminal import fitted, natural, table_header, table_row
-from kvctl.views.view import Row, View, Width
+from kvctl.render.report import Line
+from kvctl.render.terminal import fitted, natural, table_header, table_row
+from kvctl.render.view import Row, View, Width
 
 
 def grid(view: View, rows: Sequence[Row], width: int) -> list[Line]:

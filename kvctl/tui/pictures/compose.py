@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from kvctl.views.report import Line, Span
+from kvctl.render.report import Line, Span
 
 
 def length(line: Line) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvctl.client.fleet import Survey
+from kvctl.render import findings, palette, units
+from kvctl.render.report import Line, Span
 from kvctl.tui.store import Store
-from kvctl.views import findings, palette, units
-from kvctl.views.report import Line, Span
 
 VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")
 _SECOND = 1_000_000_000

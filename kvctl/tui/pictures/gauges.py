@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvctl.render import units
+from kvctl.render.report import Line, Span
+from kvctl.render.view import Row
 from kvctl.tui.pictures.compose import padded
 from kvctl.tui.pictures.sparkline import sparkline
 from kvctl.tui.trends import Series
-from kvctl.views import units
-from kvctl.views.report import Line, Span
-from kvctl.views.view import Row
 
 _FULL_CELL, _FREE_CELL = "━", "─"
 _GAUGE = 10

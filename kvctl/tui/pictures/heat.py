@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from kvctl.views import units
-from kvctl.views.bars import STAGE_GLYPHS, split
-from kvctl.views.kinds import Kind
-from kvctl.views.layers import hidden_share
-from kvctl.views.report import Line, Span
-from kvctl.views.view import Row
+from kvctl.render import units
+from kvctl.render.bars import STAGE_GLYPHS, split
+from kvctl.render.kinds import Kind
+from kvctl.render.layers import hidden_share
+from kvctl.render.report import Line, Span
+from kvctl.render.view import Row
 from kvctl_agent.contract.states import STAGES
 
 _SHADES = ("  ", "░░", "▒▒", "▓▓", "██")

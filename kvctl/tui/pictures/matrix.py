@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvctl.views import palette
-from kvctl.views.report import Line, Span
-from kvctl.views.view import Row
+from kvctl.render import palette
+from kvctl.render.report import Line, Span
+from kvctl.render.view import Row
 
 # From bad to good; shapes differ, so that colour is not needed.
 GLYPHS: Mapping[str, str] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from kvctl.views.bars import merged
-from kvctl.views.report import Line, Span
+from kvctl.render.bars import merged
+from kvctl.render.report import Line, Span
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvctl.render.report import Line
 from kvctl.tui.pictures.compose import spread
 from kvctl.tui.widgets.canvas import Canvas
-from kvctl.views.report import Line
 
 
 class Bar(Canvas, can_focus=False):

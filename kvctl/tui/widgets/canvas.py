@@ -10,10 +10,10 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from kvctl.render.report import Line
+from kvctl.render.sanitize import printable
 from kvctl.tui.palette import BY_NAME, DARK, Palette
 from kvctl.tui.pictures.compose import rule
-from kvctl.views.report import Line
-from kvctl.views.sanitize import printable
 
 _WHEEL = 3
 

@@ -9,9 +9,9 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.message import Message
 
+from kvctl.render.report import Line
 from kvctl.tui.pictures.matrix import Matrix, draw, legend
 from kvctl.tui.widgets.canvas import Canvas
-from kvctl.views.report import Line
 
 
 class PairGrid(Canvas):

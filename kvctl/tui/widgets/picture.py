@@ -8,8 +8,8 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
 
+from kvctl.render.report import Line
 from kvctl.tui.widgets.canvas import Canvas
-from kvctl.views.report import Line
 
 _INDENT = "  "
 Draw = Callable[[int], Sequence[Line]]

@@ -14,13 +14,13 @@ from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
-from kvctl.tui.sheets import Listing, Sheet
+from kvctl.render import units
+from kvctl.render.report import Line, Span
+from kvctl.render.sanitize import one_line
+from kvctl.render.terminal import GAP, fitted, natural, table_header, table_row
+from kvctl.render.view import Column, Row, Width
+from kvctl.tui.table_specs import Listing, TableSpec
 from kvctl.tui.widgets.canvas import Canvas
-from kvctl.views import units
-from kvctl.views.report import Line, Span
-from kvctl.views.sanitize import one_line
-from kvctl.views.terminal import GAP, fitted, natural, table_header, table_row
-from kvctl.views.view import Column, Row, Width
 
 _GUTTER = 2
 _AGENT = "agent"
@@ -116,7 +116,7 @@ class Table(Canvas):
         return rows[self.cursor] if self.cursor < len(rows) else None
 
     @property
-    def sheet(self) -> Sheet | None:
+    def sheet(self) -> TableSpec | None:
         return self.listing.sheet if self.listing else None
 
     def draw(self, width: int, height: int) -> Sequence[Line]:

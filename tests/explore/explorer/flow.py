@@ -199,7 +199,7 @@ class Flow:
         state[agent] = done.state
         if done.seen:
             self._see(state, done.seen)
-        if done.raised:
+        if done.cancelled:
             self._raise_fences(state, agent, done)
         for number, raised in done.writes:
             self._put(state, self._place("begin", agent, agent), self._item((number, raised)))
@@ -249,7 +249,7 @@ class Flow:
         for item in self.contents[state[place]]:
             number, raised = self.items[item]
             order = self.machines.writes[number].order
-            raised = raised or (order.peer, order.room, order.nonce) in done.raised
+            raised = raised or (order.peer, order.room, order.nonce) in done.cancelled
             content.append(self._item((number, raised)))
         state[place] = self._content(tuple(content))
 

@@ -12,15 +12,15 @@ import numpy as np
 from simulation import SECOND, direct, staged
 
 from kvctl_agent.contract.snapshots import Failure
-from kvctl_agent.layout.inputs import PlanInputs
+from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape, Segment
-from kvctl_agent.layout.share import Share
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
 
 NOW_NS = SECOND  # as in a world before its first tick
@@ -133,7 +133,7 @@ class FrozenDecode(_Frozen, DecodeMachine):
 Machine = FrozenPrefill | FrozenDecode
 
 
-def machine_of(local: Local, choose: Callable[..., str] = staged) -> Machine:
+def machine_of(local: LocalInfo, choose: Callable[..., str] = staged) -> Machine:
     """An agent at the start of its life."""
     if local.role == "prefill":
         return FrozenPrefill(local, TIMING, SILENT, choose, direct)  # type: ignore[arg-type]
@@ -171,14 +171,14 @@ class _Pickler(pickle.Pickler):
     dispatch_table = copyreg.dispatch_table | dict.fromkeys(
         (
             np.ndarray,
-            Share,
-            Side,
+            TransferSlice,
+            ParallelConfig,
             ModelShape,
             Segment,
             PlanInputs,
-            Local,
+            LocalInfo,
             Timing,
-            msg.Introduction,
+            msg.PeerInfo,
             msg.RoomOpen,
             ev.Transfer,
         ),

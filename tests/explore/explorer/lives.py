@@ -105,7 +105,7 @@ class Lives(Flow):  # type: ignore[misc]
         kinds: tuple[Kind, ...] = ("begin", "flight")
         busy = [self._place(kind, agent, agent) for kind in kinds if self._has(kind, agent)]
         drained = not any(state[place] for place in busy)
-        self._feed(state, agent, ("leave", drained), (ev.Leave(drained),))
+        self._feed(state, agent, ("leave", drained), (ev.Shutdown(drained),))
         self._end(state, agent)
 
     def _has(self, kind: Kind, agent: int) -> bool:

@@ -16,7 +16,7 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.local import Local
+from kvctl_agent.protocol.local_info import LocalInfo
 from kvctl_agent.protocol.tag import Tag
 
 
@@ -46,14 +46,14 @@ class Done(NamedTuple):
     """What became of a machine and what it wants.
 
     Attributes:
-        raised: legs whose fence this step raised: queued writes of theirs are to be dropped.
+        raised: legs whose cancel this step raised: queued writes of theirs are to be dropped.
         seen: for the oracle, in order: a number of `Machines.seen`.
     """
 
     state: int
     sends: tuple[tuple[str, bytes, bool], ...] = ()  # peer, frame, whether it is a heartbeat
     events: tuple[ev.Event, ...] = ()  # for itself
-    writes: tuple[tuple[int, bool], ...] = ()  # number of the write, whether its fence is raised already
+    writes: tuple[tuple[int, bool], ...] = ()  # number of the write, whether its cancel is raised already
     scatters: tuple[int, ...] = ()
     raised: frozenset[tuple[str, int, int]] = frozenset()
     seen: int = 0
@@ -111,7 +111,7 @@ class Machines:
         machine = self.machine(state)
         name = machine.local.name
         legs = list(machine._legs.values()) if isinstance(machine, FrozenPrefill) else []
-        down = [leg for leg in legs if not leg.fence.raised]
+        down = [leg for leg in legs if not leg.cancel.cancelled]
         actions: list[ev.Action] = []
         seen: list[Seen] = []
         for event in events:
@@ -129,18 +129,18 @@ class Machines:
                 seen.append(("called", name, event))
             seen += self._told(machine, found)
             actions += found
-        # An order's fence may have been raised after it was given.
+        # An order's cancel may have been raised after it was given.
         return Done(
             self.number(machine),
             tuple(_send(machine, action) for action in actions if isinstance(action, ev.Send)),
             tuple(ev.PeerConnected(action.peer) for action in actions if isinstance(action, ev.ConnectPeer)),
             tuple(
-                (self.order(name, machine.local.incarnation, action), action.fence.raised)
+                (self.order(name, machine.local.incarnation, action), action.cancel.cancelled)
                 for action in actions
                 if isinstance(action, ev.Transfer)
             ),
             tuple(self._scatter(action) for action in actions if isinstance(action, ev.Scatter)),
-            frozenset((leg.peer, leg.room, leg.nonce) for leg in down if leg.fence.raised),
+            frozenset((leg.peer, leg.room, leg.nonce) for leg in down if leg.cancel.cancelled),
             self.see(tuple(seen)),
         )
 
@@ -188,9 +188,9 @@ class Machines:
 
 def _name(value: object) -> Hashable | None:
     """Values that stand for more than is worth comparing."""
-    if isinstance(value, Local):
+    if isinstance(value, LocalInfo):
         return value.name, value.incarnation
-    if isinstance(value, msg.Introduction):
+    if isinstance(value, msg.PeerInfo):
         return value.name
     if isinstance(value, ev.Transfer):
         return value.peer, value.tag, value.path, value.grant

@@ -11,11 +11,11 @@ from simulation import SHAPE, World, registry, staged
 
 from explorer.flow import Start
 from explorer.frozen import SILENT, TIMING, Machine, machine_of
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import StateShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.local import Local
+from kvctl_agent.protocol.local_info import LocalInfo
 
 REVIVED = 99  # the room that is sent after a restart
 
@@ -28,7 +28,7 @@ class _World(World):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         super().__init__(timing=TIMING, make_telemetry=lambda name, role: SILENT, **options)
 
-    def _machine(self, local: Local) -> Machine:
+    def _machine(self, local: LocalInfo) -> Machine:
         return machine_of(local, self.choose)
 
     def _act(self, name: str, action: ev.Action) -> None:
@@ -76,8 +76,8 @@ class Scene:
         """The world at rest, with what its engines have yet to say."""
         shape = replace(SHAPE, states=tuple(StateShape(f"s{n}", (0, 1), 1, 1, 64) for n in range(len(self.states))))
         world = _World(
-            prefill=Side(tp=self.writers, cp=self.cp),
-            decode=Side(),
+            prefill=ParallelConfig(tp=self.writers, cp=self.cp),
+            decode=ParallelConfig(),
             shape=shape,
             cp_mode="all-chunk",
             ring=self.ring,

@@ -37,7 +37,7 @@ class Space(Lives):  # type: ignore[misc]
             elif item.kind == "begin":
                 write = item.what
                 number = self.machines.order(write.writer, write.incarnation, write.order)
-                self._put(state, self._place("begin", by, by), self._item((number, write.order.fence.raised)))
+                self._put(state, self._place("begin", by, by), self._item((number, write.order.cancel.cancelled)))
             else:
                 raise AssertionError(f"a world that starts with a {item.kind} on its way")
         for name, calls in self.start.calls:

@@ -16,10 +16,10 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvctl.client import captured_archive, captured_bundle
-from kvctl.client.captured import Captured
-from kvctl.client.captured_archive import Archive
-from kvctl.client.captured_bundle import MANIFEST, RECORDING, checked, members
+from kvctl.client import bundle_reader, bundle_writer
+from kvctl.client.bundle_reader import MANIFEST, RECORDING, checked, members
+from kvctl.client.bundle_writer import Archive
+from kvctl.client.recording_source import RecordingSource
 from kvctl.errors import CliError
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.recording import RecordingError
@@ -77,7 +77,7 @@ def refusal(data: bytes, tmp_path: Path) -> CliError:
     path = tmp_path / "b.tar.zst"
     path.write_bytes(data)
     with pytest.raises(CliError) as refused:
-        Captured(path)
+        RecordingSource(path)
     assert [each.name for each in tmp_path.iterdir()] == ["b.tar.zst"]
     assert "\n" not in str(refused.value)
     return refused.value
@@ -86,7 +86,7 @@ def refusal(data: bytes, tmp_path: Path) -> CliError:
 def test_a_bundle_is_read_and_any_tar_can_unpack_it(tmp_path: Path) -> None:
     path = tmp_path / "b.tar.zst"
     path.write_bytes(whole())
-    assert list(Captured(path).moments) == [1]
+    assert list(RecordingSource(path).moments) == [1]
     plain = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(whole())).read()
     with tarfile.open(fileobj=io.BytesIO(plain)) as archive:
         assert archive.getnames() == [RECORDING, "status.txt", MANIFEST]
@@ -123,11 +123,11 @@ def test_what_is_no_whole_bundle_is_refused_in_one_line(made: Any, told: str, co
 
 
 def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_bundle, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(bundle_reader, "_MOST_BYTES", 1 << 20)
     bomb = packed((info(RECORDING), bytes(64 << 20)))
     assert len(bomb) < 1 << 20
     assert "unpacks to more than 1 MiB" in str(refusal(bomb, tmp_path))
-    monkeypatch.setattr(captured_bundle, "_MOST_FILES", 3)
+    monkeypatch.setattr(bundle_reader, "_MOST_FILES", 3)
     many = packed(*((info(f"{number}"), b"") for number in range(4)))
     assert "which none does" in str(refusal(many, tmp_path))
 
@@ -140,7 +140,7 @@ def test_whatever_happens_to_a_bundle_is_told(place: int, by: int, length: int |
     path = tmp_path / "b.tar.zst"
     path.write_bytes(changed if length is None else changed[: length % len(changed)])
     try:
-        Captured(path).survey()
+        RecordingSource(path).survey()
     except CliError:
         return
 
@@ -183,7 +183,7 @@ def test_an_interrupt_comes_before_or_after_a_file_and_never_within(monkeypatch:
 def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with captured_archive.undisturbed():
+        with bundle_writer.undisturbed():
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.client.captured_moment import Moment, Seen, bodies
-from kvctl.client.captured_redaction import Redaction, redacted
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer
+from kvctl.client.fleet_snapshot import AgentSnapshot, FleetSnapshot, bodies
+from kvctl.client.redaction import Redaction, redacted
 
 KEY = "0123456789abcdef" * 4
 
@@ -43,7 +43,7 @@ def ours() -> Redaction:
             "at 12:34:56 3/8 of prefill/decode, GB/s, 1.5.1, std::string",
         ),
         ("Adams said adapt", "Adams said adapt"),
-        ("/srv/kvctl_agent/runtime/control.py:12 run: self.x()", "kvctl_agent.runtime.control:12 run: self.x()"),
+        ("/srv/kvctl_agent/runtime/control.py:12 run: self.x()", "kvctl_agent.runtime.control_loop:12 run: self.x()"),
         ("/usr/lib/python3.11/threading.py:9 f: open('/etc/x')", "threading:9 f: open('path-3')"),
         ("/x/site-packages/zmq/poll.py:3 poll", "zmq.poll:3 poll"),
         ("/homes/ada/my app/run.py:4 <module>", "path-3:4 <module>"),
@@ -103,9 +103,9 @@ def test_a_moment_keeps_its_shape(canned: Any) -> None:
     hello["name"] = endpoint.name
     told = AgentAnswer(endpoint, hello, 9, ClockOffset(0, 1))
     told.data.update(status=canned.status("decode-0"), peers=canned.peers("decode-0"), config=canned.config("decode-0"))
-    gone = Seen(Endpoint("x", None, remote="tcp://10.0.0.9:1"), Fault("x", "unreachable", "10.0.0.9 is down"))
+    gone = AgentSnapshot(Endpoint("x", None, remote="tcp://10.0.0.9:1"), Fault("x", "unreachable", "10.0.0.9 is down"))
     where = Discovery(Path("/run/user/1000/kvctl"), [endpoint, gone.endpoint])
-    one = Moment(1, where, [replace(gone), Seen(endpoint, None, told)])
+    one = FleetSnapshot(1, where, [replace(gone), AgentSnapshot(endpoint, None, told)])
     (found,) = redacted([one], ours())
     text = str(bodies(found))
     assert "node7" not in text

@@ -61,8 +61,8 @@ CODES = (
 def toy_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What commands look with: a full ring on each decode rank, and something to know; no pause between readings."""
     by_name = {code.name: code for code in CODES}
-    monkeypatch.setattr("kvctl.commands.looking.CODES", CODES)
-    monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvctl.commands.health_query.CODES", CODES)
+    monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
     monkeypatch.setattr("kvctl.commands.health.CODES", CODES)
     monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", by_name)
 

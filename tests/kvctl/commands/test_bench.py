@@ -64,7 +64,7 @@ def ranks_of(directory: Path) -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
             if (
-                b"kvctl_agent.rig" in words
+                b"kvctl.lab.ranks" in words
                 and b"rank" in words
                 and f"KVCTL_SOCKET_DIR={directory}".encode() in ((entry / "environ").read_bytes().split(b"\0"))
             ):

@@ -9,10 +9,10 @@ import click
 import pytest
 from click.core import ParameterSource
 
-from kvctl.bench.program import Ratios, SideBySide
 from kvctl.commands.bench import bench
-from kvctl.commands.bench_request import Asked, understand
-from kvctl_agent.contract.rig import PlanRequest, Sizes, State, Tokens
+from kvctl.commands.bench_request import BenchRequest, understand
+from kvctl.lab.bench.program import Ratios, SideBySide
+from kvctl.lab.ranks.bench_messages import PlanRequest, Sizes, State, Tokens
 
 LINE = '{"timestamp": %d, "input_length": 1000, "output_length": 5, "hash_ids": [0, %d]}\n'
 
@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvctl.commands.bench_request.cores", lambda: 2)
 
 
-def ask(*args: str) -> Asked:
+def ask(*args: str) -> BenchRequest:
     with bench.make_context("bench", list(args)) as ctx:
         given = {name for name in ctx.params if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
         return understand(ctx.params, given)

@@ -19,8 +19,8 @@ PERFORMANCE = re.compile(r"'[a-z-]+'=(U|[\d.]+)(s|%|B)?;[\d.]*:?;[\d.]*:?;0;")
 @pytest.fixture
 def calm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is found, and nobody waits."""
-    monkeypatch.setattr("kvctl.commands.looking.CODES", ())
-    monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvctl.commands.health_query.CODES", ())
+    monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
 
 
 def test_a_fleet_that_is_well(calm: None, fleet: Any, kvctl: Any) -> None:
@@ -88,8 +88,8 @@ def test_a_bug_of_ours_is_unknown(fleet: Any, kvctl: Any, monkeypatch: pytest.Mo
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("boom")
 
-    monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
-    monkeypatch.setattr("kvctl.commands.looking.examine", fail)
+    monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvctl.commands.health_query.examine", fail)
     outcome = kvctl("check", "all")
     assert (outcome.code, outcome.out) == (3, "KVCTL UNKNOWN - kvctl failed: ZeroDivisionError: boom\n")
 

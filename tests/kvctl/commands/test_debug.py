@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import zstandard
 
-from kvctl.client import captured_redaction, recordings
-from kvctl.client.captured_archive import Archive
-from kvctl.client.captured_bundle import RECORDING
-from kvctl.client.captured_file import load
-from kvctl.client.captured_moment import bodies
+from kvctl.client import recordings, redaction
+from kvctl.client.bundle_reader import RECORDING
+from kvctl.client.bundle_writer import Archive
+from kvctl.client.fleet_snapshot import bodies
+from kvctl.client.recording_reader import load
 from kvctl.commands import debug_bundle
 from kvctl.commands.output import Output
 from kvctl_agent.contract import recording as form
@@ -117,8 +117,8 @@ SECRETS = ("node7.rack", "lovelace", "/homes/lovelace", "10.9.8.7", "gpu-b12", "
 @pytest.fixture
 def telling(start: Any, canned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents that name all sorts of things in all sorts of places."""
-    monkeypatch.setattr(captured_redaction, "_hosts", lambda: ["node7.rack", "node7"])
-    monkeypatch.setattr(captured_redaction, "_users", lambda: ["lovelace"])
+    monkeypatch.setattr(redaction, "_hosts", lambda: ["node7.rack", "node7"])
+    monkeypatch.setattr(redaction, "_users", lambda: ["lovelace"])
 
     def events(_: Any) -> Any:
         texts = ["tcp://gpu-b12:7000 hung up", "gpu-b12 again", f"key {KEY}", "lovelace@node7.rack of [fd00::7]:9"]

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from kvctl.client.captured_bundle import RECORDING
-from kvctl.client.captured_file import load
-from kvctl.client.captured_moment import bodies
+from kvctl.client.bundle_reader import RECORDING
+from kvctl.client.fleet_snapshot import bodies
+from kvctl.client.recording_reader import load
 
 PATIENCE_S = 90.0
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvctl.fleet.place import rank_names
-from kvctl.fleet.plan import CALM_TIMINGS, SteadyPlan
-from kvctl.fleet.scenes import SCENES, Scene
-from kvctl.views.demo import MOMENTS, RANKS, blocks, totals
-from kvctl.views.report import Grid, Text
+from kvctl.lab.demo.paths import rank_names
+from kvctl.lab.demo.plan import CALM_TIMINGS, SteadyPlan
+from kvctl.lab.demo.scenarios import SCENARIOS, Scenario
+from kvctl.lab.faults.specification import FAULTS_BY_NAME
+from kvctl.render.demo import MOMENTS, RANKS, blocks, totals
+from kvctl.render.report import Grid, Text
 from kvctl_agent.contract.config import KEYS_BY_NAME
-from kvctl_agent.contract.faults import FAULTS_BY_NAME
 
 SUMMARY: dict[str, Any] = {
     "seed": 7,
@@ -87,13 +87,13 @@ def test_all_that_can_be_done_to_a_fleet_is_listed(kvctl: Any):
     assert outcome.code == 0
     rows = json.loads(outcome.out)["data"]
     scenes = {row["fault"]: row["code"] for row in rows if row["kind"] == "scene"}
-    assert scenes == {scene.name: scene.code for scene in SCENES}
+    assert scenes == {scene.name: scene.code for scene in SCENARIOS}
     assert [row["fault"].partition("=")[0] for row in rows[len(scenes) :]] == list(FAULTS_BY_NAME)
     assert all(row["does"].endswith(".") for row in rows)
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-def test_a_scene_s_fleet_can_be(scene: Scene):
+@pytest.mark.parametrize("scene", SCENARIOS, ids=lambda scene: scene.name)
+def test_a_scene_s_fleet_can_be(scene: Scenario):
     prefill = scene.options.get("prefill_instances", SteadyPlan().prefill)
     ring_mb = scene.options.get("ring_mb", 0)
     plan = SteadyPlan(prefill=prefill, ring_mb=ring_mb, config={**CALM_TIMINGS, **scene.config}, **scene.plan)

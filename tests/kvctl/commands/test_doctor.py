@@ -41,8 +41,8 @@ def host(toy_codes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host and a fleet with nothing wrong."""
-    monkeypatch.setattr("kvctl.commands.looking.CODES", ())
-    monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvctl.commands.health_query.CODES", ())
+    monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
     pretend(monkeypatch, FACTS[1:])
 
 

@@ -15,8 +15,8 @@ RESUME = "kvctl resume decode-1"
 
 @pytest.fixture(autouse=True)
 def this_code_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvctl.commands.looking.CODES", (DRAINING,))
-    monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvctl.commands.health_query.CODES", (DRAINING,))
+    monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
 
 
 def drained(start: Any, canned: Any, *names: str) -> None:

@@ -48,7 +48,7 @@ def make(start: Any, socket_directory: Path, monkeypatch: pytest.MonkeyPatch) ->
             for module in ("looking", "health"):
                 monkeypatch.setattr(f"kvctl.commands.{module}.CODES", (code,))
             monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", {"KV_TOY": code})
-            monkeypatch.setattr("kvctl.commands.looking.PAUSE_S", 0.0)
+            monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
             monkeypatch.setattr("kvctl.commands.doctor.inspect", lambda *_: [])
             if agent:
                 start("decode-0")

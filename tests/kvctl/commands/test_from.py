@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.client import captured_taking
-from kvctl.client.captured import Captured
+from kvctl.client import snapshot_recorder
+from kvctl.client.recording_source import RecordingSource
 from kvctl.commands.settings import OUTPUTS
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
@@ -78,7 +78,7 @@ def test_metrics_for_prometheus_and_stacks_come_from_a_file(recording: Path, kvc
 
 
 def test_answers_are_dated_as_they_were(recording: Path, kvctl: Any) -> None:
-    (at_ns,) = Captured(recording).moments
+    (at_ns,) = RecordingSource(recording).moments
     assert json.loads(kvctl("rooms", "-o", "json", "--from", str(recording)).out)["generated_at_ns"] == at_ns
 
 
@@ -121,7 +121,7 @@ def test_a_room_that_nobody_knew_is_unknown(recording: Path, kvctl: Any) -> None
 def test_a_room_whose_timeline_was_left_out_says_so(
     fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_taking, "_ROOMS_OF_ONE", 1)
+    monkeypatch.setattr(snapshot_recorder, "_ROOMS_OF_ONE", 1)
     path = tmp_path / "short.kvrec"
     told = kvctl("record", str(path)).err
     assert "not in the file: timelines of 12 of 16 rooms" in told
@@ -136,12 +136,12 @@ def test_watching_a_file_plays_its_moments_once(fleet: Any, kvctl: Any, tmp_path
     for milliseconds in (40, 400, 4000, 40_000):  # a busy machine takes longer for a moment
         outcome = kvctl("record", str(path), "--for", f"{milliseconds}ms", "--every", "5ms")
         assert outcome.code == 0
-        if (count := len(Captured(path).moments)) > 1:
+        if (count := len(RecordingSource(path).moments)) > 1:
             break
     assert count > 1
     assert f"{count} moments in" in outcome.err
     lines = kvctl("status", "--from", str(path), "-w", "0.001", "-o", "jsonl").out.splitlines()
-    assert [json.loads(line)["at_ns"] for line in lines] == list(Captured(path).moments)
+    assert [json.loads(line)["at_ns"] for line in lines] == list(RecordingSource(path).moments)
     played = kvctl("rooms", "--from", str(path), "-w", "0.001", "-o", "json")
     assert (played.code, len(played.out.splitlines())) == (0, count)
     # Each event once, although every moment was asked for its events.

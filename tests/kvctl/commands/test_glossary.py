@@ -9,8 +9,8 @@ import click
 import pytest
 
 from kvctl.commands.registry import COMMANDS, load
-from kvctl.views.glossary import entries, tables, unknown_names
-from kvctl.views.view import View
+from kvctl.render.glossary import entries, tables, unknown_names
+from kvctl.render.view import View
 
 
 def views(command: click.Command) -> Iterator[View]:

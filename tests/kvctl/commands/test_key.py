@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.admin.remote import Remote
+from kvctl_agent.admin.remote_endpoint import RemoteEndpoint
 from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
 from kvctl_agent.contract.keys import read_pair, read_public
@@ -81,7 +81,7 @@ def agent(home: Path, kvctl: Any, canned: Any, socket_directory: Path) -> Iterat
     clients.write_text(f"read {(home / 'default.pub').read_text()}")
     clients.chmod(0o600)
     handlers = {c.name: lambda _: canned.status("decode-0") for c in COMMANDS if c.name not in SERVED_HERE}
-    remote = Remote("tcp://127.0.0.1:*", read_pair(home / "fleet.key"), clients)
+    remote = RemoteEndpoint("tcp://127.0.0.1:*", read_pair(home / "fleet.key"), clients)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(COMMANDS_BY_NAME, "events", Command("events", "", Level.OPERATE, COMMANDS_BY_NAME["events"].args))
         with AdminServer(

@@ -165,7 +165,7 @@ CHILDREN = """
 import os, sys
 from kvctl.cli import main
 from kvctl.commands.registry import load
-import orjson, zmq, kvctl.views.terminal, kvctl.commands.reading  # once, not in each child
+import orjson, zmq, kvctl.render.terminal, kvctl.commands.queries  # once, not in each child
 for name in "status agents rooms staging layers peers bootstrap metrics events stacks config context version".split():
     load(name)
 for line in sys.stdin.read().splitlines():

@@ -18,7 +18,7 @@ import pytest
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
-from kvctl.commands.acting import permitted
+from kvctl.commands.mutations import permitted
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused

@@ -14,7 +14,7 @@ from kvctl.health.mutes import Judged, Mute
 from kvctl.health.snapshot import Snapshot
 from kvctl.health.thresholds import Threshold
 from kvctl.health.verdict import Verdict, verdicts, worst
-from kvctl.views.check import exposition, plugin, rows
+from kvctl.render.check import exposition, plugin, rows
 
 ALL = tuple(AREAS)
 PINNED = Finding("KV_RING_PINNED", Severity.WARNING, "decode-0", ("decode-0",), "a | b\nc", "remedy")

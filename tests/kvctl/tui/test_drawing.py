@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.style import Style
 
+from kvctl.render import units
+from kvctl.render.report import Line
 from kvctl.tui.palette import PALETTES, Palette
 from kvctl.tui.pictures.compose import beside, cut, length, padded, rule, spread, wrapped
 from kvctl.tui.pictures.gauges import gauges
@@ -20,8 +22,6 @@ from kvctl.tui.pictures.matrix import draw, matrix
 from kvctl.tui.pictures.sparkline import chart, inline, sparkline
 from kvctl.tui.svg import picture
 from kvctl.tui.trends import Series
-from kvctl.views import units
-from kvctl.views.report import Line
 
 TEXT = st.text(st.characters(categories=("L", "N", "P", "Zs")), max_size=30)
 LINE = st.lists(st.tuples(TEXT, st.sampled_from(("", "bold red", "dim"))), max_size=6)

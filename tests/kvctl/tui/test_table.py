@@ -63,7 +63,7 @@ def test_events_are_followed_until_the_cursor_leaves_the_end(specimen, build, dr
 
 
 def test_only_rows_on_screen_are_formatted(large, build, drive, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvctl.views.view import Column
+    from kvctl.render.view import Column
 
     formatted = 0
     human = Column.human

@@ -16,15 +16,15 @@ import pytest
 import zmq
 
 from kvctl_agent.admin import server as server_module
-from kvctl_agent.admin.door import SEND_TIMEOUT_MS, Asked, UnixDoor
+from kvctl_agent.admin.endpoints import SEND_TIMEOUT_MS, ClientRequest, UnixEndpoint
 from kvctl_agent.admin.requests import Request
 from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, Command, Level
 from kvctl_agent.errors import AdminError, DeadlineExceeded, RequestRefused
 from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Metrics
-from kvctl_agent.telemetry.recorder import FlightRecorder
 
 Serve = Callable[..., AdminServer]
 Connect = Callable[..., Any]  # a Client of conftest.py
@@ -118,13 +118,13 @@ class TestRefusals:
     ) -> None:
         drain = Command("drain", "", Level.OPERATE)
         monkeypatch.setattr(server_module, "parse_body", lambda *_: Request(drain, {}))
-        receive = UnixDoor.receive
+        receive = UnixEndpoint.receive
 
-        def as_reader(door: UnixDoor) -> Asked | None:
+        def as_reader(door: UnixEndpoint) -> ClientRequest | None:
             asked = receive(door)
             return asked and asked._replace(level=Level.READ)
 
-        monkeypatch.setattr(UnixDoor, "receive", as_reader)
+        monkeypatch.setattr(UnixEndpoint, "receive", as_reader)
         error = connect(serve()).ask("drain")["error"]
         assert error == {"code": "not-permitted", "message": "drain needs level operate, this client has read"}
 

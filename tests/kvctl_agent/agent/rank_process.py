@@ -21,7 +21,7 @@ prepare_environment()
 import numpy as np  # noqa: E402
 
 from kvctl_agent import Agent, KVPool, Rank, RoomState  # noqa: E402
-from kvctl_agent.layout.holding import held  # noqa: E402
+from kvctl_agent.layout.local_shard import local_shards  # noqa: E402
 from kvctl_agent.layout.shape import ModelShape  # noqa: E402
 
 LAYERS, HEADS, ROW_BYTES, PAGE_SIZE, PAGES, ROOM_PAGES = 2, 4, 64, 4, 1024, 6
@@ -45,7 +45,7 @@ class Worker:
         self.heads = HEADS // tp
         self.lo = number * self.heads if role == "prefill" else 0
         rank = Rank(tp=number, tp_size=size) if role == "prefill" else Rank(dp=number, dp_size=size)
-        self.pool = KVPool.allocate(held(SHAPE, PAGE_SIZE, rank.side, rank.coord), PAGE_SIZE, PAGES)
+        self.pool = KVPool.allocate(local_shards(SHAPE, PAGE_SIZE, rank.side, rank.coord), PAGE_SIZE, PAGES)
         if role == "prefill":
             for layer in range(LAYERS):
                 for kv in (0, 1):

@@ -10,7 +10,7 @@ from host_device import HostCopies, HostDevice
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, DeviceError, TransportError
-from kvctl_agent.transport.loopback import LoopbackTransport
+from kvctl_agent.transport.loopback.transport import LoopbackTransport
 
 SIDES = {"both": ("prefill", "decode"), "prefill": ("prefill",), "decode": ("decode",)}
 

@@ -8,7 +8,7 @@ import pytest
 from host_device import HostDevice
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.memory.digest import part_digest
+from kvctl_agent.memory.checksum import part_checksum
 
 PATIENCE_S = 60  # for what takes milliseconds on a quiet machine
 
@@ -26,10 +26,10 @@ def test_what_is_in_the_pages_is_compared_with_what_was_sent(
     taken: list[int] = []
 
     def digest(*of: Any) -> int:
-        taken.append(part_digest(*of) ^ differs)
+        taken.append(part_checksum(*of) ^ differs)
         return taken[-1]
 
-    monkeypatch.setattr("kvctl_agent.runtime.arrivals.part_digest", digest)
+    monkeypatch.setattr("kvctl_agent.runtime.arrival_loop.part_digest", digest)
     room = fleet.claim(fleet.receive(fleet.room(7, 8)))
     fleet.feed(room)
     assert room.wait(PATIENCE_S) == {RoomState.FAILED if differs else RoomState.SUCCESS}, room.errors()

@@ -19,7 +19,7 @@ from kvctl_agent.errors import (
     LocalProtocolError,
     TransportError,
 )
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 
 FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
 
@@ -267,7 +267,7 @@ class TestNames:
             "staging_buffer_mb": 4,
             **config,
         }
-        pool = fleet.model.pool(Side(), 0)
+        pool = fleet.model.pool(ParallelConfig(), 0)
         with pytest.raises(ConfigError, match=error):
             Agent(rank=Rank(), pool=pool, name="a", model=fleet.model.shape, **settings)
         pool.close()
@@ -491,7 +491,7 @@ class TestCalibration:
         agent.buffers.release(held.pop())
         agent.chooser.lane = None
         done = threading.Event()
-        agent.workers[0].put(lambda: (agent.lanes.calibrate(), done.set()))
+        agent.workers[0].put(lambda: (agent.connections.calibrate(), done.set()))
         assert done.wait(60)
         assert agent.chooser.lane is not None
         for buffer in held:

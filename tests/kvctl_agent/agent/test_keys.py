@@ -17,7 +17,7 @@ from zmq.utils import z85
 
 from kvctl_agent.contract.keys import KeyPair, secret_text
 from kvctl_agent.errors import AdminError, ConfigError
-from kvctl_agent.protocol import codec, roster
+from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 
 A_WHILE_MS = 300
@@ -95,9 +95,9 @@ def test_registry_and_control_do_not_hear_strangers(
     with contextlib.suppress(zmq.Again):  # refused before it could say anything
         control.send(codec.encode(1, [msg.Heartbeat(1), msg.Bye(True)]), zmq.NOBLOCK)
     registry = strangers(fleet.bootstrap, server)
-    rank = roster.Rank("thief", "tcp://127.0.0.1:1", 1, [0, 0, 0, 0], [1, 1, 1, 2])
+    rank = registry.Rank("thief", "tcp://127.0.0.1:1", 1, [0, 0, 0, 0], [1, 1, 1, 2])
     with contextlib.suppress(zmq.Again):
-        registry.send(roster.encode(roster.Register(rank)), zmq.NOBLOCK)
+        registry.send(registry.encode(registry.Register(rank)), zmq.NOBLOCK)
     refused = 2 if with_key else 0
     deadline = time.monotonic() + 60
     while first.telemetry.metrics.total("kvctl_connections_refused_total") < refused:

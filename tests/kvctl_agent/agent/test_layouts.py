@@ -18,10 +18,10 @@ import pytest
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, LocalProtocolError, MemoryLayoutError
-from kvctl_agent.layout.grouping import ForwardInfo
-from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.layer_grouping import ForwardInfo
+from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive, Send
@@ -39,7 +39,7 @@ class Instance:
     """Agents of one instance."""
 
     role: Any
-    side: Side
+    side: ParallelConfig
     agents: list[Agent] = field(default_factory=list)
     endpoint: str = ""
 
@@ -51,9 +51,9 @@ class Fleet:
         self.directory, self.shape, self.transport = directory, shape, transport
         self.stack = ExitStack()
         self.prefill: list[Instance] = []
-        self.decode = Instance("decode", Side())
+        self.decode = Instance("decode", ParallelConfig())
 
-    def start(self, prefill: Sequence[Side], decode: Side, **config: Any) -> Fleet:
+    def start(self, prefill: Sequence[ParallelConfig], decode: ParallelConfig, **config: Any) -> Fleet:
         for number, side in enumerate(prefill):
             place = Instance("prefill", side, endpoint=f"ipc://{self.directory}/boot{number}")
             self.prefill.append(place)
@@ -70,7 +70,7 @@ class Fleet:
     def _agent(self, place: Instance, number: int, name: str, bootstrap: Any, config: dict[str, Any]) -> Agent:
         coord, side = place.side.coord(number), place.side
         pool = KVPool.allocate(
-            held(self.shape, PAGE_SIZE, side, coord),
+            local_shards(self.shape, PAGE_SIZE, side, coord),
             PAGE_SIZE,
             PAGES,
             {state.name: 16 for state in self.shape.states},
@@ -116,7 +116,7 @@ class Fleet:
         self.stack.close()
 
 
-def _all(side: Side) -> range:
+def _all(side: ParallelConfig) -> range:
     return range(side.size)
 
 
@@ -149,14 +149,14 @@ def make(no_leaks: None, short_directory: Path, socket_dir: Path) -> Iterator[Ma
     fleets: list[Fleet] = []
 
     def start(
-        prefill: Side | Sequence[Side],
-        decode: Side,
+        prefill: ParallelConfig | Sequence[ParallelConfig],
+        decode: ParallelConfig,
         shape: ModelShape = PLAIN,
         transport: str = "loopback",
         **config: Any,
     ) -> Fleet:
         fleets.append(Fleet(short_directory, shape, transport))
-        return fleets[-1].start([prefill] if isinstance(prefill, Side) else prefill, decode, **config)
+        return fleets[-1].start([prefill] if isinstance(prefill, ParallelConfig) else prefill, decode, **config)
 
     yield start
     for fleet in fleets:
@@ -194,7 +194,13 @@ class TestEveryLayout:
     def test_stages_cp_heads_scales_draft_and_state_at_once(
         self, make: Make, cp_mode: str, path: str, mode: str
     ) -> None:
-        fleet = make(Side(pp=2, cp=2, tp=2, stages=(2, 4)), Side(pp=2, tp=4), FULL, cp_mode=cp_mode, path=path)
+        fleet = make(
+            ParallelConfig(pp=2, cp=2, tp=2, stages=(2, 4)),
+            ParallelConfig(pp=2, tp=4),
+            FULL,
+            cp_mode=cp_mode,
+            path=path,
+        )
         agents = fleet.prefill[0].agents
         receives = fleet.receive(5, DST[2:], prefix_tokens=8, aux_index=1, state_indices=[[3], [4, 5, 6]])
         sends = [agent.send(5) for agent in agents]
@@ -203,7 +209,7 @@ class TestEveryLayout:
         fleet.check({"kv": MOVED[2:], "conv": [(1, 3)], "index": [(9, 4), (8, 5), (7, 6)]})
 
     def test_a_latent_is_written_once_by_one_rank_of_many(self, make: Make) -> None:
-        fleet = make(Side(tp=4), Side(tp=2), LATENT)
+        fleet = make(ParallelConfig(tp=4), ParallelConfig(tp=2), LATENT)
         agents = fleet.prefill[0].agents
         receives = fleet.receive(5, DST)
         feed([agent.send(5) for agent in agents], agents, "plain")
@@ -213,7 +219,7 @@ class TestEveryLayout:
         assert sorted(count > 0 for count in sent) == [False, False, True, True]
 
     def test_layers_before_the_room_is_open_are_sent_when_it_is(self, make: Make) -> None:
-        fleet = make(Side(pp=2, tp=2), Side(tp=1))
+        fleet = make(ParallelConfig(pp=2, tp=2), ParallelConfig(tp=1))
         agents = fleet.prefill[0].agents
         sends = [agent.send(5) for agent in agents]
         feed(sends, agents, "undeclared")
@@ -222,7 +228,7 @@ class TestEveryLayout:
         fleet.check({"kv": MOVED})
 
     def test_a_held_back_stage_sends_when_all_is_computed(self, make: Make) -> None:
-        fleet = make(Side(pp=2), Side(), pp_early_send=False)
+        fleet = make(ParallelConfig(pp=2), ParallelConfig(), pp_early_send=False)
         first, last = fleet.prefill[0].agents
         receives = fleet.receive(5, DST)
         sends = [first.send(5), last.send(5)]
@@ -238,8 +244,8 @@ class TestEveryLayout:
 
 class TestSeveralPrefillInstances:
     def test_instances_of_different_layouts_serve_one_decode_instance_at_once(self, make: Make) -> None:
-        sides = [Side(tp=4), Side(tp=2, pp=2), Side(cp=2)]
-        fleet = make(sides, Side(tp=2), cp_mode="all")
+        sides = [ParallelConfig(tp=4), ParallelConfig(tp=2, pp=2), ParallelConfig(cp=2)]
+        fleet = make(sides, ParallelConfig(tp=2), cp_mode="all")
         moved: list[tuple[int, int]] = []
         handles: list[Send | Receive] = []
         for number, place in enumerate(fleet.prefill):
@@ -255,8 +261,8 @@ class TestSeveralPrefillInstances:
     def test_an_instance_that_is_found_later_is_met_when_a_room_names_it(
         self, make: Make, short_directory: Path
     ) -> None:
-        fleet = make(Side(), Side())
-        later = Instance("prefill", Side(tp=2), endpoint=f"ipc://{short_directory}/later")
+        fleet = make(ParallelConfig(), ParallelConfig())
+        later = Instance("prefill", ParallelConfig(tp=2), endpoint=f"ipc://{short_directory}/later")
         later.agents = [fleet._agent(later, rank, f"later-{rank}", later.endpoint, {}) for rank in range(2)]
         receives = fleet.receive(5, DST, prefill=later.endpoint)
         feed([agent.send(5) for agent in later.agents], later.agents, "plain")
@@ -272,10 +278,10 @@ class TestSeveralPrefillInstances:
         self, make: Make, short_directory: Path, name: str, place: str
     ) -> None:
         """However little of its old life is left; the room opens before its registry is complete."""
-        fleet = make(Side(tp=2), Side())
+        fleet = make(ParallelConfig(tp=2), ParallelConfig())
         for agent in fleet.prefill[0].agents:
             agent.close()
-        new = Instance("prefill", Side(pp=3), endpoint=f"ipc://{short_directory}/{place}")
+        new = Instance("prefill", ParallelConfig(pp=3), endpoint=f"ipc://{short_directory}/{place}")
         new.agents = [fleet._agent(new, 0, f"{name}-0", new.endpoint, {})]
         receives = fleet.receive(5, DST, prefill=new.endpoint)
         new.agents += [fleet._agent(new, rank, f"{name}-{rank}", new.endpoint, {}) for rank in (1, 2)]
@@ -284,14 +290,14 @@ class TestSeveralPrefillInstances:
         fleet.check({"kv": MOVED})
 
     def test_a_prefill_agent_serves_one_registry(self, make: Make) -> None:
-        fleet = make(Side(), Side())
+        fleet = make(ParallelConfig(), ParallelConfig())
         with pytest.raises(ConfigError, match="2 bootstrap endpoints"):
             fleet._agent(fleet.prefill[0], 0, "x", ["ipc:///a", "ipc:///b"], {})
 
 
 class TestRoomsThatMoveLittle:
     def test_a_fake_room_succeeds_at_once_and_nobody_hears_of_it(self, make: Make) -> None:
-        fleet = make(Side(), Side())
+        fleet = make(ParallelConfig(), ParallelConfig())
         (prefill,), (decode,) = fleet.prefill[0].agents, fleet.decode.agents
         send, receive = prefill.send(9, fake=True), decode.receive(9, [1, 2], fake=True)
         send.prefetch()
@@ -304,7 +310,7 @@ class TestRoomsThatMoveLittle:
         fleet.check({})
 
     def test_a_prefill_only_room_brings_its_aux_row_and_its_state(self, make: Make) -> None:
-        fleet = make(Side(tp=2), Side(tp=2), FULL)
+        fleet = make(ParallelConfig(tp=2), ParallelConfig(tp=2), FULL)
         agents = fleet.prefill[0].agents
         for agent in agents:
             agent.pool.aux[2] = 77  # type: ignore[index]
@@ -317,12 +323,12 @@ class TestRoomsThatMoveLittle:
 
     def test_a_prefill_only_room_has_no_pages(self, make: Make) -> None:
         with pytest.raises(LocalProtocolError, match="prefill-only room has no pages"):
-            make(Side(), Side()).receive(5, [1], prefill_only=True)
+            make(ParallelConfig(), ParallelConfig()).receive(5, [1], prefill_only=True)
 
 
 class TestMisuse:
     def test_state_items_that_do_not_match_fail_the_room_by_name(self, make: Make) -> None:
-        fleet = make(Side(), Side(), FULL)
+        fleet = make(ParallelConfig(), ParallelConfig(), FULL)
         agents = fleet.prefill[0].agents
         receives = fleet.receive(5, DST, state_indices=[[3], [4, 5, 6]])
         feed([agents[0].send(5)], agents, "plain", state_indices=[[1], [9]])
@@ -330,7 +336,7 @@ class TestMisuse:
         assert "expects 3 items of state index, finish() gave 1" in receives[0].error["text"]  # type: ignore[index]
 
     def test_layers_that_are_missing_at_the_end_fail_the_room_by_name(self, make: Make) -> None:
-        fleet = make(Side(), Side())
+        fleet = make(ParallelConfig(), ParallelConfig())
         (agent,) = fleet.prefill[0].agents
         receives = fleet.receive(5, DST)
         send = agent.send(5)
@@ -340,7 +346,7 @@ class TestMisuse:
         assert "layers 0-5 do not stand at one page" in receives[0].error["text"]  # type: ignore[index]
 
     def test_groups_that_leave_a_layer_out_fail_the_room_by_name(self, make: Make) -> None:
-        fleet = make(Side(), Side())
+        fleet = make(ParallelConfig(), ParallelConfig())
         (agent,) = fleet.prefill[0].agents
         receives = fleet.receive(5, DST)
         agent.send(5).prefetch([range(0, 2), range(3, 6)])
@@ -366,7 +372,7 @@ class TestMisuse:
 
 class TestLayerGroups:
     def test_a_forward_is_cut_as_configured_and_every_decision_is_counted(self, make: Make) -> None:
-        fleet = make(Side(pp=2, stages=(1, 5)), Side(), pipeline="on", pipeline_min_tokens=16)
+        fleet = make(ParallelConfig(pp=2, stages=(1, 5)), ParallelConfig(), pipeline="on", pipeline_min_tokens=16)
         agent = fleet.prefill[0].agents[1]
         assert agent.layer_groups(ForwardInfo((8,))).reason == "few-tokens"
         grouping = agent.layer_groups(ForwardInfo((64,)))
@@ -385,7 +391,7 @@ class TestLayerGroups:
         assert counted == {"few-tokens": 1, "formula": 1, "override": 1, "off": 1}
 
     def test_measured_learns_from_rooms_that_were_sent_in_groups(self, make: Make) -> None:
-        fleet = make(Side(), Side(), pipeline="measured", pipeline_min_tokens=16)
+        fleet = make(ParallelConfig(), ParallelConfig(), pipeline="measured", pipeline_min_tokens=16)
         (agent,) = fleet.prefill[0].agents
         seen: list[Any] = []
         agent.pipelining.learn = seen.append  # type: ignore[assignment,method-assign]

@@ -10,13 +10,13 @@ import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol.events import Received
-from kvctl_agent.runtime.links import Links
+from kvctl_agent.runtime.control_channel import ControlChannel
 
 
 class BadLine:
     """Stands between an agent's links and its loop; `hurt` of the messages are lost, doubled or held back."""
 
-    def __init__(self, links: Links, seed: int, hurt: float) -> None:
+    def __init__(self, links: ControlChannel, seed: int, hurt: float) -> None:
         self._real = links.receive
         self._random = random.Random(seed)
         self._hurt = hurt

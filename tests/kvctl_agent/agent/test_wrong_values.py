@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, KvctlError, LayoutError, LocalProtocolError
-from kvctl_agent.layout.grouping import ForwardInfo
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.layer_grouping import ForwardInfo
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive
@@ -308,7 +308,7 @@ AGENT = ["role", "rank", "pool", "name", "bootstrap", "model", "on_state", "work
 
 def test_any_value_for_any_argument_of_an_agent(make_fleet: Any) -> None:
     fleet = make_fleet(prefill=(1, 1))
-    pool = fleet.model.pool(Side(), 0)
+    pool = fleet.model.pool(ParallelConfig(), 0)
     small = {"transport": "loopback", "staging_buffer_mb": 1, "staging_ring_mb": 1}
 
     @settings(EXAMPLES, max_examples=100)

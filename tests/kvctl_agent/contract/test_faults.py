@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.contract.faults import FAULTS, FAULTS_BY_NAME, MESSAGES, Fault, FaultKind, parse_fault, parse_faults
+from kvctl.lab.faults.specification import FAULTS, FAULTS_BY_NAME, MESSAGES, Fault, FaultKind, parse_fault, parse_faults
 from kvctl_agent.protocol.messages import AnyMessage
 
 MS = 1_000_000

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvctl_agent.contract.models import MODELS, find_model
+from kvctl.lab.models import MODELS, find_model
 from kvctl_agent.errors import ConfigError, UnknownModel
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.device.base import Batch, Strips
+from kvctl_agent.device.base import Batch, BlockRanges
 from kvctl_agent.device.compiler import constants
 from kvctl_agent.device.variant import Tile, Variant, variant
 
@@ -32,9 +32,9 @@ def interpret(variant: Variant, programs: int, arguments: Sequence[int]) -> None
         kernel[(programs,)](*arguments, **constants(variant))
 
 
-def launch(batch: Batch | Strips, pages: np.ndarray, tile: Tile, programs: int = 3) -> None:
+def launch(batch: Batch | BlockRanges, pages: np.ndarray, tile: Tile, programs: int = 3) -> None:
     """One batch, as `CudaCopies` does it."""
-    if isinstance(batch, Strips):
+    if isinstance(batch, BlockRanges):
         table = batch.table
         tables = np.stack((table.paged, table.before), axis=1)
         strips = np.array(batch.strips, np.int64)

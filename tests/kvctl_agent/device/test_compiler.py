@@ -14,7 +14,7 @@ import pytest
 from kvctl_agent.device import compiler
 from kvctl_agent.device.base import Geometry
 from kvctl_agent.device.compiler import ARGUMENTS, Program, program
-from kvctl_agent.device.rows import DEFAULT
+from kvctl_agent.device.row_copies import DEFAULT
 from kvctl_agent.device.variant import Tile, variant
 from kvctl_agent.errors import DeviceUnavailable
 

@@ -20,7 +20,7 @@ from host_device import HostDevice
 
 import kvctl_agent
 from kvctl_agent.device import sharing
-from kvctl_agent.device.base import Batch, Copies, Device, Event, Export, Geometry
+from kvctl_agent.device.base import Batch, Device, Event, Export, Geometry, RowCopies
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
 
@@ -63,7 +63,7 @@ def gpu() -> Device:
 
 
 @pytest.fixture
-def copies(gpu: Device) -> Iterator[Copies]:
+def copies(gpu: Device) -> Iterator[RowCopies]:
     made = gpu.copies()
     yield made
     made.close()
@@ -143,7 +143,7 @@ class Both:
         gpu.upload(self.there.addr, data)
         self.host.upload(self.here.addr, data)
 
-    def copy(self, copies: Copies, geometry: Geometry, blocks: Any, pages: np.ndarray, **how: Any) -> Event:
+    def copy(self, copies: RowCopies, geometry: Geometry, blocks: Any, pages: np.ndarray, **how: Any) -> Event:
         """`blocks` have offsets instead of addresses."""
         on_host = self.host.copies()
         on_host.begin([Batch(geometry, _moved(blocks, self.here.addr))], pages)

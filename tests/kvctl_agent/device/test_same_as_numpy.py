@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from interpreted import launch
 
-from kvctl_agent.device.base import Batch, Device, Places, Strips
+from kvctl_agent.device.base import Batch, BlockRanges, Device, Places
 from kvctl_agent.device.registry import open_device
-from kvctl_agent.device.rows import DEFAULT
+from kvctl_agent.device.row_copies import DEFAULT
 from kvctl_agent.errors import DeviceUnavailable
-from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.buffers import RingMemory
-from kvctl_agent.memory.copier import Landed, Work
-from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.copier import LandedPart, PendingCopy
+from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
-from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
 
 DTYPES = {"fp8": 1, "int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -53,7 +53,7 @@ def no_leaks() -> None:
 class Interpreted:
     """`Copies` that happen at once."""
 
-    def begin(self, batches: Sequence[Batch | Strips], pages: Places, **_: Any) -> SimpleNamespace:
+    def begin(self, batches: Sequence[Batch | BlockRanges], pages: Places, **_: Any) -> SimpleNamespace:
         for batch in batches:
             # Wide enough that the interpreter takes a block in one go.
             launch(batch, pages, DEFAULT.bounded, programs=1)
@@ -67,7 +67,7 @@ def filled(
     """A segment of random bytes, and its blocks."""
     heads, *_, k, v = MODELS[model]
     planes = tuple(Plane(name, page_size, size * DTYPES[dtype]) for name, size in (("k", k), ("v", v)) if size)
-    held = Held(Segment(0, "kv", 0, LAYERS, heads, planes), 0, LAYERS, 0, heads)
+    held = LocalShard(Segment(0, "kv", 0, LAYERS, heads, planes), 0, LAYERS, 0, heads)
     pool = KVPool.allocate((held,), page_size, SLOTS, device=device)
     (memory,) = pool.segments
     blocks = [block for layer in memory.blocks for block in layer]
@@ -93,7 +93,7 @@ def read(addr: int, nbytes: int, device: Device | None) -> np.ndarray:
     return out
 
 
-def settle(work: Work) -> None:
+def settle(work: PendingCopy) -> None:
     until = time.monotonic() + DEADLINE_S
     while not work.done():
         assert time.monotonic() < until, "the copy does not end"
@@ -102,7 +102,7 @@ def settle(work: Work) -> None:
 def there_and_back(model: str, dtype: str, page_size: int, device: Device | None, kernel: DeviceCopier) -> None:
     """Gathers and scatters a part by numpy in host memory and by the kernel on a device, or in host memory, too."""
     _, head, heads, *_ = MODELS[model]
-    numpy = HostCopier(CopyCrew(1))
+    numpy = HostCopier(CopyPool(1))
     results = []
     for copier, place in ((numpy, None), (kernel, device)):
         with ExitStack() as stack:
@@ -114,7 +114,7 @@ def there_and_back(model: str, dtype: str, page_size: int, device: Device | None
             stretch = ring.view(0, part.region_bytes)
             settle(copier.gather(RowIndex(source, PAGES, head, heads), [whole], [stretch]))
             back = RowIndex(target, PAGES[::-1], head, heads)
-            settle(copier.scatter([Landed(back, part, stretch)]))
+            settle(copier.scatter([LandedPart(back, part, stretch)]))
             packed = read(stretch.addr, part.nbytes, place)
             results.append([packed, *(read(block.addr, block.nbytes, place) for block in blocks)])
     assert results[0][0].any()

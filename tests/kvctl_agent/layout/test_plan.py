@@ -12,25 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.context import chosen_cp
+from kvctl_agent.layout.context_parallel import chosen_cp
 from kvctl_agent.layout.heads import mix64
-from kvctl_agent.layout.inputs import PLAN_VERSION, PlanInputs
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan import (
     aux_writer,
     prefill_dp,
-    shares,
-    shares_of_writer,
-    shares_to_reader,
-    state_shares_to_reader,
+    slices_of_writer,
+    slices_to_reader,
+    state_slices_to_reader,
+    transfer_slices,
     writer_cells,
 )
+from kvctl_agent.layout.plan_inputs import PLAN_VERSION, PlanInputs
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.side import Side
 
 SHAPE = ModelShape(num_layers=32, num_kv_heads=8, k_dim=128, v_dim=128, dtype_bytes=2)
 
 
-def inputs_of(prefill: Side, decode: Side, shape: ModelShape = SHAPE, cp_mode: str = "rank0") -> PlanInputs:
+def inputs_of(
+    prefill: ParallelConfig, decode: ParallelConfig, shape: ModelShape = SHAPE, cp_mode: str = "rank0"
+) -> PlanInputs:
     return PlanInputs(shape=shape, page_size=16, chunk_pages=8, prefill=prefill, decode=decode, cp_mode=cp_mode)
 
 
@@ -42,7 +44,7 @@ def legal_tps(heads: int, most: int) -> list[int]:
 
 
 def test_tp4_to_tp1_is_four_writers_of_two_heads_side_by_side() -> None:
-    owed = shares_to_reader(inputs_of(Side(tp=4), Side(dp=4)), room=9, reader=2)
+    owed = slices_to_reader(inputs_of(ParallelConfig(tp=4), ParallelConfig(dp=4)), room=9, reader=2)
     assert [(s.writer, s.src_head, s.dst_head, s.heads) for s in owed] == [
         (0, 0, 0, 2),
         (1, 0, 2, 2),
@@ -54,13 +56,13 @@ def test_tp4_to_tp1_is_four_writers_of_two_heads_side_by_side() -> None:
 
 
 def test_tp1_to_tp4_is_one_writer_with_a_slice_for_each_rank() -> None:
-    owed = shares_of_writer(inputs_of(Side(), Side(tp=4)), room=9, decode_dp=0, writer=0)
+    owed = slices_of_writer(inputs_of(ParallelConfig(), ParallelConfig(tp=4)), room=9, decode_dp=0, writer=0)
     assert [(s.reader, s.src_head, s.dst_head, s.heads) for s in owed] == [(r, 2 * r, 0, 2) for r in range(4)]
 
 
 def test_sizes_of_which_neither_divides_the_other_share_the_intersections() -> None:
-    inputs = inputs_of(Side(tp=6), Side(tp=4), replace(SHAPE, num_kv_heads=24))
-    assert [(s.writer, s.reader, s.src_head, s.dst_head, s.heads) for s in shares(inputs, 1, 0)] == [
+    inputs = inputs_of(ParallelConfig(tp=6), ParallelConfig(tp=4), replace(SHAPE, num_kv_heads=24))
+    assert [(s.writer, s.reader, s.src_head, s.dst_head, s.heads) for s in transfer_slices(inputs, 1, 0)] == [
         (0, 0, 0, 0, 4),
         (1, 0, 0, 4, 2),
         (1, 1, 2, 0, 2),
@@ -73,8 +75,8 @@ def test_sizes_of_which_neither_divides_the_other_share_the_intersections() -> N
 
 
 def test_each_decode_replica_gets_its_own_copy() -> None:
-    inputs = inputs_of(Side(), Side(tp=4), replace(SHAPE, num_kv_heads=2))
-    assert [(s.reader, s.src_head, s.heads) for s in shares(inputs, 3, 0)] == [
+    inputs = inputs_of(ParallelConfig(), ParallelConfig(tp=4), replace(SHAPE, num_kv_heads=2))
+    assert [(s.reader, s.src_head, s.heads) for s in transfer_slices(inputs, 3, 0)] == [
         (0, 0, 1),
         (1, 0, 1),
         (2, 1, 1),
@@ -84,43 +86,43 @@ def test_each_decode_replica_gets_its_own_copy() -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 12345, 2**64 - 1])
 def test_among_prefill_replicas_the_hash_of_the_room_and_the_decode_rank_choose(room: int) -> None:
-    inputs = inputs_of(Side(tp=8), Side(dp=2, tp=2), replace(SHAPE, num_kv_heads=2))
+    inputs = inputs_of(ParallelConfig(tp=8), ParallelConfig(dp=2, tp=2), replace(SHAPE, num_kv_heads=2))
     for reader in range(4):
-        (owed,) = shares_to_reader(inputs, room, reader)
+        (owed,) = slices_to_reader(inputs, room, reader)
         assert owed.writer == (reader % 2) * 4 + (mix64(room) + reader) % 4
 
 
 def test_rooms_spread_over_prefill_replicas() -> None:
-    inputs = inputs_of(Side(tp=8), Side(), replace(SHAPE, num_kv_heads=2))
-    hits = Counter(share.writer for room in range(2000) for share in shares(inputs, room, 0))
+    inputs = inputs_of(ParallelConfig(tp=8), ParallelConfig(), replace(SHAPE, num_kv_heads=2))
+    hits = Counter(share.writer for room in range(2000) for share in transfer_slices(inputs, room, 0))
     assert sorted(hits) == list(range(8))
     assert min(hits.values()) > 400
     assert max(hits.values()) < 600
 
 
 def test_a_room_is_computed_by_one_prefill_dp_rank_and_the_others_owe_nothing() -> None:
-    inputs = inputs_of(Side(dp=3, tp=2), Side())
+    inputs = inputs_of(ParallelConfig(dp=3, tp=2), ParallelConfig())
     for room in range(6):
         assert prefill_dp(inputs, room) == room % 3
-        owing = {rank for rank in range(6) if shares_of_writer(inputs, room, 0, rank)}
+        owing = {rank for rank in range(6) if slices_of_writer(inputs, room, 0, rank)}
         assert owing == {2 * (room % 3), 2 * (room % 3) + 1}
 
 
 def test_both_sides_views_are_cuts_of_the_same_plan() -> None:
-    inputs = inputs_of(Side(dp=2, tp=16), Side(dp=2, tp=4))
+    inputs = inputs_of(ParallelConfig(dp=2, tp=16), ParallelConfig(dp=2, tp=4))
     for room, decode_dp in product(range(8), range(2)):
-        every = shares(inputs, room, decode_dp)
-        by_writer = [s for rank in range(32) for s in shares_of_writer(inputs, room, decode_dp, rank)]
-        by_reader = [s for tp in range(4) for s in shares_to_reader(inputs, room, decode_dp * 4 + tp)]
+        every = transfer_slices(inputs, room, decode_dp)
+        by_writer = [s for rank in range(32) for s in slices_of_writer(inputs, room, decode_dp, rank)]
+        by_reader = [s for tp in range(4) for s in slices_to_reader(inputs, room, decode_dp * 4 + tp)]
         assert set(by_writer) == set(by_reader) == set(every)
         assert len(by_writer) == len(by_reader) == len(every)
 
 
 def test_the_aux_row_has_one_writer_that_owes_kv_anyway_and_rooms_take_turns() -> None:
-    inputs = inputs_of(Side(tp=4), Side(dp=2, tp=2))
+    inputs = inputs_of(ParallelConfig(tp=4), ParallelConfig(dp=2, tp=2))
     seen = set()
     for room, reader in product(range(200), range(4)):
-        owing = sorted(s.writer for s in shares_to_reader(inputs, room, reader))
+        owing = sorted(s.writer for s in slices_to_reader(inputs, room, reader))
         elected = aux_writer(inputs, room, reader)
         assert elected == owing[(mix64(room) + reader) % len(owing)]
         seen.add((reader, elected))
@@ -128,18 +130,18 @@ def test_the_aux_row_has_one_writer_that_owes_kv_anyway_and_rooms_take_turns() -
 
 
 def test_rooms_of_one_geometry_share_one_plan() -> None:
-    plain = inputs_of(Side(tp=4), Side(dp=4))
-    assert shares(plain, 1, 0) is shares(plain, 2**63, 0)
-    replicated = inputs_of(Side(tp=32), Side())
-    assert len({id(shares(replicated, room, 0)) for room in range(500)}) == 4
+    plain = inputs_of(ParallelConfig(tp=4), ParallelConfig(dp=4))
+    assert transfer_slices(plain, 1, 0) is transfer_slices(plain, 2**63, 0)
+    replicated = inputs_of(ParallelConfig(tp=32), ParallelConfig())
+    assert len({id(transfer_slices(replicated, room, 0)) for room in range(500)}) == 4
 
 
 def test_a_latent_has_one_writer_a_room_and_rooms_spread_over_all_ranks() -> None:
     latent = ModelShape(num_layers=4, num_kv_heads=1, k_dim=576, v_dim=0, dtype_bytes=2, kind="mla")
-    inputs = inputs_of(Side(tp=4), Side(dp=2, tp=2), latent)
+    inputs = inputs_of(ParallelConfig(tp=4), ParallelConfig(dp=2, tp=2), latent)
     hits: Counter[int] = Counter()
     for room in range(1000):
-        owed = shares(inputs, room, 1)
+        owed = transfer_slices(inputs, room, 1)
         assert [share.reader for share in owed] == [2, 3]
         assert all(share.whole_rows for share in owed)
         assert [share.writer for share in owed] == [(mix64(room) + reader) % 4 for reader in (2, 3)]
@@ -152,8 +154,8 @@ def test_a_latent_has_one_writer_a_room_and_rooms_spread_over_all_ranks() -> Non
 
 
 def test_layers_match_by_global_number_between_uneven_stages() -> None:
-    inputs = inputs_of(Side(pp=2, stages=(20, 12)), Side(pp=3, stages=(8, 16, 8)))
-    assert [(s.writer, s.reader, s.layer_lo, s.layer_hi) for s in shares(inputs, 3, 0)] == [
+    inputs = inputs_of(ParallelConfig(pp=2, stages=(20, 12)), ParallelConfig(pp=3, stages=(8, 16, 8)))
+    assert [(s.writer, s.reader, s.layer_lo, s.layer_hi) for s in transfer_slices(inputs, 3, 0)] == [
         (0, 0, 0, 8),
         (0, 1, 8, 20),
         (1, 1, 20, 24),
@@ -163,8 +165,8 @@ def test_layers_match_by_global_number_between_uneven_stages() -> None:
 
 def test_a_draft_goes_from_last_stage_to_last_stage_with_its_own_rows() -> None:
     draft = ModelShape(num_layers=1, num_kv_heads=4, k_dim=64, v_dim=32, dtype_bytes=2)
-    inputs = inputs_of(Side(pp=2, tp=2), Side(pp=2), replace(SHAPE, draft=draft))
-    owed = [share for share in shares(inputs, 3, 0) if share.segment == 1]
+    inputs = inputs_of(ParallelConfig(pp=2, tp=2), ParallelConfig(pp=2), replace(SHAPE, draft=draft))
+    owed = [share for share in transfer_slices(inputs, 3, 0) if share.segment == 1]
     assert [(s.writer, s.reader, s.layer_lo, s.layer_hi, s.heads) for s in owed] == [
         (2, 1, 32, 33, 2),
         (3, 1, 32, 33, 2),
@@ -174,7 +176,7 @@ def test_a_draft_goes_from_last_stage_to_last_stage_with_its_own_rows() -> None:
 
 def test_the_aux_row_comes_from_the_last_stage_and_cp_0_whoever_sends_the_pages() -> None:
     for mode in ("rank0", "all", "room-hash"):
-        inputs = inputs_of(Side(pp=2, cp=2, tp=2), Side(pp=2), cp_mode=mode)
+        inputs = inputs_of(ParallelConfig(pp=2, cp=2, tp=2), ParallelConfig(pp=2), cp_mode=mode)
         elected = {aux_writer(inputs, room, reader) for room, reader in product(range(50), range(2))}
         # (pp, cp, tp) = (1, 0, 0) and (1, 0, 1).
         assert elected == {4, 5}
@@ -184,8 +186,8 @@ def test_the_aux_row_comes_from_the_last_stage_and_cp_0_whoever_sends_the_pages(
 
 
 def test_each_cp_rank_that_shares_a_room_owes_the_same_heads_and_layers() -> None:
-    inputs = inputs_of(Side(cp=2, tp=2), Side(), cp_mode="all")
-    owed = shares(inputs, 3, 0)
+    inputs = inputs_of(ParallelConfig(cp=2, tp=2), ParallelConfig(), cp_mode="all")
+    owed = transfer_slices(inputs, 3, 0)
     assert [(s.writer, s.dst_head, s.heads) for s in owed] == [(0, 0, 4), (1, 4, 4), (2, 0, 4), (3, 4, 4)]
     pages = {
         writer: sum(cell.count for cell in writer_cells(inputs, 3, writer, total_pages=21, prefix_pages=0))
@@ -196,9 +198,9 @@ def test_each_cp_rank_that_shares_a_room_owes_the_same_heads_and_layers() -> Non
 
 def test_cp_ranks_that_do_not_send_a_room_owe_nothing() -> None:
     for mode in ("rank0", "room-hash"):
-        inputs = inputs_of(Side(cp=2, tp=2), Side(), cp_mode=mode)
+        inputs = inputs_of(ParallelConfig(cp=2, tp=2), ParallelConfig(), cp_mode=mode)
         for room in range(20):
-            owing = {rank for rank in range(4) if shares_of_writer(inputs, room, 0, rank)}
+            owing = {rank for rank in range(4) if slices_of_writer(inputs, room, 0, rank)}
             chosen = chosen_cp(mode, 2, room)
             assert chosen is not None
             assert owing == {2 * chosen, 2 * chosen + 1}
@@ -211,9 +213,11 @@ def test_cp_ranks_that_do_not_send_a_room_owe_nothing() -> None:
 def test_state_has_one_writer_for_each_component_stage_and_block_of_heads() -> None:
     conv = StateShape("conv", layers=(0, 1, 30), rows=3, heads=1, head_bytes=10)
     ssm = StateShape("ssm", layers=(5, 31), rows=1, heads=8, head_bytes=64)
-    inputs = inputs_of(Side(pp=2, cp=2, tp=2), Side(), replace(SHAPE, states=(conv, ssm)), cp_mode="all")
+    inputs = inputs_of(
+        ParallelConfig(pp=2, cp=2, tp=2), ParallelConfig(), replace(SHAPE, states=(conv, ssm)), cp_mode="all"
+    )
     replica = mix64(3) % 2
-    owed = state_shares_to_reader(inputs, 3, 0)
+    owed = state_slices_to_reader(inputs, 3, 0)
     assert [(s.segment, s.writer, s.layer_lo, s.layer_hi, s.dst_head, s.heads) for s in owed] == [
         (1, replica, 0, 2, 0, 1),
         (1, 4 + replica, 2, 3, 0, 1),
@@ -222,25 +226,27 @@ def test_state_has_one_writer_for_each_component_stage_and_block_of_heads() -> N
         (2, 4, 1, 2, 0, 4),
         (2, 5, 1, 2, 4, 4),
     ]
-    assert {s.segment for s in shares(inputs, 3, 0)} == {0}
+    assert {s.segment for s in transfer_slices(inputs, 3, 0)} == {0}
 
 
 def test_a_stage_without_state_is_owed_none() -> None:
     conv = StateShape("conv", layers=(0, 1), rows=3, heads=1, head_bytes=10)
-    inputs = inputs_of(Side(), Side(pp=2), replace(SHAPE, states=(conv,)))
-    assert len(state_shares_to_reader(inputs, 3, 0)) == 1
-    assert state_shares_to_reader(inputs, 3, 1) == ()
+    inputs = inputs_of(ParallelConfig(), ParallelConfig(pp=2), replace(SHAPE, states=(conv,)))
+    assert len(state_slices_to_reader(inputs, 3, 0)) == 1
+    assert state_slices_to_reader(inputs, 3, 1) == ()
 
 
 # --- Any size. ---
 
 
 @st.composite
-def sides(draw: st.DrawFn, heads: int, layers: int, most_cp: int) -> Side:
+def sides(draw: st.DrawFn, heads: int, layers: int, most_cp: int) -> ParallelConfig:
     cuts = draw(st.lists(st.integers(1, layers - 1), max_size=5, unique=True).map(sorted)) if layers > 1 else []
     stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
     tp = draw(st.sampled_from(legal_tps(heads, 256)))
-    return Side(dp=draw(st.integers(1, 3)), pp=len(stages), cp=draw(st.integers(1, most_cp)), tp=tp, stages=stages)
+    return ParallelConfig(
+        dp=draw(st.integers(1, 3)), pp=len(stages), cp=draw(st.integers(1, most_cp)), tp=tp, stages=stages
+    )
 
 
 @settings(deadline=None)
@@ -254,7 +260,7 @@ def test_at_any_size_a_decode_rank_gets_each_head_of_each_layer_once_from_each_c
     inputs = inputs_of(prefill, decode, shape, cp_mode="all")
     reader = data.draw(st.integers(0, decode.size - 1), "reader")
     at = decode.coord(reader)
-    owed = shares_to_reader(inputs, room, reader)
+    owed = slices_to_reader(inputs, room, reader)
     got = Counter(
         (prefill.coord(s.writer).cp, layer, head)
         for s in owed
@@ -286,17 +292,19 @@ def test_at_any_size_a_decode_rank_gets_each_head_of_each_layer_once_from_each_c
     [(4, 4, True), (4, 1, False), (1, 4, False), (16, 8, True), (8, 16, True), (16, 32, True)],
 )
 def test_whole_rows_are_recognised_also_between_replicated_sides(prefill: int, decode: int, whole: bool) -> None:
-    assert {s.whole_rows for s in shares(inputs_of(Side(tp=prefill), Side(tp=decode)), 5, 0)} == {whole}
+    assert {
+        s.whole_rows for s in transfer_slices(inputs_of(ParallelConfig(tp=prefill), ParallelConfig(tp=decode)), 5, 0)
+    } == {whole}
 
 
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda i: shares(i, 0, 2), "dp=2 is outside an instance with dp size 2"),
-        (lambda i: shares(i, 0, -1), "dp=-1 is outside an instance with dp size 2"),
-        (lambda i: shares_of_writer(i, 0, 0, 4), "rank 4 is not one of the 4 ranks"),
-        (lambda i: shares_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
-        (lambda i: state_shares_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
+        (lambda i: transfer_slices(i, 0, 2), "dp=2 is outside an instance with dp size 2"),
+        (lambda i: transfer_slices(i, 0, -1), "dp=-1 is outside an instance with dp size 2"),
+        (lambda i: slices_of_writer(i, 0, 0, 4), "rank 4 is not one of the 4 ranks"),
+        (lambda i: slices_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
+        (lambda i: state_slices_to_reader(i, 0, 2), "rank 2 is not one of the 2 ranks"),
         (lambda i: aux_writer(i, 0, -1), "rank -1 is not one of the 2 ranks"),
         (lambda i: writer_cells(i, 0, 4, 1, 0), "rank 4 is not one of the 4 ranks"),
         (lambda i: writer_cells(i, 0, 0, 1, 2), "prefix of 2 pages is longer than the prompt of 1"),
@@ -304,11 +312,11 @@ def test_whole_rows_are_recognised_also_between_replicated_sides(prefill: int, d
 )
 def test_ranks_that_do_not_exist_are_refused(ask: Callable[[PlanInputs], object], text: str) -> None:
     with pytest.raises(LayoutError, match=text):
-        ask(inputs_of(Side(tp=4), Side(dp=2)))
+        ask(inputs_of(ParallelConfig(tp=4), ParallelConfig(dp=2)))
 
 
 def test_inputs_of_another_version_are_never_planned() -> None:
     with pytest.raises(
         LayoutError, match=f"plan_version {PLAN_VERSION} ≠ {PLAN_VERSION + 1}: no plan for another version"
     ):
-        shares(replace(inputs_of(Side(), Side()), plan_version=PLAN_VERSION + 1), 0, 0)
+        transfer_slices(replace(inputs_of(ParallelConfig(), ParallelConfig()), plan_version=PLAN_VERSION + 1), 0, 0)

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from kvctl_agent.layout.context import CP_MODES
+from kvctl_agent.layout.context_parallel import CP_MODES
 from kvctl_agent.layout.heads import mix64
-from kvctl_agent.layout.inputs import PlanInputs
-from kvctl_agent.layout.plan import aux_writer, shares, state_shares_to_reader, writer_cells
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.plan import aux_writer, state_slices_to_reader, transfer_slices, writer_cells
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.share import Share
-from kvctl_agent.layout.side import Coord, Side
+from kvctl_agent.layout.transfer_slice import TransferSlice
 
 LAYERS, PAGE = 5, 2
 TPS = {1: (1, 2, 3, 4), 2: (1, 2, 4, 6), 3: (1, 3, 6), 4: (1, 2, 4, 8), 6: (1, 2, 3, 6), 8: (1, 2, 4, 8, 16)}
@@ -77,14 +77,14 @@ def oracle_segments(shape: ModelShape) -> list[Seg]:
 
 
 @cache
-def stage_lists(side: Side) -> list[list[int]]:
+def stage_lists(side: ParallelConfig) -> list[list[int]]:
     """The KV layers of each stage: cut where the sizes say, or dealt out by numpy."""
     cuts = np.cumsum(side.stages)[:-1] if side.stages else side.pp
     return [part.tolist() for part in np.array_split(np.arange(LAYERS), cuts)]
 
 
 @cache
-def holding(segment: Seg, side: Side, at: Coord) -> tuple[list[int], list[int]]:
+def holding(segment: Seg, side: ParallelConfig, at: RankCoord) -> tuple[list[int], list[int]]:
     """The layers and heads of a segment in one rank's memory, as lists in the order in which they lie."""
     mine = stage_lists(side)[at.pp]
     layers = [layer for layer, beside in segment.layers if beside in mine]
@@ -117,8 +117,8 @@ def cases() -> Iterator[Case]:
                 n = next(turn)
                 # 13 and 37 share no factor with the other cycles, so that every value meets every other over time.
                 total, prefix = PAGES[n * 13 % len(PAGES)]
-                prefill = Side(dp=1 + n % 2, pp=max(1, len(have)), cp=cp, tp=from_tp, stages=have)
-                decode = Side(dp=1 + n // 2 % 2, pp=max(1, len(want)), tp=to_tp, stages=want)
+                prefill = ParallelConfig(dp=1 + n % 2, pp=max(1, len(have)), cp=cp, tp=from_tp, stages=have)
+                decode = ParallelConfig(dp=1 + n // 2 % 2, pp=max(1, len(want)), tp=to_tp, stages=want)
                 shape = model(heads, heads, "mla" if n % 5 == 4 else "mha")
                 mode = CP_MODES[n * 37 // 3 % 4] if cp > 1 else "rank0"
                 inputs = PlanInputs(shape, PAGE, (1, 2, 3, 8)[n // 4 % 4], prefill, decode, mode)
@@ -146,7 +146,7 @@ def check_kv(case: Case) -> None:
     inputs = case.inputs
     owners = page_owners(inputs, case.total, case.prefix)
     known = oracle_segments(inputs.shape)[:2]
-    owed = shares(inputs, case.room, case.decode_dp)
+    owed = transfer_slices(inputs, case.room, case.decode_dp)
     assert {inputs.decode.coord(share.reader).dp for share in owed} <= {case.decode_dp}
     cells: dict[int, list[tuple[int, int]]] = {}
     chosen: set[int] = set()
@@ -181,7 +181,7 @@ def check_kv(case: Case) -> None:
 def check_states_and_aux(case: Case) -> None:
     inputs = case.inputs
     for reader, at in readers(inputs, case.decode_dp):
-        owed = state_shares_to_reader(inputs, case.room, reader)
+        owed = state_slices_to_reader(inputs, case.room, reader)
         assert {inputs.prefill.coord(share.writer).cp for share in owed} <= {0}
         for index, segment in enumerate(oracle_segments(inputs.shape)):
             layers, heads = holding(segment, inputs.decode, at)
@@ -201,7 +201,7 @@ def check_states_and_aux(case: Case) -> None:
         assert set(holding(kv, inputs.prefill, writer)[1]) & set(holding(kv, inputs.decode, at)[1])
 
 
-def check_names(case: Case, segment: Seg, share: Share, layers: list[int], heads: list[int]) -> None:
+def check_names(case: Case, segment: Seg, share: TransferSlice, layers: list[int], heads: list[int]) -> None:
     """One share: the writer has these layers and heads, and both sides' offsets and strides name the same ones."""
     inputs = case.inputs
     from_ = inputs.prefill.coord(share.writer)
@@ -221,13 +221,13 @@ def check_names(case: Case, segment: Seg, share: Share, layers: list[int], heads
 
 
 @cache
-def siblings(segment: Seg, side: Side, at: Coord) -> list[int]:
+def siblings(segment: Seg, side: ParallelConfig, at: RankCoord) -> list[int]:
     """The tp ranks that hold the same heads as `at`, itself among them."""
     mine = holding(segment, side, at)[1]
     return [tp for tp in range(side.tp) if holding(segment, side, at._replace(tp=tp))[1] == mine]
 
 
-def readers(inputs: PlanInputs, decode_dp: int) -> list[tuple[int, Coord]]:
+def readers(inputs: PlanInputs, decode_dp: int) -> list[tuple[int, RankCoord]]:
     at = [inputs.decode.coord(rank) for rank in range(inputs.decode.size)]
     return [(rank, coord) for rank, coord in enumerate(at) if coord.dp == decode_dp]
 
@@ -238,4 +238,4 @@ def test_segments_of_different_heads_each_spread_over_their_own_replicas(heads: 
     ssm = StateShape("ssm", (1, 4), 2, sharded, 7)
     shape = replace(model(heads, sharded, "mha"), states=(ssm,))
     for room in range(64):
-        check_room(Case(PlanInputs(shape, PAGE, 1, Side(tp=6), Side()), room, 0, total=2, prefix=0))
+        check_room(Case(PlanInputs(shape, PAGE, 1, ParallelConfig(tp=6), ParallelConfig()), room, 0, total=2, prefix=0))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 
@@ -19,9 +19,9 @@ K, V = 0, 1
 
 class TestAddresses:
     HELD = (
-        Held(Segment(0, "kv", 0, 9, 4, (Plane("k", 4, 12), Plane("v", 4, 20))), 7, 9, 0, 2),
-        Held(Segment(1, "conv", 0, 3, 2, (Plane("conv", 3, 8),), (1, 7, 8)), 1, 3, 0, 2),
-        Held(Segment(2, "swa", 0, 1, 1, (Plane("swa", 1, 8),), (2,)), 1, 1, 0, 1),
+        LocalShard(Segment(0, "kv", 0, 9, 4, (Plane("k", 4, 12), Plane("v", 4, 20))), 7, 9, 0, 2),
+        LocalShard(Segment(1, "conv", 0, 3, 2, (Plane("conv", 3, 8),), (1, 7, 8)), 1, 3, 0, 2),
+        LocalShard(Segment(2, "swa", 0, 1, 1, (Plane("swa", 1, 8),), (2,)), 1, 1, 0, 1),
     )
     WHERE = PoolAddresses(
         (

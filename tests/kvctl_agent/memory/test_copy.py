@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.copy import gather, gather_piece, scatter, scatter_piece
-from kvctl_agent.memory.parts import PartLayout, Piece, Span
+from kvctl_agent.memory.huge_pages import Bytes
+from kvctl_agent.memory.part_layout import PartLayout, Piece, Span
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
-from kvctl_agent.memory.slab import Bytes
 
 Planes = tuple[Plane, ...]
 
@@ -39,7 +39,7 @@ PLANES: dict[str, Planes] = {
 def filled(layers: range, pages: int, heads: int, planes: Planes, seed: int = 1) -> Iterator[SegmentMemory]:
     """Memory of random bytes; `layers` are the segment's numbers."""
     segment = Segment(0, "kv", 0, layers.stop + 2, heads, planes)
-    pool = KVPool.allocate((Held(segment, layers.start, layers.stop, 0, heads),), planes[0].rows, pages)
+    pool = KVPool.allocate((LocalShard(segment, layers.start, layers.stop, 0, heads),), planes[0].rows, pages)
     random = np.random.default_rng(seed)
     for layer in pool.segments[0].blocks:
         for block in layer:
@@ -272,7 +272,7 @@ class TestRefusals:
             memory.block(hi - 1 if lo > 3 else lo, 0)
 
     def test_a_segment_of_which_the_stage_has_no_layer(self) -> None:
-        memory = SegmentMemory(Held(Segment(1, "draft", 8, 9, 4, WIDE_K), 8, 8, 0, 4), 0, ())
+        memory = SegmentMemory(LocalShard(Segment(1, "draft", 8, 9, 4, WIDE_K), 8, 8, 0, 4), 0, ())
         for asked in (
             lambda: memory.block(8, 0),
             lambda: memory.head_slice(0, 4),

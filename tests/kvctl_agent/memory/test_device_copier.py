@@ -12,18 +12,18 @@ from host_device import HostDevice
 
 from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
-from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.block_table import gathers_between
 from kvctl_agent.memory.buffers import RingMemory
-from kvctl_agent.memory.copier import Landed, Work
-from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.copier import LandedPart, PendingCopy
+from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import HostCopier
-from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.region import Stretch
-from kvctl_agent.memory.rows import RowIndex
+from kvctl_agent.memory.region import MemorySpan
+from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
 
 Planes = tuple[Plane, ...]
@@ -42,7 +42,7 @@ LAYERS, SLOTS, HEADS = 6, 12, 8
 @contextmanager
 def filled(planes: Planes, device: HostDevice | None, seed: int = 1) -> Iterator[SegmentMemory]:
     """Layers 2 to 7 of a segment, of random bytes."""
-    held = Held(Segment(0, "kv", 0, 10, HEADS, planes), 2, 2 + LAYERS, 0, HEADS)
+    held = LocalShard(Segment(0, "kv", 0, 10, HEADS, planes), 2, 2 + LAYERS, 0, HEADS)
     pool = KVPool.allocate((held,), planes[0].rows, SLOTS, device=device)
     (memory,) = pool.segments
     for layer in range(2, 2 + LAYERS):
@@ -53,7 +53,7 @@ def filled(planes: Planes, device: HostDevice | None, seed: int = 1) -> Iterator
     pool.close()
 
 
-def finish(work: Work) -> None:
+def finish(work: PendingCopy) -> None:
     while not work.done():
         pass
 
@@ -68,7 +68,7 @@ def gathered(memory: SegmentMemory, head: int, heads: int, layers: tuple[int, in
     out = np.empty(part.region_bytes, np.uint8)
     (whole,) = part.pieces(part.nbytes)
     rows = RowIndex(memory, PAGES, head, heads)
-    HostCopier(CopyCrew(1)).gather(rows, [whole], [Stretch(out.ctypes.data, out.nbytes, out)])
+    HostCopier(CopyPool(1)).gather(rows, [whole], [MemorySpan(out.ctypes.data, out.nbytes, out)])
     return part, out
 
 
@@ -84,7 +84,7 @@ def ring(device: HostDevice) -> Iterator[RingMemory]:
     ring.close()
 
 
-def read(device: HostDevice, stretch: Stretch, nbytes: int) -> np.ndarray:
+def read(device: HostDevice, stretch: MemorySpan, nbytes: int) -> np.ndarray:
     out = np.empty(nbytes, np.uint8)
     device.download(stretch.addr, out)
     return out
@@ -112,7 +112,7 @@ class TestSameAsNumpy:
         self, device: HostDevice, ring: RingMemory, planes: str, head: int, heads: int
     ) -> None:
         copier = DeviceCopier(device.copies())
-        host = HostCopier(CopyCrew(1))
+        host = HostCopier(CopyPool(1))
         with (
             filled(PLANES[planes], None) as source,
             filled(PLANES[planes], device, 2) as memory,
@@ -124,9 +124,9 @@ class TestSameAsNumpy:
                 part = memory.part_layout(*layers, len(pages), heads)
                 stretch = ring.view(number << 16, part.region_bytes)
                 device.upload(stretch.addr, region[: part.region_bytes])
-                landed.append(Landed(RowIndex(memory, pages, head, heads), part, stretch))
-                numpys = Stretch(0, part.region_bytes, region[: part.region_bytes])
-                host.scatter([Landed(RowIndex(model, pages, head, heads), part, numpys)])
+                landed.append(LandedPart(RowIndex(memory, pages, head, heads), part, stretch))
+                numpys = MemorySpan(0, part.region_bytes, region[: part.region_bytes])
+                host.scatter([LandedPart(RowIndex(model, pages, head, heads), part, numpys)])
             # The last one writes over pages of the others: launches do not order rows, so it comes after them.
             finish(copier.scatter(landed[:2]))
             finish(copier.scatter(landed[2:]))
@@ -144,7 +144,7 @@ class TestLaunches:
             part = memory.part_layout(2, 8, len(PAGES), 2)
             rows = RowIndex(memory, PAGES, 2, 2)
             copier.gather(rows, part.pieces(part.nbytes), [ring.view(0, part.nbytes)])
-            copier.scatter([Landed(rows, part, ring.view(at, part.region_bytes)) for at in (0, 1 << 16)])
+            copier.scatter([LandedPart(rows, part, ring.view(at, part.region_bytes)) for at in (0, 1 << 16)])
             gather, scatter = device.begun
             assert [len(begun.batches) for begun in device.begun] == [launches, launches]
             blocks = LAYERS * len(PLANES[planes])
@@ -165,7 +165,7 @@ class TestLaunches:
                 part, region = gathered(source, head, 2, (2, 8))
                 stretch = ring.view(head << 15, part.region_bytes)
                 device.upload(stretch.addr, region)
-                landed.append(Landed(RowIndex(memory, PAGES, head, 2), part, stretch))
+                landed.append(LandedPart(RowIndex(memory, PAGES, head, 2), part, stretch))
             finish(copier.scatter(landed))
             (begun,) = device.begun
             assert len(begun.batches) == 1
@@ -185,7 +185,7 @@ class TestLaunches:
                 wanted = np.empty(part.region_bytes, np.uint8)
                 (whole,) = part.pieces(part.nbytes)
                 rows = RowIndex(memory, pages, head, 2)
-                HostCopier(CopyCrew(1)).gather(rows, [whole], [Stretch(0, wanted.nbytes, wanted)])
+                HostCopier(CopyPool(1)).gather(rows, [whole], [MemorySpan(0, wanted.nbytes, wanted)])
                 stretch = ring.view(at, part.nbytes)
                 device.fill(stretch.addr, part.nbytes, 0)
                 finish(copier.gather(rows, [whole], [stretch]))
@@ -215,27 +215,27 @@ class TestRefusal:
             with pytest.raises(MemoryLayoutError, match="lie outside"):
                 copier.gather(fewer, [piece], [ring.view(0, part.nbytes)])
             with pytest.raises(MemoryLayoutError, match="do not fit into"):
-                copier.scatter([Landed(rows, part, ring.view(0, 1))])
+                copier.scatter([LandedPart(rows, part, ring.view(0, 1))])
             for wrong in (fewer, RowIndex(memory, PAGES, 0, 4)):
                 with pytest.raises(MemoryLayoutError, match="bytes of staging are not blocks 0 to 3"):
-                    copier.scatter([Landed(wrong, part, ring.view(0, part.region_bytes))])
+                    copier.scatter([LandedPart(wrong, part, ring.view(0, part.region_bytes))])
             beyond = PartLayout(5, 2, len(PAGES), part.page_bytes)
             with pytest.raises(MemoryLayoutError, match=r"blocks 10 to 13, .* lie outside the 12 blocks"):
-                copier.scatter([Landed(rows, beyond, ring.view(0, part.region_bytes))])
+                copier.scatter([LandedPart(rows, beyond, ring.view(0, part.region_bytes))])
         assert device.begun == []
 
     def test_the_host_copies_no_memory_of_a_device(self, device: HostDevice, ring: RingMemory) -> None:
         with filled(PLANES["K and V alike"], None) as memory:
             part, rows = memory.part_layout(2, 4, len(PAGES), 2), RowIndex(memory, PAGES, 0, 2)
             with pytest.raises(MemoryLayoutError, match="on a device; the host cannot copy it"):
-                HostCopier(CopyCrew(1)).scatter([Landed(rows, part, ring.view(0, part.region_bytes))])
+                HostCopier(CopyPool(1)).scatter([LandedPart(rows, part, ring.view(0, part.region_bytes))])
 
     def test_a_failed_copy_says_so_when_asked(self, device: HostDevice, ring: RingMemory) -> None:
         copier = DeviceCopier(device.copies())
         with filled(PLANES["K and V alike"], device) as memory:
             part, rows = memory.part_layout(2, 4, len(PAGES), 2), RowIndex(memory, PAGES, 0, 2)
             device.fail_next = 1
-            work: Any = copier.scatter([Landed(rows, part, ring.view(0, part.region_bytes))])
+            work: Any = copier.scatter([LandedPart(rows, part, ring.view(0, part.region_bytes))])
             with pytest.raises(DeviceError, match="told to fail"):
                 finish(work)
         copier.close()

@@ -12,15 +12,15 @@ from host_device import HostDevice
 
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
-from kvctl_agent.layout.holding import held
+from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
 from kvctl_agent.memory.region import Region
 
 SHAPE = ModelShape(3, 4, 8, 6, 2, states=(StateShape("conv", (0, 2), 3, 8, 4),))
-HELD = held(SHAPE, 4, Side(tp=2), Coord(0, 0, 0, 1))
+HELD = local_shards(SHAPE, 4, ParallelConfig(tp=2), RankCoord(0, 0, 0, 1))
 
 
 class Cuda:

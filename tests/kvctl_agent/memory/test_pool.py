@@ -16,9 +16,9 @@ import torch
 
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.holding import Held, held
+from kvctl_agent.layout.local_shard import LocalShard, local_shards
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
 
 K, V = 0, 1
@@ -157,11 +157,11 @@ FULL = ModelShape(
     draft=ModelShape(1, 4, 8, 4, 2),
     states=(StateShape("conv", (0, 3, 4), 3, 8, 4), StateShape("index", (1,), 1, 1, 40)),
 )
-STAGES = Side(pp=2, tp=2, stages=(2, 3))
+STAGES = ParallelConfig(pp=2, tp=2, stages=(2, 3))
 
 
-def of_rank(pp: int, tp: int) -> tuple[Held, ...]:
-    return held(FULL, 4, STAGES, Coord(0, pp, 0, tp))
+def of_rank(pp: int, tp: int) -> tuple[LocalShard, ...]:
+    return local_shards(FULL, 4, STAGES, RankCoord(0, pp, 0, tp))
 
 
 class TestAllocate:
@@ -257,7 +257,7 @@ class TestPlace:
         pool = wrap(
             layers(2, (8, 8, 4)), layers(2, (8, 8, 4)), draft=DraftKV(GOOD, layers(2, (8, 2, 4)), 2), state=state
         )
-        whole = held(pool.shape(), 4, Side(), Coord(0, 0, 0, 0))
+        whole = local_shards(pool.shape(), 4, ParallelConfig(), RankCoord(0, 0, 0, 0))
         assert tuple(segment.held for segment in pool.segments) == whole
         pool.place(whole)
 
@@ -295,7 +295,9 @@ class TestPlace:
     def test_a_pool_that_is_something_else_is_refused_with_the_numbers(self, model: ModelShape, message: str) -> None:
         stages = (2, 4) if model.num_layers == 6 else (2, 3)
         with pytest.raises(MemoryLayoutError, match=message):
-            self.tensors(1).place(held(model, 4, Side(pp=2, tp=2, stages=stages), Coord(0, 1, 0, 0)))
+            self.tensors(1).place(
+                local_shards(model, 4, ParallelConfig(pp=2, tp=2, stages=stages), RankCoord(0, 1, 0, 0))
+            )
 
 
 def test_the_package_never_imports_torch() -> None:
@@ -303,9 +305,9 @@ def test_the_package_never_imports_torch() -> None:
         "import sys, pkgutil, importlib, kvctl_agent.memory as m\n"
         "names = [i.name for i in pkgutil.iter_modules(m.__path__)]\n"
         "[importlib.import_module(f'kvctl_agent.memory.{n}') for n in names]\n"
-        "from kvctl_agent.layout.holding import held\n"
+        "from kvctl_agent.layout.local_shard import held\n"
         "from kvctl_agent.layout.shape import ModelShape\n"
-        "from kvctl_agent.layout.side import Coord, Side\n"
+        "from kvctl_agent.layout.parallel import Coord, Side\n"
         "from kvctl_agent.memory.pool import KVPool\n"
         "KVPool.allocate(held(ModelShape(1, 1, 8, 8, 2), 4, Side(), Coord(0, 0, 0, 0)), 4, 1).close()\n"
         "assert len(names) >= 8 and 'torch' not in sys.modules\n"

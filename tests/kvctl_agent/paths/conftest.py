@@ -1,4 +1,4 @@
-"""Two ends of a lane in this process: ranks' pools on a writer's and on a reader's transport, and what is planned.
+"""Two ends of a connection in this process: ranks' pools on a writer's and on a reader's transport, and what is planned.
 
 What the model holds is known element by element. A writer's pool is filled from it by its own layers and heads; what
 must have landed is worked out for the reader's, so that a wrong head or layer shows whichever side it comes from.
@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.layout.holding import Held, held
-from kvctl_agent.layout.inputs import PlanInputs
-from kvctl_agent.layout.plan import shares, state_shares_to_reader
+from kvctl_agent.layout.local_shard import LocalShard, local_shards
+from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.plan import state_slices_to_reader, transfer_slices
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape, Segment
-from kvctl_agent.layout.share import Share
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copy import scatter_piece
-from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.rows import RowIndex
-from kvctl_agent.paths.base import Flight, Lane, Path
-from kvctl_agent.protocol.events import Fence, Lease, Transfer
+from kvctl_agent.memory.row_index import RowIndex
+from kvctl_agent.paths.base import Flight, Path, PeerConnection
+from kvctl_agent.protocol.events import CancelToken, Lease, Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.transport.base import Region, Transport
@@ -50,34 +50,37 @@ class Geometry:
     pages: int = 40
     dtype_bytes: int = 2
     model: ModelShape | None = None
-    prefill: Side | None = None
-    decode: Side | None = None
+    prefill: ParallelConfig | None = None
+    decode: ParallelConfig | None = None
 
     def inputs(self) -> PlanInputs:
         model = self.model or ModelShape(self.layers, self.heads, self.k_dim, self.v_dim, self.dtype_bytes)
-        prefill, decode = self.prefill or Side(tp=self.prefill_tp), self.decode or Side(tp=self.decode_tp)
+        prefill, decode = (
+            self.prefill or ParallelConfig(tp=self.prefill_tp),
+            self.decode or ParallelConfig(tp=self.decode_tp),
+        )
         return PlanInputs(model, self.page_size, 1024, prefill, decode)
 
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[TransferSlice, ...]:
         """KV and draft."""
-        return shares(self.inputs(), 1, 0)
+        return transfer_slices(self.inputs(), 1, 0)
 
-    def state_shares(self) -> tuple[Share, ...]:
+    def state_shares(self) -> tuple[TransferSlice, ...]:
         inputs = self.inputs()
         return tuple(
-            share for reader in range(inputs.decode.size) for share in state_shares_to_reader(inputs, 1, reader)
+            share for reader in range(inputs.decode.size) for share in state_slices_to_reader(inputs, 1, reader)
         )
 
     def slots(self, segment: Segment) -> int:
         """Pages or items of it that every pool has."""
         return self.pages - 3 * segment.index if segment.state else self.pages
 
-    def pools(self, side: Side) -> list[KVPool]:
+    def pools(self, side: ParallelConfig) -> list[KVPool]:
         inputs = self.inputs()
         items = {segment.name: self.slots(segment) for segment in inputs.segments if segment.state}
         return [
             KVPool.allocate(
-                held(inputs.shape, self.page_size, side, side.coord(rank)),
+                local_shards(inputs.shape, self.page_size, side, side.coord(rank)),
                 self.page_size,
                 self.pages,
                 items,
@@ -94,7 +97,7 @@ class Geometry:
         return np.random.default_rng([segment.index, layer, plane]).integers(0, 256, shape, np.uint8)
 
 
-def planes_of(held: Held) -> Iterator[tuple[int, int]]:
+def planes_of(held: LocalShard) -> Iterator[tuple[int, int]]:
     """(layer, plane) of everything that a rank holds of a segment."""
     for layer in range(held.layer_lo, held.layer_hi):
         for plane in range(len(held.segment.planes)):
@@ -134,12 +137,12 @@ class Ends:
             assert pool.aux is not None
             pool.aux[:] = POISON
 
-    def lane(self, share: Share) -> Lane:
+    def lane(self, share: TransferSlice) -> PeerConnection:
         pool, theirs = self.writers[share.writer], self.readers[share.reader].addresses()
-        return Lane("reader", self.here, pool, theirs, self.ring.addr)
+        return PeerConnection("reader", self.here, pool, theirs, self.ring.addr)
 
     def order(
-        self, share: Share | None, src: Any, dst: Any, layers: tuple[int, int] | None = None, **more: Any
+        self, share: TransferSlice | None, src: Any, dst: Any, layers: tuple[int, int] | None = None, **more: Any
     ) -> Transfer:
         lo, hi = layers or ((share.layer_lo, share.layer_hi) if share else (0, 1))
         defaults: dict[str, Any] = {
@@ -154,21 +157,25 @@ class Ends:
             "dst_pages": np.asarray(dst, np.int32),
             "grant": None,
             "tag": b"tag",
-            "fence": Fence(Lease(1 << 62)),
+            "cancel": CancelToken(Lease(1 << 62)),
             "ready_ns": time.monotonic_ns(),
             "opened_ns": time.monotonic_ns(),
         }
         return Transfer(**{**defaults, **more})
 
-    def layout(self, share: Share, pages: int, layers: tuple[int, int]) -> PartLayout:
+    def layout(self, share: TransferSlice, pages: int, layers: tuple[int, int]) -> PartLayout:
         return self.readers[share.reader].segments[share.segment].part_layout(*layers, pages, share.heads)
 
-    def grant(self, share: Share, pages: int, layers: tuple[int, int] | None = None, offset: int = 4096) -> Grant:
+    def grant(
+        self, share: TransferSlice, pages: int, layers: tuple[int, int] | None = None, offset: int = 4096
+    ) -> Grant:
         """As the reader grants: by the plan alone."""
         lo, hi = layers or (share.layer_lo, share.layer_hi)
         return Grant(0, lo, hi, 1, offset, offset + share.part_bytes(pages, hi - lo), 0)
 
-    def scatter(self, share: Share, dst: Any, layers: tuple[int, int] | None = None, offset: int = 4096) -> None:
+    def scatter(
+        self, share: TransferSlice, dst: Any, layers: tuple[int, int] | None = None, offset: int = 4096
+    ) -> None:
         """What the reader does with a landed part."""
         part = self.layout(share, len(dst), layers or (share.layer_lo, share.layer_hi))
         memory = self.readers[share.reader].segments[share.segment]
@@ -178,7 +185,7 @@ class Ends:
         for piece in part.pieces():
             scatter_piece(piece, rows, region[piece.offset :])
 
-    def expect(self, share: Share, src: Any, dst: Any, layers: tuple[int, int] | None = None) -> None:
+    def expect(self, share: TransferSlice, src: Any, dst: Any, layers: tuple[int, int] | None = None) -> None:
         """From now on these elements of the model are planned to be there."""
         held = self.readers[share.reader].segments[share.segment].held
         theirs = slice(share.dst_head, share.dst_head + share.heads)
@@ -203,7 +210,7 @@ class Ends:
             got += [arrival.tag for arrival in self.there.arrivals()]
         return got
 
-    def fly(self, path: Path, share: Share, src: Any, dst: Any, **more: Any) -> Flight:
+    def fly(self, path: Path, share: TransferSlice, src: Any, dst: Any, **more: Any) -> Flight:
         """Move one part to its end and hear its tag."""
         flight = path.start(more.pop("lane", None) or self.lane(share), self.order(share, src, dst, **more))
         land(flight, self.there)

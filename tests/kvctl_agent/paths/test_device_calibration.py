@@ -10,7 +10,7 @@ import pytest
 from host_device import HostDevice
 
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
-from kvctl_agent.memory.slab import Slab
+from kvctl_agent.memory.huge_pages import HugePageMemory
 from kvctl_agent.paths import device_calibration
 from kvctl_agent.paths.device_calibration import measure_device_copies, measure_direct
 from kvctl_agent.transport.base import Region
@@ -19,17 +19,17 @@ POISON = 0xDB
 
 
 @pytest.fixture
-def memory() -> Iterator[tuple[Slab, Slab]]:
-    with Slab(8 << 20) as source, Slab(40 << 20) as target:
+def memory() -> Iterator[tuple[HugePageMemory, HugePageMemory]]:
+    with HugePageMemory(8 << 20) as source, HugePageMemory(40 << 20) as target:
         target.array[:] = POISON
         yield source, target
 
 
-def region(slab: Slab, nbytes: int | None = None) -> Region:
+def region(slab: HugePageMemory, nbytes: int | None = None) -> Region:
     return Region(slab.addr, slab.array.nbytes if nbytes is None else nbytes)
 
 
-def test_gathers_are_measured_by_row_and_stay_inside(memory: tuple[Slab, Slab]) -> None:
+def test_gathers_are_measured_by_row_and_stay_inside(memory: tuple[HugePageMemory, HugePageMemory]) -> None:
     source, target = memory
     device, room = HostDevice(), 17 << 20
     cost = measure_device_copies(device.copies(), region(source), region(target, room))
@@ -43,7 +43,7 @@ def test_gathers_are_measured_by_row_and_stay_inside(memory: tuple[Slab, Slab]) 
     assert all(geometry.src_paged and not geometry.dst_paged for geometry in used)
 
 
-def test_rows_that_do_not_fit_are_left_out(memory: tuple[Slab, Slab]) -> None:
+def test_rows_that_do_not_fit_are_left_out(memory: tuple[HugePageMemory, HugePageMemory]) -> None:
     source, target = memory
     cost = measure_device_copies(HostDevice().copies(), region(source), region(target, 1 << 20))
     assert cost.row_bytes == (256, 1024)
@@ -53,7 +53,9 @@ def test_rows_that_do_not_fit_are_left_out(memory: tuple[Slab, Slab]) -> None:
         measure_device_copies(HostDevice().copies(), region(source, 4096), region(target))
 
 
-def test_direct_is_measured_at_two_sizes_with_its_share_of_the_device(memory: tuple[Slab, Slab]) -> None:
+def test_direct_is_measured_at_two_sizes_with_its_share_of_the_device(
+    memory: tuple[HugePageMemory, HugePageMemory],
+) -> None:
     source, target = memory
     device, room = HostDevice(), 33 << 20
     cost = measure_direct(device.copies(), region(source), region(target, room), 12)
@@ -68,14 +70,16 @@ def test_direct_is_measured_at_two_sizes_with_its_share_of_the_device(memory: tu
         assert sorted(begun.pages[count:].tolist()) == list(range(count)), "no page is written twice"
 
 
-def test_too_little_scratch_is_no_measurement(memory: tuple[Slab, Slab]) -> None:
+def test_too_little_scratch_is_no_measurement(memory: tuple[HugePageMemory, HugePageMemory]) -> None:
     source, target = memory
     for room in (4096, 2 << 20):
         with pytest.raises(DeviceError, match="too little to measure the direct path with"):
             measure_direct(HostDevice().copies(), region(source), region(target, room), 1)
 
 
-def test_both_follow_from_the_times_that_were_taken(memory: tuple[Slab, Slab], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_follow_from_the_times_that_were_taken(
+    memory: tuple[HugePageMemory, HugePageMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def took(copies: Any, geometry: Any, source: Any, target: Any, nbytes: int, programs: Any) -> float:
         return 20 + 3 * nbytes / (1 << 20)
 
@@ -86,7 +90,9 @@ def test_both_follow_from_the_times_that_were_taken(memory: tuple[Slab, Slab], m
     assert direct.us(8 << 20) == pytest.approx(44)
 
 
-def test_a_copy_that_does_not_end_is_given_up(memory: tuple[Slab, Slab], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_does_not_end_is_given_up(
+    memory: tuple[HugePageMemory, HugePageMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device_calibration, "_WAIT_S", 0.01)
     source, target = memory
     copies = HostDevice(slow=1 << 60).copies()

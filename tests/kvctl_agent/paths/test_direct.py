@@ -12,13 +12,13 @@ from host_device import HostDevice, HostMapping
 
 from kvctl_agent.device.base import Export
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.base import Lane
+from kvctl_agent.paths.base import PeerConnection
 from kvctl_agent.paths.direct import PROGRAMS, DirectPath
-from kvctl_agent.paths.mapped import Mapped
-from kvctl_agent.paths.routes import geometries
+from kvctl_agent.paths.direct_routes import geometries
+from kvctl_agent.paths.mapped_memory import MappedMemory
 from kvctl_agent.protocol.tag import PartKind
 
 CONV = StateShape("conv", (0, 2, 3), 3, 8, 4)  # cut over tp
@@ -29,11 +29,11 @@ MODELS = {
     "latent with scales, state": ModelShape(5, 1, 18, 0, 1, kind="mla", k_scale_bytes=4, states=(INDEX,)),
 }
 SIDES = {
-    "tp2 to tp1": (Side(tp=2), Side()),
-    "tp1 to tp4 of dp2": (Side(), Side(dp=2, tp=4)),
-    "tp8 to tp2": (Side(tp=8), Side(tp=2)),
-    "tp4 to tp4": (Side(tp=4), Side(tp=4)),
-    "pp3 to uneven pp2 tp2": (Side(pp=3), Side(pp=2, tp=2, stages=(4, 1))),
+    "tp2 to tp1": (ParallelConfig(tp=2), ParallelConfig()),
+    "tp1 to tp4 of dp2": (ParallelConfig(), ParallelConfig(dp=2, tp=4)),
+    "tp8 to tp2": (ParallelConfig(tp=8), ParallelConfig(tp=2)),
+    "tp4 to tp4": (ParallelConfig(tp=4), ParallelConfig(tp=4)),
+    "pp3 to uneven pp2 tp2": (ParallelConfig(pp=3), ParallelConfig(pp=2, tp=2, stages=(4, 1))),
 }
 LAYOUTS: dict[str, dict[str, int]] = {
     "odd intersections, tp6 to tp4": {"heads": 24, "prefill_tp": 6, "decode_tp": 4, "k_dim": 8, "v_dim": 8},
@@ -55,11 +55,13 @@ def exports(pool: KVPool) -> list[Export]:
     return [Export(region.addr, region.nbytes, "ipc", b"", "HOST") for region in pool.regions()]
 
 
-def lane(made: Any, share: Any) -> tuple[Lane, HostMapping]:
-    """A lane whose peer's memory is mapped, as the stand-in does it."""
+def lane(made: Any, share: Any) -> tuple[PeerConnection, HostMapping]:
+    """A connection whose peer's memory is mapped, as the stand-in does it."""
     reader = made.readers[share.reader]
     mapping = HostMapping(exports(reader), "nvlink")
-    return Lane("reader", made.here, made.writers[share.writer], reader.addresses(), 0, Mapped(mapping)), mapping
+    return PeerConnection(
+        "reader", made.here, made.writers[share.writer], reader.addresses(), 0, MappedMemory(mapping)
+    ), mapping
 
 
 def moved(made: Any, share: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -79,7 +81,7 @@ def send_all(made: Any, device: HostDevice) -> None:
         cuts = sorted({share.layer_lo, min(share.layer_lo + 1, share.layer_hi), share.layer_hi})
         for layers in pairwise(cuts):
             made.expect(share, src, dst, layers)
-            flight = made.fly(path, share, src, dst, layers=layers, lane=way, kind=kind)
+            flight = made.fly(path, share, src, dst, layers=layers, connection=way, kind=kind)
             blocks = sum(len(batch.blocks) for batch in device.begun[-1].batches)
             assert blocks == len(way.segments[share.segment].ours.held.segment.planes) * (layers[1] - layers[0])
             assert flight.descriptors == flight.posts == len(device.begun[-1].batches)
@@ -111,7 +113,7 @@ def test_planes_of_one_geometry_go_in_one_kernel_and_whole_pages_as_one_row(
     for tp, rows, kernels in ((1, 1, 1), (2, 4, 1)):
         made = ends(geometry(prefill_tp=tp))
         share = made.geometry.shares()[0]
-        flight = made.fly(DirectPath(device.copies()), share, [1, 2], [3, 4], lane=lane(made, share)[0])
+        flight = made.fly(DirectPath(device.copies()), share, [1, 2], [3, 4], connection=lane(made, share)[0])
         assert flight.posts == kernels
         (batch,) = device.begun[-1].batches
         assert (batch.geometry.rows, batch.geometry.src_paged, batch.geometry.dst_paged) == (rows, True, True)
@@ -122,7 +124,7 @@ def test_it_takes_as_many_multiprocessors_as_it_is_told(ends: Any, geometry: Any
     made = ends(geometry())
     share = made.geometry.shares()[0]
     for given, taken in ((None, PROGRAMS), (8, 8)):
-        made.fly(DirectPath(device.copies(), given), share, [1], [1], lane=lane(made, share)[0])
+        made.fly(DirectPath(device.copies(), given), share, [1], [1], connection=lane(made, share)[0])
         assert device.begun[-1].programs == taken
 
 
@@ -153,7 +155,7 @@ class TestFlight:
         order = made.order(share, [1], [1])
         way, mapping = lane(made, share)
         flight = DirectPath(device.copies()).start(way, order)
-        order.fence.raised = True
+        order.cancel.cancelled = True
         way.close()
         assert not flight.advance()
         assert not flight.give_up()
@@ -217,7 +219,7 @@ class TestMapping:
         made = ends(geometry())
         share = made.geometry.shares()[0]
         theirs = made.readers[0].addresses()
-        way = Lane("reader", made.here, made.writers[0], theirs, 0, why_not="reader's pool is host memory")
+        way = PeerConnection("reader", made.here, made.writers[0], theirs, 0, why_not="reader's pool is host memory")
         with pytest.raises(TransportError, match=r"no direct path to reader \(auto .*\): reader's pool is host memory"):
             DirectPath(device.copies()).start(way, made.order(share, [1], [1]))
 
@@ -228,12 +230,14 @@ class TestMapping:
         theirs = made.readers[0].addresses()
         for short in ([export._replace(nbytes=middle)], [export._replace(addr=export.addr + middle)]):
             with pytest.raises(DeviceError, match="lies in nothing"):
-                Lane("reader", made.here, made.writers[0], theirs, 0, Mapped(HostMapping(short, "nvlink")))
+                PeerConnection(
+                    "reader", made.here, made.writers[0], theirs, 0, MappedMemory(HostMapping(short, "nvlink"))
+                )
 
     def test_a_lost_device_keeps_nobody_from_letting_go(
         self, ends: Any, geometry: Any, device: HostDevice, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        mapping = Mapped(HostMapping([], "nvlink"))
+        mapping = MappedMemory(HostMapping([], "nvlink"))
 
         def refuse(self: HostMapping) -> None:
             raise DeviceError("an illegal address was met")
@@ -243,7 +247,7 @@ class TestMapping:
         mapping.close()
         mapping.give()
         assert mapping.users == 0
-        Mapped(HostMapping([], "nvlink")).close()
+        MappedMemory(HostMapping([], "nvlink")).close()
 
 
 class TestRefusals:
@@ -258,7 +262,7 @@ class TestRefusals:
         assert not device.begun
 
     def test_layers_that_one_side_does_not_have(self, ends: Any, geometry: Any, device: HostDevice) -> None:
-        made = ends(geometry(prefill=Side(pp=3), decode=Side()))
+        made = ends(geometry(prefill=ParallelConfig(pp=3), decode=ParallelConfig()))
         share = made.geometry.shares()[1]
         with pytest.raises(MemoryLayoutError, match="kv: layers 0-1 are not those"):
             DirectPath(device.copies()).start(lane(made, share)[0], made.order(share, [1], [1], (0, 2)))

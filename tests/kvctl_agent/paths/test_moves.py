@@ -9,7 +9,7 @@ import pytest
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.buffers import StagingBuffers
-from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
 from kvctl_agent.paths.slice import SlicePath
@@ -45,7 +45,7 @@ def test_slice_and_staged_serve_any_two_layouts(
 ) -> None:
     made = ends(geometry(**LAYOUTS[layout]))
     by_writer = [SlicePath() for _ in made.writers]  # a slice path belongs to one rank's pool
-    staged = StagedPath(buffers, HostCopier(CopyCrew(1)))
+    staged = StagedPath(buffers, HostCopier(CopyPool(1)))
     for name in ("slice", "staged"):
         made.poison()
         for share in made.geometry.shares():
@@ -116,14 +116,14 @@ class TestSlice:
             monkeypatch.setattr(
                 made.here, name, lambda *args, real=real, name=name: (prepared.append(name), real(*args))[1]
             )
-        path, lane, other = SlicePath(), made.lane(first), made.lane(second)
+        path, connection, other = SlicePath(), made.lane(first), made.lane(second)
         for turn in range(4):
-            made.fly(path, first, [turn], [turn], lane=lane)
+            made.fly(path, first, [turn], [turn], connection=connection)
         assert prepared == ["prepare_local", "prepare_remote"]
         for turn in range(4):
-            made.fly(path, second, [turn], [turn], lane=other)
+            made.fly(path, second, [turn], [turn], connection=other)
         assert prepared == ["prepare_local", "prepare_remote"] * 2
-        made.fly(path, first, [9], [9], lane=made.lane(first))  # the peer came back: only its side is new
+        made.fly(path, first, [9], [9], connection=made.lane(first))  # the peer came back: only its side is new
         assert prepared[4:] == ["prepare_remote"]
 
     def test_neighbours_reach_the_engine_next_to_each_other(

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.share import Share
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.buffers import StagingBuffers
-from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.host_copier import HostCopier
-from kvctl_agent.paths.base import Lane
+from kvctl_agent.paths.base import PeerConnection
 from kvctl_agent.paths.bulk import BulkPath
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
@@ -40,17 +40,17 @@ MODELS = {
     ),
 }
 SIDES = {
-    "tp2 to tp1": (Side(tp=2), Side()),
-    "tp1 to tp4 of dp2": (Side(), Side(dp=2, tp=4)),
-    "tp8 to tp2": (Side(tp=8), Side(tp=2)),
-    "tp4 to tp4": (Side(tp=4), Side(tp=4)),
-    "uneven pp2 tp2 to tp4": (Side(pp=2, tp=2, stages=(1, 4)), Side(tp=4)),
-    "pp3 to uneven pp2 tp2": (Side(pp=3), Side(pp=2, tp=2, stages=(4, 1))),
-    "pp2 to pp2": (Side(pp=2), Side(pp=2)),
+    "tp2 to tp1": (ParallelConfig(tp=2), ParallelConfig()),
+    "tp1 to tp4 of dp2": (ParallelConfig(), ParallelConfig(dp=2, tp=4)),
+    "tp8 to tp2": (ParallelConfig(tp=8), ParallelConfig(tp=2)),
+    "tp4 to tp4": (ParallelConfig(tp=4), ParallelConfig(tp=4)),
+    "uneven pp2 tp2 to tp4": (ParallelConfig(pp=2, tp=2, stages=(1, 4)), ParallelConfig(tp=4)),
+    "pp3 to uneven pp2 tp2": (ParallelConfig(pp=3), ParallelConfig(pp=2, tp=2, stages=(4, 1))),
+    "pp2 to pp2": (ParallelConfig(pp=2), ParallelConfig(pp=2)),
 }
 
 
-def moved(made: Any, share: Share) -> tuple[np.ndarray, np.ndarray]:
+def moved(made: Any, share: TransferSlice) -> tuple[np.ndarray, np.ndarray]:
     """Source and destination pages, or items, of a room: several runs and single ones, in no order."""
     segment = made.geometry.inputs().segments[share.segment]
     random, total = np.random.default_rng(share.segment), made.geometry.slots(segment)
@@ -62,7 +62,7 @@ def moved(made: Any, share: Share) -> tuple[np.ndarray, np.ndarray]:
     return src, dst
 
 
-def groups(share: Share) -> list[tuple[int, int]]:
+def groups(share: TransferSlice) -> list[tuple[int, int]]:
     """Layer groups of a share: the first layer, and the rest."""
     lo, hi = share.layer_lo, share.layer_hi
     return [(lo, hi)] if hi == lo + 1 else [(lo, lo + 1), (lo + 1, hi)]
@@ -77,7 +77,7 @@ def test_every_segment_lands_where_the_plan_says_and_nowhere_else(
     prefill, decode = SIDES[sides]
     made = ends(geometry(model=MODELS[model], prefill=prefill, decode=decode, pages=20))
     by_writer = [SlicePath() for _ in made.writers]
-    staged = StagedPath(buffers, HostCopier(CopyCrew(1)))
+    staged = StagedPath(buffers, HostCopier(CopyPool(1)))
     for share in made.geometry.shares() + made.geometry.state_shares():
         state = made.geometry.inputs().segments[share.segment].state
         src, dst = moved(made, share)
@@ -151,15 +151,19 @@ def test_descriptors_name_every_byte_of_a_part_once(ends: Any, geometry: Any, mo
             if isinstance(path, BulkPath) and not share.whole_rows:
                 continue
             recorder = Recorder()
-            lane = Lane("reader", recorder, made.writers[share.writer], made.readers[share.reader].addresses(), 0)  # type: ignore[arg-type]
-            path.start(lane, made.order(share, src, dst, (lo, hi)))
+            connection = PeerConnection(
+                "reader", recorder, made.writers[share.writer], made.readers[share.reader].addresses(), 0
+            )  # type: ignore[arg-type]
+            path.start(connection, made.order(share, src, dst, (lo, hi)))
             named = [(a + byte, b + byte) for a, b, size in recorder.copies for byte in range(size)]
             assert len(named) == len(wanted)
             assert set(named) == wanted
 
 
 def test_bulk_of_latents_is_one_descriptor_for_each_run_and_layer(ends: Any, geometry: Any) -> None:
-    made = ends(geometry(model=MODELS["latent, latent draft, state"], prefill=Side(tp=2), decode=Side(tp=2)))
+    made = ends(
+        geometry(model=MODELS["latent, latent draft, state"], prefill=ParallelConfig(tp=2), decode=ParallelConfig(tp=2))
+    )
     flight = made.fly(BulkPath(), made.geometry.shares()[0], [1, 2, 3, 7], [5, 6, 7, 1])
     assert flight.descriptors == 2 * 5
 
@@ -171,7 +175,7 @@ class TestRefusals:
     def test_layers_that_one_side_does_not_have(
         self, ends: Any, geometry: Any, path: Any, layers: tuple[int, int]
     ) -> None:
-        made = ends(geometry(prefill=Side(pp=3), decode=Side()))
+        made = ends(geometry(prefill=ParallelConfig(pp=3), decode=ParallelConfig()))
         share = made.geometry.shares()[1]
         assert (share.layer_lo, share.layer_hi) == (1, 2)
         with pytest.raises(MemoryLayoutError, match=r"kv: layers .* are not those of a rank that has 1-2"):
@@ -183,6 +187,6 @@ class TestRefusals:
         share = made.geometry.shares()[0]
         theirs = made.readers[0].addresses()
         huge = SegmentAddresses(theirs.segments[0].held, 1 << 40, theirs.segments[0].bases)
-        lane = Lane("reader", made.here, made.writers[0], PoolAddresses((huge,), 0, 0, 0), 0)
+        connection = PeerConnection("reader", made.here, made.writers[0], PoolAddresses((huge,), 0, 0, 0), 0)
         with pytest.raises(MemoryLayoutError, match=r"kv: \d+ rows cannot be numbered by 32 bits"):
-            SlicePath().start(lane, made.order(share, [1], [1]))
+            SlicePath().start(connection, made.order(share, [1], [1]))

@@ -14,27 +14,27 @@ import pytest
 from host_device import HostDevice
 
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
-from kvctl_agent.layout.holding import Held
+from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
-from kvctl_agent.layout.share import Share
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.copy import gather_piece
-from kvctl_agent.memory.crew import CopyCrew
+from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import HostCopier
-from kvctl_agent.memory.parts import PartLayout
+from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.rows import RowIndex
-from kvctl_agent.paths.base import Flight, Lane
+from kvctl_agent.memory.row_index import RowIndex
+from kvctl_agent.paths.base import Flight, PeerConnection
 from kvctl_agent.paths.staged import StagedPath
-from kvctl_agent.protocol.events import Fence, Lease, Transfer
+from kvctl_agent.protocol.events import CancelToken, Lease, Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
 
 PAGES = np.array([3, 9, 4, 1, 15, 0, 2, 8, 7, 11, 13, 12], np.int32)
-HELD = Held(Segment(0, "kv", 0, 4, 4, (Plane("k", 4, 32), Plane("v", 4, 32))), 0, 4, 0, 4)
-SHARE = Share(0, 0, 0, 1, 0, 2, 0, 4, 4, 2, HELD.segment.page_head_bytes)
+HELD = LocalShard(Segment(0, "kv", 0, 4, 4, (Plane("k", 4, 32), Plane("v", 4, 32))), 0, 4, 0, 4)
+SHARE = TransferSlice(0, 0, 0, 1, 0, 2, 0, 4, 4, 2, HELD.segment.page_head_bytes)
 PART = PartLayout(0, 4, len(PAGES), (256, 256))
 
 
@@ -91,9 +91,9 @@ class Bench:
                 block.array()[:] = random.integers(0, 256, block.nbytes, np.uint8)
         self.ring = RingMemory(1 << 20)
         self.transport = LateTransport()
-        self.fence = Fence(Lease(1 << 62))
+        self.cancel = CancelToken(Lease(1 << 62))
         self.buffers = StagingBuffers(1, 1)
-        self.copier: Copier = HostCopier(CopyCrew(1)) if device is None else DeviceCopier(device.copies())
+        self.copier: Copier = HostCopier(CopyPool(1)) if device is None else DeviceCopier(device.copies())
 
     def staging(self, count: int, nbytes: int = 4096) -> StagedPath:
         self.buffers.close()
@@ -113,12 +113,12 @@ class Bench:
             "dst_pages": PAGES,
             "grant": Grant(0, 0, 4, 1, offset, offset + PART.region_bytes, 0),
             "tag": b"tag",
-            "fence": self.fence,
+            "cancel": self.cancel,
             "ready_ns": 1,
             "opened_ns": 1,
         }
-        lane = Lane("reader", self.transport, self.pool, self.pool.addresses(), self.ring.addr)  # type: ignore[arg-type]
-        return path.start(lane, Transfer(**{**order, **changes}))
+        connection = PeerConnection("reader", self.transport, self.pool, self.pool.addresses(), self.ring.addr)  # type: ignore[arg-type]
+        return path.start(connection, Transfer(**{**order, **changes}))
 
     def view(self, offset: int, nbytes: int) -> Any:
         return self.ring.view(offset, nbytes).array
@@ -240,7 +240,7 @@ class TestFence:
         flight = bench.start(bench.staging(2))
         assert not flight.advance()
         posted = len(bench.transport.writes)
-        bench.fence.raised = True
+        bench.cancel.cancelled = True
         assert not flight.advance(), "writes are in flight"
         assert len(bench.transport.writes) == posted
         assert bench.buffers.in_use == len(bench.transport.open)
@@ -254,7 +254,7 @@ class TestFence:
     def test_given_up_behind_it_its_buffers_come_back_one_by_one(self, bench: Bench) -> None:
         flight = bench.start(bench.staging(4))
         assert not flight.advance()
-        bench.fence.raised = True
+        bench.cancel.cancelled = True
         assert not flight.advance()
         flying = bench.transport.open
         assert len(flying) > 1
@@ -268,7 +268,7 @@ class TestFence:
 
     def test_raised_before_the_first_look_nothing_is_posted(self, bench: Bench) -> None:
         flight = bench.start(bench.staging(2))
-        bench.fence.raised = True
+        bench.cancel.cancelled = True
         assert flight.advance()
         assert bench.buffers.in_use == 0
         assert bench.transport.writes == []
@@ -279,13 +279,13 @@ class TestLease:
         flight = bench.start(bench.staging(2))
         assert not flight.advance()
         posted = len(bench.transport.writes)
-        bench.fence.lease.length_ns = 1  # the process was frozen here
+        bench.cancel.lease.length_ns = 1  # the process was frozen here
         for write in bench.transport.open:
             write.complete()
         for _ in range(3):
             assert not flight.advance()
         assert len(bench.transport.writes) == posted
-        bench.fence.lease.length_ns = 1 << 62  # and its peer is heard again
+        bench.cancel.lease.length_ns = 1 << 62  # and its peer is heard again
         while not flight.advance():
             for write in bench.transport.open:
                 write.complete()
@@ -295,11 +295,11 @@ class TestLease:
     def test_without_one_a_part_whose_room_fails_gives_all_back(self, bench: Bench) -> None:
         flight = bench.start(bench.staging(2))
         assert not flight.advance()
-        bench.fence.lease.length_ns = 1
+        bench.cancel.lease.length_ns = 1
         for write in bench.transport.open:
             write.complete()
         assert not flight.advance()
-        bench.fence.raised = True
+        bench.cancel.cancelled = True
         assert flight.advance()
         assert bench.buffers.in_use == 0
 
@@ -368,7 +368,7 @@ class TestCopiesThatTakeTheirTime:
     def test_a_gather_of_a_part_that_was_given_up_keeps_its_buffer_until_it_is_done(self, late: Bench) -> None:
         flight = late.start(late.staging(4))
         self.advance(flight, 1)
-        late.fence.raised = True
+        late.cancel.cancelled = True
         assert not flight.advance()
         assert not late.transport.writes
         assert late.buffers.in_use == 1, "a kernel writes to it"
@@ -402,7 +402,7 @@ class TestCopiesThatTakeTheirTime:
         late.device.fail_next = 1
         flight = late.start(late.staging(4))
         self.advance(flight, 1)
-        late.fence.raised = True
+        late.cancel.cancelled = True
         assert not flight.give_up()
         assert flight.give_up()
         assert late.buffers.in_use == 0

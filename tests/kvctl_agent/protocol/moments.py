@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from simulation import SECOND, Item, World
 
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -13,9 +13,9 @@ from kvctl_agent.protocol.send_room import Part
 from kvctl_agent.protocol.tag import PartKey
 
 
-def asked(pages: int = 2, *, ring: int = 4, prefill: Side | None = None) -> World:
+def asked(pages: int = 2, *, ring: int = 4, prefill: ParallelConfig | None = None) -> World:
     """One room, opened and prefetched at every writer, with no message of staging delivered yet."""
-    world = World(prefill or Side(), Side(), ring=ring, chunk_pages=1)
+    world = World(prefill or ParallelConfig(), ParallelConfig(), ring=ring, chunk_pages=1)
     world.connect()
     world.receive(7, pages, aux=-1)
     world.flush()
@@ -36,7 +36,7 @@ def granted(world: World) -> msg.StagingGrants:
 
 def under_way(steps: int, *, ring: int = 2) -> World:
     """Two rooms and two writers, some way into their transfer."""
-    world = World(Side(tp=2), Side(), ring=ring, chunk_pages=1)
+    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=ring, chunk_pages=1)
     world.connect()
     for room in (7, 8):
         world.receive(room, 4)
@@ -49,7 +49,7 @@ def under_way(steps: int, *, ring: int = 2) -> World:
 
 def in_flight(*, choose: object = None) -> World:
     """One room with a write of prefill-0 that has begun and has not completed."""
-    world = World(Side(tp=2), Side(), **({"choose": choose} if choose else {}))  # type: ignore[arg-type]
+    world = World(ParallelConfig(tp=2), ParallelConfig(), **({"choose": choose} if choose else {}))  # type: ignore[arg-type]
     world.connect()
     world.receive(7, 4)
     world.send(7, 4)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.holding import held
-from kvctl_agent.layout.inputs import PlanInputs
-from kvctl_agent.layout.plan import shares_of_writer, shares_to_reader, state_shares_to_reader, writer_cells
+from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.plan import slices_of_writer, slices_to_reader, state_slices_to_reader, writer_cells
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.side import Coord, Side
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.tag import PartKind, Tag
 
@@ -36,7 +36,7 @@ class Instance:
         introduced: decode ranks know of it from their start; else they ask when a room wants it.
     """
 
-    side: Side
+    side: ParallelConfig
     cp_mode: str = "rank0"
     early_send: bool = True
     answers: bool = True
@@ -95,7 +95,9 @@ def place_of(name: str) -> Place:
 class Oracle:
     """What is in flight, what is in the rings, what is in the pages, and what each engine was told."""
 
-    def __init__(self, shape: ModelShape, decode: Side, instances: tuple[Instance, ...], chunk_pages: int) -> None:
+    def __init__(
+        self, shape: ModelShape, decode: ParallelConfig, instances: tuple[Instance, ...], chunk_pages: int
+    ) -> None:
         self.shape = shape
         self.decode = decode
         self.instances = instances
@@ -183,12 +185,12 @@ class Oracle:
             return 0
         inputs, rank, reader = self.inputs_of(room.instance), place_of(name).rank, place_of(room.reader).rank
         dp = self.decode.coord(reader).dp
-        owed = [share for share in shares_of_writer(inputs, room.room, dp, rank) if share.reader == reader]
+        owed = [share for share in slices_of_writer(inputs, room.room, dp, rank) if share.reader == reader]
         cells = writer_cells(inputs, room.room, rank, room.total_pages, room.prefix_pages)
         return sum(share.num_layers for share in owed) * sum(cell.count for cell in cells)
 
     def begun(self, write: Write) -> None:
-        """A write begins that no fence stops."""
+        """A write begins that no cancel stops."""
         order = write.order
         if self.sent.get((write.writer, order.room)) is RoomState.FAILED:
             raise Broken(f"{order.key} of room {order.room} begins after the room has failed: it was to be dropped")
@@ -252,7 +254,7 @@ class Oracle:
         if not len(order.src_pages) == len(pages) == len(order.dst_pages):
             raise Broken(f"{key}: {len(order.src_pages)} pages go into {len(pages)}")
         instance = self.instances[place.instance].side
-        mine = held(self.shape, PAGE_SIZE, instance, instance.coord(place.rank))[share.segment]
+        mine = local_shards(self.shape, PAGE_SIZE, instance, instance.coord(place.rank))[share.segment]
         lowest = mine.head_lo + share.src_head
         if not (mine.layer_lo <= key.lo < key.hi <= mine.layer_hi and lowest + share.heads <= mine.head_hi):
             raise Broken(f"{write.writer} sends {key} of {share}, and holds {mine}")
@@ -274,7 +276,7 @@ class Oracle:
         share, key, place = write.order.share, write.order.key, place_of(write.writer)
         inputs, reader = self.inputs_of(room.instance), place_of(room.reader).rank
         state = write.order.kind is PartKind.STATE
-        planned = (state_shares_to_reader if state else shares_to_reader)(inputs, room.room, reader)
+        planned = (state_slices_to_reader if state else slices_to_reader)(inputs, room.room, reader)
         if place.instance != room.instance or key.writer != place.rank or share not in planned:
             raise Broken(f"{write.writer} sends {key} of {share}, which is not planned")
         if share.writer != place.rank or not share.layer_lo <= key.lo < key.hi <= share.layer_hi:
@@ -312,10 +314,10 @@ class Oracle:
 
     def wanted(self, room: Expected) -> dict[Cell, Value]:
         """What this decode rank's pages and items are to hold in the end."""
-        coord: Coord = self.decode.coord(place_of(room.reader).rank)
+        coord: RankCoord = self.decode.coord(place_of(room.reader).rank)
         wanted: dict[Cell, Value] = {}
         lists = iter(room.items)
-        for mine in held(self.shape, PAGE_SIZE, self.decode, coord):
+        for mine in local_shards(self.shape, PAGE_SIZE, self.decode, coord):
             if mine.segment.state:
                 places = list(enumerate(next(lists, [])))
             else:

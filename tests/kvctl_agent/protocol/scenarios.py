@@ -10,9 +10,9 @@ from typing import Any
 from oracle import Instance
 from simulation import SHAPE, World, direct, mixed, staged
 
-from kvctl_agent.layout.context import CP_MODES
+from kvctl_agent.layout.context_parallel import CP_MODES
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.side import Side
 
 SHAPES = {
     "plain": SHAPE,
@@ -34,7 +34,7 @@ SHAPES = {
 COMPONENTS = {name: len(shape.states) for name, shape in SHAPES.items()}
 
 
-def side(dice: random.Random, layers: int, most: int, *, cp: Sequence[int]) -> Side:
+def side(dice: random.Random, layers: int, most: int, *, cp: Sequence[int]) -> ParallelConfig:
     """A side of at most so many ranks; every second one of several stages has uneven ones."""
     while True:
         dp, pp, of_cp, tp = dice.choice([1, 1, 2]), dice.choice([1, 1, 2, 3]), dice.choice(cp), dice.choice([1, 2, 4])
@@ -44,7 +44,7 @@ def side(dice: random.Random, layers: int, most: int, *, cp: Sequence[int]) -> S
     if dice.random() < 0.7 and pp > 1:
         edges = [0, *sorted(dice.sample(range(1, layers), pp - 1)), layers]
         stages = tuple(hi - lo for lo, hi in pairwise(edges))
-    return Side(dp, pp, of_cp, tp, stages)
+    return ParallelConfig(dp, pp, of_cp, tp, stages)
 
 
 def instance(dice: random.Random, layers: int, most: int, *, answers: float) -> Instance:

@@ -17,15 +17,15 @@ from forwards import forwards
 from oracle import PAGE_SIZE, UNIT, Broken, Expected, Instance, Oracle, Write, place_of
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.plan import shares_to_reader
+from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.plan import slices_to_reader
 from kvctl_agent.layout.shape import ModelShape, segments
-from kvctl_agent.layout.share import Share
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.local import Local, Timing
+from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
@@ -61,15 +61,15 @@ class Item(NamedTuple):
     what: Any
 
 
-def staged(who: msg.Introduction, share: Share, layers: int, pages: ev.Pages) -> str:
+def staged(who: msg.PeerInfo, share: TransferSlice, layers: int, pages: ev.Pages) -> str:
     return "staged"
 
 
-def direct(who: msg.Introduction, share: Share, layers: int, pages: ev.Pages) -> str:
+def direct(who: msg.PeerInfo, share: TransferSlice, layers: int, pages: ev.Pages) -> str:
     return "slice"
 
 
-def mixed(who: msg.Introduction, share: Share, layers: int, pages: ev.Pages) -> str:
+def mixed(who: msg.PeerInfo, share: TransferSlice, layers: int, pages: ev.Pages) -> str:
     """Some parts of a room go through the ring and some do not."""
     return "staged" if (share.layer_lo + layers + int(pages[0])) % 2 else "slice"
 
@@ -95,8 +95,8 @@ class World(Oracle):  # type: ignore[misc]
 
     def __init__(
         self,
-        prefill: Side | None = None,
-        decode: Side | None = None,
+        prefill: ParallelConfig | None = None,
+        decode: ParallelConfig | None = None,
         *,
         cp_mode: str = "rank0",
         early_send: bool = True,
@@ -112,8 +112,8 @@ class World(Oracle):  # type: ignore[misc]
         aux_slots: int = 64,
         state_slots: int = 1 << 16,
     ) -> None:
-        first = Instance(prefill or Side(tp=2), cp_mode, early_send, introduced=introduced)
-        super().__init__(shape, decode or Side(), (first, *others), chunk_pages)
+        first = Instance(prefill or ParallelConfig(tp=2), cp_mode, early_send, introduced=introduced)
+        super().__init__(shape, decode or ParallelConfig(), (first, *others), chunk_pages)
         self.prefill = first.side
         self.timing = timing
         self.ring = ring
@@ -156,7 +156,7 @@ class World(Oracle):  # type: ignore[misc]
         instance = self.instances[place.instance]
         side = instance.side if place.role == "prefill" else self.decode
         slots = [self.state_slots if segment.state else self.num_pages for segment in segments(self.shape, PAGE_SIZE)]
-        local = Local(
+        local = LocalInfo(
             name=name,
             role=place.role,
             coord=side.coord(place.rank),
@@ -181,7 +181,7 @@ class World(Oracle):  # type: ignore[misc]
                 if known.answers and known.introduced:
                     self.feed(name, ev.RosterKnown(registry(number), self.names_of(number)))
 
-    def _machine(self, local: Local) -> Machine:
+    def _machine(self, local: LocalInfo) -> Machine:
         told = self.make_telemetry(local.name, "prefill" if local.role == "prefill" else "decode")
         if local.role == "prefill":
             early_send = self.instances[place_of(local.name).instance].early_send
@@ -386,7 +386,7 @@ class World(Oracle):  # type: ignore[misc]
         self.pool.append(Item("event", write.writer, write.writer, done))
 
     def _begin(self, write: Write) -> None:
-        if write.order.fence.raised:
+        if write.order.cancel.cancelled:
             self._over(write, dropped=True)
             return
         self.begun(write)
@@ -496,5 +496,5 @@ class World(Oracle):  # type: ignore[misc]
         """All say hello, without loss."""
         self.flush()
 
-    def owed(self, room: int, reader: int = 0) -> tuple[Share, ...]:
-        return shares_to_reader(self.inputs, room, reader)
+    def owed(self, room: int, reader: int = 0) -> tuple[TransferSlice, ...]:
+        return slices_to_reader(self.inputs, room, reader)

@@ -17,7 +17,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.tag import DIGEST_BYTES, TAG_BYTES, PartKey, PartKind, Tag
 
-WHO = msg.Introduction(
+WHO = msg.PeerInfo(
     "d",
     "decode",
     [0] * 4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulation import SECOND, World, registry
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 
 
@@ -26,7 +26,7 @@ def pass_time(world: World, seconds: int) -> None:
 
 
 def test_a_lost_rank_that_left_its_roster_is_forgotten() -> None:
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.connect()
     for life in range(50):
         names = replace(world, life)
@@ -36,7 +36,7 @@ def test_a_lost_rank_that_left_its_roster_is_forgotten() -> None:
 
 def test_it_is_kept_while_a_room_still_waits_for_it() -> None:
     """Its pages are not free before it has drained, so it must still be known when it says so."""
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.connect()
     room = world.receive(7, 4)
     world.flush()

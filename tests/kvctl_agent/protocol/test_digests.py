@@ -11,7 +11,7 @@ from simulation import Item, World, direct, staged
 from test_finals import HYBRID
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import build, pack, take, unpack
 from kvctl_agent.protocol.tag import PartKey, PartKind, with_digest
@@ -49,8 +49,8 @@ class Digesting(World):  # type: ignore[misc]
         return ev.Checked(check.room, check.nonce, check.kind, check.key, found, self.now_ns)
 
 
-def world_of(choose: Any, prefill: Side | None = None) -> Digesting:
-    world = Digesting(prefill or Side(tp=2), Side(), choose=choose, shape=HYBRID, ring=64)
+def world_of(choose: Any, prefill: ParallelConfig | None = None) -> Digesting:
+    world = Digesting(prefill or ParallelConfig(tp=2), ParallelConfig(), choose=choose, shape=HYBRID, ring=64)
     world.connect()
     return world
 

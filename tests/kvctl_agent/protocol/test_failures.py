@@ -8,7 +8,7 @@ from moments import under_way
 from simulation import SECOND, TIMING, World, direct, staged
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 
 STAGES = [0, 5, 12, 20, 30, 40, 60]
@@ -44,7 +44,7 @@ def test_the_first_cause_wins_on_every_rank() -> None:
 
 
 def test_pages_are_released_only_after_all_writers_have_drained() -> None:
-    world = World(Side(tp=2), Side(), choose=direct)
+    world = World(ParallelConfig(tp=2), ParallelConfig(), choose=direct)
     world.connect()
     room = world.receive(7, 2)
     world.send(7, 2)
@@ -62,7 +62,7 @@ def test_pages_are_released_only_after_all_writers_have_drained() -> None:
 
 
 def test_parts_behind_the_fence_are_dropped_and_not_written() -> None:
-    world = World(Side(), Side(), choose=direct, chunk_pages=1)
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct, chunk_pages=1)
     world.connect()
     world.receive(7, 3)
     world.send(7, 3)
@@ -75,7 +75,7 @@ def test_parts_behind_the_fence_are_dropped_and_not_written() -> None:
 
 
 def test_a_part_that_failed_with_bytes_in_flight_holds_its_room_until_the_engine_lets_go() -> None:
-    world = World(Side(), Side(), choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
     world.connect()
     room = world.receive(7, 2)
     world.send(7, 2)
@@ -95,7 +95,7 @@ def test_a_part_that_failed_with_bytes_in_flight_holds_its_room_until_the_engine
 
 
 def test_a_page_count_that_differs_fails_that_room_alone_and_names_both_counts() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     for room, pages in [(7, 5), (8, 4)]:
         world.receive(room, 4)
@@ -110,7 +110,7 @@ def test_a_page_count_that_differs_fails_that_room_alone_and_names_both_counts()
 
 
 def test_too_many_pages_are_noticed_before_a_cell_of_another_length_is_sent() -> None:
-    world = World(Side(), Side(), chunk_pages=4, choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), chunk_pages=4, choose=direct)
     world.connect()
     room = world.receive(7, 6)
     world.flush()
@@ -123,7 +123,7 @@ def test_too_many_pages_are_noticed_before_a_cell_of_another_length_is_sent() ->
 
 def test_a_failure_in_one_leg_stops_all_legs_of_the_room() -> None:
     """The pages fit one decode rank and not the other: nothing may leave for either after the failure."""
-    world = World(Side(), Side(tp=2), choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
     world.connect()
     world.receive(7, 5, reader=0)
     world.receive(7, 4, reader=1)
@@ -136,7 +136,7 @@ def test_a_failure_in_one_leg_stops_all_legs_of_the_room() -> None:
 
 
 def test_a_decode_rank_that_expects_an_aux_row_learns_that_there_is_none() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     room = world.receive(7, 2, aux=3)
     world.send(7, 2, aux=-1)
@@ -146,7 +146,7 @@ def test_a_decode_rank_that_expects_an_aux_row_learns_that_there_is_none() -> No
 
 
 def test_wrong_pages_are_refused_with_the_reason() -> None:
-    world = World(Side(), Side(), num_pages=50)
+    world = World(ParallelConfig(), ParallelConfig(), num_pages=50)
     world.connect()
     outside = world.receive(7, 2, first_page=49)
     beyond = world.receive(8, 2, first_page=0, aux=64)
@@ -158,7 +158,7 @@ def test_wrong_pages_are_refused_with_the_reason() -> None:
 
 
 def test_prefill_does_not_wait_for_a_room_whose_opening_it_refused() -> None:
-    world = World(Side(), Side(), num_pages=50)
+    world = World(ParallelConfig(), ParallelConfig(), num_pages=50)
     world.connect()
     world.send(7, 2)
     world.receive(7, 2, first_page=49)
@@ -169,7 +169,7 @@ def test_prefill_does_not_wait_for_a_room_whose_opening_it_refused() -> None:
 
 
 def test_our_own_wrong_page_list_fails_that_room_here() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     room = world.receive(7, 5, prefix=5, aux=-1)
     wrong = world.receive(8, 0, aux=-1, extra=3)
@@ -180,7 +180,7 @@ def test_our_own_wrong_page_list_fails_that_room_here() -> None:
 
 
 def test_an_abort_before_the_other_side_comes_is_told_when_it_comes() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.send(7, 2)
     world.flush()
@@ -192,7 +192,7 @@ def test_an_abort_before_the_other_side_comes_is_told_when_it_comes() -> None:
 
 
 def test_prefill_that_comes_after_the_room_has_failed_is_told_so() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.receive(7, 2)
     world.flush()
@@ -204,7 +204,7 @@ def test_prefill_that_comes_after_the_room_has_failed_is_told_so() -> None:
 
 
 def test_prefill_that_comes_while_a_failed_room_is_not_yet_acknowledged_gets_its_pages_back() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.receive(7, 2)
     world.flush()
@@ -215,7 +215,7 @@ def test_prefill_that_comes_while_a_failed_room_is_not_yet_acknowledged_gets_its
 
 
 def test_a_refusal_that_was_lost_is_given_again() -> None:
-    world = World(Side(), Side(), num_pages=50)
+    world = World(ParallelConfig(), ParallelConfig(), num_pages=50)
     world.connect()
     room = world.receive(7, 2, first_page=49)
     world.happen(world.pool.pop())
@@ -237,7 +237,7 @@ class TestDeadlines:
         return f"{room.failure['code']} {room.failure['text']}"
 
     def test_an_instance_that_is_not_complete(self) -> None:
-        world = World(Side(tp=2), Side())
+        world = World(ParallelConfig(tp=2), ParallelConfig())
         world.paused.add("prefill-1")
         world.receive(7, 2)
         text = self.failure(world, TIMING.bootstrap_ns)
@@ -245,7 +245,7 @@ class TestDeadlines:
         assert "not accepted by prefill-1" in text
 
     def test_an_engine_that_never_computes(self) -> None:
-        world = World(Side(), Side())
+        world = World(ParallelConfig(), ParallelConfig())
         world.connect()
         world.receive(7, 2)
         text = self.failure(world, TIMING.waiting_ns)
@@ -253,7 +253,7 @@ class TestDeadlines:
         assert "chunk 0 layers 0-1 of prefill-0 did not arrive" in text or "gave 0 pages" in text
 
     def test_a_decode_rank_that_never_opens(self) -> None:
-        world = World(Side(), Side(tp=2))
+        world = World(ParallelConfig(), ParallelConfig(tp=2))
         world.connect()
         world.receive(7, 2)
         world.send(7, 2)
@@ -266,7 +266,7 @@ class TestDeadlines:
         assert "1 of 2 decode ranks opened it" in failure["text"]
 
     def test_an_aux_row_that_never_comes(self) -> None:
-        world = World(Side(), Side())
+        world = World(ParallelConfig(), ParallelConfig())
         world.connect()
         world.receive(7, 2)
         world.flush()
@@ -278,7 +278,7 @@ class TestDeadlines:
 
     def test_an_engine_that_does_not_finish_one_of_two_ranks(self) -> None:
         """Not "no RoomDone": the decode side cannot say so before the aux row is there."""
-        world = World(Side(tp=2), Side())
+        world = World(ParallelConfig(tp=2), ParallelConfig())
         world.connect()
         world.receive(7, 2)
         world.flush()
@@ -294,7 +294,7 @@ class TestDeadlines:
         assert failure["text"].endswith("finish() was not called")
 
     def test_a_room_that_moves_on_meets_no_deadline(self) -> None:
-        world = World(Side(), Side(), chunk_pages=1, ring=64)
+        world = World(ParallelConfig(), ParallelConfig(), chunk_pages=1, ring=64)
         world.connect()
         room = world.receive(7, 5)
         world.flush()
@@ -332,7 +332,7 @@ class FailingDevice(World):  # type: ignore[misc]
 
 
 def test_a_part_that_cannot_be_copied_to_its_pages_fails_its_room_by_name() -> None:
-    world = FailingDevice(Side(tp=2), Side(), choose=staged, ring=64)
+    world = FailingDevice(ParallelConfig(tp=2), ParallelConfig(), choose=staged, ring=64)
     world.connect()
     room = world.receive(7, 4)
     world.send(7, 4)

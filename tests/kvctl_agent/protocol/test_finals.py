@@ -9,8 +9,8 @@ import pytest
 from simulation import TIMING, World, direct, staged
 
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -22,8 +22,10 @@ INDEX = StateShape("index", (0, 1, 2, 3), 4, 1, 16)
 HYBRID = ModelShape(4, 2, 32, 32, 2, states=(CONV, SSM, INDEX))
 
 
-def world_of(prefill: Side | None = None, decode: Side | None = None, **options: Any) -> World:
-    world = World(prefill or Side(), decode or Side(), **{"shape": HYBRID, "choose": direct, **options})
+def world_of(prefill: ParallelConfig | None = None, decode: ParallelConfig | None = None, **options: Any) -> World:
+    world = World(
+        prefill or ParallelConfig(), decode or ParallelConfig(), **{"shape": HYBRID, "choose": direct, **options}
+    )
     world.connect()
     return world
 
@@ -43,7 +45,7 @@ def finals(world: World, room: int = 7) -> dict[str, list[tuple[str, str, int, i
 
 
 def test_state_goes_to_the_rank_that_has_its_layers_and_heads() -> None:
-    world = world_of(Side(pp=2, stages=(1, 3)), Side(tp=2))
+    world = world_of(ParallelConfig(pp=2, stages=(1, 3)), ParallelConfig(tp=2))
     for reader in (0, 1):
         world.receive(7, 2, reader=reader, states=(1, 2, 3), aux=3)
     world.flush()
@@ -59,9 +61,9 @@ def test_state_goes_to_the_rank_that_has_its_layers_and_heads() -> None:
     world.check_empty()
 
 
-@pytest.mark.parametrize("prefill", [Side(tp=4), Side(cp=2, tp=2), Side(dp=2, pp=2)])
-@pytest.mark.parametrize("decode", [Side(), Side(tp=4), Side(dp=2, pp=2)])
-def test_every_item_has_one_writer_between_any_two_layouts(prefill: Side, decode: Side) -> None:
+@pytest.mark.parametrize("prefill", [ParallelConfig(tp=4), ParallelConfig(cp=2, tp=2), ParallelConfig(dp=2, pp=2)])
+@pytest.mark.parametrize("decode", [ParallelConfig(), ParallelConfig(tp=4), ParallelConfig(dp=2, pp=2)])
+def test_every_item_has_one_writer_between_any_two_layouts(prefill: ParallelConfig, decode: ParallelConfig) -> None:
     """Replicated components too: the oracle complains of a cell that is written twice."""
     world = world_of(prefill, decode, choose=staged, ring=8)
     for reader in range(decode.size):
@@ -87,7 +89,7 @@ def test_a_room_says_which_components_it_wants() -> None:
 
 def test_state_moves_where_no_page_is_left_to_send() -> None:
     """A zero-page last chunk that is skipped and takes what follows with it."""
-    world = world_of(Side(tp=2))
+    world = world_of(ParallelConfig(tp=2))
     room = world.receive(7, 3, prefix=3, states=(1, 1, 1))
     world.send(7, 3, split=[3], states=(1, 1, 1))
     world.settle(ticks=1)
@@ -187,7 +189,7 @@ class TestPrefillOnly:
     """A request that has no decode forward: its pages stay, what follows them moves."""
 
     def test_no_page_is_sent_and_what_follows_is(self) -> None:
-        world = world_of(Side(tp=2))
+        world = world_of(ParallelConfig(tp=2))
         room = world.receive(7, 3, states=(1, 1, 1), prefill_only=True)
         world.send(7, 3, states=(1, 1, 1))
         world.settle(ticks=1)

@@ -16,12 +16,12 @@ from scenarios import open_and_compute, world
 from simulation import SECOND, Broken, World
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.events import Fence
-from kvctl_agent.protocol.ledger import Ledger
+from kvctl_agent.protocol.computed_pages import ComputedPages
+from kvctl_agent.protocol.events import CancelToken
 from kvctl_agent.protocol.recv_room import RecvRoom
-from kvctl_agent.protocol.send_room import Leg
+from kvctl_agent.protocol.send_room import PeerTransfer
 
 
 def history(dice: random.Random, *, answers: float = 1.0) -> tuple[World, list[int]]:
@@ -131,7 +131,7 @@ def test_abort_restart_pause_and_engine_errors_end_every_room_and_leave_nothing(
 def test_many_rooms_through_a_ring_that_holds_two_parts(seed: int) -> None:
     """No set of rooms can hold each other up for ever."""
     dice = random.Random(seed)
-    found = World(Side(tp=2), Side(), ring=2, chunk_pages=1)
+    found = World(ParallelConfig(tp=2), ParallelConfig(), ring=2, chunk_pages=1)
     found.connect()
     for room in range(12):
         found.receive(room, 3)
@@ -147,15 +147,20 @@ def test_many_rooms_through_a_ring_that_holds_two_parts(seed: int) -> None:
     ("of", "name", "instead", "complaint"),
     [
         (RecvRoom, "complete", property(lambda room: room.missing == 0), "succeeds with 0 aux rows|cells in place"),
-        (Leg, "drained", property(lambda leg: True), "after the room was released|after it was released|while writer"),
-        (Fence, "raised", property(lambda fence: False, lambda fence, raised: None), "to be dropped"),
-        (Ledger, "ready", lambda ledger, lo, hi, page: True, "before page .* is computed there"),
+        (
+            PeerTransfer,
+            "drained",
+            property(lambda leg: True),
+            "after the room was released|after it was released|while writer",
+        ),
+        (CancelToken, "raised", property(lambda cancel: False, lambda cancel, raised: None), "to be dropped"),
+        (ComputedPages, "ready", lambda ledger, lo, hi, page: True, "before page .* is computed there"),
     ],
 )
 def test_the_oracle_sees_a_machine_that_forgets_a_rule(
     monkeypatch: pytest.MonkeyPatch, of: type, name: str, instead: object, complaint: str
 ) -> None:
-    """No final parts in the completion; a drain that does not wait; a fence that stops nobody; layers not awaited."""
+    """No final parts in the completion; a drain that does not wait; a cancel that stops nobody; layers not awaited."""
     monkeypatch.setattr(of, name, instead)
     with pytest.raises(Broken, match=complaint):
         list(map(harmed, range(200)))

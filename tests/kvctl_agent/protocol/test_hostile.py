@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from simulation import UNIT, World
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.context import CP_MODES
+from kvctl_agent.layout.context_parallel import CP_MODES
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -44,9 +44,9 @@ NUMBERS = [
 SHAPE = ModelShape(2, 2, 32, 32, 2, states=(StateShape("conv", (0, 1), 3, 1, 16), StateShape("ssm", (1,), 2, 2, 16)))
 
 
-def world_of(decode: Side) -> World:
+def world_of(decode: ParallelConfig) -> World:
     """Stages, cp ranks and states, so that all fields of an opening mean something."""
-    return World(Side(pp=2, cp=2), decode, shape=SHAPE, cp_mode="all-chunk", ring=4)
+    return World(ParallelConfig(pp=2, cp=2), decode, shape=SHAPE, cp_mode="all-chunk", ring=4)
 
 
 number = st.sampled_from(NUMBERS)
@@ -90,7 +90,8 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "differences": st.lists(text, max_size=2),
     "watermark": lists,
     "pages": blob,
-    "inputs": plan | st.sampled_from([world_of(decode).inputs.to_wire() for decode in (Side(), Side(dp=2))]),
+    "inputs": plan
+    | st.sampled_from([world_of(decode).inputs.to_wire() for decode in (ParallelConfig(), ParallelConfig(dp=2))]),
     "states": st.lists(blob, max_size=4),
     "prefill_only": st.booleans(),
     "drained": st.booleans(),
@@ -140,7 +141,7 @@ def feed(world: World, to: str, by: str, incarnation: int, frame: bytes) -> None
 @given(frames=st.lists(hostile(), min_size=1, max_size=12), seed=st.integers(0, 1000), stray=st.booleans())
 def test_a_peer_may_say_anything(frames: list[bytes], seed: int, stray: bool) -> None:
     """From the real peer's mouth or a stranger's: no exception, and the other dp rank's room is not harmed."""
-    world = world_of(Side(dp=2))
+    world = world_of(ParallelConfig(dp=2))
     world.connect()
     world.receive(8, 3, reader=1, nonce=1001, states=(1, 2))
     world.send(8, 3, states=(1, 2), groups=[1])
@@ -160,7 +161,7 @@ def test_a_peer_may_say_anything(frames: list[bytes], seed: int, stray: bool) ->
 @settings(max_examples=100)
 @given(frames=st.lists(hostile(), min_size=1, max_size=12), seed=st.integers(0, 1000))
 def test_a_prefill_rank_may_say_anything(frames: list[bytes], seed: int) -> None:
-    world = world_of(Side())
+    world = world_of(ParallelConfig())
     world.connect()
     world.receive(7, 3, nonce=1000, states=(1, 2))
     world.send(7, 3, states=(1, 2), groups=[1])
@@ -175,7 +176,7 @@ def test_a_prefill_rank_may_say_anything(frames: list[bytes], seed: int) -> None
 
 
 def test_tags_of_another_writer_are_not_believed_from_this_one() -> None:
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.connect()
     world.receive(7, 2, aux=-1)
     world.flush()
@@ -188,7 +189,7 @@ def test_tags_of_another_writer_are_not_believed_from_this_one() -> None:
 
 @pytest.mark.parametrize("pages", [b"\0", b"\0" * 3, b"\0" * 5, b"\0" * 4096])
 def test_a_page_list_of_the_wrong_length_is_refused(pages: bytes) -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     inputs = world.inputs.to_wire()
     world.feed(
@@ -206,7 +207,7 @@ def test_a_page_list_of_the_wrong_length_is_refused(pages: bytes) -> None:
 
 
 def test_a_mismatch_at_open_names_the_factor() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     inputs = world.inputs.to_wire() | {"chunk_pages": 64}
     world.feed(
@@ -233,7 +234,7 @@ def test_a_mismatch_at_open_names_the_factor() -> None:
     ],
 )
 def test_items_that_cannot_be_are_refused(states: list[bytes], text: str) -> None:
-    world = world_of(Side())
+    world = world_of(ParallelConfig())
     world.connect()
     opening = msg.RoomOpen(7, 1, b"", 0, 0, world.inputs.to_wire(), -1, states, to=world.p().local.incarnation)
     world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, opening))
@@ -244,7 +245,7 @@ def test_items_that_cannot_be_are_refused(states: list[bytes], text: str) -> Non
 
 
 def test_an_opening_may_not_want_more_pages_than_a_prompt_can_have() -> None:
-    world = world_of(Side())
+    world = world_of(ParallelConfig())
     world.connect()
     for prefix, total in [(5, 4), (0, 2**31 - 1)]:
         opening = msg.RoomOpen(

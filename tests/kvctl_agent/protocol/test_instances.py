@@ -10,8 +10,8 @@ import pytest
 from simulation import SECOND, TIMING, Instance, World, direct, registry
 
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -22,8 +22,8 @@ DEEP = ModelShape(4, 2, 32, 32, 2)
 
 def two(other: Instance | None = None, **options: object) -> World:
     """Instance 0 of two tp ranks and one more; rooms 7 are of the first and 8 of the other."""
-    second = other or Instance(Side(pp=2, stages=(1, 3)))
-    world = World(Side(tp=2), Side(), others=[second], **{"shape": DEEP, **options})  # type: ignore[arg-type]
+    second = other or Instance(ParallelConfig(pp=2, stages=(1, 3)))
+    world = World(ParallelConfig(tp=2), ParallelConfig(), others=[second], **{"shape": DEEP, **options})  # type: ignore[arg-type]
     world.connect()
     return world
 
@@ -36,11 +36,11 @@ def pass_time(world: World, seconds: int) -> None:
 
 def test_instances_of_different_layouts_serve_one_decode_instance_at_once() -> None:
     others = [
-        Instance(Side(tp=2, pp=2, stages=(3, 1))),
-        Instance(Side(cp=2), cp_mode="all"),
-        Instance(Side(dp=2), introduced=False),
+        Instance(ParallelConfig(tp=2, pp=2, stages=(3, 1))),
+        Instance(ParallelConfig(cp=2), cp_mode="all"),
+        Instance(ParallelConfig(dp=2), introduced=False),
     ]
-    world = World(Side(tp=4), Side(dp=2), others=others, shape=DEEP, ring=8)
+    world = World(ParallelConfig(tp=4), ParallelConfig(dp=2), others=others, shape=DEEP, ring=8)
     world.connect()
     for room in range(16):
         instance = room % 4
@@ -59,7 +59,7 @@ def test_a_room_is_opened_at_the_ranks_of_its_own_instance() -> None:
 
 
 def test_an_instance_is_asked_for_once_when_the_first_room_wants_it() -> None:
-    world = World(Side(), Side(), introduced=False)
+    world = World(ParallelConfig(), ParallelConfig(), introduced=False)
     machine = world.d()
     room = ev.OpenRoom(7, 1, np.empty(0, np.int32), 0, 0, -1, "somewhere:1")
     actions = machine.handle(room, world.now_ns)
@@ -69,7 +69,7 @@ def test_an_instance_is_asked_for_once_when_the_first_room_wants_it() -> None:
 
 
 def test_an_instance_that_never_answers_fails_its_own_rooms_and_is_named() -> None:
-    world = two(Instance(Side(), answers=False))
+    world = two(Instance(ParallelConfig(), answers=False))
     lost = world.receive(8, 2, instance=1)
     world.receive(7, 2)
     world.send(7, 2)
@@ -87,7 +87,7 @@ def test_an_instance_that_never_answers_fails_its_own_rooms_and_is_named() -> No
 
 
 def test_an_instance_of_which_a_rank_is_missing_names_it() -> None:
-    world = World(Side(tp=2), Side(), others=[Instance(Side(tp=2))])
+    world = World(ParallelConfig(tp=2), ParallelConfig(), others=[Instance(ParallelConfig(tp=2))])
     world.paused.add("p1-prefill-1")
     world.flush()
     room = world.receive(8, 2, instance=1)
@@ -123,7 +123,7 @@ def test_when_one_instance_dies_the_rooms_of_the_other_go_on(proven: bool) -> No
 
 
 def test_a_rank_name_that_another_instance_uses_is_refused_and_stays_so() -> None:
-    world = two(Instance(Side(tp=2), answers=False))
+    world = two(Instance(ParallelConfig(tp=2), answers=False))
     waiting = world.receive(8, 2, instance=1)
     world.feed("decode-0", ev.RosterKnown(registry(1), ("prefill-1", "prefill-9")))
     later = world.receive(9, 2, instance=1)
@@ -146,7 +146,7 @@ def test_a_rank_name_that_another_instance_uses_is_refused_and_stays_so() -> Non
 
 def test_a_name_is_free_again_when_the_rank_that_had_it_is_lost() -> None:
     """An instance that starts anew elsewhere, before its old life is known to be over, is not refused for ever."""
-    world = two(Instance(Side(tp=2)))
+    world = two(Instance(ParallelConfig(tp=2)))
     world.feed("decode-0", ev.RosterKnown(registry(1), ("prefill-1", "prefill-9")))
     assert world.receive(8, 2, instance=1).failure["code"] == "KV_COMPAT_MISMATCH"
     world.kill("prefill-1")
@@ -159,7 +159,7 @@ def test_a_name_is_free_again_when_the_rank_that_had_it_is_lost() -> None:
 
 def test_a_rank_that_has_moved_to_another_registry_is_followed() -> None:
     """Its old instance is gone: the name is free."""
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.kill("prefill-0")
     world.feed("decode-0", ev.RosterKnown("elsewhere:1", ("prefill-0",)))
@@ -170,7 +170,7 @@ def test_a_rank_that_has_moved_to_another_registry_is_followed() -> None:
 
 
 def test_an_instance_that_does_not_fit_fails_its_own_rooms_and_names_the_factor() -> None:
-    world = World(Side(), Side(), others=[Instance(Side())])
+    world = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())])
     local = world.p(0, 1).local
     world.machines["p1-prefill-0"] = world._machine(msgspec.structs.replace(local, chunk_pages=64))
     waiting = world.receive(8, 2, instance=1)
@@ -185,7 +185,7 @@ def test_an_instance_that_does_not_fit_fails_its_own_rooms_and_names_the_factor(
 
 
 def test_a_room_of_an_incomplete_instance_says_what_its_registry_says() -> None:
-    world = two(Instance(Side(), answers=False))
+    world = two(Instance(ParallelConfig(), answers=False))
     lost = world.receive(8, 2, instance=1)
     world.feed("decode-0", ev.RosterMissing(registry(1), "6 of 8 prefill ranks registered, missing tp=2,3"))
     pass_time(world, TIMING.bootstrap_ns // SECOND + 2)
@@ -193,7 +193,7 @@ def test_a_room_of_an_incomplete_instance_says_what_its_registry_says() -> None:
 
 
 def test_ranks_of_one_instance_must_agree_with_each_other() -> None:
-    world = World(Side(cp=2), Side())
+    world = World(ParallelConfig(cp=2), ParallelConfig())
     local = world.p(1).local
     world.machines["prefill-1"] = world._machine(msgspec.structs.replace(local, cp_mode="all"))
     world.connect()
@@ -209,7 +209,7 @@ def test_ranks_of_one_instance_must_agree_with_each_other() -> None:
 
 def test_an_instance_that_starts_anew_with_another_layout_fails_no_room_that_waits_for_it() -> None:
     """Its first rank says hello while the earlier life of the second has not been found out yet."""
-    world = World(Side(cp=2), Side())
+    world = World(ParallelConfig(cp=2), ParallelConfig())
     world.connect()
     for name in world.prefill_names:
         if name == "prefill-1":

@@ -6,7 +6,7 @@ import numpy as np
 from simulation import TIMING, World, direct
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 
 SECOND = 1_000_000_000
@@ -14,7 +14,7 @@ SECOND = 1_000_000_000
 
 def launched(*, forwards: int = 1, stages: int = 1, early_send: bool = True) -> World:
     """Rooms 7 and 8 of two pages are open, and forwards of room 7 run."""
-    world = World(Side(pp=stages), Side(), choose=direct, early_send=early_send)
+    world = World(ParallelConfig(pp=stages), ParallelConfig(), choose=direct, early_send=early_send)
     world.connect()
     for room in (7, 8):
         world.receive(room, 2)
@@ -62,7 +62,7 @@ def test_pages_that_an_early_stage_holds_back_are_counted_once() -> None:
 
 
 def test_the_first_forward_began_when_it_was_told() -> None:
-    world = World(Side(), Side(), choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
     world.connect()
     world.receive(7, 2)
     world.flush()

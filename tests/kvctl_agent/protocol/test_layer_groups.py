@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from simulation import World, direct, mixed
 
-from kvctl_agent.contract.layers import layer_range
+from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -22,9 +22,15 @@ DEEP = ModelShape(4, 2, 32, 32, 2)
 HALVES = ((0, 2), (2, 4))
 
 
-def opened(pages: int = 4, *, prefill: Side | None = None, decode: Side | None = None, **options: Any) -> World:
+def opened(
+    pages: int = 4, *, prefill: ParallelConfig | None = None, decode: ParallelConfig | None = None, **options: Any
+) -> World:
     """A room opened at every rank and announced by every prefill engine, which has computed nothing."""
-    world = World(prefill or Side(), decode or Side(), **{"shape": DEEP, "choose": direct, "ring": 64, **options})
+    world = World(
+        prefill or ParallelConfig(),
+        decode or ParallelConfig(),
+        **{"shape": DEEP, "choose": direct, "ring": 64, **options},
+    )
     world.connect()
     for reader in range(world.decode.size):
         world.receive(7, pages, reader=reader, aux=-1)
@@ -138,7 +144,7 @@ def test_the_tail_of_a_group_is_held_back_to_the_grid() -> None:
 
 
 def test_groups_computed_before_a_decode_rank_opens_go_when_it_does() -> None:
-    world = World(Side(), Side(), shape=DEEP, choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), shape=DEEP, choose=direct)
     world.connect()
     world.feed("prefill-0", ev.SendRoom(7))
     compute(world, 0, 4, (0, 2), last=True)
@@ -158,7 +164,7 @@ def ordered_now(world: World) -> bool:
 
 
 def test_a_readers_pipeline_stage_cuts_a_group() -> None:
-    world = opened(2, decode=Side(pp=2, stages=(1, 3)))
+    world = opened(2, decode=ParallelConfig(pp=2, stages=(1, 3)))
     world.feed("prefill-0", ev.Prefetch(7, HALVES))
     compute(world, 0, 2, (0, 2), last=True)
     assert ordered(world) == [("decode-0", 0, 0, 1), ("decode-1", 0, 1, 2)]
@@ -174,9 +180,9 @@ def test_a_group_is_cut_where_the_draft_begins() -> None:
     assert ordered(world) == [("decode-0", 0, 0, 3), ("decode-0", 0, 3, 4), ("decode-0", 0, 4, 6)]
 
 
-@pytest.mark.parametrize("prefill", [Side(tp=2), Side(pp=2, stages=(1, 3)), Side(cp=2)])
-@pytest.mark.parametrize("decode", [Side(), Side(tp=2), Side(pp=2, stages=(3, 1))])
-def test_staged_groups_move_between_any_two_layouts(prefill: Side, decode: Side) -> None:
+@pytest.mark.parametrize("prefill", [ParallelConfig(tp=2), ParallelConfig(pp=2, stages=(1, 3)), ParallelConfig(cp=2)])
+@pytest.mark.parametrize("decode", [ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(pp=2, stages=(3, 1))])
+def test_staged_groups_move_between_any_two_layouts(prefill: ParallelConfig, decode: ParallelConfig) -> None:
     world = World(prefill, decode, shape=DEEP, choose=mixed, ring=8, cp_mode="all-chunk")
     world.connect()
     for reader in range(decode.size):
@@ -203,7 +209,7 @@ def test_declared_groups_that_do_not_tile_the_layers_fail_the_room_and_are_named
 
 
 def test_groups_are_of_the_layers_of_ones_own_stage() -> None:
-    world = opened(prefill=Side(pp=2))
+    world = opened(prefill=ParallelConfig(pp=2))
     world.feed("prefill-1", ev.Prefetch(7, HALVES))
     assert failure(world, 1) == "room 7: layer groups 0-1, 2-3 do not tile layers 2-3"
 
@@ -272,7 +278,7 @@ def test_an_engine_that_stops_between_groups_is_told_so_at_the_deadline() -> Non
 
 
 def test_final_parts_are_queued_only_after_every_group_of_every_chunk() -> None:
-    world = World(Side(), Side(), shape=DEEP, choose=direct, chunk_pages=1)
+    world = World(ParallelConfig(), ParallelConfig(), shape=DEEP, choose=direct, chunk_pages=1)
     world.connect()
     world.receive(7, 3)
     world.send(7, 3, groups=[1])
@@ -297,7 +303,7 @@ def test_without_groups_a_room_costs_no_message_more() -> None:
     """With pipelining off the plain path runs: features cost nothing when unused."""
     counts = []
     for groups in ([], [4]):
-        world = World(Side(), Side(), shape=DEEP, ring=64)
+        world = World(ParallelConfig(), ParallelConfig(), shape=DEEP, ring=64)
         world.connect()
         world.receive(7, 4)
         world.send(7, 4, groups=groups)

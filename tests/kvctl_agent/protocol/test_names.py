@@ -7,7 +7,7 @@ import pytest
 from simulation import SECOND, TIMING, World
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
@@ -26,7 +26,7 @@ def answers(world: World, event: ev.Event) -> list[ev.Send]:
 
 
 def connected() -> World:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     return world
 
@@ -75,7 +75,7 @@ def refusal(world: World) -> ev.Received:
 
 
 def test_a_decode_rank_whose_name_is_in_use_waits_a_while_and_then_fails_its_rooms_with_the_reason() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     room = world.receive(7, 2)
     world.pool.clear()
     world.feed("decode-0", refusal(world))
@@ -90,7 +90,7 @@ def test_a_decode_rank_whose_name_is_in_use_waits_a_while_and_then_fails_its_roo
 
 
 def test_a_decode_rank_whose_name_was_in_use_for_a_moment_goes_on_as_if_nothing_had_been() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     room = world.receive(7, 2)
     world.feed("decode-0", refusal(world))
     world.send(7, 2)

@@ -12,10 +12,10 @@ from scenarios import open_and_compute
 from simulation import SECOND, TIMING, UNIT, Broken, Instance, World, direct, mixed
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.grant_table import RegionState
 from kvctl_agent.protocol.peer import PeerState
-from kvctl_agent.protocol.staging import RegionState
 
 
 def ask(world: World, name: str, event: ev.Event) -> ev.Answered:
@@ -45,7 +45,7 @@ def pass_time(world: World, seconds: int) -> None:
 
 def begun() -> World:
     """One room of one part, whose write has begun and not completed."""
-    world = World(Side(), Side(), ring=4, chunk_pages=1)
+    world = World(ParallelConfig(), ParallelConfig(), ring=4, chunk_pages=1)
     world.connect()
     world.receive(7, 1)
     world.flush()
@@ -132,7 +132,7 @@ class TestReleaseOfAnAllocation:
     @pytest.mark.parametrize("force", [False, True])
     def test_one_that_pins_the_ring_lets_others_past(self, force: bool) -> None:
         """Its writer has stopped before it wrote, is not suspected yet, and will go on one day."""
-        world = World(Side(), Side(), others=[Instance(Side())], ring=4, chunk_pages=1)
+        world = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())], ring=4, chunk_pages=1)
         world.connect()
         first = world.receive(7, 1)
         world.flush()
@@ -266,7 +266,7 @@ class TestReleaseOfARoom:
 
 def test_a_region_released_by_force_lets_those_behind_it_go_on() -> None:
     """The ring is full of a dead writer's regions."""
-    world = World(Side(), Side(), others=[Instance(Side())], ring=2, chunk_pages=1)
+    world = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())], ring=2, chunk_pages=1)
     world.connect()
     world.receive(7, 1)
     world.flush()
@@ -300,7 +300,13 @@ def meddle(world: World, dice: random.Random) -> None:
 def test_no_byte_has_two_owners_whenever_an_operator_meddles(seed: int) -> None:
     """The oracle sees every byte; the operator has no proof of anything, and so uses no force."""
     dice = random.Random(seed)
-    prefill, decode = dice.choice([(Side(tp=2), Side()), (Side(pp=2), Side()), (Side(tp=2), Side(tp=2))])
+    prefill, decode = dice.choice(
+        [
+            (ParallelConfig(tp=2), ParallelConfig()),
+            (ParallelConfig(pp=2), ParallelConfig()),
+            (ParallelConfig(tp=2), ParallelConfig(tp=2)),
+        ]
+    )
     world = World(prefill, decode, ring=dice.choice([2, 3, 4, 8]), choose=mixed)
     for room in range(10, 14):
         open_and_compute(world, dice, room, late=0.3)
@@ -320,7 +326,7 @@ def test_no_byte_has_two_owners_whenever_an_operator_meddles(seed: int) -> None:
 
 class TestDrain:
     def test_what_is_open_ends_and_what_is_new_is_refused_at_once(self) -> None:
-        world = World(Side(tp=2), Side(), chunk_pages=1)
+        world = World(ParallelConfig(tp=2), ParallelConfig(), chunk_pages=1)
         world.connect()
         first = world.receive(7, 1)
         world.flush()
@@ -344,7 +350,7 @@ class TestDrain:
         assert third.state is RoomState.SUCCESS
 
     def test_a_room_that_its_engine_has_begun_is_not_new(self) -> None:
-        world = World(Side(), Side(), chunk_pages=1)
+        world = World(ParallelConfig(), ParallelConfig(), chunk_pages=1)
         world.connect()
         world.send(7, 1)
         world.flush()
@@ -363,7 +369,7 @@ class TestRetime:
         pass_time(world, 12)
         (room,) = world.rooms.values()
         assert not room.state.finished
-        world.feed(name, ev.Retime(TIMING.bootstrap_ns, 10 * SECOND))
+        world.feed(name, ev.SetTimeouts(TIMING.bootstrap_ns, 10 * SECOND))
         pass_time(world, 2)
         assert room.state is RoomState.FAILED
         assert room.failure is not None
@@ -375,7 +381,7 @@ class TestRetime:
     def test_other_periods_and_those_of_peers_stay_and_graves_keep_as_long(self) -> None:
         world = begun()
         for name, machine in world.machines.items():
-            world.feed(name, ev.Retime(50 * SECOND, 60 * SECOND))
+            world.feed(name, ev.SetTimeouts(50 * SECOND, 60 * SECOND))
             wanted = msgspec.structs.replace(TIMING, bootstrap_ns=50 * SECOND, waiting_ns=60 * SECOND)
             assert machine.timing == wanted
             assert [peer.timing for peer in machine.peers.values()] == [wanted]
@@ -383,7 +389,7 @@ class TestRetime:
 
 
 def test_a_number_that_was_refused_while_draining_is_taken_after_it() -> None:
-    world = World(Side(), Side(), choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
     world.connect()
     world.feed("prefill-0", ev.Drain(True))
     for _ in range(2):

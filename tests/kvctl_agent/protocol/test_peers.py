@@ -10,8 +10,8 @@ from moments import in_flight, silence
 from simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -60,7 +60,7 @@ class TestStates:
 
 
 def test_a_parked_part_goes_on_when_the_lease_is_renewed() -> None:
-    world = World(Side(), Side(), choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
     world.connect()
     room = world.receive(7, 2)
     world.flush()
@@ -75,7 +75,7 @@ def test_a_parked_part_goes_on_when_the_lease_is_renewed() -> None:
 
 
 def test_final_parts_wait_for_the_lease_too() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     room = world.receive(7, 3, prefix=3)
     world.flush()
@@ -90,7 +90,7 @@ def test_final_parts_wait_for_the_lease_too() -> None:
 
 def test_a_parked_part_goes_on_when_a_hello_is_what_renews_the_lease() -> None:
     """Found by a random history: decode, which suspected us, says Hello before anything else."""
-    world = World(Side(), Side(), choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
     world.connect()
     room = world.receive(7, 2)
     world.flush()
@@ -174,7 +174,7 @@ def test_a_tag_of_a_quarantined_region_ends_its_quarantine() -> None:
 
 
 def test_a_rank_that_gave_rooms_up_is_asked_about_them_until_it_answers() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     room = world.receive(7, 2)
     world.flush()
@@ -197,7 +197,7 @@ def test_a_rank_that_gave_rooms_up_is_asked_about_them_until_it_answers() -> Non
 
 def test_a_restarted_peer_works_again_without_a_restart_of_the_other_side() -> None:
     for name in ("prefill-0", "decode-0"):
-        world = World(Side(tp=2), Side())
+        world = World(ParallelConfig(tp=2), ParallelConfig())
         world.connect()
         world.restart(name)
         world.settle(ticks=3)
@@ -208,7 +208,7 @@ def test_a_restarted_peer_works_again_without_a_restart_of_the_other_side() -> N
 
 
 def test_a_restart_that_nobody_proves_is_found_out_by_a_hello_to_the_suspect() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.restart("prefill-0", proven=False)
     start = world.now_ns
@@ -219,7 +219,7 @@ def test_a_restart_that_nobody_proves_is_found_out_by_a_hello_to_the_suspect() -
 
 
 def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     old = {item.to: item for item in world.pool if item.kind == "message"}["prefill-0"]
     world.connect()
     answer = msg.HelloAck(1, world.p().local.introduction(), world.d().local.incarnation)
@@ -240,7 +240,7 @@ def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:
 
 def test_an_answer_to_the_hello_of_a_life_before_is_no_answer() -> None:
     """Else decode would take for ready a rank that has not met it."""
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     stale = msg.HelloAck(1, world.p().local.introduction(), world.d().local.incarnation)
     world.restart("decode-0", proven=False)
     world.feed("decode-0", ev.Received("prefill-0", world.p().local.incarnation, stale))
@@ -251,7 +251,7 @@ def test_an_answer_to_the_hello_of_a_life_before_is_no_answer() -> None:
 
 def test_one_sided_loss_is_noticed_by_the_other_side() -> None:
     """Prefill gave decode up and failed the room while decode heard it well: decode learns of it, with the cause."""
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     room = world.receive(7, 2)
     world.flush()
@@ -265,7 +265,7 @@ def test_one_sided_loss_is_noticed_by_the_other_side() -> None:
 
 
 def test_hellos_while_the_transport_connects_connect_once() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     hello = next(item for item in world.pool if item.to == "prefill-0")
     for _ in range(3):
         world.happen(hello)
@@ -273,7 +273,7 @@ def test_hellos_while_the_transport_connects_connect_once() -> None:
 
 
 def test_a_transport_that_cannot_reach_decode_is_told_to_it() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     room = world.receive(7, 2)
     hello = next(item for item in world.pool if item.to == "prefill-0")
     world.pool.clear()
@@ -287,7 +287,7 @@ def test_a_transport_that_cannot_reach_decode_is_told_to_it() -> None:
 
 def mismatched(**changes: object) -> World:
     """A decode rank that differs from its prefill instance."""
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     local = world.d().local
     fields = {name: getattr(local, name) for name in local.__struct_fields__} | changes
     world.machines["decode-0"] = world._machine(type(local)(**fields))
@@ -352,7 +352,7 @@ HEADS_8 = ModelShape(6, 8, 32, 32, 2)
 def test_a_layout_that_cannot_work_is_refused_at_hello_with_the_arithmetic(
     changes: dict[str, object], text: str
 ) -> None:
-    world = World(Side(), Side(), shape=HEADS_8)
+    world = World(ParallelConfig(), ParallelConfig(), shape=HEADS_8)
     who = msgspec.structs.replace(world.d().local.introduction(), **changes)
     world.pool.clear()
     world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(msg.PROTOCOL_VERSION, who)))
@@ -372,7 +372,7 @@ def test_a_layout_that_cannot_work_is_refused_at_hello_with_the_arithmetic(
     ],
 )
 def test_a_prefill_rank_that_cannot_work_is_refused_by_decode(changes: dict[str, object], text: str) -> None:
-    world = World(Side(), Side(), shape=HEADS_8)
+    world = World(ParallelConfig(), ParallelConfig(), shape=HEADS_8)
     room = world.receive(7, 2)
     who = msgspec.structs.replace(world.p().local.introduction(), **changes)
     world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, who, world.d().local.incarnation)))
@@ -382,7 +382,7 @@ def test_a_prefill_rank_that_cannot_work_is_refused_by_decode(changes: dict[str,
 
 def test_heads_that_a_draft_or_a_state_has_too_few_of_are_named() -> None:
     shape = replace(HEADS_8, states=(StateShape("ssm", (0,), 1, 3, 8),))
-    world = World(Side(), Side(), shape=shape)
+    world = World(ParallelConfig(), ParallelConfig(), shape=shape)
     who = msgspec.structs.replace(world.d().local.introduction(), sizes=[1, 1, 1, 2])
     world.pool.clear()
     world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(msg.PROTOCOL_VERSION, who)))
@@ -410,7 +410,7 @@ def test_a_refused_peer_is_asked_again_so_that_its_restart_is_seen() -> None:
 
 
 def test_another_version_is_refused_with_both_numbers() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     hello = msg.Hello(9, world.d().local.introduction())
     world.pool.clear()
     world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, hello))
@@ -421,13 +421,13 @@ def test_another_version_is_refused_with_both_numbers() -> None:
 
 def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -> None:
     """A restart with another layout: hello comes first, and no room fails for that."""
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     me = world.d().local.incarnation
     wrong = world.p(1).local.introduction()
     world.feed("decode-0", ev.Received("prefill-0", 77, msg.HelloAck(1, wrong, me)))
     peer = world.d().peers["prefill-0"]
     assert peer.differences == ("it says that it is rank 1, the roster says otherwise",)
-    right = World(Side(), Side()).p(0).local.introduction()
+    right = World(ParallelConfig(), ParallelConfig()).p(0).local.introduction()
     for _ in range(2):
         world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(1, right, me)))
     assert peer.differences == ("2 ranks on the roster ≠ 1 by its sizes",)
@@ -444,7 +444,7 @@ def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -
 
 def test_a_life_that_was_never_met_is_no_end_of_a_later_one() -> None:
     """Its answer was on its way for long; to take it for a return would free what the living one may still write."""
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     peer, me = world.d().peers["prefill-0"], world.d().local.incarnation
     world.restart("prefill-0")
@@ -456,7 +456,7 @@ def test_a_life_that_was_never_met_is_no_end_of_a_later_one() -> None:
 
 
 def test_a_registry_that_never_agrees_is_named_at_the_deadline() -> None:
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.pool.clear()
     room = world.receive(7, 2)
     wrong = world.p(1).local.introduction()
@@ -469,7 +469,7 @@ def test_a_registry_that_never_agrees_is_named_at_the_deadline() -> None:
 
 
 def test_peers_that_nobody_needs_do_not_grow_without_bound() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     who = world.d().local.introduction()
     for number in range(MAX_PEERS + 10):

@@ -7,7 +7,7 @@ from moments import in_flight, run_until, said, silence, under_way
 from simulation import SECOND, TIMING, World, direct
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -51,7 +51,7 @@ def test_a_suspect_is_shown_and_is_given_nothing_that_would_let_it_write() -> No
 
 def test_half_the_time_to_suspicion_ends_the_lease_for_every_kind_of_part() -> None:
     """The oracle complains of an order to a peer that was not heard in time; here nothing may be ordered at all."""
-    world = World(Side(), Side(), choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
     world.connect()
     world.receive(7, 2)
     world.flush()
@@ -72,7 +72,7 @@ def test_half_the_time_to_suspicion_ends_the_lease_for_every_kind_of_part() -> N
 
 def room_of_four() -> World:
     """Room 7 passes between two prefill and two decode ranks, and has not been computed."""
-    world = World(Side(tp=2), Side(tp=2))
+    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2))
     world.connect()
     for reader in (0, 1):
         world.receive(7, 3, reader=reader, nonce=1000 + reader)
@@ -126,7 +126,7 @@ def test_the_first_cause_wins_over_a_loss_that_comes_later() -> None:
 
 
 def test_rooms_of_the_other_decode_ranks_go_on() -> None:
-    world = World(Side(tp=2), Side(dp=2))
+    world = World(ParallelConfig(tp=2), ParallelConfig(dp=2))
     world.connect()
     for room in (6, 7):
         world.receive(room, 3, reader=room % 2)
@@ -187,7 +187,7 @@ def test_a_writer_keeps_the_pages_it_sends_from_until_its_engine_lets_go_of_a_lo
 
 @pytest.mark.parametrize("ended", ["success", "failed"])
 def test_a_late_opening_meets_a_tombstone_for_as_long_as_an_opening_may_take(ended: str) -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.receive(7, 2)
     opening = next(item for item in world.pool if item.kind == "message" and item.to == "prefill-0")
@@ -241,7 +241,7 @@ def test_a_rank_that_was_stopped_serves_again_without_a_restart(stopped: str, se
 
 def test_what_the_transport_knew_of_the_old_life_goes_before_the_new_one_is_connected() -> None:
     """`remove_remote_agent` first: an engine that knows both would write into the dead one's memory."""
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.kill("decode-0", proven=False)
     pass_time(world, TIMING.suspect_ns)
@@ -254,7 +254,7 @@ def test_what_the_transport_knew_of_the_old_life_goes_before_the_new_one_is_conn
 
 
 def test_a_rank_that_restarts_again_and_again_is_met_each_time_and_costs_only_its_own_rooms() -> None:
-    world = World(Side(tp=2), Side(dp=2))
+    world = World(ParallelConfig(tp=2), ParallelConfig(dp=2))
     world.connect()
     for life in range(8):
         own, other = 100 + 2 * life + 1, 100 + 2 * life
@@ -280,7 +280,7 @@ def test_a_rank_that_restarts_again_and_again_is_met_each_time_and_costs_only_it
 
 def test_a_room_for_an_instance_of_which_a_rank_is_lost_fails_soon_and_says_who() -> None:
     """The rank's next life will not have heard of the room from its engine: nobody may wait for that."""
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.connect()
     world.kill("prefill-1")
     late = world.receive(7, 2)
@@ -294,7 +294,7 @@ def test_a_room_for_an_instance_of_which_a_rank_is_lost_fails_soon_and_says_who(
 
 
 def test_a_room_waits_for_a_rank_that_is_back_in_time() -> None:
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.connect()
     world.kill("prefill-1")
     room = world.receive(7, 2)

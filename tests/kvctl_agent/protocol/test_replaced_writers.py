@@ -7,7 +7,7 @@ from moments import in_flight, silence
 from simulation import SECOND, TIMING, World, direct, registry
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -72,7 +72,7 @@ def test_an_earlier_incarnation_that_comes_back_answers_for_itself() -> None:
 
 
 def test_earlier_incarnations_that_hold_nothing_are_forgotten() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.restart("prefill-0", proven=False)
     for _ in range(20):
@@ -147,7 +147,7 @@ def test_a_writer_that_has_given_its_reader_up_answers_what_is_in_flight_all_the
 
 
 def test_the_incarnation_that_the_registry_names_replaces_one_that_is_well() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     decode, first = world.d(), world.p().local
     later = first.incarnation - 1 or 99

@@ -7,11 +7,11 @@ from moments import asked, compute, dropped, give, granted, part, said
 from simulation import UNIT, World
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.grant_table import RegionState
 from kvctl_agent.protocol.ring import Position
-from kvctl_agent.protocol.staging import RegionState
 
 
 class TestSerials:
@@ -75,7 +75,7 @@ class TestIncarnations:
     """Grants and watermarks carry the decode incarnation."""
 
     def test_an_old_watermark_opens_no_new_grants_and_masks_no_new_watermark(self) -> None:
-        world = World(Side(), Side())
+        world = World(ParallelConfig(), ParallelConfig())
         world.connect()
         old = world.d().local.incarnation
         world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 99)))
@@ -120,7 +120,7 @@ class TestParkedParts:
 
     def test_writers_with_different_queue_orders_do_not_lock_each_other_out(self) -> None:
         """Each would wait with one room's part in its only worker for the ring bytes of the other's."""
-        world = World(Side(tp=2), Side(), ring=2, chunk_pages=1)
+        world = World(ParallelConfig(tp=2), ParallelConfig(), ring=2, chunk_pages=1)
         world.connect()
         for room in (7, 8):
             world.receive(room, 3)

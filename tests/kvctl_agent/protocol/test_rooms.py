@@ -11,25 +11,27 @@ from simulation import SECOND, Item, World, direct, staged
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 
 LAYOUTS = [
-    (Side(), Side()),
-    (Side(tp=2), Side()),
-    (Side(), Side(tp=2)),
-    (Side(tp=4), Side(dp=4)),
-    (Side(tp=4), Side(tp=2)),
-    (Side(dp=2, tp=2), Side(dp=2)),
+    (ParallelConfig(), ParallelConfig()),
+    (ParallelConfig(tp=2), ParallelConfig()),
+    (ParallelConfig(), ParallelConfig(tp=2)),
+    (ParallelConfig(tp=4), ParallelConfig(dp=4)),
+    (ParallelConfig(tp=4), ParallelConfig(tp=2)),
+    (ParallelConfig(dp=2, tp=2), ParallelConfig(dp=2)),
 ]
 
 
 @pytest.mark.parametrize("choose", [staged, direct])
 @pytest.mark.parametrize(("prefill", "decode"), LAYOUTS)
-def test_a_room_succeeds_between_any_two_layouts(prefill: Side, decode: Side, choose: object) -> None:
+def test_a_room_succeeds_between_any_two_layouts(
+    prefill: ParallelConfig, decode: ParallelConfig, choose: object
+) -> None:
     world = World(prefill, decode, ring=4, choose=choose)  # type: ignore[arg-type]
     world.connect()
     for dp in range(decode.dp):
@@ -45,7 +47,7 @@ def test_a_room_succeeds_between_any_two_layouts(prefill: Side, decode: Side, ch
 
 
 def test_a_room_is_opened_at_every_rank_and_one_that_owes_nothing_reports_at_once() -> None:
-    world = World(Side(tp=4), Side(tp=4))
+    world = World(ParallelConfig(tp=4), ParallelConfig(tp=4))
     world.connect()
     for reader in range(4):
         world.receive(7, 2, reader=reader)
@@ -64,7 +66,7 @@ def test_a_room_is_opened_at_every_rank_and_one_that_owes_nothing_reports_at_onc
 
 
 def test_prefill_waits_for_input_only_when_all_expected_decode_ranks_have_opened() -> None:
-    world = World(Side(), Side(tp=2))
+    world = World(ParallelConfig(), ParallelConfig(tp=2))
     world.connect()
     world.receive(7, 2, reader=0)
     world.send(7, 2)
@@ -77,7 +79,7 @@ def test_prefill_waits_for_input_only_when_all_expected_decode_ranks_have_opened
 
 def test_decode_does_not_succeed_before_every_rank_has_accepted() -> None:
     """A rank that owes nothing and never heard of the room could not be told how it ended."""
-    world = World(Side(tp=4), Side())
+    world = World(ParallelConfig(tp=4), ParallelConfig())
     world.connect()
     world.receive(7, 2)
     idle = next(name for rank, name in enumerate(world.prefill_names) if rank not in {s.writer for s in world.owed(7)})
@@ -91,7 +93,7 @@ def test_decode_does_not_succeed_before_every_rank_has_accepted() -> None:
 
 
 def test_rooms_opened_before_the_instance_is_there_are_opened_when_it_is() -> None:
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.receive(7, 2)
     assert not world.d().rooms[7].legs
     world.send(7, 2)
@@ -100,7 +102,7 @@ def test_rooms_opened_before_the_instance_is_there_are_opened_when_it_is() -> No
 
 
 def test_what_an_engine_computed_for_a_failed_room_does_not_go_into_the_next_one_of_that_number() -> None:
-    world = World(Side(), Side(), choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
     world.connect()
     world.receive(7, 2)
     world.flush()
@@ -115,7 +117,7 @@ def test_what_an_engine_computed_for_a_failed_room_does_not_go_into_the_next_one
 
 
 def test_the_tail_of_a_send_is_held_back_to_the_grid() -> None:
-    world = World(Side(), Side(), chunk_pages=4, choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), chunk_pages=4, choose=direct)
     world.connect()
     world.receive(7, 6)
     world.flush()
@@ -128,7 +130,7 @@ def test_the_tail_of_a_send_is_held_back_to_the_grid() -> None:
 
 
 def test_a_room_without_pages_and_aux_succeeds_when_all_have_accepted() -> None:
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.connect()
     room = world.receive(7, 3, prefix=3, aux=-1)
     assert room.state is RoomState.BOOTSTRAPPING
@@ -139,7 +141,7 @@ def test_a_room_without_pages_and_aux_succeeds_when_all_have_accepted() -> None:
 
 
 def test_aux_is_queued_only_after_all_kv_parts_of_its_leg() -> None:
-    world = World(Side(), Side(), chunk_pages=1, choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), chunk_pages=1, choose=direct)
     world.connect()
     world.receive(7, 3)
     world.send(7, 3)
@@ -150,7 +152,7 @@ def test_aux_is_queued_only_after_all_kv_parts_of_its_leg() -> None:
 
 def test_every_message_twice_and_every_tag_twice_change_nothing() -> None:
     """A duplicate, late, reordered or malformed message changes nothing but a counter."""
-    world = World(Side(tp=2), Side(), ring=3)
+    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=3)
     world.connect()
     world.receive(7, 5)
     world.receive(8, 5)
@@ -173,7 +175,7 @@ def test_every_message_twice_and_every_tag_twice_change_nothing() -> None:
 
 
 def test_a_late_room_open_meets_a_tombstone_and_not_a_zombie() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.receive(7, 2)
     opening = messages_to(world, "prefill-0", msg.RoomOpen)[0]
@@ -187,7 +189,7 @@ def test_a_late_room_open_meets_a_tombstone_and_not_a_zombie() -> None:
 
 
 def test_a_room_number_is_used_once_at_a_time() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.receive(7, 2)
     with pytest.raises(LocalProtocolError, match="room 7 is open already"):
@@ -200,7 +202,7 @@ def test_a_room_number_is_used_once_at_a_time() -> None:
 
 @pytest.mark.parametrize("number", [-1, 1 << 64])
 def test_a_room_number_fits_64_bits(number: int) -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     with pytest.raises(LocalProtocolError, match="is no room number"):
         world.feed("prefill-0", ev.SendRoom(number))
     with pytest.raises(LocalProtocolError, match="is no room number"):
@@ -210,7 +212,7 @@ def test_a_room_number_fits_64_bits(number: int) -> None:
 
 
 def test_a_number_can_be_used_again_under_another_nonce() -> None:
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.connect()
     for nonce in (5, 6):
         world.sent.clear()
@@ -223,7 +225,7 @@ def test_a_number_can_be_used_again_under_another_nonce() -> None:
 
 def test_a_second_opening_of_an_active_number_is_refused() -> None:
     """By another dp rank: their bytes must not mix."""
-    world = World(Side(), Side(dp=2))
+    world = World(ParallelConfig(), ParallelConfig(dp=2))
     world.connect()
     world.receive(7, 2, reader=0)
     world.flush()
@@ -239,7 +241,7 @@ def test_a_second_opening_of_an_active_number_is_refused() -> None:
 
 def test_a_lost_tag_of_a_part_that_holds_up_another_part_of_its_own_room_is_repaired() -> None:
     """Found by a random schedule: the later part waits for the ring region that the untold one still holds."""
-    world = World(Side(), Side(), ring=2, chunk_pages=1)
+    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
     world.connect()
     room = world.receive(7, 3, aux=-1)
     world.send(7, 3)
@@ -252,7 +254,7 @@ def test_a_lost_tag_of_a_part_that_holds_up_another_part_of_its_own_room_is_repa
 
 
 def test_a_rank_that_owes_nothing_learns_how_a_room_ended_even_if_it_was_thought_lost() -> None:
-    world = World(Side(tp=4), Side())
+    world = World(ParallelConfig(tp=4), ParallelConfig())
     world.connect()
     world.receive(7, 2)
     idle = next(name for rank, name in enumerate(world.prefill_names) if rank not in {s.writer for s in world.owed(7)})
@@ -269,7 +271,7 @@ def test_a_rank_that_owes_nothing_learns_how_a_room_ended_even_if_it_was_thought
 
 
 def test_a_ring_of_no_bytes_serves_every_room_by_another_path() -> None:
-    world = World(Side(tp=2), Side(), ring=0)
+    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=0)
     world.connect()
     room = world.receive(7, 3)
     world.send(7, 3)
@@ -278,7 +280,7 @@ def test_a_ring_of_no_bytes_serves_every_room_by_another_path() -> None:
 
 
 def test_tags_that_fit_nothing_change_only_a_counter() -> None:
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.receive(7, 2, aux=-1)
     world.flush()
@@ -301,7 +303,7 @@ def test_tags_that_fit_nothing_change_only_a_counter() -> None:
 
 def test_a_number_used_again_before_its_writer_is_done_with_it_is_taken_a_little_later() -> None:
     """The decode side has every byte and is done; the writer has not been told yet that its write has ended."""
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     world.receive(7, 2)
     world.flush()
@@ -326,7 +328,7 @@ def test_a_number_used_again_before_its_writer_is_done_with_it_is_taken_a_little
 
 
 def test_a_number_can_be_used_again_before_the_writers_have_acknowledged_how_its_last_life_ended() -> None:
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.connect()
     for life in range(3):
         room = world.receive(7, 2)

@@ -8,16 +8,16 @@ import pytest
 from simulation import SECOND, UNIT, Instance, Item, World
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.staging import RegionState
+from kvctl_agent.protocol.grant_table import RegionState
 
 SILENT = "prefill-0"
 
 
 def world(ring: int = 4) -> World:
     """Two prefill instances of one rank each; a page is two units of the ring."""
-    made = World(Side(), Side(), others=[Instance(Side())], ring=ring, chunk_pages=1)
+    made = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())], ring=ring, chunk_pages=1)
     made.connect()
     return made
 

@@ -7,8 +7,8 @@ import pytest
 from simulation import World, direct
 
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.side import Side
 from kvctl_agent.protocol import events as ev
 
 DEEP = ModelShape(4, 2, 32, 32, 2)
@@ -20,7 +20,15 @@ def cells(world: World, rank: int, reader: int = 0, room: int = 7) -> list[tuple
     return [tuple(cell) for cell in leg.cells]
 
 
-def opened(prefill: Side, decode: Side, pages: int = 5, *, prefix: int = 0, room: int = 7, **options: object) -> World:
+def opened(
+    prefill: ParallelConfig,
+    decode: ParallelConfig,
+    pages: int = 5,
+    *,
+    prefix: int = 0,
+    room: int = 7,
+    **options: object,
+) -> World:
     world = World(prefill, decode, shape=DEEP, choose=direct, **options)  # type: ignore[arg-type]
     world.connect()
     for reader in range(decode.size):
@@ -43,7 +51,7 @@ class TestContextParallel:
         ],
     )
     def test_each_mode_has_its_own_cells(self, mode: str, prefix: int, owed: list[list[tuple[int, ...]]]) -> None:
-        world = opened(Side(cp=2), Side(), cp_mode=mode, prefix=prefix)
+        world = opened(ParallelConfig(cp=2), ParallelConfig(), cp_mode=mode, prefix=prefix)
         assert [cells(world, rank) for rank in (0, 1)] == owed
         world.send(7, 5)
         world.settle()
@@ -53,7 +61,7 @@ class TestContextParallel:
     def test_by_hash_one_rank_sends_all_of_a_room_and_rooms_differ(self) -> None:
         senders = set()
         for room in range(12):
-            world = opened(Side(cp=2), Side(), cp_mode="room-hash", room=room)
+            world = opened(ParallelConfig(cp=2), ParallelConfig(), cp_mode="room-hash", room=room)
             owed = [bool(world.p(rank).rooms[room].legs["decode-0"].planned) for rank in (0, 1)]
             assert sorted(owed) == [False, True]
             senders.add(owed.index(True))
@@ -62,7 +70,7 @@ class TestContextParallel:
     @pytest.mark.parametrize("mode", ["rank0", "all", "all-chunk", "room-hash"])
     def test_a_rank_that_owes_nothing_opens_reports_and_closes(self, mode: str) -> None:
         """What is owed is asked of the plan, whatever the mode."""
-        world = opened(Side(cp=2), Side(), pages=1, cp_mode=mode)
+        world = opened(ParallelConfig(cp=2), ParallelConfig(), pages=1, cp_mode=mode)
         assert world.rooms["decode-0", 7, 1000].state is RoomState.WAITING_FOR_INPUT
         world.send(7, 1)
         world.settle(ticks=1)
@@ -72,20 +80,20 @@ class TestContextParallel:
 
     def test_the_aux_row_has_one_writer_even_where_another_rank_sends_the_pages(self) -> None:
         room = next(r for r in range(12) if not self.first_sends(r))
-        world = opened(Side(cp=2), Side(), cp_mode="room-hash", room=room)
+        world = opened(ParallelConfig(cp=2), ParallelConfig(), cp_mode="room-hash", room=room)
         assert [bool(world.p(rank).rooms[room].legs["decode-0"].finals) for rank in (0, 1)] == [True, False]
         world.send(room, 5)
         world.settle()
         assert world.rooms["decode-0", room, 1000].aux_written == 1
 
     def first_sends(self, room: int) -> bool:
-        world = opened(Side(cp=2), Side(), cp_mode="room-hash", room=room)
+        world = opened(ParallelConfig(cp=2), ParallelConfig(), cp_mode="room-hash", room=room)
         return bool(world.p(0).rooms[room].legs["decode-0"].planned)
 
 
 class TestPipelineParallel:
     def test_uneven_stages_on_both_sides_meet_layer_by_layer(self) -> None:
-        world = opened(Side(pp=2, stages=(1, 3)), Side(pp=2, stages=(2, 2)))
+        world = opened(ParallelConfig(pp=2, stages=(1, 3)), ParallelConfig(pp=2, stages=(2, 2)))
         owed = {
             (rank, peer): [(share.layer_lo, share.layer_hi) for share in leg.shares]
             for rank in (0, 1)
@@ -102,7 +110,7 @@ class TestPipelineParallel:
         assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
 
     def test_the_last_stage_writes_the_aux_row(self) -> None:
-        world = opened(Side(pp=2), Side(pp=2))
+        world = opened(ParallelConfig(pp=2), ParallelConfig(pp=2))
         assert [len(leg.finals) for rank in (0, 1) for leg in world.p(rank).rooms[7].legs.values()] == [0, 0, 1, 1]
 
     def compute(self, world: World, rank: int, first: int, end: int, *, last: bool) -> None:
@@ -113,7 +121,7 @@ class TestPipelineParallel:
 
     def test_a_stage_sends_as_soon_as_its_forward_is_done_unless_it_is_told_to_wait(self) -> None:
         for early in (True, False):
-            world = opened(Side(pp=2), Side(), 4, early_send=early)
+            world = opened(ParallelConfig(pp=2), ParallelConfig(), 4, early_send=early)
             for name in world.prefill_names:
                 world.feed(name, ev.SendRoom(7))
                 world.feed(name, ev.Prefetch(7))
@@ -130,7 +138,7 @@ class TestPipelineParallel:
             assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
     def test_what_a_waiting_stage_was_given_wrongly_is_told_when_it_sends(self) -> None:
-        world = opened(Side(pp=2), Side(), 4, early_send=False)
+        world = opened(ParallelConfig(pp=2), ParallelConfig(), 4, early_send=False)
         world.feed("prefill-0", ev.SendRoom(7))
         self.compute(world, 0, 0, 3, last=True)
         assert world.sent["prefill-0", 7] is not RoomState.FAILED
@@ -140,7 +148,7 @@ class TestPipelineParallel:
         world.check_empty()
 
     def test_a_stage_that_waits_for_a_long_forward_meets_no_deadline(self) -> None:
-        world = opened(Side(pp=2), Side(), 4, early_send=False, chunk_pages=1)
+        world = opened(ParallelConfig(pp=2), ParallelConfig(), 4, early_send=False, chunk_pages=1)
         for name in world.prefill_names:
             world.feed(name, ev.SendRoom(7))
         for page in range(4):
@@ -155,7 +163,7 @@ class TestPipelineParallel:
         assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
     def test_a_waiting_stage_that_is_never_finished_says_what_it_waits_for(self) -> None:
-        world = opened(Side(pp=2), Side(), 4, early_send=False)
+        world = opened(ParallelConfig(pp=2), ParallelConfig(), 4, early_send=False)
         for name in world.prefill_names:
             world.feed(name, ev.SendRoom(7))
         self.compute(world, 0, 0, 4, last=True)
@@ -169,10 +177,12 @@ class TestPipelineParallel:
         assert "pp_early_send is off" in failure["text"]
 
 
-@pytest.mark.parametrize("prefill", [Side(pp=2, cp=2, stages=(3, 1)), Side(cp=2, tp=2), Side(pp=2, dp=2, tp=2)])
+@pytest.mark.parametrize(
+    "prefill", [ParallelConfig(pp=2, cp=2, stages=(3, 1)), ParallelConfig(cp=2, tp=2), ParallelConfig(pp=2, dp=2, tp=2)]
+)
 @pytest.mark.parametrize("mode", ["rank0", "all", "all-chunk", "room-hash"])
-def test_every_axis_at_once(prefill: Side, mode: str) -> None:
-    world = World(prefill, Side(pp=2, tp=2, stages=(1, 3)), shape=DEEP, cp_mode=mode, ring=4)
+def test_every_axis_at_once(prefill: ParallelConfig, mode: str) -> None:
+    world = World(prefill, ParallelConfig(pp=2, tp=2, stages=(1, 3)), shape=DEEP, cp_mode=mode, ring=4)
     world.connect()
     for room in (7, 8):
         for reader in range(4):

@@ -12,7 +12,7 @@ import pytest
 from simulation import TIMING, World, direct
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 
 SECOND = 1_000_000_000
@@ -21,7 +21,7 @@ ROOM = 7
 
 def opened(pages: int, *, prefix: int = 0, aux: int = -1, **options: Any) -> tuple[World, Any]:
     """A room that its prefill engine has claimed and its decode ranks have opened; 2 pages a chunk."""
-    world = World(options.pop("prefill", Side()), Side(), choose=direct, **options)
+    world = World(options.pop("prefill", ParallelConfig()), ParallelConfig(), choose=direct, **options)
     world.connect()
     for name in world.prefill_names:
         world.feed(name, ev.SendRoom(ROOM))
@@ -67,7 +67,7 @@ def test_also_on_a_rank_that_owes_nothing() -> None:
 
 
 def test_also_where_decode_opens_it_last() -> None:
-    world = World(Side(tp=2), Side(), choose=direct)
+    world = World(ParallelConfig(tp=2), ParallelConfig(), choose=direct)
     world.connect()
     for name in world.prefill_names:
         world.feed(name, ev.SendRoom(ROOM))
@@ -119,7 +119,7 @@ def test_without_the_final_parts_both_ends_fail_and_name_finish() -> None:
 
 
 def test_pages_that_a_stage_keeps_back_are_not_sent_without_finish() -> None:
-    world, room = opened(2, prefill=Side(pp=2), early_send=False)
+    world, room = opened(2, prefill=ParallelConfig(pp=2), early_send=False)
     for name in world.prefill_names:
         give(world, range(2), last=True, name=name)
     assert not room.state.finished

@@ -30,18 +30,18 @@ from simulation import SECOND, TIMING, UNIT, World, direct
 
 import kvctl_agent
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import Tag
-from kvctl_agent.runtime.links import Links
+from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.telemetry.hub import Telemetry
 
 
 def held_up() -> World:
     """Room 8 is computed and gated: room 7 holds the ring, and its engine is not done."""
-    world = World(Side(), Side(), ring=2, chunk_pages=1)
+    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
     world.connect()
     for room in (7, 8):
         world.receive(room, 1, aux=-1)
@@ -73,7 +73,7 @@ def test_an_aborted_rooms_allocation_pins_the_watermark(by: str) -> None:
 
 def test_head_left_mid_ring_with_nothing_live() -> None:
     """After a quiet hour the next large prompt hung, though the staging page showed an empty ring."""
-    world = World(Side(), Side(), ring=6, chunk_pages=3)
+    world = World(ParallelConfig(), ParallelConfig(), ring=6, chunk_pages=3)
     world.connect()
     for number, pages in enumerate([2, 3, 2, 3]):  # two units each: no two rooms fit one round
         room = world.receive(10 + number, pages, aux=-1)
@@ -104,7 +104,7 @@ def test_a_late_subscriber_never_hears_the_watermark() -> None:
 
 def test_a_restarted_subscriber_never_hears_the_watermark() -> None:
     """A prefill rank that had been restarted stayed gated while its neighbours went on."""
-    world = World(Side(), Side(), ring=2, chunk_pages=1)
+    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
     world.connect()
     for room in (7, 8):
         world.receive(room, 3)
@@ -132,7 +132,7 @@ def test_a_request_or_answer_lost_on_reconnect(loss: str) -> None:
         "done": msg.RoomDone,
         "ack": msg.Ack,
     }.get(loss)
-    world = World(Side(tp=2), Side())
+    world = World(ParallelConfig(tp=2), ParallelConfig())
     world.connect()
     world.receive(7, 4)
     world.send(7, 4)
@@ -171,7 +171,7 @@ def test_a_cycle_through_memory_held_by_rooms_that_wait_for_the_watermark() -> N
 @pytest.mark.parametrize("by", ["prefill-0", "decode-0"])
 def test_reuse_under_an_in_flight_write(by: str) -> None:
     """Wrong tokens, seldom and only after aborts: the last write of the aborted room landed in another one's bytes."""
-    world = World(Side(), Side(), ring=2, chunk_pages=1)
+    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
     world.connect()
     room = world.receive(7, 2)
     world.send(7, 2)
@@ -197,7 +197,7 @@ def test_reuse_under_an_in_flight_write(by: str) -> None:
 
 def three_tags() -> tuple[World, Any, list[bytes]]:
     """A room of three chunks that have all landed, and their tags, which nobody has been told."""
-    world = World(Side(), Side(), chunk_pages=1, choose=direct)
+    world = World(ParallelConfig(), ParallelConfig(), chunk_pages=1, choose=direct)
     world.connect()
     room = world.receive(7, 3, aux=-1)
     world.send(7, 3)
@@ -233,7 +233,7 @@ def test_arrivals_counted_instead_of_collected() -> None:
 @pytest.mark.parametrize("prefix", [0, 1, 2, 3, 5])
 def test_the_two_sides_disagreeing_on_chunks_after_a_prefix_hit(split: tuple[int, ...], prefix: int) -> None:
     """Rooms with a cached prefix hung or were wrong, others never: one side numbered chunks from the prefix on."""
-    world = World(Side(tp=2), Side(), chunk_pages=2)
+    world = World(ParallelConfig(tp=2), ParallelConfig(), chunk_pages=2)
     world.connect()
     world.receive(7, 5, prefix=prefix)
     world.send(7, 5, split=split)
@@ -245,7 +245,7 @@ def test_the_two_sides_disagreeing_on_chunks_after_a_prefix_hit(split: tuple[int
 @pytest.mark.parametrize(("prefix", "split"), [(3, ()), (0, (3,)), (1, (2, 1)), (3, (3,))])
 def test_a_zero_page_last_chunk_skipped_takes_aux_with_it(prefix: int, split: tuple[int, ...]) -> None:
     """Prompts that ended on a chunk's edge, or were cached as a whole, waited for their first token for ever."""
-    world = World(Side(tp=2), Side(), chunk_pages=1)
+    world = World(ParallelConfig(tp=2), ParallelConfig(), chunk_pages=1)
     world.connect()
     room = world.receive(7, 3, prefix=prefix, aux=5)
     world.send(7, 3, split=split)  # what `split` leaves of the three pages is the last chunk
@@ -258,7 +258,7 @@ def test_a_zero_page_last_chunk_skipped_takes_aux_with_it(prefix: int, split: tu
 
 def test_success_with_a_scatter_still_out_and_no_deadline_on_that_state() -> None:
     """Decode read pages that were still being filled; and where the scatter died, the room stayed open for ever."""
-    world = World(Side(), Side())
+    world = World(ParallelConfig(), ParallelConfig())
     world.connect()
     room = world.receive(7, 2)
     world.send(7, 2)
@@ -279,7 +279,7 @@ def test_success_with_a_scatter_still_out_and_no_deadline_on_that_state() -> Non
 
 def test_a_silent_fall_back_to_a_path_a_thousand_times_slower() -> None:
     """Throughput fell to a trickle after a change of chunk size, and nothing in any log said why."""
-    world = World(Side(), Side(), ring=3, chunk_pages=2)
+    world = World(ParallelConfig(), ParallelConfig(), ring=3, chunk_pages=2)
     world.connect()
     room = world.receive(7, 3)
     world.send(7, 3)
@@ -306,9 +306,9 @@ def telemetry() -> Telemetry:
 @pytest.fixture
 def served(
     zmq_context: zmq.Context[zmq.Socket[bytes]], socket_dir: Path, telemetry: Telemetry
-) -> Iterator[tuple[Links, Links]]:
+) -> Iterator[tuple[ControlChannel, ControlChannel]]:
     """A prefill rank's control channel, and a decode rank's that is connected to it and has been heard."""
-    prefill, decode = (Links(zmq_context, name, 1, telemetry) for name in ("prefill-0", "decode-0"))
+    prefill, decode = (ControlChannel(zmq_context, name, 1, telemetry) for name in ("prefill-0", "decode-0"))
     endpoint = prefill.serve(f"ipc://{socket_dir}/control")
     decode.connect("prefill-0", endpoint)
     decode.queue("prefill-0", msg.Bye(drained=True))
@@ -323,7 +323,9 @@ def served(
 
 
 @pytest.mark.parametrize("end", ["stopped", "gone"])
-def test_a_blocking_send_to_a_dead_peer(served: tuple[Links, Links], telemetry: Telemetry, end: str) -> None:
+def test_a_blocking_send_to_a_dead_peer(
+    served: tuple[ControlChannel, ControlChannel], telemetry: Telemetry, end: str
+) -> None:
     """One dead decode rank stopped a whole prefill rank: its control thread hung in a send."""
     prefill, decode = served
     if end == "gone":
@@ -376,7 +378,7 @@ def test_an_exception_that_kills_a_control_thread(make_fleet: Any, monkeypatch: 
 
 def test_an_is_dummy_method_that_is_always_truthy() -> None:
     """With context parallelism ranks that owed nothing and ranks that owed all were treated alike, and rooms hung."""
-    world = World(Side(cp=2), Side(), cp_mode="rank0")
+    world = World(ParallelConfig(cp=2), ParallelConfig(), cp_mode="rank0")
     world.connect()
     room = world.receive(7, 2)
     world.send(7, 2, ranks=[1])
@@ -454,7 +456,7 @@ def test_per_room_sets_that_only_grow() -> None:
             world.flush()
         return [things(machine) for machine in world.machines.values()]
 
-    world = World(Side(tp=2), Side(), ring=3, chunk_pages=1)
+    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=3, chunk_pages=1)
     world.connect()
     after_few = lives(world, range(100, 110))
     after_many = lives(world, range(110, 210))

@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.protocol.roster import MAX_REQUEST_BYTES, Lookup, Rank, Register, Request
+from kvctl_agent.protocol.registry import MAX_REQUEST_BYTES, Lookup, Rank, Register, Request
 from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
-from kvctl_agent.runtime.endpoints import connect
+from kvctl_agent.runtime.control_endpoints import connect
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Ask = Callable[..., RegistryClient]

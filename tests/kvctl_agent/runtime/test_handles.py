@@ -13,7 +13,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.runtime.handles import Bounds, Receive, Send, page_array
+from kvctl_agent.runtime.handles import PoolLimits, Receive, Send, page_array
 
 CAUSE: Failure = {"rank": "decode-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
 
@@ -25,7 +25,7 @@ def posted() -> list[ev.Event]:
 
 @pytest.fixture
 def send(posted: list[ev.Event]) -> Send:
-    return Send(7, posted.append, Bounds(num_pages=100, aux_slots=4, layers=range(8, 16), state_slots=(3, 0)))
+    return Send(7, posted.append, PoolLimits(num_pages=100, aux_slots=4, layers=range(8, 16), state_slots=(3, 0)))
 
 
 class TestSend:

@@ -61,11 +61,11 @@ def test_lanes_that_reach_a_gpu_are_fine(lanes: str | None, monkeypatch: pytest.
     monkeypatch.delenv("UCX_TLS", raising=False)
     if lanes:
         monkeypatch.setenv("UCX_TLS", lanes)
-    environment.require_cuda_lanes()
+    environment.require_cuda_transports()
 
 
 @pytest.mark.parametrize("lanes", ["tcp,self", "cuda_ipc", "rc,sm"])
 def test_lanes_that_reach_none_are_refused(lanes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", lanes)
     with pytest.raises(ConfigError, match=f"UCX_TLS={lanes} keeps UCX from GPU memory: .* add cuda"):
-        environment.require_cuda_lanes()
+        environment.require_cuda_transports()

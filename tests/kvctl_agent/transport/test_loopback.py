@@ -14,8 +14,8 @@ import pytest
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
 from kvctl_agent.transport import Region, open_transport
-from kvctl_agent.transport import loopback_memory as memory
-from kvctl_agent.transport import loopback_peer as peers
+from kvctl_agent.transport.loopback import memory
+from kvctl_agent.transport.loopback import peer as peers
 
 
 def u64(*values: int) -> np.ndarray:

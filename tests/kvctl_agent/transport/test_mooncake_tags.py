@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.transport import mooncake_tags as tags
 from kvctl_agent.transport.base import MAX_TAG_BYTES
+from kvctl_agent.transport.mooncake import tags
 
 SECRET = b"s" * tags.SECRET_BYTES
 IDENT = "i" * tags.IDENT_BYTES

@@ -15,7 +15,8 @@ import pytest
 
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import TransportError
-from kvctl_agent.transport import Region, nixl_binding, open_transport
+from kvctl_agent.transport import Region, open_transport
+from kvctl_agent.transport.nixl import binding
 
 GPU = Region(0x7000_0000, 1 << 20, 2)
 HOSTS = Region(0x1000_0000, 1 << 16, HOST)
@@ -89,7 +90,7 @@ class Rig:
         self.refused: dict[str, str] = {}
         self.agents: list[Agent] = []
 
-    def start(self, name: str, backend: str, params: dict[str, str], enter: Any) -> nixl_binding.Engine:
+    def start(self, name: str, backend: str, params: dict[str, str], enter: Any) -> binding.Engine:
         def rows(kind: str, table: np.ndarray) -> Any:
             return SimpleNamespace(kind=kind, rows=table.tolist())
 
@@ -103,7 +104,7 @@ class Rig:
             nixlRegDList=rows,
             nixlXferDList=rows,
         )
-        return nixl_binding.Engine(binding, self.agents[-1], "1.5.1", (BackendError,), enter)
+        return binding.Engine(binding, self.agents[-1], "1.5.1", (BackendError,), enter)
 
     def enter(self) -> None:
         self.log.append("enter")
@@ -118,7 +119,7 @@ class Rig:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     rig = Rig()
-    monkeypatch.setattr(nixl_binding, "start", rig.start)
+    monkeypatch.setattr(binding, "start", rig.start)
     return rig
 
 

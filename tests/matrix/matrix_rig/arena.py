@@ -1,6 +1,6 @@
 """One piece of memory for all ranks of a process, registered once, so that combinations cost no registration.
 
-Everything that agents and pools allocate is a `Slab`. Here slabs are cut from the arena instead of mapped: bytes move
+Everything that agents and pools allocate is a `HugePageMemory`. Here slabs are cut from the arena instead of mapped: bytes move
 into the same registered memory all along, and what a rank of an earlier combination left there is overwritten before
 the next one may use it.
 """
@@ -8,8 +8,8 @@ the next one may use it.
 from __future__ import annotations
 
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.memory.huge_pages import HugePageMemory
 from kvctl_agent.memory.region import Region
-from kvctl_agent.memory.slab import Slab
 
 ALIGN_BYTES = 4096
 UNUSED = 0xA5
@@ -19,7 +19,7 @@ class Arena:
     """Memory that is handed out from its start, and taken back all at once."""
 
     def __init__(self, nbytes: int) -> None:
-        self._slab = Slab(nbytes)
+        self._slab = HugePageMemory(nbytes)
         self._used = 0
         self._most = 0
 
@@ -32,7 +32,7 @@ class Arena:
         """Cut every slab of this process from here from now on."""
         arena = self
 
-        def take(slab: Slab, nbytes: int) -> None:
+        def take(slab: HugePageMemory, nbytes: int) -> None:
             slab.nbytes = nbytes
             first = arena._take(nbytes)
             slab.array = arena._slab.array[first : first + nbytes]
@@ -40,11 +40,11 @@ class Arena:
             slab.addr = arena._slab.addr + first
             slab._closed = False
 
-        def leave(slab: Slab) -> None:
+        def leave(slab: HugePageMemory) -> None:
             slab._closed = True
 
-        Slab.__init__ = take  # type: ignore[method-assign, assignment]
-        Slab.close = leave  # type: ignore[method-assign, assignment]
+        HugePageMemory.__init__ = take  # type: ignore[method-assign, assignment]
+        HugePageMemory.close = leave  # type: ignore[method-assign, assignment]
 
     def reset(self) -> None:
         """Take everything back; nobody may use it any more, and no write to it may be in flight."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 
 
 class Case(NamedTuple):
@@ -20,8 +20,8 @@ class Case(NamedTuple):
     name: str
     transport: str
     model: str
-    prefill: tuple[Side, ...]
-    decode: Side
+    prefill: tuple[ParallelConfig, ...]
+    decode: ParallelConfig
     path: str = "staged"
     grouped: bool = False
     page_size: int = 16

@@ -14,7 +14,7 @@ from itertools import combinations as choose
 from itertools import product
 from typing import NamedTuple
 
-from kvctl_agent.layout.side import Side
+from kvctl_agent.layout.parallel import ParallelConfig
 from matrix_rig.case import Case
 from matrix_rig.models import LAYERS, MODELS, fits, same_heads
 
@@ -93,11 +93,11 @@ class Combination(NamedTuple):
         return f"{self.transport}-{self.model}-{prefill}-to-{decode}-{how}-{rest}"
 
     @property
-    def prefill(self) -> Side:
+    def prefill(self) -> ParallelConfig:
         return _side(1, self.prefill_pp, self.prefill_cp, self.prefill_tp, 0)
 
     @property
-    def decode(self) -> Side:
+    def decode(self) -> ParallelConfig:
         return _side(self.decode_dp, self.decode_pp, 1, self.decode_tp, 1)
 
     @property
@@ -219,6 +219,6 @@ def _meetings(one: Combination) -> set[tuple[object, ...]]:
     return pairs.union((lead, *pair) for lead in leading for pair in pairs if lead not in pair)
 
 
-def _side(dp: int, stages: str, cp: int, tp: int, which: int) -> Side:
+def _side(dp: int, stages: str, cp: int, tp: int, which: int) -> ParallelConfig:
     layers = STAGES[stages][which]
-    return Side(dp, len(layers), cp, tp, layers if stages == "uneven" else ())
+    return ParallelConfig(dp, len(layers), cp, tp, layers if stages == "uneven" else ())

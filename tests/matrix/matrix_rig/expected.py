@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvctl.lab.ranks.geometry import state_items
 from kvctl_agent.layout.chunks import chunk_pages, page_count
-from kvctl_agent.layout.holding import held
-from kvctl_agent.layout.inputs import PlanInputs
-from kvctl_agent.layout.plan import shares, state_shares_to_reader, writer_cells
-from kvctl_agent.layout.share import Share
-from kvctl_agent.rig.geometry import state_items
+from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.plan import state_slices_to_reader, transfer_slices, writer_cells
+from kvctl_agent.layout.plan_inputs import PlanInputs
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from matrix_rig.case import Case
 from matrix_rig.loads import PREFILL_ONLY, groups_of, rooms_of
 from matrix_rig.models import MODELS, shape_of
@@ -38,7 +38,7 @@ def expected(case: Case) -> Expected:
     for room in rooms_of(case):
         inputs = _inputs(case, room.instance)
         pages, cached = page_count(room.tokens, page), room.prefix_tokens // page
-        for share in shares(inputs, room.number, room.decode_dp) if room.index != PREFILL_ONLY else ():
+        for share in transfer_slices(inputs, room.number, room.decode_dp) if room.index != PREFILL_ONLY else ():
             cells = writer_cells(inputs, room.number, share.writer, pages, cached)
             groups = _groups(case, inputs, share)
             parts += len(cells) * len(groups)
@@ -47,7 +47,7 @@ def expected(case: Case) -> Expected:
         for reader in range(case.decode.size):
             if case.decode.coord(reader).dp != room.decode_dp:
                 continue
-            for share in state_shares_to_reader(inputs, room.number, reader):
+            for share in state_slices_to_reader(inputs, room.number, reader):
                 name = inputs.segments[share.segment].name
                 (state,) = (state for state in MODELS[case.model]["states"] if state["name"] == name)
                 state_bytes += share.payload_bytes(state_items(state, room.tokens, page))
@@ -65,11 +65,11 @@ def _inputs(case: Case, instance: int) -> PlanInputs:
     )
 
 
-def _groups(case: Case, inputs: PlanInputs, share: Share) -> list[int]:
+def _groups(case: Case, inputs: PlanInputs, share: TransferSlice) -> list[int]:
     """How many layers each of a share's layer groups has."""
     if not case.grouped:
         return [share.num_layers]
-    mine = held(inputs.shape, inputs.page_size, inputs.prefill, inputs.prefill.coord(share.writer))
+    mine = local_shards(inputs.shape, inputs.page_size, inputs.prefill, inputs.prefill.coord(share.writer))
     own = [each for each in mine if not each.segment.state and each.num_layers]
     groups = groups_of(range(own[0].layer_lo, own[-1].layer_hi))
     layers = (min(group.stop, share.layer_hi) - max(group.start, share.layer_lo) for group in groups)

@@ -22,12 +22,12 @@ from kvctl_agent.transport.environment import prepare_environment
 
 prepare_environment()
 
+from kvctl.lab.ranks.bench_messages import Role  # noqa: E402
 from kvctl_agent import assembly  # noqa: E402
-from kvctl_agent.contract.rig import Role  # noqa: E402
 from kvctl_agent.memory.buffers import RingMemory  # noqa: E402
 from kvctl_agent.paths import calibration  # noqa: E402
-from kvctl_agent.runtime import arrivals, lanes  # noqa: E402
-from kvctl_agent.transport import probe  # noqa: E402
+from kvctl_agent.runtime import arrival_loop, peer_connections  # noqa: E402
+from kvctl_agent.transport import cost_probe  # noqa: E402
 from kvctl_agent.transport.base import Region  # noqa: E402
 from kvctl_agent.transport.registry import TRANSPORTS, open_transport  # noqa: E402
 from matrix_rig import loads  # noqa: E402
@@ -151,12 +151,12 @@ def _rings_of(nbytes: int) -> Callable[..., RingMemory]:
 def _settle_in() -> None:
     """A process of one rank has a core to itself; here dozens share one."""
     assembly._SCRATCH_BYTES = _MIB
-    lanes._COPIES_BYTES = 2 * _MIB
+    peer_connections._COPIES_BYTES = 2 * _MIB
     calibration._ROUNDS = 1
-    probe._BUDGET_S = 0.0
-    probe._LEAST_ROUNDS = 2
-    arrivals._SHORTEST_S = 500e-6
-    arrivals._LONGEST_S = 4e-3
+    cost_probe._BUDGET_S = 0.0
+    cost_probe._LEAST_ROUNDS = 2
+    arrival_loop._SHORTEST_S = 500e-6
+    arrival_loop._LONGEST_S = 4e-3
 
 
 if __name__ == "__main__":

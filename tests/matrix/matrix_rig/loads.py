@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvctl_agent.contract.rig import Role, Room, Sizes, Start
+from kvctl.lab.ranks.bench_messages import Role, Room, Sizes, Start
+from kvctl.lab.ranks.geometry import state_items
 from kvctl_agent.layout.chunks import page_count
-from kvctl_agent.layout.side import Side
-from kvctl_agent.rig.geometry import state_items
+from kvctl_agent.layout.parallel import ParallelConfig
 from matrix_rig.case import Case
 from matrix_rig.models import MODELS
 
@@ -113,5 +113,5 @@ def hash_of(text: str) -> int:
     return value >> 16
 
 
-def _sizes(side: Side) -> Sizes:
+def _sizes(side: ParallelConfig) -> Sizes:
     return Sizes(side.dp, side.pp, side.cp, side.tp, side.stages)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from kvctl_agent.contract.rig import PlannedDraft, PlannedShape, PlannedState
+from kvctl.lab.ranks.bench_messages import PlannedDraft, PlannedShape, PlannedState
+from kvctl.lab.ranks.geometry import model_shape
 from kvctl_agent.layout.heads import head_range
 from kvctl_agent.layout.shape import ModelShape, segments
-from kvctl_agent.rig.geometry import model_shape
 
 LAYERS = 6
 

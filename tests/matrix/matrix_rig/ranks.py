@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from kvctl.lab.ranks import measure
+from kvctl.lab.ranks.bench_messages import Role, Room, Start
+from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
+from kvctl.lab.ranks.geometry import model_shape
+from kvctl.lab.ranks.verify import verify
 from kvctl_agent.agent import Agent
-from kvctl_agent.contract.rig import Role, Room, Start
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.rank import Rank
-from kvctl_agent.rig import measure
-from kvctl_agent.rig.content import Content, allocate_pool, own_coord, own_side
-from kvctl_agent.rig.geometry import model_shape
-from kvctl_agent.rig.verify import verify
 from kvctl_agent.runtime.handles import Handle, Receive, Send
 from matrix_rig.case import Case
 from matrix_rig.loads import PREFILL_ONLY, cuts_of, groups_of, rooms_of, starts_of

@@ -1,0 +1,259 @@
+"""Joins the two ends of a room: every rank's view of it on one time axis, and the rank that failed first.
+
+Each rank stamps events with its own wall clock. They are brought onto ours with the offset measured by the hello
+round trip, where that offset is larger than its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvctl.client.clock import ClockOffset
+from kvctl_agent.contract.snapshots import Failure, OwedParts, RoomDetail
+from kvctl_agent.contract.states import STAGES, STATE_LABELS
+
+_NO_NONCE = "0"  # of a prefill rank where no decode rank opened the room
+
+
+@dataclass(slots=True)
+class PartTimeline:
+    """One part, from ready on its writer to scattered on its decode rank: stage -> our wall clock, ns."""
+
+    writer: int
+    chunk: int
+    layers: tuple[int, int]
+    decode: str
+    moments: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MissingParts:
+    """Parts that a writer owes a decode rank.
+
+    Attributes:
+        cells: that have not arrived.
+        chunks, layers: [first, end) of them; None where only final parts are owed.
+        finals: aux row and state components among them.
+        waits_for: why they have not come, as the rest of a sentence that begins with the writer's name.
+        age_ns: for how long they have been ready; of those that are not, since anything of the room moved.
+    """
+
+    writer: str
+    decode: str
+    cells: int
+    chunks: tuple[int, int] | None
+    layers: tuple[int, int] | None
+    finals: int
+    waits_for: str
+    age_ns: int
+
+
+@dataclass(slots=True)
+class RoomTimeline:
+    """One use of a room number over all the ranks that know it.
+
+    Attributes:
+        state: the ranks' states combined by `min`, which lets Failed win.
+        clocks: of the ranks, and of the rank that failed first, where they answered.
+        started_at_ns, age_ns: our wall clock at its first event, and the time from there to its end or to now.
+        timeline: the ranks' events by our clock, each with `relative_ns` since the first.
+        failure: the first cause, its time by our clock; `failing_rank` names the agent.
+        debts: of an active room: who owes what to whom, the longest wait first.
+    """
+
+    room: str
+    nonce: str
+    state: str
+    ranks: list[RoomDetail]
+    clocks: dict[str, ClockOffset]
+    started_at_ns: int
+    age_ns: int
+    timeline: list[dict[str, Any]]
+    parts: list[PartTimeline]
+    failure: Failure | None
+    debts: list[MissingParts]
+
+    @property
+    def failing_rank(self) -> str | None:
+        return self.failure["rank"] if self.failure else None
+
+    @property
+    def failed_after_ns(self) -> int | None:
+        """From the first event to the failure; negative where the ranks that answer heard of the room only later."""
+        if self.failure is None:
+            return None
+        after = self.failure["at_ns"] - self.started_at_ns
+        clock = self.clocks.get(self.failure["rank"])
+        error = max((each.error_ns for each in self.clocks.values()), default=0) if clock else 0
+        return max(after, 0) if after >= -2 * error else after
+
+
+def join(details: Iterable[RoomDetail], clocks: Mapping[str, ClockOffset]) -> list[RoomTimeline]:
+    """Joins what all the ranks say of one room number: a room for each use of the number, the newest first."""
+    shifts = {agent: clock.correction_ns for agent, clock in clocks.items()}
+    rooms = [_join_one(ranks, clocks, shifts) for ranks in _uses(details, shifts)]
+    return sorted(rooms, key=lambda room: room.started_at_ns, reverse=True)
+
+
+def most_informative_first(rooms: Iterable[RoomTimeline]) -> list[RoomTimeline]:
+    """Active uses of a number, then those known at both ends; otherwise as they were."""
+
+    def rank(room: RoomTimeline) -> tuple[bool, bool]:
+        active = any(rank["finished_at_ns"] is None for rank in room.ranks)
+        return not active, len({rank["role"] for rank in room.ranks}) == 1
+
+    return sorted(rooms, key=rank)
+
+
+def _uses(details: Iterable[RoomDetail], shifts: Mapping[str, int]) -> list[list[RoomDetail]]:
+    """Sorts records into uses of the room number.
+
+    Each decode rank mints a nonce for its share of a room, and the first cause of a failure goes to all ranks as it
+    is: records that have one of these in common belong together, however late one of them began. Times tell only what
+    is left: records that overlap, at most one of each rank.
+    """
+
+    def opened(rank: RoomDetail) -> int:
+        return rank["opened_at_ns"] - shifts.get(rank["agent"], 0)
+
+    def ended(rank: RoomDetail) -> float:
+        finished = rank["finished_at_ns"]
+        return float("inf") if finished is None else finished - shifts.get(rank["agent"], 0)
+
+    def belong_together(use: Sequence[RoomDetail], other: Sequence[RoomDetail]) -> bool:
+        if {rank["agent"] for rank in use} & {rank["agent"] for rank in other}:
+            return False
+        return any(opened(a) <= ended(b) and opened(b) <= ended(a) for a in use for b in other)
+
+    uses: list[list[RoomDetail]] = []
+    for linked in sorted(_linked(details), key=lambda ranks: min(map(opened, ranks))):
+        use = next((use for use in reversed(uses) if belong_together(use, linked)), None)
+        if use is None:
+            uses.append(linked)
+        else:
+            use += linked
+    return uses
+
+
+def _linked(details: Iterable[RoomDetail]) -> list[list[RoomDetail]]:
+    """Records that have a nonce or a failure in common."""
+    groups: list[tuple[set[Hashable], list[RoomDetail]]] = []
+    for detail in details:
+        marks, ranks = _marks(detail), [detail]
+        apart = []
+        for group in groups:
+            if group[0] & marks:
+                marks |= group[0]
+                ranks = [*group[1], *ranks]
+            else:
+                apart.append(group)
+        groups = [*apart, (marks, ranks)]
+    return [ranks for _, ranks in groups]
+
+
+def _marks(detail: RoomDetail) -> set[Hashable]:
+    nonces = {detail["nonce"], *detail.get("nonces", ())} - {_NO_NONCE}
+    failure = detail["failure"]
+    return {*nonces, *([(failure["rank"], failure["at_ns"])] if failure is not None else [])}
+
+
+def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts: Mapping[str, int]) -> RoomTimeline:
+    ranks = sorted(ranks, key=lambda rank: (rank["role"] != "prefill", rank["agent"]))
+    events: list[dict[str, Any]] = [
+        {**event, "at_ns": event["at_ns"] - shifts.get(event["agent"], 0)}
+        for rank in ranks
+        for event in rank["timeline"]
+    ]
+    events.sort(key=lambda event: event["at_ns"])
+    opened = [rank["opened_at_ns"] - shifts.get(rank["agent"], 0) for rank in ranks]
+    started = min([*opened, *(event["at_ns"] for event in events[:1])])
+    timeline = [{"relative_ns": event["at_ns"] - started, **event} for event in events]
+    failures: list[Failure] = [
+        {**rank["failure"], "at_ns": rank["failure"]["at_ns"] - shifts.get(rank["failure"]["rank"], 0)}
+        for rank in ranks
+        if rank["failure"] is not None
+    ]
+    failure = min(failures, key=lambda failure: failure["at_ns"], default=None)
+    known = {*(rank["agent"] for rank in ranks), *([failure["rank"]] if failure is not None else [])}
+    return RoomTimeline(
+        room=ranks[0]["room"],
+        # Decode ranks come last, and theirs are the nonces.
+        nonce=next((rank["nonce"] for rank in reversed(ranks) if rank["nonce"] != _NO_NONCE), _NO_NONCE),
+        state=min((rank["state"] for rank in ranks), key=_state_order),
+        ranks=ranks,
+        clocks={agent: clock for agent, clock in clocks.items() if agent in known},
+        started_at_ns=started,
+        age_ns=max(at + rank["age_ns"] for at, rank in zip(opened, ranks, strict=True)) - started,
+        timeline=timeline,
+        parts=_parts(events, {rank["agent"]: rank["role"] for rank in ranks}),
+        failure=failure,
+        debts=_debts(ranks, clocks),
+    )
+
+
+def _debts(ranks: Sequence[RoomDetail], answered: Container[str]) -> list[MissingParts]:
+    """What decode ranks miss, with what the writers say of it; what writers say alone where no decode rank tells."""
+    by_name = {rank["agent"]: rank for rank in ranks}
+    found: list[MissingParts] = []
+    for rank in ranks:
+        if rank["finished_at_ns"] is not None:
+            continue
+        for owed in rank.get("owed_parts", ()):
+            if rank["role"] == "prefill":
+                if owed["decode"] not in by_name:
+                    found.append(_debt(owed, f"waits for {owed['waits_for']}"))
+                continue
+            writer = by_name.get(owed["writer"])
+            if writer is None or writer["failure"] is not None:
+                unknown = "does not know the room" if owed["writer"] in answered else "was not asked or did not answer"
+                found.append(_debt(owed, "has failed the room" if writer else unknown))
+                continue
+            own = [each for each in writer.get("owed_parts", ()) if each["decode"] == rank["agent"]]
+            found += [_debt(each, f"waits for {each['waits_for']}") for each in own]
+            left = owed["cells"] - sum(each["cells"] for each in own)
+            if left > 0 or (owed["finals"] and not own):
+                found.append(
+                    _debt({**owed, "cells": max(left, 0)}, "says that they are sent, and they have not arrived")
+                )
+    return sorted(found, key=lambda debt: debt.age_ns, reverse=True)
+
+
+def _debt(owed: OwedParts, waits_for: str) -> MissingParts:
+    chunks, layers = owed["chunks"], owed["layers"]
+    return MissingParts(
+        writer=owed["writer"],
+        decode=owed["decode"],
+        cells=owed["cells"],
+        chunks=(chunks[0], chunks[1]) if chunks else None,
+        layers=(layers[0], layers[1]) if layers else None,
+        finals=owed["finals"],
+        waits_for=waits_for,
+        age_ns=owed["age_ns"],
+    )
+
+
+def _state_order(label: str) -> int:
+    return STATE_LABELS.index(label) if label in STATE_LABELS else len(STATE_LABELS)
+
+
+def _parts(events: Iterable[dict[str, Any]], roles: Mapping[str, str]) -> list[PartTimeline]:
+    """Folds part events into lives. `ready` concerns all of a writer's receivers when it names no peer."""
+    lives: dict[tuple[int, int, tuple[int, int], str], PartTimeline] = {}
+    shared: list[tuple[tuple[int, int, tuple[int, int]], str, int]] = []
+    for event in events:
+        if event["stage"] not in STAGES or event["writer"] is None or event["chunk"] is None or not event["layers"]:
+            continue
+        part = (event["writer"], event["chunk"], (event["layers"][0], event["layers"][1]))
+        decode = event["agent"] if roles.get(event["agent"]) == "decode" else event["peer"]
+        if decode is None:
+            shared.append((part, event["stage"], event["at_ns"]))
+            continue
+        life = lives.setdefault((*part, decode), PartTimeline(*part, decode))
+        life.moments[event["stage"]] = event["at_ns"]
+    for part, stage, at_ns in shared:
+        mine = [life for life in lives.values() if (life.writer, life.chunk, life.layers) == part]
+        for life in mine or [lives.setdefault((*part, "-"), PartTimeline(*part, "-"))]:
+            life.moments.setdefault(stage, at_ns)
+    return sorted(lives.values(), key=lambda life: (life.chunk, life.layers, life.writer, life.decode))

@@ -1,0 +1,91 @@
+"""Holds a result against a saved one: for scripts that must notice when a change made something slower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from kvctl.lab.bench.outcome import SCHEMA
+
+PASS = "PASS"
+FAIL = "FAIL"
+# Two runs are the same measurement when they agree on these.
+_KEY = (
+    "path",
+    "transport",
+    "device",
+    "compute",
+    "pipeline",
+    "cp_mode",
+    "concurrency",
+    "tokens",
+    "page_size",
+    "prefill",
+    "decode",
+    "layer_ms",
+)
+
+
+def load_baseline(path: Path) -> dict[str, Any]:
+    """A document written by `--save`.
+
+    Raises:
+        ValueError: the file cannot be read, or is something else.
+    """
+    try:
+        document = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA or not isinstance(document.get("runs"), list):
+        raise ValueError(f"{path} is no result of kvctl bench: its schema is not {SCHEMA!r}; write one with --save")
+    return document
+
+
+def compare(
+    rows: Sequence[dict[str, Any]], shape: Mapping[str, Any], baseline: Mapping[str, Any], max_regress: float
+) -> list[dict[str, Any]]:
+    """The rows, each with a `baseline` where the saved result has the same measurement.
+
+    Args:
+        max_regress: how much of the saved GB/s may be missing, as a ratio.
+
+    Raises:
+        ValueError: nothing can be compared: another shape, or no run in common.
+    """
+    # A saved shape may know fewer names than there are now.
+    if not isinstance(before := baseline.get("shape"), dict) or any(shape.get(name) != before[name] for name in before):
+        raise ValueError(f"the baseline was measured with another shape: {baseline.get('shape')}, now {dict(shape)}")
+    pairs = [(row, next((run for run in baseline["runs"] if _same(run, row)), None)) for row in rows]
+    if all(run is None for _, run in pairs):
+        paths = ", ".join(sorted({str(run.get("path")) for run in baseline["runs"]}))
+        raise ValueError(
+            f"the baseline has no run with the same path, transport, layout, concurrency, tokens and page size "
+            f"(its paths: {paths or 'none'})"
+        )
+    return [_compared(row, run, max_regress) for row, run in pairs]
+
+
+def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each run that regressed."""
+    return [
+        f"{row['path']} at concurrency {row['concurrency']}, {row['tokens']} tokens: {row['gb_per_s']:.3g} GB/s, "
+        f"baseline {row['baseline']['gb_per_s']:.3g} ({row['baseline']['change_ratio']:+.1%})"
+        for row in rows
+        if row.get("baseline") is not None and row["baseline"]["verdict"] == FAIL
+    ]
+
+
+def _compared(row: dict[str, Any], before: Mapping[str, Any] | None, max_regress: float) -> dict[str, Any]:
+    if before is None or not before["gb_per_s"]:
+        return {**row, "baseline": None}
+    change = row["gb_per_s"] / before["gb_per_s"] - 1
+    verdict = FAIL if change < -max_regress else PASS
+    return {**row, "baseline": {"gb_per_s": before["gb_per_s"], "change_ratio": change, "verdict": verdict}}
+
+
+def _same(saved: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether both measure the same; names that the saved run does not have yet are not compared."""
+    return all(saved[name] == row.get(name) for name in _KEY if name in saved)

@@ -1,0 +1,241 @@
+"""Reads the values of bench's options: lists, ranges, sweeps, percentages. Each refusal shows how to write it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from fractions import Fraction
+
+from kvctl.lab.faults.specification import Fault, parse_faults
+from kvctl.lab.ranks.bench_messages import PIPELINES, Load, Sizes, State, Tokens
+from kvctl_agent.contract.config import KEYS_BY_NAME
+
+CP_MODES = KEYS_BY_NAME["cp_mode"].choices
+TRANSPORTS = KEYS_BY_NAME["transport"].choices
+AXES = ("concurrency", "tokens")
+_MOST_POINTS = 64
+_MOST_INSTANCES = 16
+_SIZE = re.compile(r"(dp|pp|cp|tp)(\d{1,5}(?:\+\d{1,5})*)")
+_STATE = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,9})x(\d{1,9})x(\d{1,9})(?::(pages|window=(\d{1,9})))?")
+
+
+def parse_tokens(text: str) -> Tokens:
+    """`1024`, `16,4096` (in turn) or `256..2048` (uniform).
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    low, separator, high = text.partition("..")
+    if separator:
+        return Tokens(low=_positive(low, text), high=_positive(high, text))
+    return Tokens(values=tuple(_positive(word, text) for word in text.split(",")))
+
+
+def parse_sweep(text: str) -> tuple[str, list[int]]:
+    """`concurrency=1,4,16` or `tokens=256..16384` (powers of two from the first to the last).
+
+    Raises:
+        ValueError: an unknown axis, or values that are no list and no range.
+    """
+    axis, separator, values = text.partition("=")
+    if not separator or axis not in AXES:
+        raise ValueError(f"{text!r}: write {' or '.join(f'{axis}=1,4,16' for axis in AXES)}, or =1..1024")
+    first, ranged, last = values.partition("..")
+    if not ranged:
+        points = [_positive(word, text) for word in values.split(",")]
+    else:
+        low, high = _positive(first, text), _positive(last, text)
+        if high < low:
+            raise ValueError(f"{text!r}: the range ends before it begins")
+        points = []
+        while low < high:
+            points.append(low)
+            low *= 2
+        points.append(high)
+    if len(points) > _MOST_POINTS:
+        raise ValueError(f"{text!r}: {len(points)} points, at most {_MOST_POINTS}")
+    return axis, list(dict.fromkeys(points))
+
+
+def parse_percent(text: str) -> float:
+    """`5%` or `5` as 0.05.
+
+    Raises:
+        ValueError: not a number from 0 to 100.
+    """
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise ValueError(f"{text!r} is not a percentage: write 5%")
+    return value / 100
+
+
+def parse_bench_faults(text: str) -> tuple[Fault, ...]:
+    """Faults that planned rooms can survive, as in `contract.faults`; "" is none.
+
+    Raises:
+        ValueError: one cannot be read, or ends a rank for good.
+    """
+    faults = parse_faults(text) if text else ()
+    for fault in faults:
+        if fault.name in ("kill", "replace"):
+            raise ValueError(
+                f"{fault.text}: a bench's rooms are planned, and a lost rank ends it; kvctl demo kills and restarts"
+            )
+    return faults
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """A comma list without empty words; "" is no name at all."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """`0,1`: numbers of GPUs; "" is none.
+
+    Raises:
+        ValueError: something else.
+    """
+    words = parse_names(text)
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise ValueError(f"{text!r} are no numbers of GPUs: write 0,1 (nvidia-smi -L lists them)")
+    return tuple(map(int, words))
+
+
+def sweep_loads(concurrency: int, tokens: Tokens, sweeps: list[tuple[str, list[int]]]) -> tuple[Load, ...]:
+    """Every combination of the sweeps' points; an axis that is not swept keeps its option's value.
+
+    Raises:
+        ValueError: an axis is swept twice.
+    """
+    axes = dict(sweeps)
+    if len(axes) < len(sweeps):
+        raise ValueError("each axis can be swept once")
+    lengths = [Tokens(values=(value,)) for value in axes["tokens"]] if "tokens" in axes else [tokens]
+    return tuple(Load(at, length) for length in lengths for at in axes.get("concurrency", [concurrency]))
+
+
+def _positive(word: str, whole: str) -> int:
+    word = word.strip().replace("_", "")
+    if not word.isdecimal() or int(word) < 1:
+        raise ValueError(f"{whole!r}: {word!r} is not a whole number from 1 on")
+    return int(word)
+
+
+def parse_instances(text: str) -> tuple[Sizes, ...]:
+    """`tp4,tp2:pp2,cp2`: one prefill instance each; `pp10+22` gives the layers of each stage.
+
+    Raises:
+        ValueError: naming the piece that is wrong.
+    """
+    instances = tuple(_instance(word.strip(), text) for word in text.split(","))
+    if len(instances) > _MOST_INSTANCES:
+        raise ValueError(f"{text!r}: {len(instances)} instances, at most {_MOST_INSTANCES}")
+    return instances
+
+
+def parse_stages(text: str) -> tuple[int, ...]:
+    """`10,22`: layers of each pipeline stage; "" is no stage at all.
+
+    Raises:
+        ValueError: something else.
+    """
+    return tuple(_positive(word, text) for word in text.split(",")) if text else ()
+
+
+def parse_cp_modes(text: str) -> tuple[str, ...]:
+    """A comma list of the ways context-parallel ranks can share the work.
+
+    Raises:
+        ValueError: an unknown one.
+    """
+    return _choices(text, CP_MODES, lambda word: word in CP_MODES)
+
+
+def parse_pipelines(text: str) -> tuple[str, ...]:
+    """A comma list of `PIPELINES` and numbers of layers per group.
+
+    Raises:
+        ValueError: an unknown one.
+    """
+    return _choices(text, (*PIPELINES, "4"), lambda word: word in PIPELINES or (word.isdecimal() and int(word) > 0))
+
+
+def parse_scale(text: str) -> Fraction:
+    """`0.05` exactly: what lengths are multiplied with.
+
+    Raises:
+        ValueError: not a number over 0 and up to 100.
+    """
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(0)
+    if not 0 < value <= 100:
+        raise ValueError(f"{text!r} is no factor: write a number over 0 and up to 100, such as 0.05")
+    return value
+
+
+def parse_scale_bytes(text: str) -> tuple[int | None, int | None]:
+    """`4` for K and V, `4,2` for each; "" leaves it to the element type.
+
+    Raises:
+        ValueError: something else.
+    """
+    if not text:
+        return None, None
+    words = text.split(",")
+    if len(words) > 2 or not all(word.strip().isdecimal() for word in words):
+        raise ValueError(f"{text!r}: write bytes per page and head: 4, or 4,2 for K and V")
+    return int(words[0]), int(words[-1])
+
+
+def parse_state(text: str) -> State:
+    """`NAME:ROWSxHEADSxBYTES`, then `:pages` or `:window=TOKENS` where items are pages.
+
+    Raises:
+        ValueError: something else.
+    """
+    found = _STATE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r}: write NAME:ROWSxHEADSxBYTES, such as conv:4x1x256, swa:1x8x256:window=512")
+    name, rows, heads, head_bytes, kind, window = found.groups()
+    item = State(name, int(rows), int(heads), int(head_bytes))
+    if kind is None:
+        return item
+    return replace(item, kind="window" if window else "pages", window=int(window or 0))
+
+
+def _instance(word: str, whole: str) -> Sizes:
+    sizes: dict[str, int] = {}
+    stages: tuple[int, ...] = ()
+    for piece in word.split(":"):
+        found = _SIZE.fullmatch(piece)
+        if found is None or ("+" in found[2] and found[1] != "pp") or "0" in found[2].split("+"):
+            raise ValueError(
+                f"{whole!r}: {piece!r} is no size of a prefill instance; write tp4 or tp2:pp2 "
+                f"(dp, pp, cp and tp; pp10+22 for stages of 10 and 22 layers), instances separated by commas"
+            )
+        axis, numbers = found[1], [int(number) for number in found[2].split("+")]
+        if axis in sizes:
+            raise ValueError(f"{whole!r}: {word!r} gives {axis} twice")
+        if len(numbers) > 1:
+            stages = tuple(numbers)
+        sizes[axis] = len(numbers) if len(numbers) > 1 else numbers[0]
+    return Sizes(**sizes, layers=stages)
+
+
+def _choices(text: str, shown: tuple[str, ...], allowed: Callable[[str], bool]) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(parse_names(text)))
+    for word in words:
+        if not allowed(word):
+            near = get_close_matches(word, shown, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"{word!r} is unknown; {hint}allowed: {', '.join(shown)}")
+    if not words:
+        raise ValueError(f"nothing is named; allowed: {', '.join(shown)}")
+    return words

@@ -1,0 +1,156 @@
+"""Reads a request trace in Mooncake's format: one JSON object a line, prompts named by ids of their 512-token blocks.
+
+A trace comes from elsewhere, so nothing in it is believed: every length has a bound, and a line that does not parse is
+named by its number, and then skipped or the end of the reading, as asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from kvctl.lab.bench.prompts import Prompt, Traffic
+
+BLOCK_TOKENS = 512
+"""Tokens that one id of `hash_ids` stands for; the last one of a prompt may stand for fewer."""
+
+MAX_LINE_BYTES = 1 << 20
+MAX_TOKENS = 16 << 20
+MAX_SKIPPED = 10_000
+_MAX_ID = (1 << 63) - 1
+_SHOWN = 3
+
+
+class TraceError(ValueError):
+    """The trace cannot be used; the text names the file and, where there is one, the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The first requests of a trace, as they were recorded.
+
+    Attributes:
+        requests: by time; `arrival_ms` from the first one on.
+        skipped: number of each line that did not parse, with the reason.
+    """
+
+    file: str
+    requests: tuple[Prompt, ...]
+    skipped: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know of the lines that were skipped."""
+        lines = [f"{self.file} line {number} is skipped: {why}" for number, why in self.skipped.items()]
+        more = len(lines) - _SHOWN
+        return lines[:_SHOWN] + (
+            [f"{self.file}: {more} more lines are skipped; --strict stops at one"] if more > 0 else []
+        )
+
+
+def read(path: Path, most: int, strict: bool) -> Trace:
+    """Read up to `most` requests.
+
+    Raises:
+        TraceError: the file cannot be read, has no request, has a line longer than `MAX_LINE_BYTES`, or, if `strict`,
+            one that does not parse; or more than
+            `MAX_SKIPPED` lines do not.
+    """
+    requests: list[Prompt] = []
+    skipped: dict[int, str] = {}
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while len(requests) < most and (line := file.readline(MAX_LINE_BYTES + 1)):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise TraceError(f"{path} line {number} has more than {MAX_LINE_BYTES} bytes: this is no trace")
+                if not line.strip():
+                    continue
+                try:
+                    requests.append(parse(line))
+                except ValueError as error:
+                    if strict:
+                        raise TraceError(
+                            f"{path} line {number}: {error}; leave out --strict to skip such lines"
+                        ) from None
+                    skipped[number] = str(error)
+                    if len(skipped) > MAX_SKIPPED:
+                        raise TraceError(
+                            f"{path} has more than {MAX_SKIPPED} lines that do not parse, as line {number}: {error}"
+                        ) from None
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+    if not requests:
+        first = next((f": line {number}: {why}" for number, why in skipped.items()), "")
+        raise TraceError(f"{path} has no request{first}")
+    return Trace(path.name, tuple(sorted(requests, key=lambda each: each.arrival_ms or 0.0)), skipped)
+
+
+def parse(line: bytes) -> Prompt:
+    """One line: `{"timestamp": ms, "input_length": …, "output_length": …, "hash_ids": […]}`; other keys are ignored.
+
+    Raises:
+        ValueError: it is something else; says what.
+    """
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"it is {_kind(row)}, not an object")
+    tokens = _whole(row, "input_length", 1, MAX_TOKENS)
+    ids = row.get("hash_ids")
+    if not isinstance(ids, list):
+        raise ValueError(f"hash_ids is {_kind(ids)}, not a list")
+    if len(ids) > -(-tokens // BLOCK_TOKENS):
+        raise ValueError(f"hash_ids names {len(ids)} blocks of {BLOCK_TOKENS}, but the prompt has {tokens} tokens")
+    for at, each in enumerate(ids):
+        if type(each) is not int or not 0 <= each <= _MAX_ID:
+            raise ValueError(f"hash_ids[{at}] is {_kind(each)}, not a whole number from 0 on")
+    stamp = row.get("timestamp")
+    if not isinstance(stamp, int | float) or isinstance(stamp, bool) or not 0 <= stamp < 1 << 53:
+        raise ValueError(f"timestamp is {_kind(stamp)}, not milliseconds from 0 on")
+    blocks = tuple(ids)
+    return Prompt(tokens, _whole(row, "output_length", 0, MAX_TOKENS), float(stamp), blocks, blocks)
+
+
+def scaled(trace: Trace, tokens_scale: Fraction, speedup: float) -> Traffic:
+    """The trace made to fit a machine.
+
+    Args:
+        tokens_scale: what lengths, and so blocks, are multiplied with; no prompt gets shorter than one token.
+        speedup: how much faster requests come than they did; infinite for as soon as there is room for them.
+    """
+    first_ms = trace.requests[0].arrival_ms or 0.0
+    return Traffic(
+        tuple(
+            Prompt(
+                tokens=max(1, round(request.tokens * tokens_scale)),
+                output_tokens=round(request.output_tokens * tokens_scale),
+                arrival_ms=None if math.isinf(speedup) else ((request.arrival_ms or 0.0) - first_ms) / speedup,
+                blocks=request.blocks,
+                kept=request.kept,
+            )
+            for request in trace.requests
+        ),
+        BLOCK_TOKENS * tokens_scale,
+    )
+
+
+def _whole(row: Mapping[str, Any], name: str, low: int, high: int) -> int:
+    value = row.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} is {_kind(value)}, not a whole number from {low} to {high}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    """A value as an error names it: short, and safe to print."""
+    return "missing" if value is None else f"{value!r:.40}" if isinstance(value, int | float) else type(value).__name__

@@ -1,0 +1,426 @@
+"""A fleet that lives on whatever happens to its ranks: they are killed, paused, resumed and restarted one by one.
+
+Where a bench ends with the first rank that dies, here a death is an event like any other. Call everything from the
+thread that started the fleet: the kernel ends ranks when that thread ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
+from types import TracebackType
+from typing import IO, Any, NamedTuple, cast
+
+import orjson
+
+from kvctl.lab.demo.failures import FleetError
+from kvctl.lab.demo.paths import free_prefix, rank_names, remove_admin_socket, temporary
+from kvctl.lab.demo.plan import SteadyPlan, named
+from kvctl.lab.demo.process import ChildProcess
+from kvctl.lab.demo.schedule import replaceable
+from kvctl.lab.ranks.bench_messages import FLEET_PREFIX, PlannedRank
+from kvctl.lab.ranks.steady_messages import Command, Leave, Met, News, Serve, SetFault, Tell, Usage
+from kvctl_agent.contract.admin import SOCKET_DIR_VARIABLE
+
+CLOSE_S = 10.0
+"""Time that ranks get to close their agents before they are killed."""
+
+_TICK_S = 0.2
+# Engines take seconds of processor time to import, and ranks share the cores.
+_START_S = 60.0
+_START_S_PER_RANK = 3.0
+# Told to a paused rank, lines wait here; a socket's buffer is not theirs to fill.
+_MOST_WAITING_BYTES = 8 << 20
+
+
+class Event(NamedTuple):
+    """Something that a rank said or that happened to its process.
+
+    `kind` is that of `News`, or `died`: its process ended unasked, `data` has `returncode` and `words`; or
+    `former-died`: so did a process that was replaced.
+    """
+
+    rank: str
+    kind: str
+    data: Mapping[str, Any]
+    at_ns: int
+
+
+class _Process(ChildProcess):
+    """One life of a rank; `leaving`: it was told to end."""
+
+    def __init__(self, rank: SteadyRank, argv: Callable[[int], list[str]], env: Mapping[str, str]) -> None:
+        self.rank = rank
+        self.leaving = False
+        self.news: list[News] = []
+        self._unsent = bytearray()
+        super().__init__(rank.name, argv, env)
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        self.news.append(cast(News, line))
+
+    def garbled(self, error: str) -> None:
+        self.news.append(News(kind="fatal", data={"code": "Garbled", "message": error}))
+
+    def post(self, command: Command) -> None:
+        """Hand over a command without waiting; what the socket does not take waits for `flush`."""
+        if len(self._unsent) < _MOST_WAITING_BYTES:
+            self._unsent += orjson.dumps({"do": command.do, "args": command}) + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as much as goes."""
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                try:
+                    del self._unsent[: self.channel.send(self._unsent)]
+                except (BrokenPipeError, ConnectionResetError):
+                    self._unsent.clear()  # it is gone, and its exit says more
+
+
+class SteadyRank:
+    """A rank over all its lives.
+
+    Attributes:
+        planned: its place.
+        running: its process is there, paused or not.
+        paused: it was stopped by `SteadyFleet.pause`.
+        instances: prefill instances that it can exchange rooms with, by what it said last; empty until it serves.
+        lives: processes started so far.
+        started_ns, met_ns: when this life began, and when it said that it can serve (0: not yet).
+        doing: what it said last that it waits for.
+        former: the process that was replaced, until it has ended; nothing that it says counts any more.
+    """
+
+    def __init__(self, name: str, planned: PlannedRank) -> None:
+        self.name = name
+        self.planned = planned
+        self.process: _Process | None = None
+        self.former: _Process | None = None
+        self.paused = False
+        self.instances: list[int] = []
+        self.incarnation = ""
+        self.lives = 0
+        self.started_ns = 0
+        self.met_ns = 0
+        self.doing = ""
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None
+
+    @property
+    def serving(self) -> bool:
+        """It runs, is not paused, and has said in this life that it can serve."""
+        return self.running and not self.paused and bool(self.instances)
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 while it has none."""
+        return self.process.pid if self.process is not None else 0
+
+
+class SteadyFleet:
+    """Real processes, one per rank.
+
+    Attributes:
+        plan: what it is made of.
+        ranks: by name, prefill first.
+        directory: where its sockets are; gone when it is closed.
+    """
+
+    def __init__(self, plan: SteadyPlan) -> None:
+        """Plan it; nothing is started yet.
+
+        Raises:
+            CliError: it cannot be, or the agent's side is not installed.
+        """
+        self._planned = plan.resolve()
+        prefix = free_prefix(rank_names(self._planned["ranks"]))
+        self.plan = plan.prefixed(prefix)
+        self.ranks = {name: SteadyRank(name, rank) for name, rank in named(self._planned["ranks"], prefix).items()}
+        self.directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=temporary()))
+        self._selector = selectors.DefaultSelector()
+        self._waiting: list[Event] = []
+        self._tokens = 0
+        self._closed = False
+
+    def of_role(self, role: str) -> list[str]:
+        """Names of the ranks of a role."""
+        return [name for name, rank in self.ranks.items() if rank.planned["role"] == role]
+
+    # ---- lives --------------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float | None = None) -> None:
+        """Start the ranks and wait until all have met that can.
+
+        Raises:
+            FleetError: one did not come up; says what it waited for.
+        """
+        if timeout_s is None:
+            timeout_s = _START_S + _START_S_PER_RANK * len(self.ranks)
+        for name in self.ranks:
+            if name not in self.plan.absent:
+                self.restart(name)
+        deadline = time.monotonic() + timeout_s
+        able = self._able()
+        instances = {rank.planned["instance"] for rank in able if rank.planned["role"] == "prefill"}
+        while missing := [rank for rank in able if not _complete(rank, instances)]:
+            for event in self._listen(_TICK_S):
+                self._waiting.append(event)
+                if event.kind in ("died", "fatal"):
+                    raise FleetError(f'rank "{event.rank}" did not come up: {_words(event)}')
+            if time.monotonic() > deadline:
+                first = missing[0]
+                waits = f": {first.doing}" if first.doing else ""
+                raise FleetError(f'rank "{first.name}" was not ready within {timeout_s:g} s{waits}')
+
+    def _able(self) -> list[SteadyRank]:
+        """Ranks that will serve: they are started and set up like the others, and so is their whole instance."""
+        unable = self.plan.absent | self.plan.odd_pages.keys()
+        planned = [self.ranks[name].planned for name in unable]
+        broken = {rank["instance"] for rank in planned if rank["role"] == "prefill"}
+        return [
+            rank
+            for rank in self.ranks.values()
+            if rank.name not in unable and (rank.planned["role"] == "decode" or rank.planned["instance"] not in broken)
+        ]
+
+    def restart(self, name: str, faults: str = "") -> None:
+        """Start a rank that is not running: the same name and endpoints, a new process. Returns at once.
+
+        Args:
+            faults: specs in force from the first moment of the new life, such as `clock-jump=-1h`.
+
+        Raises:
+            ValueError: it runs.
+        """
+        rank = self.ranks[name]
+        if rank.process is not None:
+            raise ValueError(f"{name} is running; kill it first")
+        environment = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
+        start = self.plan.start(name, rank.planned, self._planned, str(self.directory), _START_S)
+        if rank.former is not None:  # it still has its sockets
+            elsewhere = self._elsewhere()
+            environment[SOCKET_DIR_VARIABLE] = str(elsewhere)
+            bootstraps = tuple(f"ipc://{elsewhere / Path(each).name}" for each in start.bootstraps)
+            start = replace(start, bootstraps=bootstraps)
+        rig = [sys.executable, "-m", "kvctl.lab.ranks", "steady", "--name", name, "--parent", str(os.getpid()), "--fd"]
+        process = rank.process = _Process(rank, lambda fd: [*rig, str(fd)], environment)
+        rank.lives += 1
+        rank.started_ns, rank.met_ns = time.monotonic_ns(), 0
+        rank.paused, rank.instances, rank.doing = False, [], ""
+        for file in (process.channel, process.output, process.exit_fd):
+            self._selector.register(file, selectors.EVENT_READ, process)
+        process.post(Serve(start, faults, self.plan.verify))
+
+    def _elsewhere(self) -> Path:
+        """A new directory for a process, with links to the registries: its control socket will be beside them."""
+        directory = Path(tempfile.mkdtemp(prefix="", dir=self.directory))
+        for instance in range(len(self.plan.prefill)):
+            (directory / f"bootstrap-{instance}").symlink_to(self.directory / f"bootstrap-{instance}")
+        return directory
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; `running` turns False when `poll` has seen its end."""
+        self._signal(name, SIGKILL)
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP: it lives and is silent."""
+        self._signal(name, SIGSTOP)
+        self.ranks[name].paused = True
+
+    def resume(self, name: str) -> None:
+        """SIGCONT."""
+        self.ranks[name].paused = False
+        self._signal(name, SIGCONT)
+
+    def replace(self, name: str) -> None:
+        """Start another process in the place of a paused one, which stays as it is. Returns at once.
+
+        The new one has a socket directory and a control endpoint of its own, as on another host.
+
+        Raises:
+            ValueError: the rank is not paused, serves the registry, or its process before is there still.
+        """
+        rank = self.ranks[name]
+        if not replaceable(rank.planned) or not rank.paused or rank.former is not None:
+            raise ValueError(
+                f"{name} cannot be replaced: it has to be paused, to have been replaced by none, and no registry"
+            )
+        rank.former, rank.process = rank.process, None
+        self.restart(name)
+
+    def thaw(self, name: str) -> None:
+        """SIGCONT to the process that was replaced."""
+        if (former := self.ranks[name].former) is not None:
+            former.signal(SIGCONT)
+
+    def end_former(self, name: str, *, kill: bool) -> None:
+        """End the process that was replaced, by SIGKILL or by closing its agent."""
+        if (former := self.ranks[name].former) is not None:
+            former.leaving = True
+            if kill:
+                former.kill()
+            else:
+                former.post(Leave())
+
+    def _signal(self, name: str, number: Signals) -> None:
+        process = self.ranks[name].process
+        if process is not None:
+            process.signal(number)
+
+    # ---- talk ---------------------------------------------------------------------------------------------------
+
+    def tell(self, name: str, command: Command) -> None:
+        """Hand a command to a rank without waiting; nothing where it is not running."""
+        process = self.ranks[name].process
+        if process is not None:
+            process.post(command)
+
+    def fault(self, name: str, spec: str, seconds: float | None = None) -> None:
+        """Put a fault of `contract.faults` in force at a rank; `clear` ends all."""
+        self.tell(name, SetFault(spec, seconds))
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """What has happened, waiting for it for so long at most; also what came while `start` or `usage` waited."""
+        waiting, self._waiting = self._waiting, []
+        return waiting or self._listen(timeout_s)
+
+    def _listen(self, timeout_s: float) -> list[Event]:
+        """What happens from now on."""
+        events = []
+        heard = {id(key.data): key.data for key, _ in self._selector.select(timeout_s)}
+        for process in self._processes():
+            process.flush()
+        for process in heard.values():
+            events += self._hear(process)
+        return events
+
+    def usage(self, timeout_s: float = 10.0, sweep: bool = False) -> dict[str, Usage]:
+        """What every serving rank holds.
+
+        Args:
+            sweep: search all free pages for strays, too.
+
+        Raises:
+            FleetError: one did not answer in time.
+        """
+        self._tokens += 1
+        token = self._tokens
+        asked = {name for name, rank in self.ranks.items() if rank.serving}
+        for name in asked:
+            self.tell(name, Tell(token, sweep))
+        found: dict[str, Usage] = {}
+        deadline = time.monotonic() + timeout_s
+        while missing := {name for name in asked - found.keys() if self.ranks[name].running}:
+            for event in self._listen(_TICK_S):
+                if event.kind == "usage" and event.data["token"] == token:
+                    found[event.rank] = cast(Usage, event.data)
+                else:
+                    self._waiting.append(event)
+            if time.monotonic() > deadline:
+                raise FleetError(f"{', '.join(sorted(missing))} did not say within {timeout_s:g} s what they hold")
+        return found
+
+    def _processes(self) -> list[_Process]:
+        """All that run, those included that were replaced."""
+        return [each for rank in self.ranks.values() for each in (rank.process, rank.former) if each is not None]
+
+    def _hear(self, process: _Process) -> list[Event]:
+        rank, former = process.rank, process is process.rank.former
+        process.hear()
+        ended = process.returncode is not None
+        if ended:
+            process.hear()  # what it said between the first look and its end
+        now_ns = time.monotonic_ns()
+        news, process.news = process.news, []
+        events = [Event(rank.name, line["kind"], line["data"], now_ns) for line in news if not former]
+        for event in events:
+            if event.kind == "met":
+                met = cast(Met, event.data)
+                rank.instances, rank.incarnation = met["instances"], met["incarnation"]
+                rank.met_ns = rank.met_ns or now_ns
+            elif event.kind == "progress":
+                rank.doing = str(event.data.get("doing", ""))
+        # What is at its end for ever would wake us at once, for ever.
+        if process.hung_up or ended:
+            self._deaf(process.channel)
+        if process.silent or ended:
+            self._deaf(process.output)
+        if ended:
+            self._deaf(process.exit_fd)
+            words, code = process.last_words, process.returncode
+            process.reap()
+            if former:
+                rank.former = None
+            else:
+                rank.process, rank.instances, rank.paused = None, [], False
+            if not process.leaving or code not in ((0, -SIGKILL) if former else (0,)):
+                kind = "former-died" if former else "died"
+                events.append(Event(rank.name, kind, {"returncode": code, "words": words}, now_ns))
+        return events
+
+    def _deaf(self, file: IO[bytes] | socket.socket | int) -> None:
+        """Listen to it no more."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(file)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> dict[str, int]:
+        """End every process and remove every file of the fleet; the exit status of each rank that did not end well."""
+        if self._closed:
+            return {}
+        self._closed = True
+        bad: dict[str, int] = {}
+        for process in self._processes():
+            process.leaving = True
+            process.signal(SIGCONT)
+            process.post(Leave())
+        deadline = time.monotonic() + CLOSE_S
+        try:
+            while self._processes() and time.monotonic() < deadline:
+                # Output is still read: a rank that cannot print cannot exit.
+                for event in self._listen(_TICK_S):
+                    if event.kind in ("died", "former-died"):
+                        bad[event.rank] = event.data["returncode"]
+        finally:
+            for process in self._processes():
+                process.kill()
+                process.reap()
+                bad[process.name] = -SIGKILL
+            for rank in self.ranks.values():
+                rank.process = rank.former = None
+                remove_admin_socket(rank.name)
+            self._selector.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+        return bad
+
+    def __enter__(self) -> SteadyFleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _complete(rank: SteadyRank, instances: set[int]) -> bool:
+    return bool(rank.instances) and (rank.planned["role"] == "prefill" or instances.issubset(rank.instances))
+
+
+def _words(event: Event) -> str:
+    if event.kind == "fatal":
+        return f"{event.data.get('message')} ({event.data.get('code')})"
+    return f"it ended with status {event.data['returncode']}; its last words:\n{event.data['words']}"

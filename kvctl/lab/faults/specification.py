@@ -1,0 +1,347 @@
+"""Every fault that can be injected, once, and how one is written: `control-loss=5%`, `pause=prefill-0@5s+3s`.
+
+`kvctl bench --faults`, `kvctl demo` and the admin command `fault` read the same specs. A kind's level says who makes it
+happen: the agent itself (`kvctl.lab.faults`), whoever drives the rooms, or whoever owns the processes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from kvctl_agent.contract.commands import Arg, Command, Level
+from kvctl_agent.contract.settings import near
+
+FaultLevel = Literal["agent", "room", "process"]
+FaultUnit = Literal["share", "time", "jump", "messages", "rank"]
+
+_NS = {"us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "m": 60_000_000_000, "h": 3_600_000_000_000}
+_TIME = re.compile(r"(-?)(\d{1,15}(?:\.\d{1,9})?)(us|ms|s|m|h)")
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
+_RANK = re.compile(r"([A-Za-z0-9_.-]{1,64})@([^+]+)(?:\+(.+))?")
+_SHOWN = 60
+_SECOND_NS = 1_000_000_000
+_DAY_NS = 24 * _NS["h"]
+
+LOST = ("KV_PEER_LOST",)
+STUCK = ("KV_ROOM_STUCK_BOOTSTRAP", "KV_ROOM_STUCK_WAITING", "KV_ROOM_STUCK_TRANSFER", "KV_ROOM_STUCK_SCATTER")
+
+
+MESSAGES = (
+    "hello",
+    "hello-ack",
+    "heartbeat",
+    "room-open",
+    "room-accepted",
+    "room-refused",
+    "staging-request",
+    "staging-grants",
+    "staging-refused",
+    "staging-revoke",
+    "staging-revoked",
+    "too-late",
+    "watermark",
+    "part-ready",
+    "part-ack",
+    "room-done",
+    "room-failed",
+    "ack",
+    "room-abort",
+    "room-drained",
+    "bye",
+)
+"""Types of control messages, as they are named on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultKind:
+    """One kind of fault.
+
+    Attributes:
+        unit: what is written behind the `=`: a "share" (5%), a "time" (20ms), a "jump" (-1h), "messages"
+            (staging-grants+watermark), or a "rank", when and for how long (decode-1@5s+3s).
+        low, high: bounds of a time or jump, in nanoseconds; of the time that a rank's fault lasts.
+        explains: codes of failures of rooms that it can be the cause of; whatever else fails beside it is a bug.
+    """
+
+    name: str
+    level: FaultLevel
+    unit: FaultUnit
+    help: str
+    low: int = 0
+    high: int = 0
+    explains: tuple[str, ...] = ()
+
+    @property
+    def example(self) -> str:
+        """How it is written."""
+        return f"{self.name}={_EXAMPLES.get(self.name) or _EXAMPLES[self.unit]}"
+
+
+_EXAMPLES = {
+    "share": "5%",
+    "time": "20ms",
+    "jump": "-1h",
+    "messages": "watermark",
+    "kill": "decode-1@5s+2s",
+    "pause": "prefill-0@5s+3s",
+    "replace": "prefill-1@4s+22s",
+}
+
+FAULTS: tuple[FaultKind, ...] = (
+    FaultKind("control-loss", "agent", "share", "Control frames lost, in and out.", explains=LOST),
+    FaultKind(
+        "control-delay",
+        "agent",
+        "time",
+        "Every control frame arrives and leaves so much later.",
+        low=_NS["us"],
+        high=60 * _SECOND_NS,
+        explains=LOST,
+    ),
+    FaultKind("control-dup", "agent", "share", "Control frames that come twice, the second one a little later."),
+    FaultKind("control-reorder", "agent", "share", "Control frames held back while later ones pass."),
+    FaultKind("control-truncate", "agent", "share", "Control frames cut off anywhere.", explains=LOST),
+    FaultKind("control-garbage", "agent", "share", "Control frames replaced by random bytes.", explains=LOST),
+    FaultKind(
+        "message-loss",
+        "agent",
+        "messages",
+        "All control messages of these types lost, in and out; watermark: those that other messages carry, too.",
+        explains=(*LOST, *STUCK),
+    ),
+    FaultKind("notify-loss", "agent", "share", "Arrival tags lost at the decode rank; the bytes have landed."),
+    FaultKind("notify-dup", "agent", "share", "Arrival tags heard twice."),
+    FaultKind(
+        "write-error",
+        "agent",
+        "share",
+        "Posts that the engine refuses; nothing of them lands.",
+        explains=("KV_TRANSPORT",),
+    ),
+    FaultKind(
+        "write-doubt",
+        "agent",
+        "share",
+        "Writes that the engine fails although their bytes land a little later.",
+        explains=("KV_TRANSPORT",),
+    ),
+    FaultKind(
+        "slow-reader",
+        "agent",
+        "time",
+        "A decode rank looks for arrivals only so often.",
+        low=_NS["us"],
+        high=60 * _SECOND_NS,
+    ),
+    FaultKind(
+        "slow-scatter",
+        "agent",
+        "time",
+        "A staged part is copied from the ring to its pages only so long after it landed.",
+        low=_NS["us"],
+        high=_NS["h"],
+        explains=STUCK,
+    ),
+    FaultKind(
+        "slow-writer",
+        "agent",
+        "time",
+        "A write is found complete only so long after its post.",
+        low=_NS["us"],
+        high=60 * _SECOND_NS,
+    ),
+    FaultKind(
+        "slow-lane",
+        "agent",
+        "time",
+        "Every write leaves so much later: the bytes too, not only the news of them.",
+        low=_NS["us"],
+        high=60 * _SECOND_NS,
+    ),
+    FaultKind(
+        "corrupt-write",
+        "agent",
+        "share",
+        "Writes of which one byte is wrong on the wire; with digest on, the reader notices.",
+        explains=("KV_DIGEST_MISMATCH",),
+    ),
+    FaultKind(
+        "clock-jump",
+        "agent",
+        "jump",
+        "The wall clock is so far off; where an agent starts with it, its incarnation too.",
+        low=-3650 * _DAY_NS,
+        high=3650 * _DAY_NS,
+    ),
+    FaultKind(
+        "abort", "room", "share", "Rooms given up by one of their ranks at a random moment.", explains=("ABORTED",)
+    ),
+    FaultKind(
+        "kill",
+        "process",
+        "rank",
+        "SIGKILL of a rank so long after the start; +TIME: started again so much later.",
+        low=_NS["ms"],
+        high=_DAY_NS,
+        explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
+    ),
+    FaultKind(
+        "pause",
+        "process",
+        "rank",
+        "SIGSTOP of a rank so long after the start, SIGCONT so much later.",
+        low=_NS["ms"],
+        high=_DAY_NS,
+        explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
+    ),
+    FaultKind(
+        "replace",
+        "process",
+        "rank",
+        "As pause, of a prefill rank without the registry; a new process takes its place before it goes on.",
+        low=_NS["ms"],
+        high=_DAY_NS,
+        explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
+    ),
+)
+
+FAULTS_BY_NAME: dict[str, FaultKind] = {kind.name: kind for kind in FAULTS}
+
+FAULT_COMMAND = Command(
+    "fault",
+    "inject faults into this agent, or end those in force; only where it was started with faults allowed",
+    Level.ADMIN,
+    (
+        Arg("spec", "str", "one or more faults of an agent, such as control-loss=5%,write-error=1%"),
+        Arg("seconds", "int", "end them by themselves after so long"),
+        Arg("clear", "bool", "end every fault in force first"),
+    ),
+)
+"""The admin command of agents that were started with faults allowed; no other agent has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault as it was asked for.
+
+    Attributes:
+        share: from 0 to 1, of unit "share".
+        ns: of unit "time" and "jump".
+        messages: of unit "messages": types, in the order in which they were given.
+        rank, at_ns, for_ns: of unit "rank"; `for_ns` is None for good.
+    """
+
+    kind: FaultKind
+    share: float = 0.0
+    ns: int = 0
+    messages: tuple[str, ...] = ()
+    rank: str = ""
+    at_ns: int = 0
+    for_ns: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its kind."""
+        return self.kind.name
+
+    @property
+    def text(self) -> str:
+        """As it is written; `parse_fault` reads it back."""
+        if self.kind.unit == "share":
+            return f"{self.name}={f'{self.share * 100:.6f}'.rstrip('0').rstrip('.')}%"
+        if self.kind.unit == "messages":
+            return f"{self.name}={'+'.join(self.messages)}"
+        if self.kind.unit == "rank":
+            lasting = "" if self.for_ns is None else f"+{_time_text(self.for_ns)}"
+            return f"{self.name}={self.rank}@{_time_text(self.at_ns)}{lasting}"
+        return f"{self.name}={_time_text(self.ns)}"
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Faults joined by commas.
+
+    Raises:
+        ValueError: as `parse_fault`; none is named, or one that can only be once is named twice.
+    """
+    faults = tuple(parse_fault(word.strip()) for word in text.split(","))
+    names = [fault.name for fault in faults if fault.kind.unit != "rank"]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{text[:_SHOWN]!r}: {name} is given twice")
+    return faults
+
+
+def parse_fault(text: str) -> Fault:
+    """One fault.
+
+    Raises:
+        ValueError: there is no such fault, or its value is none; says what is allowed.
+    """
+    name, separator, value = text.partition("=")
+    kind = FAULTS_BY_NAME.get(name)
+    if kind is None:
+        hint = near(name[:_SHOWN], FAULTS_BY_NAME) or f": there are {', '.join(FAULTS_BY_NAME)}"
+        raise ValueError(f"{text[:_SHOWN]!r} is no fault{hint}")
+    if not separator:
+        raise ValueError(f"{text[:_SHOWN]!r}: {name} needs a value, such as {kind.example}")
+    if kind.unit == "share":
+        return Fault(kind, share=_share(kind, text, value))
+    if kind.unit == "messages":
+        return Fault(kind, messages=_messages(kind, text, value))
+    if kind.unit == "rank":
+        return _of_rank(kind, text, value)
+    return Fault(kind, ns=_time(kind, text, value, kind.low, kind.high))
+
+
+def _share(kind: FaultKind, text: str, value: str) -> float:
+    match = _SHARE.fullmatch(value)
+    share = float(match[1]) / 100 if match else 0.0
+    if not 0 < share <= 1:
+        raise ValueError(f"{text[:_SHOWN]!r}: {kind.name} takes more than 0% and at most 100%, such as {kind.example}")
+    return share
+
+
+def _messages(kind: FaultKind, text: str, value: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(value.split("+")))
+    for name in names:
+        if name not in MESSAGES:
+            hint = near(name[:_SHOWN], MESSAGES) or f": there are {', '.join(MESSAGES)}"
+            raise ValueError(f"{text[:_SHOWN]!r}: {kind.name} takes types of messages, {name[:_SHOWN]!r} is none{hint}")
+    return names
+
+
+def _of_rank(kind: FaultKind, text: str, value: str) -> Fault:
+    match = _RANK.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{text[:_SHOWN]!r}: {kind.name} takes RANK@TIME+TIME, such as {kind.example}")
+    rank, at, lasting = match.groups()
+    if lasting is None and kind.name in ("pause", "replace"):
+        raise ValueError(f"{text[:_SHOWN]!r}: say for how long, such as {kind.example}")
+    at_ns = _time(kind, text, at, 0, kind.high)
+    for_ns = None if lasting is None else _time(kind, text, lasting, kind.low, kind.high)
+    return Fault(kind, rank=rank, at_ns=at_ns, for_ns=for_ns)
+
+
+def _time(kind: FaultKind, text: str, value: str, low: int, high: int) -> int:
+    match = _TIME.fullmatch(value)
+    if match is None:
+        raise ValueError(
+            f"{text[:_SHOWN]!r}: {value[:_SHOWN]!r} is no time: write a number and one of {', '.join(_NS)}, "
+            f"such as {kind.example}"
+        )
+    ns = round(Fraction(match[2]) * _NS[match[3]]) * (-1 if match[1] else 1)
+    if not low <= ns <= high:
+        bounds = f"{_time_text(low)} to {_time_text(high)}"
+        raise ValueError(f"{text[:_SHOWN]!r}: {value[:_SHOWN]} is not from {bounds}")
+    return ns
+
+
+def _time_text(ns: int) -> str:
+    """The largest unit in which it is a whole number, of microseconds at least."""
+    for unit, size in reversed(_NS.items()):
+        if ns and ns % size == 0:
+            return f"{ns // size}{unit}"
+    return f"{ns / 1_000:.3f}".rstrip("0").rstrip(".") + "us"

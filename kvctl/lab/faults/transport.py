@@ -1,0 +1,240 @@
+"""An engine that refuses posts, fails writes that land all the same, is slow, flips bytes and loses tags.
+
+Everything else is the real engine's: bytes go where they would have gone. What fails does so in the way `base` says an
+engine may, so that whoever handles these faults wrongly would handle a real engine's wrongly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+from kvctl.lab.faults.injector import FaultInjector
+from kvctl_agent.errors import TransportError
+from kvctl_agent.transport.base import (
+    Addresses,
+    Arrival,
+    Indices,
+    Prepared,
+    Region,
+    Sizes,
+    Transport,
+    Write,
+)
+
+# Long enough that a room's end, and all that wants its memory, comes before the bytes do.
+_LANDS_LATER_NS = 200_000_000
+
+
+class FaultyTransport:
+    """`engine` under `faults`."""
+
+    def __init__(self, engine: Transport, faults: FaultInjector) -> None:
+        self._engine = engine
+        self._faults = faults
+        self._look_ns = 0
+        self._rows: dict[int, tuple[Prepared, Addresses]] = {}  # of our own lists, by identity
+
+    @property
+    def name(self) -> str:
+        return self._engine.name
+
+    def register(self, regions: Sequence[Region]) -> None:
+        self._engine.register(regions)
+
+    def metadata(self) -> bytes:
+        return self._engine.metadata()
+
+    def connect(self, peer: str, metadata: bytes) -> None:
+        self._engine.connect(peer, metadata)
+
+    def disconnect(self, peer: str) -> None:
+        self._engine.disconnect(peer)
+
+    def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
+        prepared = self._engine.prepare_local(addrs, sizes)
+        self._rows[id(prepared)] = prepared, addrs
+        return prepared
+
+    def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
+        return self._engine.prepare_remote(peer, addrs, sizes)
+
+    def write(
+        self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
+    ) -> Write:
+        post = partial(self._engine.write, peer, local_addrs, remote_addrs, sizes, tag)
+        return self._post(post, int(sizes.sum()), local_addrs)
+
+    def write_prepared(
+        self,
+        peer: str,
+        local: Prepared,
+        local_index: Indices,
+        remote: Prepared,
+        remote_index: Indices,
+        tag: bytes | None,
+    ) -> Write:
+        post = partial(self._engine.write_prepared, peer, local, local_index, remote, remote_index, tag)
+        return self._post(post, 0, self._rows[id(local)][1][local_index])
+
+    def tell(self, peer: str, tag: bytes) -> None:
+        self._engine.tell(peer, tag)
+
+    def progress(self) -> None:
+        self._engine.progress()
+
+    def arrivals(self) -> list[Arrival]:
+        pause_ns = self._faults.ns("slow-reader")
+        if pause_ns:
+            now = time.monotonic_ns()
+            if now < self._look_ns:
+                return []
+            self._look_ns = now + pause_ns
+            self._faults.count("slow-reader")
+        heard: list[Arrival] = []
+        for arrival in self._engine.arrivals():
+            if not self._faults.should_fire("notify-loss"):
+                heard.append(arrival)
+                if self._faults.should_fire("notify-dup"):
+                    heard.append(arrival)
+        return heard
+
+    def describe(self) -> dict[str, Any]:
+        return self._engine.describe()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _post(self, post: Callable[[], Write], nbytes: int, addrs: Addresses) -> Write:
+        if self._faults.should_fire("write-error"):
+            raise TransportError("injected fault write-error: the engine refused the post")
+        if dice := self._faults.should_fire("write-doubt"):
+            return DoubtfulWrite(post, nbytes, len(addrs), dice.randrange(_LANDS_LATER_NS))
+        if dice := self._faults.should_fire("corrupt-write"):
+            post = partial(CorruptWrite, post, addrs, dice)
+        if pause_ns := self._faults.ns("slow-lane"):
+            self._faults.count("slow-lane")
+            return LateWrite(post, nbytes, len(addrs), pause_ns)
+        write = post()
+        pause_ns = self._faults.ns("slow-writer")
+        if not pause_ns:
+            return write
+        self._faults.count("slow-writer")
+        return SlowWrite(write, pause_ns)
+
+
+class CorruptWrite:
+    """A write of which the first byte of one descriptor is another one while it is on the wire.
+
+    What it reads is our own memory, which is put right when the engine has read it.
+    """
+
+    _flipping = threading.Lock()  # two writes may flip one byte
+
+    def __init__(self, post: Callable[[], Write], addrs: Addresses, dice: Random) -> None:
+        self._byte = ctypes.c_ubyte.from_address(int(addrs[dice.randrange(len(addrs))]))
+        self._flipped = False
+        self._flip()
+        try:
+            self._write = post()
+        except BaseException:
+            self._put_right()
+            raise
+        self.bytes = self._write.bytes
+        self.descriptors = self._write.descriptors
+
+    def poll(self) -> bool:
+        return self._over(self._write.poll)
+
+    def release(self) -> bool:
+        return self._over(self._write.release)
+
+    def _over(self, look: Callable[[], bool]) -> bool:
+        over = look()
+        if over:
+            self._put_right()
+        return over
+
+    def _flip(self) -> None:
+        with self._flipping:
+            self._byte.value ^= 0xFF
+        self._flipped = not self._flipped
+
+    def _put_right(self) -> None:
+        if self._flipped:
+            self._flip()
+
+
+class LateWrite:
+    """A write that the engine gets only later; given up before, nothing of it lands.
+
+    `bytes` is 0 where only the engine knows them.
+    """
+
+    def __init__(self, post: Callable[[], Write], nbytes: int, descriptors: int, pause_ns: int) -> None:
+        self.bytes = nbytes
+        self.descriptors = descriptors
+        self._post = post
+        self._due_ns = time.monotonic_ns() + pause_ns
+        self._write: Write | None = None
+
+    def poll(self) -> bool:
+        if self._write is None:
+            if time.monotonic_ns() < self._due_ns:
+                return False
+            self._write = self._post()
+        return self._write.poll()
+
+    def release(self) -> bool:
+        return self._write is None or self._write.release()
+
+
+class SlowWrite:
+    """A write that nobody finds complete before its time."""
+
+    def __init__(self, write: Write, pause_ns: int) -> None:
+        self.bytes = write.bytes
+        self.descriptors = write.descriptors
+        self._write = write
+        self._due_ns = time.monotonic_ns() + pause_ns
+
+    def poll(self) -> bool:
+        return self._write.poll() and time.monotonic_ns() >= self._due_ns
+
+    def release(self) -> bool:
+        return self._write.release() and time.monotonic_ns() >= self._due_ns
+
+
+class DoubtfulWrite:
+    """A write that the engine has failed and still has: its bytes and its tag land late, or never.
+
+    `bytes` is 0 where only the engine knows them. They land when `release` is called after their time, as a network
+    that delivers a packet after its sender has been told of an error. Until then, and while they land, it is False.
+    """
+
+    def __init__(self, post: Callable[[], Write], nbytes: int, descriptors: int, later_ns: int) -> None:
+        self.bytes = nbytes
+        self.descriptors = descriptors
+        self._post = post
+        self._due_ns = time.monotonic_ns() + later_ns
+        self._write: Write | None = None
+        self._over = False
+
+    def poll(self) -> bool:
+        raise TransportError("injected fault write-doubt: the engine failed the write, whose bytes may still land")
+
+    def release(self) -> bool:
+        if self._over or time.monotonic_ns() < self._due_ns:
+            return self._over
+        try:
+            if self._write is None:
+                self._write = self._post()
+            self._over = self._write.release()
+        except TransportError:  # the peer is gone, or we are: nothing landed and nothing will
+            self._over = True
+        return self._over

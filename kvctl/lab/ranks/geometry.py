@@ -1,0 +1,158 @@
+"""Which model a bench moves: a preset with the given numbers in place of its own, and its shape as the layout knows it.
+
+Both the planner and each rank build the layout's shape from the same `PlannedShape`, so that they cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvctl.lab.models import ModelPreset, find_model
+from kvctl.lab.ranks.bench_messages import (
+    DTYPE_BYTES,
+    DTYPE_SCALE_BYTES,
+    KINDS,
+    STATE_KINDS,
+    PlannedDraft,
+    PlannedShape,
+    PlannedState,
+    PlannedWidths,
+    PlanRequest,
+    State,
+)
+from kvctl.lab.ranks.resolve import choose
+from kvctl_agent.layout.shape import ModelShape, StateShape
+from kvctl_agent.layout.sizes import check_size
+
+DEFAULT_MODEL = "llama-3.1-8b"
+DEFAULT_LATENT = "deepseek-r1"
+
+
+def resolve_shape(request: PlanRequest) -> PlannedShape:
+    """The shape: a preset (`DEFAULT_MODEL` if none is named) with the given numbers in place of its own.
+
+    Raises:
+        ConfigError: no such model (with near matches), element type or kind.
+        LayoutError: a size out of range.
+    """
+    preset = find_model(request.model or (DEFAULT_LATENT if request.kind == "mla" else DEFAULT_MODEL))
+    shape = _shape(request, preset)
+    untouched = PlanRequest(request.prefill, request.decode, (), 0, 0, model=preset.name, dtype=request.dtype)
+    if shape == _shape(untouched, preset):
+        shape["model"] = preset.name
+    if request.compute == "gpu":
+        widths = preset.widths
+        shape["widths"] = PlannedWidths(hidden=widths.hidden, q_heads=widths.q_heads, intermediate=widths.intermediate)
+    return shape
+
+
+def model_shape(planned: PlannedShape, page_size: int) -> ModelShape:
+    """The same as the layout knows it.
+
+    Raises:
+        LayoutError: sizes that no layout serves.
+    """
+
+    def kv(sizes: PlannedShape | PlannedDraft) -> ModelShape:
+        return ModelShape(
+            num_layers=sizes["layers"],
+            num_kv_heads=sizes["kv_heads"],
+            k_dim=sizes["head_dim"],
+            v_dim=sizes["v_head_dim"],
+            dtype_bytes=planned["dtype_bytes"],
+            kind=planned["kind"],
+            k_scale_bytes=planned["k_scale_bytes"],
+            v_scale_bytes=planned["v_scale_bytes"],
+        )
+
+    return replace(
+        kv(planned),
+        draft=None if planned["draft"] is None else kv(planned["draft"]),
+        states=tuple(
+            StateShape(
+                name=state["name"],
+                layers=tuple(state["layers"]),
+                rows=state["rows"] if state["kind"] == "rows" else state["rows"] * page_size,
+                heads=state["heads"],
+                head_bytes=state["head_bytes"],
+            )
+            for state in planned["states"]
+        ),
+    )
+
+
+def state_items(state: PlannedState, tokens: int, page_size: int) -> int:
+    """Items of a component that a room of so many tokens has; a cached prefix does not change that."""
+    if state["kind"] == "rows":
+        return 1
+    pages = -(-tokens // page_size)
+    if state["kind"] == "pages":
+        return pages
+    return pages - max(0, tokens - state["window"]) // page_size
+
+
+def _shape(request: PlanRequest, preset: ModelPreset) -> PlannedShape:
+    dtype = request.dtype or preset.dtype
+    choose("--dtype", dtype, tuple(DTYPE_BYTES))
+    kind = request.kind or preset.kind
+    choose("--kind", kind, KINDS)
+    latent = kind == "mla"
+    as_kind = preset if kind == preset.kind else find_model(DEFAULT_LATENT if latent else DEFAULT_MODEL)
+    layers = _size("--layers", request.layers, preset.num_layers)
+    heads = _size("--kv-heads", request.kv_heads, as_kind.num_kv_heads)
+    k_dim = _size("--head-dim", request.head_dim, as_kind.head_dim)
+    v_dim = 0 if latent else _size("--v-head-dim", request.v_head_dim, as_kind.v_head_dim or k_dim)
+    scale_bytes = DTYPE_SCALE_BYTES.get(dtype, 0)
+    states = _kept(preset.states, layers) if request.states is None else request.states
+    return PlannedShape(
+        model="",
+        kind=kind,
+        layers=layers,
+        kv_heads=heads,
+        head_dim=k_dim,
+        v_head_dim=v_dim,
+        dtype=dtype,
+        dtype_bytes=DTYPE_BYTES[dtype],
+        k_scale_bytes=_size("--k-scale-bytes", request.k_scale_bytes, scale_bytes, 0),
+        v_scale_bytes=0 if latent else _size("--v-scale-bytes", request.v_scale_bytes, scale_bytes, 0),
+        draft=_draft(request, heads, k_dim, v_dim),
+        states=[_state(state, layers) for state in states],
+    )
+
+
+def _draft(request: PlanRequest, heads: int, k_dim: int, v_dim: int) -> PlannedDraft | None:
+    if not request.draft_layers:
+        return None
+    own_dim = request.draft_dim is not None
+    return PlannedDraft(
+        layers=check_size("--draft-layers", request.draft_layers),
+        kv_heads=_size("--draft-heads", request.draft_heads, heads),
+        head_dim=_size("--draft-dim", request.draft_dim, k_dim),
+        v_head_dim=_size("--draft-dim", request.draft_dim, v_dim) if own_dim and v_dim else v_dim,
+    )
+
+
+def _kept(states: Sequence[State], layers: int) -> tuple[State, ...]:
+    """A preset's states where it was made shorter: what lies beside the layers that it still has."""
+    cut = [replace(state, layers=tuple(layer for layer in state.layers if layer < layers)) for state in states]
+    return tuple(short for state, short in zip(states, cut, strict=True) if short.layers or not state.layers)
+
+
+def _state(state: State, layers: int) -> PlannedState:
+    choose(f"kind of state {state.name}", state.kind, STATE_KINDS)
+    if state.kind == "window":
+        check_size(f"window of state {state.name}", state.window)
+    return PlannedState(
+        name=state.name,
+        layers=list(state.layers or range(layers)),
+        rows=check_size(f"rows of state {state.name}", state.rows),
+        heads=check_size(f"heads of state {state.name}", state.heads),
+        head_bytes=check_size(f"bytes per head of state {state.name}", state.head_bytes),
+        kind=state.kind,
+        window=state.window,
+    )
+
+
+def _size(option: str, given: int | None, otherwise: int, minimum: int = 1) -> int:
+    return otherwise if given is None else check_size(option, given, minimum)

@@ -1,0 +1,135 @@
+"""What a run cost this process: growth of the agent's counters, processor time, resident memory."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from kvctl.lab.ranks.bench_messages import Gpu, ShownPart
+from kvctl_agent.contract.snapshots import LayerRow, MetricFamily
+from kvctl_agent.contract.states import STAGES
+from kvctl_agent.device.base import Device
+from kvctl_agent.errors import RequestRefused
+from kvctl_agent.telemetry.room_records import RoomRecord
+
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+MAX_SAMPLED_ROOMS = 64
+MAX_SHOWN_PARTS = 512
+
+Counters = dict[str, dict[str, float]]
+"""Metric name → values of its labels joined by commas ("" without labels) → value."""
+
+
+def counters(families: Iterable[MetricFamily]) -> Counters:
+    """All counters of a `metrics` snapshot."""
+    return {
+        family["name"]: {
+            ",".join(sample["labels"].values()): float(sample["value"] or 0) for sample in family["samples"]
+        }
+        for family in families
+        if family["kind"] == "counter"
+    }
+
+
+def growth(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]) -> Counters:
+    """What grew between two snapshots; what did not is left out."""
+    grown: Counters = {}
+    for name, values in after.items():
+        for label, value in values.items():
+            more = value - before.get(name, {}).get(label, 0.0)
+            if more:
+                grown.setdefault(name, {})[label] = more
+    return grown
+
+
+def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) -> dict[str, list[int]]:
+    """Median time of each room's parts in each stage, over the last `MAX_SAMPLED_ROOMS` of the rooms.
+
+    Args:
+        layers: the agent's `layers` command for one room.
+        rooms: numbers of rooms that succeeded, in order; agents keep a few hundred.
+    """
+    samples: dict[str, list[int]] = {}
+    for room in rooms[-MAX_SAMPLED_ROOMS:]:
+        try:
+            rows = layers(room)
+        except RequestRefused:
+            continue  # forgotten since it was looked up: others of the run are still coming to their end
+        for row in rows:
+            for stage, summary in row["stages"].items():
+                if summary["p50_ns"] is not None:
+                    samples.setdefault(stage, []).append(summary["p50_ns"])
+    return samples
+
+
+def hidden(find: Callable[[int], Sequence[RoomRecord]], rooms: Mapping[int, int]) -> list[list[int]]:
+    """[index, hidden ns, exposed ns] of the transfers of a prefill rank, over the last rooms as in `stages`.
+
+    Args:
+        find: the agent's records of a room.
+        rooms: index by number of rooms that succeeded, in order.
+    """
+    rows = []
+    for number, index in list(rooms.items())[-MAX_SAMPLED_ROOMS:]:
+        for record in find(number)[:1]:
+            overlap = record.overlap(record.finished_at or 0)
+            if overlap is not None:
+                rows.append([index, *overlap])
+    return rows
+
+
+def shown_parts(records: Iterable[RoomRecord]) -> list[ShownPart]:
+    """The parts of a room with their moments, in the order in which they were ready or heard of."""
+    parts: dict[tuple[int | None, int | None, str | None, tuple[int, int]], ShownPart] = {}
+    for event in (event for record in records for event in record.events):
+        if event.layers is None or event.stage not in STAGES:
+            continue
+        key = (event.writer, event.chunk, event.peer, event.layers)
+        part = parts.setdefault(
+            key,
+            ShownPart(
+                writer=event.writer,
+                peer=event.peer or "",
+                chunk=event.chunk,
+                layers=list(event.layers),
+                path="",
+                bytes=0,
+                moments={},
+            ),
+        )
+        part["moments"][event.stage] = event.at_ns
+        part["path"] = event.path or part["path"]
+        part["bytes"] = event.nbytes or part["bytes"]
+    return list(parts.values())[:MAX_SHOWN_PARTS]
+
+
+def cpu_ns() -> int:
+    """Processor time of all threads of this process so far."""
+    return time.process_time_ns()
+
+
+def peak_rss_bytes() -> int:
+    """Most resident memory this process ever had (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/self/status has no VmHWM")
+
+
+def forget_peak_rss() -> None:
+    """Start `peak_rss_bytes` anew: what a measurement of the machine took is no cost of the rank."""
+    # Kernels without CONFIG_PROC_PAGE_MONITOR have no such file; the peak then includes the measurement.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def gpu(device: Device) -> Gpu:
+    """What a result says of the GPU it was measured on."""
+    said = device.describe()
+    version = None
+    with contextlib.suppress(OSError):
+        version = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER_VERSION.read_text())
+    return Gpu(name=str(said["name"]), driver=version[0] if version else "", cuda=str(said.get("driver_cuda", "")))

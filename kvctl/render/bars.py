@@ -1,0 +1,70 @@
+"""Bars made of glyphs that differ in shape, not only in colour: readable without colour and by colour-blind people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvctl.render.report import Line, Span
+
+# What each stage looks like. `ready` is the moment a life begins: until then there is nothing to draw.
+STAGE_GLYPHS: dict[str, Span] = {
+    "gate": ("·", "yellow"),
+    "queue": ("░", "yellow"),
+    "gather": ("▒", "cyan"),
+    "post": ("╸", "magenta"),
+    "wire": ("━", "blue"),
+    "arrive": ("╌", "magenta"),
+    "scatter": ("█", "green"),
+}
+
+
+HIDDEN, EXPOSED = "■", "□"
+
+
+def split(share: float, width: int) -> list[Span]:
+    """Hidden and exposed time side by side, `■■■■■□□□`; a share that is not nothing gets a cell."""
+    hidden = round(share * width)
+    hidden = max(hidden, 1) if share > 0 else 0
+    hidden = min(hidden, width - 1) if share < 1 else width
+    return [(HIDDEN * hidden, "green"), (EXPOSED * (width - hidden), "yellow")]
+
+
+def filled(ratio: float, width: int) -> str:
+    """A gauge: `█████░░░░░`."""
+    full = round(max(0.0, min(1.0, ratio)) * width)
+    return "█" * full + "░" * (width - full)
+
+
+def segments(pieces: Sequence[tuple[float, float, Span]], end: float, width: int) -> list[Span]:
+    """Draws intervals on a common axis from 0 to `end`.
+
+    Args:
+        pieces: (start, stop, glyph), later ones on top; one that is not empty gets a cell at least.
+    """
+    cells: list[Span] = [(" ", "")] * width
+    for start, stop, glyph in pieces:
+        if stop <= start or end <= 0:
+            continue
+        first = min(width - 1, int(min(1.0, start / end) * width))
+        last = max(first + 1, round(min(1.0, stop / end) * width))
+        cells[first:last] = [glyph] * (last - first)
+    return merged(cells)
+
+
+def merged(cells: Sequence[Span]) -> list[Span]:
+    """Neighbours of one style become one span."""
+    spans: list[Span] = []
+    for text, style in cells:
+        if spans and spans[-1][1] == style:
+            spans[-1] = (spans[-1][0] + text, style)
+        else:
+            spans.append((text, style))
+    return spans
+
+
+def legend() -> Line:
+    """What the stages' glyphs mean."""
+    spans: list[Span] = []
+    for stage, (glyph, style) in STAGE_GLYPHS.items():
+        spans += [(glyph, style), (f" {stage}  ", "dim")]
+    return spans

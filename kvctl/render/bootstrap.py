@@ -1,0 +1,118 @@
+"""View of bootstrap: one row per prefill instance, as its registry and the agents around it describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvctl.render.kinds import Kind
+from kvctl.render.view import Column, View, Width
+
+BOOTSTRAP = View(
+    "bootstrap",
+    (
+        Column("registry"),
+        Column("state", styles={"complete": "green", "waiting": "yellow", "refused": "bold red", "silent": "bold red"}),
+        Column("expected", kind=Kind.COUNT),
+        Column("registered", kind=Kind.COUNT),
+        Column("missing", kind=Kind.LIST),
+        Column("decode_ranks", kind=Kind.COUNT, header="DECODE"),
+        Column("decode_connected", kind=Kind.COUNT, header="CONNECTED"),
+        Column("unanswered", kind=Kind.LIST, width=Width.NORMAL),
+        Column("sizes", kind=Kind.MAP, width=Width.NORMAL),
+        Column("text", width=Width.WIDE),
+        Column("names", kind=Kind.LIST, width=Width.WIDE),
+        Column("asked_by", kind=Kind.LIST, width=Width.WIDE),
+    ),
+    sort=("registry",),
+    empty="no prefill instance is known",
+)
+
+RANKS = View(
+    "bootstrap.ranks",
+    (
+        Column("rank"),
+        Column("agent"),
+        Column("state", styles={"registered": "green", "missing": "bold red"}),
+        Column("connected", kind=Kind.COUNT, header="DECODE RANKS"),
+        Column("endpoint"),
+        Column("incarnation", width=Width.NORMAL),
+    ),
+)
+
+
+def instances(
+    answers: Iterable[Mapping[str, Any]], peers: Iterable[Mapping[str, Any]], roles: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Joins what all agents were told of each registry; the fullest answer counts, for the others are older.
+
+    Args:
+        answers: rows of `bootstrap`.
+        peers: rows of `peers`.
+        roles: of the agents that answered.
+    """
+    by_registry: dict[str, list[Mapping[str, Any]]] = {}
+    for row in answers:
+        by_registry.setdefault(row["registry"], []).append(row)
+    links = {(row["agent"], row["peer"]) for row in peers if row["state"] == "ready"}
+    return [_instance(registry, told, links, roles) for registry, told in by_registry.items()]
+
+
+def _instance(
+    registry: str, told: list[Mapping[str, Any]], links: set[tuple[str, str]], roles: Mapping[str, str]
+) -> dict[str, Any]:
+    best = max(told, key=lambda row: (len(row["registered"]), row["expected"] or 0))
+    names = [rank["name"] for rank in best["registered"]]
+    asked_by = sorted(row["agent"] for row in told)
+    decode = [name for name in asked_by if roles.get(name) == "decode"]
+    connected = [name for name in decode if names and all((name, each) in links for each in names)]
+    return {
+        "registry": registry,
+        "state": _state(best),
+        "expected": best["expected"],
+        "registered": len(names),
+        "missing": [place(rank, best["sizes"]) for rank in best["missing"]],
+        "sizes": best["sizes"],
+        "decode_ranks": len(decode),
+        "decode_connected": len(connected),
+        # Those that registered and do not answer us: they died since, or run where kvctl does not look.
+        "unanswered": [name for name in names if name not in roles],
+        "text": best["text"],
+        "names": names,
+        "asked_by": asked_by,
+        "ranks": _ranks(best, decode, links),
+    }
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    if row["expected"] is None:
+        return "silent" if row["text"].startswith("no answer") else "waiting"
+    if row["missing"]:
+        return "waiting"
+    return "refused" if row["text"] else "complete"
+
+
+def _ranks(row: Mapping[str, Any], decode: list[str], links: set[tuple[str, str]]) -> list[dict[str, Any]]:
+    there = [
+        {
+            "rank": place(rank["rank"], row["sizes"]),
+            "agent": rank["name"],
+            "state": "registered",
+            "connected": sum((name, rank["name"]) in links for name in decode),
+            "endpoint": rank["endpoint"],
+            "incarnation": rank["incarnation"],
+        }
+        for rank in row["registered"]
+    ]
+    absent = [
+        {"rank": place(rank, row["sizes"]), "agent": None, "state": "missing", "connected": None}
+        | {"endpoint": None, "incarnation": None}
+        for rank in row["missing"]
+    ]
+    return [*there, *absent]
+
+
+def place(rank: Mapping[str, int], sizes: Mapping[str, int] | None) -> str:
+    """`tp=2`, `dp=1 tp=0`: the axes of which the instance has more than one."""
+    axes = [f"{axis}={number}" for axis, number in rank.items() if sizes is None or sizes.get(axis, 0) > 1]
+    return " ".join(axes) or "the only rank"

@@ -1,0 +1,17 @@
+"""View of what a debug bundle holds, or would."""
+
+from __future__ import annotations
+
+from kvctl.render.kinds import Kind
+from kvctl.render.view import Column, View, Width
+
+BUNDLE = View(
+    "bundle",
+    (
+        Column("file"),
+        Column("size", path="bytes", kind=Kind.BYTES),
+        Column("what"),
+        Column("sha256", width=Width.WIDE),
+    ),
+    empty="an empty bundle",
+)

@@ -1,0 +1,70 @@
+"""Renders a view for programs: TSV, CSV, JSON, JSON lines, YAML; whole numbers in the unit that their name ends in."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+
+from kvctl.client.faults import Fault
+from kvctl.render.sanitize import escaped, json_escaped, printable_lines
+from kvctl.render.view import Column, Row, View
+
+
+def tsv(columns: Sequence[Column], rows: Iterable[Row], header: bool = True) -> str:
+    """Tab-separated lines; backslashes and unprintable characters in a value are escaped, as `\\t` and `\\u202e`."""
+    lines = ["\t".join(column.machine for column in columns)] if header else []
+    lines += ["\t".join(escaped(column.raw(row)) for column in columns) for row in rows]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def comma_separated(columns: Sequence[Column], rows: Iterable[Row], header: bool = True) -> str:
+    """CSV as RFC 4180 quotes it, with plain newlines; other unprintable characters become U+FFFD: CSV cannot escape."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if header:
+        writer.writerow([column.machine for column in columns])
+    writer.writerows([column.raw(row) for column in columns] for row in rows)
+    return printable_lines(text.getvalue())
+
+
+def projected(columns: Sequence[Column] | None, rows: Iterable[Row]) -> list[Any]:
+    """Whole rows, or only the named columns of them."""
+    if columns is None:
+        return list(rows)
+    return [{column.machine: column.value(row) for column in columns} for row in rows]
+
+
+def json_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int, indent: bool) -> str:
+    """The envelope every command shares."""
+    return _json(_envelope(view, data, faults, now_ns), orjson.OPT_INDENT_2 if indent else 0)
+
+
+def yaml_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int) -> str:
+    """The same envelope as one YAML document, which begins with `---` so that several can follow each other."""
+    from kvctl.render.yaml_text import dumped  # PyYAML takes 30 ms to import
+
+    # By way of JSON, so that both formats have the same types.
+    return dumped(orjson.loads(orjson.dumps(_envelope(view, data, faults, now_ns))))
+
+
+def _envelope(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int) -> dict[str, Any]:
+    return {
+        "schema": view.schema,
+        "generated_at_ns": now_ns,
+        "data": data,
+        "errors": [asdict(fault) for fault in faults],
+    }
+
+
+def json_lines(data: Iterable[Any]) -> str:
+    """One object a line."""
+    return "".join(_json(item) for item in data)
+
+
+def _json(value: Any, option: int = 0) -> str:
+    return f"{json_escaped(orjson.dumps(value, option=option).decode())}\n"

@@ -1,0 +1,124 @@
+"""Views of a fleet that is harmed on purpose: a line a second, and what remains to be said in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvctl.render import units
+from kvctl.render.kinds import Kind
+from kvctl.render.report import Block, Grid, Line, Text
+from kvctl.render.view import Column, View, Width
+
+_BAD = "bold red"
+
+MOMENTS = View(
+    "demo-moments",
+    (
+        Column("elapsed", kind=Kind.DURATION, fixed=8),
+        Column("rooms_per_s", kind=Kind.RATE, fixed=7, header="ROOMS/s"),
+        Column("gb_per_s", kind=Kind.RATE, fixed=6, header="GB/s"),
+        Column("open", kind=Kind.COUNT, fixed=5),
+        Column("done", kind=Kind.COUNT, fixed=8),
+        Column("failed", kind=Kind.COUNT, fixed=7),
+        Column("unexpected", kind=Kind.COUNT, fixed=6, header="UNEXP."),
+        Column("hung", kind=Kind.COUNT, fixed=5),
+        Column("corrupt", kind=Kind.COUNT, fixed=7),
+        Column("ring", "ring_ratio", Kind.RATIO, fixed=5),
+        Column("quarantined", kind=Kind.BYTES, fixed=9, header="QUARANT."),
+        Column("faults", kind=Kind.MAP),
+        Column("causes", kind=Kind.MAP, width=Width.WIDE),
+    ),
+)
+
+RANKS = View(
+    "demo",
+    (
+        Column("rank"),
+        Column("lives", kind=Kind.COUNT),
+        Column("slowest", kind=Kind.DURATION, header="SLOWEST RESTART"),
+        Column("rss", kind=Kind.BYTES),
+        Column("slope", kind=Kind.NUMBER, header="RSS B/s"),
+        Column("fds", kind=Kind.COUNT),
+        Column("fds_grown", kind=Kind.COUNT, header="FDS +"),
+        Column("threads", kind=Kind.COUNT, width=Width.NORMAL),
+        Column("threads_grown", kind=Kind.COUNT, header="THREADS +", width=Width.NORMAL),
+        Column("ring_used", kind=Kind.BYTES, header="RING"),
+        Column("quarantined", kind=Kind.BYTES, header="QUARANT."),
+        Column("records", kind=Kind.COUNT, header="ROOMS"),
+        Column("leaks", kind=Kind.LIST, styles={}),
+    ),
+)
+
+FAULTS = View(
+    "demo-faults",
+    (
+        Column("fault"),
+        Column("kind", width=Width.WIDE),
+        Column("does"),
+        Column("code", header="HEALTH CODE", width=Width.WIDE),
+    ),
+)
+
+
+def blocks(summary: Mapping[str, Any]) -> list[Block]:
+    """The summary as people read it: what was done, what became of it, what each rank has left."""
+    rooms, restarts = summary["rooms"], summary["restarts"]
+    serving = restarts["serving_s"]
+    lines: list[Line] = [
+        _line("ran", f"{summary['seconds']:.0f} s on {summary['transport']}, seed {summary['seed']}"),
+        _line("faults", _counts(summary["faults"]["injected"])),
+        _line("struck", _counts(summary["faults"]["struck"])),
+        _line(
+            "restarts",
+            f"{restarts['count']}, {restarts['cut_short']} of them cut short"
+            + (f"; serving after {serving['p50']:.1f} s, {serving['max']:.1f} s at most" if serving["max"] else ""),
+        ),
+        _line(
+            "rooms",
+            f"{rooms['opened']:,} opened, {rooms['done']:,} done, {rooms['failed_expected']:,} failed as expected",
+        ),
+        _line("causes", _counts(summary["causes"])),
+        _line("verified", units.size(summary["verified_bytes"])),
+        _found("unexpected", rooms["failed_unexpected"]),
+        _found("hung", rooms["hung"]),
+        _found("corrupt", summary["corrupt"]),
+        _found("leaks", len(summary["leaks"])),
+        _found("crashes", len(summary["crashes"])),
+    ]
+    if summary["starved_s"]:
+        text = f"{summary['starved_s']:.1f} s without a processor: what else runs on this machine has cost rooms"
+        lines.append([("starved".ljust(12), "dim"), (text, "yellow")])
+    if summary["not_drained"]:
+        lines.append([("not drained ".ljust(12), "dim"), (summary["not_drained"], _BAD)])
+    lines += [[(finding, _BAD)] for finding in summary["findings"]]
+    lines += [
+        [(f"crash: {crash['rank']} ended with status {crash['returncode']}: {crash['words']}", _BAD)]
+        for crash in summary["crashes"]
+    ]
+    lines += [_line("evidence", path) for path in summary["evidence"]]
+    return [Text(lines), Grid(RANKS, summary["ranks"])]
+
+
+def _line(name: str, text: str) -> Line:
+    return [(name.ljust(12), "dim"), (text, "")]
+
+
+def _found(name: str, count: int) -> Line:
+    return [(name.ljust(12), "dim"), (str(count), _BAD if count else "green")]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items())) or units.UNKNOWN
+
+
+def totals(summary: Mapping[str, Any]) -> Sequence[str]:
+    """What TSV readers would miss: the figures that are no rank's."""
+    rooms = summary["rooms"]
+    return [
+        f"{rooms['done']} rooms done, {rooms['failed_expected']} failed as expected, {rooms['failed_unexpected']} "
+        f"unexpectedly, {rooms['hung']} hung",
+        f"{summary['verified_bytes']} bytes verified, {summary['corrupt']} corruptions, {len(summary['leaks'])} leaks, "
+        f"{len(summary['crashes'])} crashes",
+        *summary["findings"],
+    ]

@@ -1,0 +1,174 @@
+"""Findings of the health codes, as rows and as paragraphs that explain themselves."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvctl.health.finding import Finding, Severity
+from kvctl.render import palette, units
+from kvctl.render.kinds import Kind
+from kvctl.render.report import Block, Grid, Line, Span, Text
+from kvctl.render.view import Column, Row, View, Width
+
+_LABEL = 10
+_WIDEST = 110
+_SHORT = 2
+
+
+def _gigabytes(value: float) -> str:
+    return f"{units.three_digits(value)} GB/s"
+
+
+_HUMAN = {"_ns": units.duration, "_bytes": units.size, "_ratio": units.percent, "_gb_per_s": _gigabytes}
+
+HEALTH = View(
+    "health",
+    (
+        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS),
+        Column("code", header="CODE"),
+        Column("subject"),
+        Column("since", kind=Kind.DURATION, width=Width.NORMAL),
+        Column("cause"),
+        Column("agents", kind=Kind.LIST, width=Width.WIDE),
+        Column("evidence", lambda row: row["evidence"], Kind.MAP, Width.WIDE),
+        Column("remedy", width=Width.WIDE),
+        Column("muted", kind=Kind.DURATION, width=Width.WIDE),
+    ),
+    empty="nothing found",
+)
+
+
+def row(finding: Finding, muted_ns: int | None = None) -> dict[str, Any]:
+    """One finding.
+
+    Args:
+        muted_ns: for how long it is kept quiet yet; None where it is heard.
+    """
+    return {
+        "severity": finding.severity.label,
+        "code": finding.code,
+        "subject": finding.subject,
+        "agents": list(finding.agents),
+        "since_ns": finding.since_ns,
+        "cause": finding.cause,
+        "remedy": finding.remedy,
+        "evidence": dict(finding.evidence),
+        "muted_ns": muted_ns,
+    }
+
+
+def overview(rows: Sequence[Row], agents: int, codes: int, muted: int) -> list[Block]:
+    """The headline and a line for each."""
+    head = [headline(rows), (f"   {_many(agents, 'agent')}, {_many(codes, 'code')} looked at", "dim")]
+    if muted:
+        head.append((f", {muted} muted", "yellow"))
+    if not rows:
+        return [Text([head])]
+    hint = "kvctl health detail tells evidence and remedies, kvctl doctor what to do first"
+    return [Text([head]), Grid(HEALTH, rows), Text([[(hint, "dim")]])]
+
+
+def headline(rows: Iterable[Row]) -> Span:
+    """`✗ 1 critical, 2 warnings`, in the style of the worst."""
+    counts = Counter(str(each["severity"]) for each in rows)
+    if not counts:
+        return ("✓ healthy", palette.VERDICTS["ok"])
+    worst = max(counts, key=lambda label: Severity[label.upper()])
+    said = [
+        f"{counts[severity.label]} {severity.label}"
+        + ("s" if severity is Severity.WARNING and counts["warning"] > 1 else "")
+        for severity in sorted(Severity, reverse=True)
+        if counts[severity.label]
+    ]
+    return (f"{palette.VERDICT_GLYPHS[worst]} {', '.join(said)}", palette.VERDICTS[worst])
+
+
+def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
+    """The first few of one reading by name, for a line that has other things to say."""
+    bad = [each for each in findings if each.severity > Severity.INFO]
+    spans: list[Span] = [] if bad else [("✓ nothing wrong in one reading", palette.VERDICTS["ok"])]
+    if not bad and findings:
+        spans.append((f", {len(findings)} info (kvctl health)", palette.VERDICTS["info"]))
+    for each in bad[:_SHORT]:
+        label = each.severity.label
+        spans.append((f"{palette.VERDICT_GLYPHS[label]} {each.code} {each.subject}", palette.VERDICTS[label]))
+        spans.append(("  ", ""))
+    if len(bad) > _SHORT:
+        spans.append((f"and {len(bad) - _SHORT} more (kvctl health)  ", ""))
+    if muted:
+        spans.append((f"  {muted} muted", "dim"))
+    return spans
+
+
+def paragraphs(rows: Iterable[Row], width: int) -> list[Block]:
+    """Each finding in full: what, since when, the numbers, the cause and what to do."""
+    return [Text(paragraph(each, width)) for each in rows]
+
+
+def paragraph(row: Row, width: int, number: int | None = None) -> list[Line]:
+    """One finding in full."""
+    style = palette.VERDICTS.get(row["severity"], "")
+    title: list[Span] = [
+        (f"{number}. " if number else "", "bold"),
+        (f"{palette.VERDICT_GLYPHS.get(row['severity'], '?')} {row['severity']}", style),
+        (f"  {row['code']}", "bold"),
+        (f"  {row['subject']}", ""),
+    ]
+    if row["since_ns"] is not None:
+        title.append((f"  for {units.duration(row['since_ns'])}", "dim"))
+    if row["muted_ns"] is not None:
+        title.append((f"  muted for {units.duration(row['muted_ns'])} more", "yellow"))
+    return [
+        title,
+        *labelled("evidence", ", ".join(figures(row["evidence"])), width),
+        *labelled("cause", row["cause"], width),
+        *labelled("remedy", row["remedy"], width),
+    ]
+
+
+def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> list[Line]:
+    """A text beside its label, wrapped with a hanging indent; nothing for no text."""
+    wrapped = textwrap.wrap(
+        " ".join(text.split()),
+        max(20, min(width, _WIDEST) - indent - 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [
+        [(f"  {label if not number else '':<{indent}}", "dim"), (piece, "")] for number, piece in enumerate(wrapped)
+    ]
+
+
+def figures(evidence: Mapping[str, Any]) -> list[str]:
+    """`age 41 s`, `held 2 MiB`: the numbers as people read them."""
+    return [_figure(name, value) for name, value in evidence.items() if value not in (None, "", [], (), {})]
+
+
+def _figure(name: str, value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"{_words(name)} {' '.join(str(each) for each in value)}"
+    if isinstance(value, Mapping):
+        return f"{_words(name)} {' '.join(f'{key}={each}' for key, each in value.items())}"
+    if isinstance(value, bool):
+        return f"{_words(name)}: {'yes' if value else 'no'}"
+    if name == "pid" or not isinstance(value, int | float):
+        return f"{_words(name)} {value}"
+    for suffix, human in _HUMAN.items():
+        if name.endswith(suffix):
+            return f"{_words(name.removesuffix(suffix))} {human(value)}"
+    number = f"{value:,}" if isinstance(value, int) else units.three_digits(value)
+    if name.endswith("_total"):
+        noun = _words(name.removesuffix("_total"))
+        return f"{number} {noun.removesuffix('s') if value == 1 else noun}"
+    return f"{_words(name)} {number}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

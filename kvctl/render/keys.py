@@ -1,0 +1,7 @@
+"""View of a key pair: what may be shown of it."""
+
+from __future__ import annotations
+
+from kvctl.render.view import Column, View
+
+KEY = View("key", (Column("key"), Column("public"), Column("secret_file"), Column("public_file")))

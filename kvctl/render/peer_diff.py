@@ -1,0 +1,82 @@
+"""Two agents side by side: the factors by which they do not fit, and what else differs between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvctl.render.view import Column, View, Width
+
+INCOMPATIBLE = "incompatible"
+DIFFERS = "differs"
+SAME = "same"
+# "page_size 64 ≠ 32": the prefill agent's value first.
+_FACTOR = re.compile(r"(?P<factor>protocol version|\S+) (?P<prefill>\S.*?) ≠ (?P<decode>.+)", re.DOTALL)
+
+DIFF = View(
+    "peers.diff",
+    (
+        Column("factor"),
+        Column("a"),
+        Column("b"),
+        Column("verdict", styles={INCOMPATIBLE: "bold red", DIFFERS: "yellow", SAME: "dim"}),
+        Column("kind", width=Width.NORMAL),
+        Column("text", width=Width.WIDE),
+    ),
+    empty="no difference",
+)
+
+
+def refusals(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, swapped: bool) -> list[dict[str, Any]]:
+    """What stands between two agents.
+
+    Args:
+        ours: the prefill agent's row of the other; theirs: the other's row of it. What the other says is mostly what
+            it was told by the prefill agent, so it counts only where the prefill agent says nothing.
+        swapped: `a` is the decode agent.
+    """
+    told = list(ours["differences"]) if ours else []
+    own_words = bool(ours) and not told
+    texts = told or (list(theirs["differences"]) if theirs else [])
+    rows = []
+    for text in texts:
+        found = _FACTOR.fullmatch(text)
+        first, second = (found["prefill"], found["decode"]) if found else (None, None)
+        if swapped != own_words:
+            first, second = second, first
+        factor = found["factor"] if found else text
+        rows.append({"factor": factor, "a": first, "b": second, "verdict": INCOMPATIBLE, "kind": "plan", "text": text})
+    return rows
+
+
+def comparisons(a: Mapping[str, Any], b: Mapping[str, Any], kind: str, keys: Iterable[str]) -> list[dict[str, Any]]:
+    """Values of two agents side by side."""
+    return [
+        {
+            "factor": key,
+            "a": a.get(key),
+            "b": b.get(key),
+            "verdict": SAME if a.get(key) == b.get(key) else DIFFERS,
+            "kind": kind,
+            "text": None,
+        }
+        for key in keys
+    ]
+
+
+def build(status: Mapping[str, Any]) -> dict[str, Any]:
+    """What an agent is built of, flat."""
+    transport, pool, sizes = status["transport"], status["pool"], status["sizes"]
+    return {
+        "version": status["version"],
+        "role": status["role"],
+        "device": status["device"],
+        **{f"transport.{key}": _text(value) for key, value in transport.items()},
+        **{f"sizes.{key}": value for key, value in sizes.items()},
+        **{f"pool.{key}": value for key, value in pool.items()},
+    }
+
+
+def _text(value: str | Sequence[str]) -> str:
+    return value if isinstance(value, str) else ",".join(value)

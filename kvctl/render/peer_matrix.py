@@ -1,0 +1,174 @@
+"""Prefill by decode: one row per pair as both of its ends see it, and a picture that holds many pairs.
+
+A link has two ends that can disagree, and the disagreement is often the fault that is looked for; so a pair's state is
+the worse of the two, and a link that only one end knows is a state of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvctl.render import palette
+from kvctl.render.kinds import Kind
+from kvctl.render.report import Line, Span
+from kvctl.render.view import Column, Row, View, Width
+
+ONE_SIDED = "one-sided"
+NO_LINK = "none"
+# The worst first: what a pair counts as when its ends differ.
+_RANKING = ("refused", "lost", "suspect", "connecting", ONE_SIDED, "ready", NO_LINK)
+_GLYPHS: dict[str, Span] = {
+    "ready": ("●", palette.PEER_STATES["ready"]),
+    "suspect": ("◐", palette.PEER_STATES["suspect"]),
+    "connecting": ("○", palette.PEER_STATES["connecting"]),
+    ONE_SIDED: ("◑", "yellow"),
+    "lost": ("✕", palette.PEER_STATES["lost"]),
+    "refused": ("≠", palette.PEER_STATES["refused"]),
+    NO_LINK: ("·", "dim"),
+}
+
+MATRIX = View(
+    "peers.matrix",
+    (
+        Column("prefill"),
+        Column("decode"),
+        Column("state", styles={**palette.PEER_STATES, ONE_SIDED: "yellow", NO_LINK: "dim"}),
+        Column("prefill_sees", styles=palette.PEER_STATES, width=Width.NORMAL),
+        Column("decode_sees", styles=palette.PEER_STATES, width=Width.NORMAL),
+        Column("lane"),
+        Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
+        Column("rtt", kind=Kind.DURATION),
+        Column("errors", "errors_total", Kind.COUNT),
+        Column("differences", kind=Kind.LIST, width=Width.NORMAL),
+    ),
+    sort=("prefill", "decode"),
+    empty="no pair of a prefill and a decode agent",
+)
+
+
+def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every pair of a prefill and a decode agent among agents and their peers.
+
+    Args:
+        roles: of the agents that answered; one that is only known as somebody's peer counts, too.
+        rows: answers to `peers`.
+    """
+    seen: dict[tuple[str, str], Mapping[str, Any]] = {}
+    known = dict(roles)
+    for row in rows:
+        seen[row["agent"], row["peer"]] = row
+        known.setdefault(row["peer"], row["role"])
+    prefill, decode = (sorted(name for name, role in known.items() if role == each) for each in ("prefill", "decode"))
+    return [_pair(p, d, seen.get((p, d)), seen.get((d, p)), roles) for p in prefill for d in decode]
+
+
+def _pair(
+    prefill: str,
+    decode: str,
+    ours: Mapping[str, Any] | None,
+    theirs: Mapping[str, Any] | None,
+    asked: Mapping[str, str],
+) -> dict[str, Any]:
+    ends = [end for end in (ours, theirs) if end is not None]
+    states = [end["state"] for end in ends] or [NO_LINK]
+    if len(ends) == 1 and prefill in asked and decode in asked:
+        states.append(ONE_SIDED)
+    differences = [text for end in ends for text in end["differences"]]
+    return {
+        "prefill": prefill,
+        "decode": decode,
+        "state": min(states, key=lambda state: _RANKING.index(state) if state in _RANKING else 0),
+        "prefill_sees": ours["state"] if ours else None,
+        "decode_sees": theirs["state"] if theirs else None,
+        "lane": next((end["lane"] for end in ends if end["lane"]), None),
+        "lane_direct": ours.get("lane_direct") if ours else None,
+        "rtt_ns": next((end["rtt_ns"] for end in ends if end["rtt_ns"] is not None), None),
+        "errors_total": sum(end["errors_total"] for end in ends),
+        "differences": list(dict.fromkeys(differences)),
+    }
+
+
+def draw(rows: Sequence[Row], width: int) -> list[Line]:
+    """The pairs as a grid: a line per prefill rank, a column per decode rank; several grids where one is too wide."""
+    if not rows:
+        return [[(MATRIX.empty, "dim")]]
+    cells = {(row["prefill"], row["decode"]): row for row in rows}
+    prefill, decode = (sorted({row[side] for row in rows}, key=natural) for side in ("prefill", "decode"))
+    lanes = _letters(row["lane"] for row in rows)
+    margin = min(max(map(len, prefill)), max(8, width // 3))
+    headings, prefix = _headings(decode)
+    size = max(1 + (len(lanes) > 1), *map(len, headings)) + 1
+    per_grid = max(1, (width - margin - 1) // size)
+    lines: list[Line] = []
+    for first in range(0, len(decode), per_grid):
+        names, heads = decode[first : first + per_grid], headings[first : first + per_grid]
+        if lines:
+            lines.append([("", "")])
+        if prefix:
+            lines.append([(f"{'':<{margin}}  {prefix}…", "bold")])
+        lines.append([(f"{'':<{margin}}  " + "".join(f"{head:<{size}}" for head in heads).rstrip(), "bold")])
+        for name in prefill:
+            line: list[Span] = [(f"{_cut(name, margin):<{margin}}  ", "")]
+            for other in names:
+                line += _cell(cells.get((name, other)), lanes, size)
+            lines.append(line)
+    return [*lines, [("", "")], *_legend(rows, lanes)]
+
+
+def _cell(row: Row | None, lanes: Mapping[str, str], size: int) -> list[Span]:
+    state = row["state"] if row is not None else NO_LINK
+    glyph, style = _GLYPHS.get(state, ("?", ""))
+    lane = lanes.get(row["lane"] or "", "") if row is not None and len(lanes) > 1 else ""
+    return [(glyph, style), (f"{lane:<{size - 1}}", "dim")]
+
+
+def _letters(lanes: Iterable[str | None]) -> dict[str, str]:
+    """One letter for each lane: of its name, or a digit where the letters are taken."""
+    letters: dict[str, str] = {}
+    for lane in sorted({lane for lane in lanes if lane}):
+        free = (each for each in (*lane, *"0123456789") if each.isalnum() and each not in letters.values())
+        letters[lane] = next(free, "?")
+    return letters
+
+
+def _headings(names: Sequence[str]) -> tuple[list[str], str]:
+    """What stands over the columns, without what all names begin with: that stands above them once."""
+    size = next((i for i, each in enumerate(zip(*names, strict=False)) if len(set(each)) > 1), 0)
+    prefix = names[0][:size].rstrip("0123456789")
+    return [name[len(prefix) :] or name for name in names], prefix
+
+
+def _legend(rows: Sequence[Row], lanes: Mapping[str, str]) -> list[Line]:
+    counts = {state: sum(row["state"] == state for row in rows) for state in reversed(_RANKING)}
+    spans: list[Span] = []
+    for state, count in counts.items():
+        if count:
+            spans += [_GLYPHS[state], (f" {count} {'no link' if state == NO_LINK else state}   ", "dim")]
+    lines: list[Line] = [spans]
+    if len(lanes) > 1:
+        lines.append([("lanes: " + "  ".join(f"{letter} {lane}" for lane, letter in lanes.items()), "dim")])
+    elif lanes:
+        lines.append([(f"lane: {next(iter(lanes))}", "dim")])
+    for row in rows:
+        if row["differences"]:
+            lines.append(
+                [
+                    ("≠ ", palette.PEER_STATES["refused"]),
+                    (f"{row['prefill']} and {row['decode']}: {'; '.join(row['differences'])}", ""),
+                ]
+            )
+    return lines
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size - 1]}…"
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts `decode-2` before `decode-10`."""
+    pieces: list[tuple[int, int, str]] = []
+    for each in name.replace("-", " - ").replace("_", " _ ").split():
+        digits = each.lstrip("0") if each.isdecimal() else ""  # int() refuses thousands of them
+        pieces.append((0, len(digits), digits) if each.isdecimal() else (1, 0, each))
+    return pieces

@@ -1,0 +1,260 @@
+"""Views of status: one row per agent, one line per moment for `-w`, and the fleet's summary as a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from kvctl.render import palette, units
+from kvctl.render.bars import filled
+from kvctl.render.fleet import FleetSummary, Rates, summarise
+from kvctl.render.kinds import Kind
+from kvctl.render.pipeline import Decisions
+from kvctl.render.report import Block, Grid, Line, Span, Text
+from kvctl.render.view import Column, Row, View, Width
+
+_GAUGE = 20
+_DRAINING = "KV_DRAINING"
+
+
+def _ring(row: Row) -> float | None:
+    ring = row.get("ring")
+    return ring["used_bytes"] / ring["size_bytes"] if ring and ring["size_bytes"] else None
+
+
+def _active(row: Row) -> int | None:
+    rooms = row.get("rooms")
+    return None if rooms is None else sum(rooms.values())
+
+
+def _rank(row: Row) -> str:
+    """Only the axes that the instance really splits: `tp2`, `dp1 tp0`."""
+    sizes = row.get("sizes", {})
+    split = [f"{axis}{row['rank'][axis]}" for axis in ("dp", "pp", "cp", "tp") if sizes.get(axis, 1) > 1]
+    return " ".join(split)
+
+
+def _health(row: Row) -> str:
+    """The codes that name this agent, added by whoever looked; an agent that drains is never "ok"."""
+    codes = [*row["health"]]
+    if row.get("draining") and _DRAINING not in codes:
+        codes.append("draining")
+    return ",".join(codes) or "ok"
+
+
+STATUS = View(
+    "status",
+    (
+        Column("agent", "name"),
+        Column("role", styles=palette.ROLES),
+        Column("rank", _rank, width=Width.NORMAL),
+        Column("active", _active, Kind.COUNT),
+        Column("done", "rooms_finished_total.Success", Kind.COUNT),
+        Column("failed", "rooms_finished_total.Failed", Kind.COUNT, Width.NORMAL),
+        Column("gb_per_s", "rate.gb_per_s", Kind.RATE, header="GB/S"),
+        Column("p50", "latency.p50_ns", Kind.DURATION),
+        Column("p99", "latency.p99_ns", Kind.DURATION),
+        Column("ring", _ring, Kind.RATIO, Width.NORMAL),
+        Column("health", _health, styles={"ok": "green", "draining": "yellow", "": "bold red"}),
+        Column("peers", "peers", Kind.MAP, Width.NORMAL),
+        Column("transport", "transport.engine", width=Width.NORMAL),
+        Column("uptime", kind=Kind.DURATION, width=Width.NORMAL),
+        Column("moved", "bytes_total", Kind.BYTES, Width.WIDE),
+        Column("rooms", "rooms", Kind.MAP, Width.WIDE),
+        Column("rooms_per_s", "rate.rooms_per_s", Kind.RATE, Width.WIDE, header="ROOMS/S"),
+        Column("p90", "latency.p90_ns", Kind.DURATION, Width.WIDE),
+        Column("ring_high_water", "ring.high_water_bytes", Kind.BYTES, Width.WIDE),
+        Column("ring_size", "ring.size_bytes", Kind.BYTES, Width.WIDE),
+        Column("pipeline", "pipeline.mode", width=Width.WIDE),
+        Column("decisions", "pipeline.decisions", Kind.MAP, Width.WIDE),
+        Column("backend", "transport.backend", width=Width.WIDE),
+        Column("lanes", "transport.lanes", Kind.LIST, Width.WIDE),
+        Column("device", width=Width.WIDE),
+        Column("pid", kind=Kind.ID, width=Width.WIDE),
+        Column("version", width=Width.WIDE),
+        Column("incarnation", width=Width.WIDE),
+        Column("waiting_for", width=Width.WIDE),
+        Column("draining", kind=Kind.FLAG, width=Width.WIDE),
+    ),
+    sort=("-role", "agent"),
+)
+
+# Seventy-seven cells, so that a line is a line on every terminal.
+MOMENTS = View(
+    "status_watch",
+    (
+        Column("at", kind=Kind.SECOND, header="TIME", fixed=8),
+        Column("agents", kind=Kind.COUNT, header="UP", fixed=3),
+        Column("bootstrapping", kind=Kind.COUNT, header="BOOT", fixed=4),
+        Column("waiting", kind=Kind.COUNT, header="WAIT", fixed=4),
+        Column("transferring", kind=Kind.COUNT, header="XFER", fixed=4),
+        Column("done_per_s", kind=Kind.RATE, header="DONE/S", fixed=6),
+        Column("failed_per_s", kind=Kind.RATE, header="FAIL/S", fixed=6),
+        Column("gb_per_s", kind=Kind.RATE, header="GB/S", fixed=6),
+        Column("ring", kind=Kind.RATIO, fixed=6),
+        Column("p50", kind=Kind.DURATION, fixed=8),
+        Column("p99", kind=Kind.DURATION, fixed=8),
+        Column("health", kind=Kind.COUNT, header="ILL", fixed=3, styles={"0": "green", "": "bold red"}),
+    ),
+)
+
+
+def moment(summary: FleetSummary, change: Rates, now_ns: int, ill: int) -> dict[str, Any]:
+    """One line of `status -w`; `ill` is how much was found."""
+    return {
+        "at_ns": now_ns,
+        "agents": summary.agents,
+        "bootstrapping": summary.active.get("Bootstrapping", 0),
+        "waiting": summary.active.get("WaitingForInput", 0),
+        "transferring": summary.active.get("Transferring", 0),
+        "done_per_s": change.succeeded_per_s,
+        "failed_per_s": change.failed_per_s,
+        "gb_per_s": change.gb_per_s,
+        "ring_ratio": summary.ring_ratio,
+        "p50_ns": summary.p50_ns,
+        "p99_ns": summary.p99_ns,
+        "health": ill,
+    }
+
+
+def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Block]:
+    """The one screen: what the fleet does, then each agent.
+
+    Args:
+        silent: agents that are there but did not answer.
+        health: what was found, in a few words.
+    """
+    answered = [row for row in rows if "rooms" in row]
+    if not answered:
+        return [Grid(STATUS, rows)]
+    summary = summarise(answered)
+    lines: list[Line] = [
+        _line("fleet", *health, *_agents(summary, silent)),
+        *_ranks(answered),
+        _line("rooms", *_rooms(summary)),
+        _line("ring", *_ring_use(summary)),
+        _line("rate", *_rate(summary)),
+        _line("latency", *_latency(summary)),
+        *_pipeline(answered),
+        *_kept_from_serving(summary),
+    ]
+    return [Text(lines), Grid(STATUS, rows)]
+
+
+def outline(rows: Sequence[Row]) -> list[Line]:
+    """Ranks, rooms, pipelining and who waits: what `kvctl top` says in words beside its curves."""
+    summary = summarise(rows)
+    return [
+        *_ranks(rows),
+        _line("rooms", *_rooms(summary)),
+        *_pipeline(rows),
+        *_kept_from_serving(summary),
+    ]
+
+
+def _kept_from_serving(summary: FleetSummary) -> list[Line]:
+    """Agents that were told to take no new rooms, and agents that wait for others."""
+    lines = []
+    if summary.draining:
+        names = ", ".join(name for name, _ in summary.draining)
+        ages = [age for _, age in summary.draining if age is not None]
+        since = f" for {units.duration(max(ages))}" if ages else ""
+        resume = " ".join(name for name, _ in summary.draining)
+        lines.append(_line("draining", (names, "bold"), (f"{since}, no new rooms: kvctl resume {resume}", "yellow")))
+    lines += [_line("waiting", (name, "bold"), (f": {text}", "yellow")) for name, text in summary.waiting]
+    return lines
+
+
+def _line(label: str, *spans: Span) -> Line:
+    return [(f"{label:<9}", "dim"), *spans]
+
+
+def _agents(summary: FleetSummary, silent: int) -> list[Span]:
+    spans: list[Span] = [(f"   {summary.agents} agent{'s' * (summary.agents != 1)}", "")]
+    if silent:
+        spans.append((f", {silent} not answering", "bold red"))
+    return spans
+
+
+def _ranks(rows: Sequence[Row]) -> list[Line]:
+    lines = []
+    for role in ("prefill", "decode"):
+        ranks = [row for row in rows if row["role"] == role]
+        if not ranks:
+            continue
+        instances = {tuple(row["sizes"].items()) for row in ranks}
+        whole = sum(prod(size for _, size in sizes) for sizes in instances)
+        shapes = sorted({" ".join(f"{axis}{size}" for axis, size in row["sizes"].items() if size > 1) for row in ranks})
+        engines = sorted({_engine(row["transport"]) for row in ranks})
+        devices = sorted({row["device"] for row in ranks})
+        shape = " and ".join(each or "one rank" for each in shapes)
+        ranks_of = f"{len(ranks)} of {max(whole, len(ranks))} ranks answered ({shape})"
+        if shapes == [""]:
+            ranks_of = f"{len(ranks)} rank{'s' * (len(ranks) != 1)} answered"
+        lines.append(
+            _line(
+                role,
+                (ranks_of, palette.ROLES[role] if len(ranks) >= whole else "yellow"),
+                (f", {' and '.join(engines)} on {' and '.join(devices)}", ""),
+            )
+        )
+    return lines
+
+
+def _engine(transport: Mapping[str, Any]) -> str:
+    lanes = transport.get("lanes") or []
+    return f"{transport['engine']} ({', '.join(lanes)})" if lanes else str(transport["engine"])
+
+
+def _rooms(summary: FleetSummary) -> list[Span]:
+    spans: list[Span] = []
+    for state, number in summary.active.items():
+        if number:
+            spans += [(f"{number:,}", "bold"), (f" {state}   ", palette.STATES.get(state, ""))]
+    spans = spans or [("none active   ", "dim")]
+    spans += [(f"{summary.succeeded_total:,}", "bold"), (" done", "")]
+    if summary.failed_total:
+        spans += [("   ", ""), (f"{summary.failed_total:,} failed", "bold red")]
+    spans.append((f"   (at {summary.counted} ranks", "dim"))
+    if summary.counted == "decode" and summary.prefill_active > sum(summary.active.values()):
+        spans.append((f"; prefill ranks have {summary.prefill_active:,} active", "yellow"))
+    spans.append((")", "dim"))
+    return spans
+
+
+def _ring_use(summary: FleetSummary) -> list[Span]:
+    ratio = summary.ring_ratio
+    if ratio is None:
+        return [("no decode rank has a staging ring", "dim")]
+    used, size = units.size(summary.ring_used_bytes), units.size(summary.ring_size_bytes)
+    high = units.percent(summary.ring_high_water_bytes / summary.ring_size_bytes)
+    ahead = ", the rest granted ahead" if ratio > 1 else ""
+    return [
+        (filled(ratio, _GAUGE), "yellow" if ratio > 0.8 else "cyan"),
+        (f"  {used} of {size} ({units.percent(ratio)}{ahead}), high water {high}", ""),
+    ]
+
+
+def _rate(summary: FleetSummary) -> list[Span]:
+    if summary.gb_per_s is None:
+        return [("idle", "dim")]
+    rooms = "" if summary.rooms_per_s is None else f"  {units.three_digits(summary.rooms_per_s)} rooms/s"
+    return [
+        (f"{units.three_digits(summary.gb_per_s)} GB/s", "bold"),
+        (f" while rooms are open{rooms}  (sum over {summary.counted} ranks)", ""),
+    ]
+
+
+def _pipeline(rows: Sequence[Row]) -> list[Line]:
+    decisions = Decisions(rows)
+    return [] if decisions.off else [_line("pipeline", *decisions.summary())]
+
+
+def _latency(summary: FleetSummary) -> list[Span]:
+    if summary.p50_ns is None:
+        return [("no room finished yet", "dim")]
+    return [
+        (f"p50 {units.duration(summary.p50_ns)}  p99 {units.duration(summary.p99_ns)}", "bold"),
+        (f"  (median and worst of {summary.counted} ranks, {units.count(summary.latencies)} rooms)", ""),
+    ]

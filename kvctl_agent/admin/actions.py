@@ -1,0 +1,253 @@
+"""Answers of the admin commands that act: they ask the control loop's machine, and say what was done, and to what.
+
+Runs on the admin thread and holds nobody up for long: what takes its time goes on, and the same request asks how far it
+is. Everything here may be asked again; whatever is so already is said to be so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from kvctl_agent.contract.action_results import Done, Probe, ProbeRow, Result
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.contract.connection_cost import ConnectionCost
+from kvctl_agent.contract.settings import Settings
+from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.errors import ConfigError, KvctlError, LocalProtocolError, RequestRefused
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.runtime.operator_requests import OperatorRequests
+from kvctl_agent.runtime.peer_connections import CostMeasurement, PeerConnections
+from kvctl_agent.runtime.pipelining import Pipelining
+from kvctl_agent.runtime.transfer_worker import TransferWorker
+from kvctl_agent.telemetry.hub import Telemetry
+
+_ANSWER_S = 1.5
+_MOST_PROBED_BYTES = 64 << 20
+_UNCLAIMED_NS = 10_000_000_000  # whoever asked for a measurement that was done so long ago has gone
+_WAITS = ("bootstrap_timeout_s", "waiting_timeout_s")
+
+
+class OperatedAgent(Protocol):
+    """What the operator reaches of an agent."""
+
+    name: str
+    role: Role
+    settings: Settings
+    telemetry: Telemetry
+    machine: Machine
+    connections: PeerConnections
+    pipelining: Pipelining
+    workers: list[TransferWorker]
+
+    @property
+    def draining(self) -> bool: ...
+
+    def begin_drain(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class AdminActions:
+    """One method per admin command that acts, with its arguments as keywords."""
+
+    def __init__(
+        self,
+        agent: OperatedAgent,
+        tell: Callable[[ev.Event], None],
+        tickets: OperatorRequests,
+        asker: Callable[[], str],
+    ) -> None:
+        """Nothing happens yet.
+
+        Args:
+            tell: puts an event into the control loop's mailbox.
+            tickets: where the machine's answers come.
+            asker: who asks right now, for the record.
+        """
+        self._agent = agent
+        self._tell = tell
+        self._tickets = tickets
+        self._asker = asker
+        self._probes: dict[tuple[str, int | None], CostMeasurement] = {}
+
+    def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
+        """What the admin server serves of it."""
+        acts: tuple[Callable[..., Any], ...] = (
+            self.abort,
+            self.release,
+            self.drain,
+            self.resume,
+            self.set,
+            self.probe,
+        )
+        return {act.__name__: lambda args, act=act: act(**args) for act in acts}  # type: ignore[misc]
+
+    def abort(self, room: int, reason: str = "") -> list[Done]:
+        text = f"aborted by an operator{f': {reason}' if reason else ''}"
+        answer = self._ask(lambda ticket: ev.AbortRoom(room, text, ticket))
+        if answer.result == "unknown":
+            return [self._done(f"room {room}", "unchanged", self._ended(room))]
+        return [self._told(f"room {room}", answer, room)]
+
+    def release(self, serial: int | None = None, room: int | None = None, force: bool = False) -> list[Done]:
+        if self._agent.role != "decode":
+            raise self._refusal(f"{self._agent.name} is a prefill rank: rings are on decode ranks")
+        if (serial is None) == (room is None):
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, "release takes serial or room, one of them")
+        answer = self._ask(lambda ticket: ev.ReleaseHeld(ticket, serial or 0, room, force))
+        if answer.result == "unknown" and room is not None:
+            return [self._done(f"room {room}", "unchanged", self._ended(room))]
+        return [self._told(f"allocation {serial}" if room is None else f"room {room}", answer, room)]
+
+    def drain(self) -> list[Done]:
+        before = self._agent.draining
+        try:
+            self._agent.begin_drain()
+        except LocalProtocolError as error:
+            raise self._refusal(str(error)) from None
+        left = len(self._agent.telemetry.rooms.active())
+        text = f"takes no new rooms; {f'{left} in flight: kvctl wait --for drained' if left else 'none in flight'}"
+        return [self._done("rooms", "unchanged" if before else "draining", text)]
+
+    def resume(self) -> list[Done]:
+        before = self._agent.draining
+        try:
+            self._agent.resume()
+        except LocalProtocolError as error:
+            raise self._refusal(str(error)) from None
+        return [self._done("rooms", "accepting" if before else "unchanged", "takes new rooms")]
+
+    def set(self, key: str, value: str) -> list[Done]:
+        agent = self._agent
+        try:
+            settings = agent.settings.changed(key, value, f"admin {self._asker()}")
+        except ConfigError as error:
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, str(error)) from None
+        before, now = agent.settings[key], settings[key]
+        if before == now:
+            return [self._done(key, "unchanged", f"{key} is {_shown(now)} already")]
+        agent.settings = settings
+        if key in _WAITS:
+            self._tell(ev.SetTimeouts(*(int(settings[wait] * 1e9) for wait in _WAITS)))
+        else:
+            agent.pipelining.change(key, now)
+        return [self._done(key, "set", f"{key} = {_shown(now)}, was {_shown(before)}; until the agent ends")]
+
+    def probe(self, peer: str | None = None, bytes: int | None = None, busy: bool = False) -> Probe:
+        """Measure a lane between parts; what is not done in time is asked for again with the same arguments."""
+        agent = self._agent
+        if agent.role != "prefill" or not agent.workers:
+            raise self._refusal(f"{agent.name} is a decode rank: a lane is measured by its writer, a prefill rank")
+        if bytes is not None and not 1 << 20 <= bytes <= _MOST_PROBED_BYTES:
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"bytes is from {1 << 20} to {_MOST_PROBED_BYTES}")
+        since_ns = time.monotonic_ns() - _UNCLAIMED_NS
+        for key, left in list(self._probes.items()):
+            if 0 < left.ended_ns <= since_ns:
+                del self._probes[key]
+        asked = peer or "", bytes
+        running = self._probes.get(asked)
+        if running is None:
+            rooms = agent.machine.open_rooms
+            if rooms and not busy:
+                open_now = f"{rooms} room{'s' * (rooms != 1)} open"
+                text = f"{agent.name} has {open_now}, whose parts would wait for the probe: --busy does it all the same"
+                raise self._refusal(text)
+            self._check_lease(peer or next(iter(list(agent.connections.by_peer)), ""))
+            try:
+                running = agent.connections.begin(agent.workers[0], peer, bytes)
+            except KvctlError as error:
+                raise self._refusal(str(error)) from None
+            self._probes[asked] = running
+            self._record(f"the lane to {running.peer} is probed")
+        try:
+            cost = running.wait(_ANSWER_S)
+        except KvctlError as error:
+            del self._probes[asked]
+            raise self._refusal(str(error)) from None
+        answer: Probe = {
+            "agent": agent.name,
+            "peer": running.peer,
+            "lane": running.lane,
+            "running": cost is None,
+            "rows": [],
+        }
+        if cost is not None:
+            del self._probes[asked]
+            answer["rows"] = self._rows(running.peer, cost)
+        return answer
+
+    # ---- parts ------------------------------------------------------------------------------------------------
+
+    def _rows(self, peer: str, cost: ConnectionCost) -> list[ProbeRow]:
+        *many_us, big_us = cost.us_taken
+        points = [(1, 64, cost.us_per_write, cost.us_per_write)]
+        points += [
+            (many, nbytes, each, write)
+            for many, (nbytes, each), write in zip(cost.counts, cost.us_by_bytes, many_us, strict=True)
+        ]
+        points.append((1, cost.big_bytes, cost.big_bytes / cost.write_gb_per_s / 1e3, big_us))
+        return [
+            {
+                "agent": self._agent.name,
+                "peer": peer,
+                "bytes": nbytes,
+                "descriptors": descriptors,
+                "write_ns": round(write * 1e3),
+                "descriptor_ns": round(each * 1e3),
+                "gb_per_s": descriptors * nbytes / max(write, 1e-3) / 1e3,
+            }
+            for descriptors, nbytes, each, write in points
+        ]
+
+    def _check_lease(self, name: str) -> None:
+        """What a silent peer has registered may be gone with it, so a probe needs the lease that a part needs."""
+        peer, now_ns = self._agent.machine.peers.get(name), time.monotonic_ns()
+        if peer is not None and not peer.may_post(now_ns):
+            silent_s = (now_ns - peer.heard_ns) / 1e9
+            raise self._refusal(f"nothing is written to {name}, which has been silent for {silent_s:.1f} s")
+
+    def _ask(self, make: Callable[[int], ev.Event]) -> ev.Answered:
+        """Have the machine do something; its answer.
+
+        Raises:
+            RequestRefused: the machine refuses, or has not answered in time.
+        """
+        ticket = self._tickets.issue()
+        self._tell(make(ticket))
+        answer = self._tickets.wait(ticket, _ANSWER_S)
+        if answer is None:
+            text = f"the control loop of {self._agent.name} has not answered within {_ANSWER_S:g} s and may do it yet"
+            raise RequestRefused(ErrorCode.TIMEOUT, text)
+        if answer.result == "refused":
+            raise self._refusal(answer.text)
+        return answer
+
+    def _ended(self, room: int) -> str:
+        """How a room that the machine has forgotten ended."""
+        telemetry = self._agent.telemetry
+        for record in telemetry.rooms.find(room):
+            if record.finished_at is not None:
+                ago_s = (time.monotonic_ns() - record.finished_at) / 1e9
+                return f"room {room} ended {ago_s:.1f} s ago as {record.state_now.label}"
+        raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
+
+    def _told(self, subject: str, answer: ev.Answered, room: int | None) -> Done:
+        return self._done(subject, answer.result, answer.text, room)  # type: ignore[arg-type]
+
+    def _done(self, subject: str, result: Result, text: str, room: int | None = None) -> Done:
+        if result != "unchanged":
+            self._record(f"{result}: {text}", room)
+        return {"agent": self._agent.name, "subject": subject, "result": result, "text": text}
+
+    def _refusal(self, text: str) -> RequestRefused:
+        return RequestRefused(ErrorCode.REFUSED, text)
+
+    def _record(self, text: str, room: int | None = None) -> None:
+        self._agent.telemetry.recorder.record("operator", f"{text} (asked by {self._asker()})", "warning", room)
+
+
+def _shown(value: object) -> str:
+    return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

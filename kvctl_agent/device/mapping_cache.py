@@ -1,0 +1,88 @@
+"""Peers' allocations that a device has opened: each once, for all lanes of the process."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+from kvctl_agent.device.base import Export
+from kvctl_agent.device.driver import Context, checked, load
+from kvctl_agent.device.memory import mapped, unmap
+from kvctl_agent.errors import DeviceError
+
+IPC, FABRIC = "ipc", "fabric"
+HANDLE_BYTES = 64
+"""Of both kinds."""
+
+
+class MappingCache:
+    """What one device has opened. A process that opened one handle twice would also have to close it twice."""
+
+    def __init__(self, context: Context, ordinal: int) -> None:
+        self._context = context
+        self._ordinal = ordinal
+        self._lock = threading.Lock()
+        self._at: dict[Export, int] = {}
+        self._users: dict[Export, int] = {}
+
+    def open(self, export: Export) -> int:
+        """Our address of its first byte; `close` it as often.
+
+        Raises:
+            DeviceError: malformed, or the driver does not map it; says why.
+        """
+        if len(export.handle) != HANDLE_BYTES or export.nbytes <= 0 or export.kind not in (IPC, FABRIC):
+            raise DeviceError(
+                f"a peer exported {export.nbytes} bytes of {export.device} by a {export.kind!r} handle of "
+                f"{len(export.handle)} bytes, which is none that we know: both sides must run the same version"
+            )
+        with self._lock:
+            if export not in self._at:
+                # The writer's own device is current: opened on the memory's, its kernels would fault.
+                with self._context.visit():
+                    self._at[export] = self._import(export) if export.kind == FABRIC else self._attach(export)
+                self._users[export] = 0
+            self._users[export] += 1
+            return self._at[export]
+
+    def close(self, export: Export) -> None:
+        """One user less; the last one unmaps it."""
+        with self._lock:
+            self._users[export] -= 1
+            if self._users[export]:
+                return
+            del self._users[export]
+            addr = self._at.pop(export)
+            with self._context.visit():
+                if export.kind == FABRIC:
+                    unmap(addr, export.nbytes)
+                else:
+                    # Fails where the device is lost, and then nothing is mapped either.
+                    load().cuIpcCloseMemHandle(addr)
+
+    def _attach(self, export: Export) -> int:
+        driver = load()
+        handle = driver.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), export.handle, HANDLE_BYTES)
+        lazily = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        addr = int(checked(driver.cuIpcOpenMemHandle(handle, lazily), self._refusal(export)))
+        failed, base, size = driver.cuMemGetAddressRange(addr)
+        # A kernel that believed a peer's wrong size would take the device from this process.
+        if not failed and addr + export.nbytes > int(base) + size:
+            driver.cuIpcCloseMemHandle(addr)
+            raise DeviceError(f"{self._refusal(export)}: it is only {int(base) + size - addr} bytes long")
+        return addr
+
+    def _import(self, export: Export) -> int:
+        driver = load()
+        what = self._refusal(export)
+        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+        handle = checked(driver.cuMemImportFromShareableHandle(export.handle, kind), what)
+        try:
+            return mapped(handle, export.nbytes, (self._ordinal,), what)
+        finally:
+            # The mapping keeps it.
+            driver.cuMemRelease(handle)
+
+    def _refusal(self, export: Export) -> str:
+        return f"GPU {self._ordinal} cannot map {export.nbytes} bytes of a peer's {export.device}"

@@ -1,0 +1,79 @@
+"""Which GPU reaches which: over NVLink, over PCIe, or not at all."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from kvctl_agent.device.driver import Context, checked, load
+from kvctl_agent.errors import DeviceError
+
+SAME, NVLINK, PCIE, FABRIC = "same device", "nvlink", "pcie", "fabric"
+
+
+def uuid_of(device: Any) -> str:
+    """The driver's name for a device, as nvidia-smi -L shows it."""
+    return f"GPU-{uuid.UUID(bytes=bytes(checked(load().cuDeviceGetUuid(device), 'no UUID').bytes))}"
+
+
+def ordinals() -> dict[str, int]:
+    """Numbers of the GPUs that this process sees, by UUID."""
+    driver = load()
+    count = checked(driver.cuDeviceGetCount(), "cannot count GPUs")
+    return {uuid_of(checked(driver.cuDeviceGet(number), f"GPU {number}")): number for number in range(count)}
+
+
+def interconnect(own: int, other: int) -> str:
+    """How GPU `own` reaches memory of GPU `other`; empty where it does not.
+
+    NVLink is told by its atomics, which PCIe lacks.
+    """
+    if own == other:
+        return SAME
+    driver = load()
+    pair = f"GPU {own} to GPU {other}"
+    if not checked(driver.cuDeviceCanAccessPeer(own, other), pair):
+        return ""
+    atomics = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return NVLINK if checked(driver.cuDeviceGetP2PAttribute(atomics, own, other), pair) else PCIE
+
+
+def interconnects(own: int) -> dict[int, str]:
+    """The other GPUs here that GPU `own` reaches, and how."""
+    found = {number: interconnect(own, number) for number in ordinals().values() if number != own}
+    return {number: name for number, name in found.items() if name}
+
+
+def interconnect_to(own: int, name: str) -> str:
+    """How GPU `own` reaches the GPU with this UUID.
+
+    Raises:
+        DeviceError: it does not; says why.
+    """
+    other = ordinals().get(name)
+    if other is None:
+        raise DeviceError(
+            f"GPU {own} cannot map memory of {name}, which this process does not see: CUDA_VISIBLE_DEVICES must name "
+            "it, too"
+        )
+    found = interconnect(own, other)
+    if not found:
+        raise DeviceError(
+            f"GPU {own} cannot reach the memory of GPU {other} ({name}): no peer access, see nvidia-smi topo"
+        )
+    return found
+
+
+def enable_peer_access(context: Context, own: int, other: int) -> None:
+    """Lets kernels of GPU `own` reach the plain memory that this process has on GPU `other`.
+
+    Raises:
+        DeviceError: the driver refuses.
+    """
+    driver = load()
+    what = f"GPU {own} cannot reach GPU {other}"
+    peer = checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(other), what)), what)
+    with context.visit():
+        status = driver.cuCtxEnablePeerAccess(peer, 0)
+        if status[0] != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+            checked(status, what)

@@ -1,0 +1,139 @@
+"""The bootstrap registry's knowledge: which ranks of one prefill instance are there, and who is missing.
+
+Sans-I/O. Prefill ranks register, decode ranks look up until the instance is complete.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from kvctl_agent.errors import LayoutError, RemoteProtocolError
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+
+MAX_REQUEST_BYTES = 1 << 16
+_SHOWN = 32  # missing ranks that are named
+_HOLDS_NS = 5_000_000_000  # a holder that has not registered for so long may be replaced by any process of its name
+_REPLACED_KEPT = 16
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One prefill rank, as it registers itself."""
+
+    name: str
+    endpoint: str
+    incarnation: int
+    coord: list[int]
+    sizes: list[int]
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    rank: Rank
+
+
+class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
+    """Asks for the roster; `name` is for the registry's log."""
+
+    name: str
+
+
+class Roster(msgspec.Struct, frozen=True, tag="roster"):
+    """Answer to both: who is registered, in order of unique rank, and what is missing in words."""
+
+    ranks: list[Rank]
+    size: int  # 0 while nobody has registered
+    missing: str
+    refused: str = ""
+
+
+Request = Register | Lookup
+
+encode = msgspec.msgpack.Encoder().encode
+_request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_roster = msgspec.msgpack.Decoder(Roster)
+
+
+def decode_request(frame: bytes) -> Request:
+    """Raises RemoteProtocolError on anything that is no request."""
+    try:
+        return _request.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a registry request: {error}") from None
+
+
+def decode_roster(frame: bytes) -> Roster:
+    """Raises RemoteProtocolError on anything that is no roster."""
+    try:
+        return _roster.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a registry answer: {error}") from None
+
+
+class Registry:
+    """One prefill instance; the first rank to register fixes its sizes.
+
+    A rank's latest process is its holder. One that it has replaced, and that goes on after having been frozen, does not
+    take the place back while the holder registers again and again.
+    """
+
+    def __init__(self) -> None:
+        self._side: ParallelConfig | None = None
+        self._since_ns = 0  # when the first rank registered
+        self._ranks: dict[int, Rank] = {}
+        self._heard_ns: dict[int, int] = {}
+        self._replaced: dict[int, deque[int]] = {}  # by rank, incarnations that were its holder before
+
+    def answer(self, request: Request, now_ns: int) -> Roster:
+        """Serve one request; never raises."""
+        refused = self._register(request.rank, now_ns) if isinstance(request, Register) else ""
+        ranks = [self._ranks[unique] for unique in sorted(self._ranks)]
+        return Roster(ranks, self._side.size if self._side else 0, self._missing(), refused)
+
+    def _register(self, rank: Rank, now_ns: int) -> str:
+        if len(rank.sizes) != 4 or len(rank.coord) != 4:
+            return f"{rank.name}: sizes and coordinates need the four axes dp, pp, cp, tp"
+        try:
+            dp, pp, cp, tp = rank.sizes
+            side = ParallelConfig(dp, pp, cp, tp)
+            unique = side.unique_rank(RankCoord(*rank.coord))
+        except LayoutError as error:
+            return f"{rank.name}: {error}"
+        if self._side is None:
+            self._side = side
+            self._since_ns = now_ns
+        if side != self._side:
+            return f"{rank.name} is of an instance of sizes {rank.sizes}, this registry serves {self._side}"
+        holder = self._ranks.get(unique)
+        if holder is not None and holder.name != rank.name:
+            return f"{rank.name} claims {side.label(side.coord(unique))}, which {holder.name} holds"
+        if holder is not None and holder.incarnation != rank.incarnation:
+            replaced = self._replaced.setdefault(unique, deque(maxlen=_REPLACED_KEPT))
+            if rank.incarnation < holder.incarnation and now_ns - self._since_ns < _HOLDS_NS:
+                replaced.append(rank.incarnation)  # a registry that has just started remembers nobody
+            if rank.incarnation in replaced and now_ns - self._heard_ns[unique] < _HOLDS_NS:
+                return (
+                    f"{rank.name} (incarnation {rank.incarnation:016x}) was replaced by incarnation "
+                    f"{holder.incarnation:016x} at {holder.endpoint}: end this one, or give it its own name"
+                )
+            replaced.append(holder.incarnation)
+        self._ranks[unique] = rank
+        self._heard_ns[unique] = now_ns
+        return ""
+
+    def _missing(self) -> str:
+        """ "6 of 8 prefill ranks registered, missing tp=2,3"; empty when complete."""
+        side = self._side
+        if side is None:
+            return "no prefill rank has registered"
+        absent = [unique for unique in range(side.size) if unique not in self._ranks]
+        if not absent:
+            return ""
+        shown = absent[:_SHOWN]
+        if side.size == side.tp:
+            names = "tp=" + ",".join(str(unique) for unique in shown)
+        else:
+            names = "; ".join(side.label(side.coord(unique)) for unique in shown)
+        if len(absent) > _SHOWN:
+            names += f" and {len(absent) - _SHOWN} more"
+        return f"{side.size - len(absent)} of {side.size} prefill ranks registered, missing {names}"

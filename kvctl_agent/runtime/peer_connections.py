@@ -1,0 +1,308 @@
+"""A prefill rank's connections: which peers can be written to, and what writing to them costs.
+
+The control loop connects and drops; measuring runs on a transfer worker between parts, since a connection that is busy
+cannot be measured and one that is being measured should not be in use.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvctl_agent.contract.connection_cost import ConnectionCost
+from kvctl_agent.device.base import Geometry
+from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
+from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.memory.addresses import PoolAddresses
+from kvctl_agent.memory.block_table import gathers_between
+from kvctl_agent.memory.buffers import StagingBuffers
+from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.memcpy_rate import halves_gb_per_s
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.paths.base import BULK, SLICE, PeerConnection
+from kvctl_agent.paths.calibration import measure_copies
+from kvctl_agent.paths.device_calibration import measure_device_copies, measure_direct
+from kvctl_agent.paths.direct import PROGRAMS
+from kvctl_agent.paths.direct_routes import geometries
+from kvctl_agent.paths.mapped_memory import MappedMemory
+from kvctl_agent.paths.path_chooser import AUTO, DirectCost, PathChooser
+from kvctl_agent.protocol.messages import PeerInfo
+from kvctl_agent.runtime.peer_memory import map_peer_memory
+from kvctl_agent.runtime.transfer_worker import TransferWorker
+from kvctl_agent.telemetry.flight_recorder import FlightRecorder
+from kvctl_agent.transport.base import Region, Transport
+from kvctl_agent.transport.cost_probe import LEAST_ROUNDS, measure_connection
+
+_MEASURE_S = 10.0
+_COPIES_BYTES = 64 << 20  # larger than the caches
+
+
+class MeasuredCost(NamedTuple):
+    """What a connection cost when it was last measured, at a monotonic moment."""
+
+    cost: ConnectionCost
+    at_ns: int
+
+
+class CostMeasurement:
+    """One measurement, on its way or done; `run` is the worker's, the rest any thread's.
+
+    Attributes:
+        ended_ns: when it was done, monotonic; 0 on its way.
+    """
+
+    def __init__(self, connection: PeerConnection, measure: Callable[[PeerConnection], ConnectionCost]) -> None:
+        self.peer = connection.peer
+        self.connection = connection.transport.name
+        self.ended_ns = 0
+        self._target = connection
+        self._measure = measure
+        self._result: ConnectionCost | KvctlError | None = None
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._result = self._measure(self._target)
+        except KvctlError as error:
+            self._result = error
+        except Exception as error:  # a bug: whoever waits must hear of it, and the worker must go on
+            self._result = TransportError(f"{type(error).__name__}: {error}")
+        self.ended_ns = time.monotonic_ns()
+        self._done.set()
+
+    def wait(self, timeout: float) -> ConnectionCost | None:
+        """What the connection costs; None when that is not known after `timeout` seconds.
+
+        Raises:
+            KvctlError: it could not be measured.
+        """
+        self._done.wait(timeout)
+        if isinstance(self._result, KvctlError):
+            raise self._result
+        return self._result
+
+
+class PeerConnections:
+    """Lanes by peer, and the calibration of the chooser by the first of them.
+
+    Attributes:
+        by_peer: written by the control loop alone; an entry is replaced and never changed.
+        measured: by peer, those that were; likewise safe to read from any thread.
+        memory_gb_per_s: one thread's memcpy on this machine, once the chooser has been calibrated.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        pool: KVPool,
+        buffers: StagingBuffers | None,
+        chooser: PathChooser,
+        recorder: FlightRecorder,
+        direct_programs: int | None = None,
+    ) -> None:
+        """`direct_programs`: how much of the device the direct path may take, as `DirectPath`."""
+        self.by_peer: dict[str, PeerConnection] = {}
+        self.measured: dict[str, MeasuredCost] = {}
+        self.memory_gb_per_s: float | None = None
+        self._scratch: dict[str, Region] = {}
+        self._name = name
+        self._transport = transport
+        self._pool = pool
+        self._buffers = buffers
+        self._chooser = chooser
+        self._recorder = recorder
+        self._direct_programs = direct_programs or PROGRAMS
+        self._calibrating = False
+        self._compiled: set[Geometry] = set()
+
+    def connect(self, peer: str, who: PeerInfo, held: tuple[LocalShard, ...], worker: TransferWorker | None) -> None:
+        """Make `peer`, which holds `held` of the model, writable; raises KvctlError where it cannot be."""
+        theirs = PoolAddresses.from_wire(who.pool, held)
+        self._transport.connect(peer, who.metadata)
+        self._scratch[peer] = Region(who.scratch_base, who.scratch_bytes)
+        before = self.by_peer.get(peer)
+        self.by_peer[peer] = self._connection(peer, who, theirs)
+        if before is not None:
+            before.close()
+        self.calibrate_once(worker)
+
+    def drop(self, peer: str) -> None:
+        """Forget `peer`; unknown names are fine. Its memory stays mapped for the kernels that are on it."""
+        connection = self.by_peer.pop(peer, None)
+        if connection is not None:
+            connection.close()
+        self.measured.pop(peer, None)
+        self._scratch.pop(peer, None)
+        self._transport.disconnect(peer)
+
+    def close(self) -> None:
+        """Forget all peers' memory, once the workers have ended."""
+        for connection in list(self.by_peer.values()):
+            connection.close()
+
+    def reaches(self, peer: str) -> bool:
+        """Whether its memory is mapped here, so that parts can go direct. Safe from any thread."""
+        connection = self.by_peer.get(peer)
+        return connection is not None and connection.mapping is not None
+
+    def _connection(self, peer: str, who: PeerInfo, theirs: PoolAddresses) -> PeerConnection:
+        mapping, why_not = map_peer_memory(self._pool.device, who)
+        made = self._transport, self._pool, theirs, who.ring_base
+        try:
+            connection = PeerConnection(peer, *made, mapping, why_not)
+        except DeviceError as error:
+            if mapping is not None:
+                mapping.close()
+            connection = PeerConnection(peer, *made, why_not=str(error))
+        if self._pool.device is not None:
+            way = f"direct by {connection.mapping.lane}" if connection.mapping else f"not direct: {connection.why_not}"
+            self._recorder.record("direct", f"lane to {peer}: {way}", peer=peer)
+        return connection
+
+    def measure(self, worker: TransferWorker) -> ConnectionCost:
+        """Measure the connection to the first connected peer, between parts.
+
+        Raises:
+            LocalProtocolError: no peer is connected, or it offers no memory to measure with.
+            DeadlineExceeded: the transfer worker was too busy.
+        """
+        cost = self._begin(worker, self._first(), self._measure).wait(_MEASURE_S)
+        if cost is None:
+            raise DeadlineExceeded(f"{self._name}: the transfer worker measured no connection within {_MEASURE_S:g} s")
+        return cost
+
+    def begin(self, worker: TransferWorker, peer: str | None, big_bytes: int | None) -> CostMeasurement:
+        """Have the worker measure the connection to `peer` (None: the first one) once, between parts.
+
+        On a slow connection each kind of write goes once only, so that parts wait for seconds at most.
+
+        Args:
+            big_bytes: size of the large write; None for the usual one.
+
+        Raises:
+            LocalProtocolError: it is not connected.
+        """
+        connection = self._first() if peer is None else self.by_peer.get(peer)
+        if connection is None:
+            known = ", ".join(sorted(self.by_peer)) or "none"
+            raise LocalProtocolError(f"{self._name} is not connected to {peer!r:.80}; connected: {known}")
+        return self._begin(worker, connection, lambda connection: self._measure(connection, big_bytes, least_rounds=1))
+
+    def _begin(
+        self, worker: TransferWorker, connection: PeerConnection, measure: Callable[..., ConnectionCost]
+    ) -> CostMeasurement:
+        measuring = CostMeasurement(connection, measure)
+        worker.put(measuring.run)
+        return measuring
+
+    def calibrate_once(self, worker: TransferWorker | None) -> None:
+        """Have the worker measure, when the first peer is there and costs decide; the first rooms wait for it.
+
+        On a device they wait for its compiler, too, and not in the middle of a part.
+        """
+        if self._pool.device is not None and worker is not None and self._chooser.path not in (BULK, SLICE):
+            worker.put(self._compile)
+        costs_decide = self._chooser.path == AUTO and self._chooser.staging == "auto"
+        if costs_decide and worker is not None and self.by_peer and not self._calibrating:
+            self._calibrating = True
+            worker.put(self.calibrate)
+
+    def calibrate(self) -> None:
+        """On a worker: what `auto` decides by."""
+        if self._chooser.connection is not None:
+            return
+        try:
+            connection = self._first()
+            cost = self._measure(connection)
+            self._calibrate_copies(connection)
+        except KvctlError as error:
+            self._calibrating = False  # the next peer that comes may be the one
+            self._recorder.record("calibration", f"auto stages everything that cannot go direct: {error}", "warning")
+            return
+        self._chooser.connection = cost
+        text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
+        if (direct := self._chooser.direct) is not None:
+            text += f", direct {direct.us_per_part:.0f} µs a part and {direct.us_per_mib:.2f} µs a MiB"
+        self._recorder.record("calibration", f"lane to {connection.peer}: {text}")
+
+    def _calibrate_copies(self, connection: PeerConnection) -> None:
+        """What row copies cost, on the memory that they are for."""
+        with HugePageMemory(_COPIES_BYTES) as memory:
+            self.memory_gb_per_s = halves_gb_per_s(memory.array)
+            if self._pool.device is None:
+                self._chooser.copy = measure_copies(memory.array)
+                return
+        assert self._buffers is not None
+        copies = self._pool.device.copies()
+        buffer = self._buffers.acquire()
+        try:
+            if buffer is None:
+                raise LocalProtocolError(f"{self._name}: no staging buffer was free to measure copies with")
+            staging = Region(buffer.stretch.addr, buffer.stretch.nbytes)
+            self._chooser.copy = measure_device_copies(copies, self._source(), staging)
+            scratch = self._scratch.get(connection.peer)
+            if connection.mapping is not None and scratch is not None:
+                self._chooser.direct = self._measure_direct(connection.mapping, scratch)
+        finally:
+            copies.close()  # waits: only then may others have the buffer
+            if buffer is not None:
+                self._buffers.release(buffer)
+
+    def _measure_direct(self, mapping: MappedMemory, scratch: Region) -> DirectCost:
+        assert self._pool.device is not None
+        mapping.take()
+        copies = self._pool.device.copies()
+        try:
+            there = Region(mapping.translate(scratch.addr, scratch.nbytes), scratch.nbytes)
+            return measure_direct(copies, self._source(), there, self._direct_programs)
+        finally:
+            copies.close()  # waits: only then may it be unmapped
+            mapping.give()
+
+    def _compile(self) -> None:
+        """On a worker: every kernel that parts on the connections so far can need."""
+        device = self._pool.device
+        wanted: set[Geometry] = set()
+        for connection in list(self.by_peer.values()):
+            for segment in connection.segments:
+                wanted |= gathers_between(segment.ours.held, segment.theirs.held)
+            if connection.mapping:
+                wanted |= geometries(connection.segments)
+        if device is None or not wanted - self._compiled:
+            return
+        copies = device.copies()
+        try:
+            copies.prepare(sorted(wanted - self._compiled))
+            self._compiled |= wanted
+        except KvctlError as error:
+            self._recorder.record("device", f"its kernels could not be compiled: {error}", "error")
+        finally:
+            copies.close()
+
+    def _first(self) -> PeerConnection:
+        for connection in list(self.by_peer.values()):
+            return connection
+        raise LocalProtocolError(f"{self._name} has no connection to measure: no peer is connected")
+
+    def _measure(
+        self, connection: PeerConnection, big_bytes: int | None = None, least_rounds: int = LEAST_ROUNDS
+    ) -> ConnectionCost:
+        scratch = self._scratch.get(connection.peer)
+        if scratch is None or not scratch.nbytes or self._buffers is None:
+            raise LocalProtocolError(f"{connection.peer} offers no scratch memory to measure the connection with")
+        cost = measure_connection(self._transport, connection.peer, self._source(), scratch, big_bytes, least_rounds)
+        self.measured[connection.peer] = MeasuredCost(cost, time.monotonic_ns())
+        return cost
+
+    def _source(self) -> Region:
+        """To read from: the pool where it is large, since its pages are as cold as those that will be sent.
+
+        Aux rows are in host memory, beside a pool on a device too.
+        """
+        assert self._buffers is not None
+        buffers = self._buffers.region()
+        alike = [region for region in self._pool.regions() if region.device == buffers.device]
+        return Region(*max(*alike, buffers, key=lambda region: region.nbytes))

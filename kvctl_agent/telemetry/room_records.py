@@ -1,0 +1,413 @@
+"""What an agent remembers of each room: its row in `rooms`, its timeline, and what is kept of finished rooms.
+
+A `RoomRecord` belongs to the thread that runs the room. It only stores; the admin thread reads the fields as they
+are and does all the arithmetic and text. A row may therefore be one update old, never torn in a single value.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple, TypeVar
+
+from kvctl_agent.contract.snapshots import FailedRooms, Failure, Role, RoomDetail, RoomRow, TimelineEvent
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.telemetry.busy_time import BusyTime
+from kvctl_agent.telemetry.clock import Clock
+
+_T = TypeVar("_T")
+
+FAILED_BYTES = 16 << 20
+_RECORD_BYTES, _ITEM_BYTES = (
+    4096,
+    512,
+)  # what a record takes, and one item of what it lists; both above what is measured
+
+
+class Event(NamedTuple):
+    """One moment of a room; monotonic `at_ns`, `layers` is [lo, hi), `path` and `nbytes` where a part moved."""
+
+    stage: str
+    at_ns: int
+    writer: int | None
+    chunk: int | None
+    layers: tuple[int, int] | None
+    peer: str | None
+    detail: str
+    path: str
+    nbytes: int
+
+
+_BareEvent = tuple[str, int, int | None, int | None, tuple[int, int] | None, str | None, str, str, int]
+
+
+class RoomRecord:
+    """One room on this rank. Set the plain fields directly; use the methods where more than one field moves.
+
+    Attributes:
+        room, nonce: unsigned 64-bit numbers.
+        nonces: of a prefill rank: those of all the decode ranks that opened the room here.
+        planned, sent, landed, scattered: ledger cells; `planned` 0 until the plan is known. `sent` stays None on
+            a decode rank, `landed` and `scattered` on a prefill rank.
+        bytes, parts: KV bytes and parts sent (prefill) or landed (decode).
+        paths: parts by path.
+        parked: parts that wait for a grant or the watermark right now.
+        peers: agent names on the other side.
+        first_ready_at: monotonic moment of the first `ready`, where a prefill rank's latency begins.
+        forward_begun_at, forward_done_at: monotonic moments between which a prefill rank computed the room; None where
+            the engine did not say.
+    """
+
+    __slots__ = (
+        "_event_limit",
+        "_events",
+        "bytes",
+        "chunks_ready",
+        "events_dropped",
+        "failure",
+        "finished_at",
+        "first_ready_at",
+        "forward_begun_at",
+        "forward_done_at",
+        "key",
+        "landed",
+        "moved",
+        "nonce",
+        "nonces",
+        "opened_at",
+        "pages",
+        "parked",
+        "parts",
+        "paths",
+        "peers",
+        "planned",
+        "room",
+        "scattered",
+        "sent",
+        "state_at",
+        "state_now",
+        "tokens",
+    )
+
+    def __init__(self, room: int, nonce: int, role: Role, opened_at: int, event_limit: int) -> None:
+        self.room = room
+        self.nonce = nonce
+        self.nonces: list[int] = []
+        self.key = (room, nonce)  # its place in the book; a prefill rank learns the nonce later
+        self.opened_at = opened_at
+        self.finished_at: int | None = None
+        self.state_now = RoomState.BOOTSTRAPPING
+        self.state_at = opened_at
+        self.first_ready_at: int | None = None
+        self.forward_begun_at: int | None = None
+        self.forward_done_at: int | None = None
+        self.failure: Failure | None = None
+        self.peers: list[str] = []
+        self.planned = 0
+        self.sent: int | None = 0 if role == "prefill" else None
+        self.landed: int | None = 0 if role == "decode" else None
+        self.scattered: int | None = 0 if role == "decode" else None
+        self.tokens: int | None = None
+        self.pages: int | None = None
+        self.bytes = 0
+        self.parts = 0
+        self.paths: dict[str, int] = {}
+        self.parked = 0
+        self.chunks_ready: dict[int, int] = {}
+        self.moved = BusyTime()
+        self._events: list[_BareEvent] = []
+        self.events_dropped = 0
+        self._event_limit = event_limit
+
+    def state(self, new_state: RoomState, at: int) -> None:
+        """The room entered `new_state` at monotonic `at`."""
+        self.state_now = new_state
+        self.state_at = at
+
+    def event(
+        self,
+        stage: str,
+        at: int,
+        writer: int | None = None,
+        chunk: int | None = None,
+        layers: tuple[int, int] | None = None,
+        peer: str | None = None,
+        detail: str = "",
+        path: str = "",
+        nbytes: int = 0,
+    ) -> None:
+        """Adds a moment to the timeline; beyond the limit it is only counted, so the beginning is what stays."""
+        if stage == "ready" and self.first_ready_at is None:
+            self.first_ready_at = at
+        if len(self._events) < self._event_limit:
+            # A bare tuple costs half of a named one; `events` names the fields for readers.
+            self._events.append((stage, at, writer, chunk, layers, peer, detail, path, nbytes))
+        else:
+            self.events_dropped += 1
+
+    def part(self, path: str, nbytes: int) -> None:
+        """Counts one part that was sent (prefill) or landed (decode)."""
+        self.parts += 1
+        self.bytes += nbytes
+        self.paths[path] = self.paths.get(path, 0) + 1
+
+    def fail(self, failure: Failure, at: int) -> None:
+        """Keeps the cause, unless an earlier one is known: the first cause is the one to show.
+
+        Args:
+            at: monotonic ns, when this rank learnt of it.
+        """
+        if self.failure is not None:
+            return
+        self.failure = failure
+        if self._event_limit:  # beyond the limit, too: no event of the room matters more
+            text = f"{failure['rank']}: {failure['code']}: {failure['text']}"
+            self._events.append(("fail", at, None, None, None, None, text, "", 0))
+
+    def finish(self, at: int) -> None:
+        """The room ended at monotonic `at`; its ages stop growing."""
+        if self.finished_at is None:
+            self.finished_at = at
+
+    def overlap(self, now: int) -> tuple[int, int] | None:
+        """How long parts were on their way (hidden, exposed): before and after the end of the forward.
+
+        A forward that still runs hides whatever has been sent. None where no part was sent, and on decode ranks.
+        """
+        if not self.moved:
+            return None
+        return self.moved.split(now if self.forward_done_at is None else self.forward_done_at)
+
+    @property
+    def events(self) -> list[Event]:
+        """The timeline so far, in the order in which moments were told."""
+        return [Event._make(event) for event in self._events.copy()]
+
+    @property
+    def nbytes(self) -> int:
+        """What the record takes of memory, at most."""
+        items = len(self._events) + len(self.chunks_ready) + len(self.peers) + len(self.moved) + len(self.paths)
+        text = len(self.failure["text"]) if self.failure is not None else 0
+        return _RECORD_BYTES + _ITEM_BYTES * items + 8 * text
+
+    @property
+    def latency_ns(self) -> int | None:
+        """Decode: open to success. Prefill: first part ready to sent. None unless the room succeeded."""
+        if self.finished_at is None or self.state_now is not RoomState.SUCCESS:
+            return None
+        begin = self.opened_at if self.sent is None else self.first_ready_at
+        return None if begin is None else self.finished_at - begin
+
+
+class _FailedRecords:
+    """Failed rooms, bounded by their number and their bytes.
+
+    Where one must go, it is the oldest of the code of which there are most: a burst of one cause does not drive out
+    what failed for another. `add` belongs to one thread; everything else may be called from any.
+
+    Attributes:
+        dropped: how many had to go.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_code: dict[str, deque[tuple[RoomRecord, int]]] = {}
+        self._count = self._bytes = 0
+        self.dropped = 0
+
+    def add(self, record: RoomRecord, code: str) -> None:
+        nbytes = record.nbytes
+        self._by_code.setdefault(code, deque()).append((record, nbytes))
+        self._count += 1
+        self._bytes += nbytes
+        while self._count > self._limit or (self._bytes > FAILED_BYTES and self._count > 1):
+            most = max(self._by_code, key=lambda code: len(self._by_code[code]))
+            _, nbytes = self._by_code[most].popleft()
+            if not self._by_code[most]:
+                del self._by_code[most]
+            self._count -= 1
+            self._bytes -= nbytes
+            self.dropped += 1
+
+    def records(self) -> list[RoomRecord]:
+        """Those that are kept, the latest first."""
+        kept = [record for ring in _copy(self._by_code.values()) for record, _ in _copy(ring)]
+        return sorted(kept, key=lambda record: record.state_at, reverse=True)
+
+
+class RoomRecords:
+    """Active rooms, and bounded numbers of the latest, the slowest and the failed ones of those that have finished.
+
+    Several records may share a room number: the decode ranks of one prefill rank, or a number used again. They
+    differ by nonce. `open` and `close` belong to one thread; everything else may be called from any.
+    """
+
+    def __init__(
+        self, clock: Clock, agent_name: str, role: Role, history: int, timeline_events: int, failed: int
+    ) -> None:
+        self._clock = clock
+        self._agent = agent_name
+        self._role: Role = role
+        self._timeline_events = timeline_events
+        self._active: dict[tuple[int, int], RoomRecord] = {}
+        self._latest: deque[RoomRecord] = deque(maxlen=history)
+        # Min-heap: the fastest of the slowest is on top and is the one to go.
+        self._slowest: list[tuple[int, int, RoomRecord]] = []
+        self._slowest_limit = history
+        self._failed = _FailedRecords(failed)
+        self._order = itertools.count()
+
+    def open(self, room: int, nonce: int) -> RoomRecord:
+        """Starts the record of an active room.
+
+        Raises:
+            ValueError: this room with this nonce is active already.
+        """
+        key = (room, nonce)
+        if key in self._active:
+            raise ValueError(f"room {room} with nonce {nonce} is open already")
+        record = RoomRecord(room, nonce, self._role, self._clock.now_ns(), self._timeline_events)
+        self._active[key] = record
+        return record
+
+    def close(self, record: RoomRecord) -> None:
+        """Moves a record from the active ones to the rings; finishes it now if nobody did. Idempotent."""
+        if self._active.get(record.key) is not record:
+            return
+        record.finish(self._clock.now_ns())
+        # First into the ring, then out of the active ones: a reader in between may see it twice, never miss it.
+        self._latest.append(record)
+        if record.failure is not None:
+            self._failed.add(record, record.failure["code"])
+        latency = record.latency_ns
+        if latency is not None and self._slowest_limit:
+            entry = (latency, next(self._order), record)
+            if len(self._slowest) < self._slowest_limit:
+                heapq.heappush(self._slowest, entry)
+            else:
+                heapq.heappushpop(self._slowest, entry)
+        del self._active[record.key]
+
+    def active(self) -> list[RoomRecord]:
+        """Active records, oldest first."""
+        return list(self._active.copy().values())
+
+    def find(self, room: int) -> list[RoomRecord]:
+        """Every record with this number that is still known: active ones first, then the latest finished."""
+        found = [record for record in self.active() if record.room == room]
+        latest, slowest = reversed(_copy(self._latest)), (record for _, _, record in self._slow())
+        for record in (*latest, *slowest, *self._failed.records()):
+            if record.room == room and not any(record is other for other in found):
+                found.append(record)
+        return found
+
+    def states(self) -> dict[str, int]:
+        """Active rooms by state label, as `status` shows them."""
+        counts: dict[str, int] = {}
+        for record in self.active():
+            label = record.state_now.label
+            counts[label] = counts.get(label, 0) + 1
+        return counts
+
+    def rows(self, state: str | None, limit: int) -> list[RoomRow]:
+        """Rows of active rooms, oldest first; `state` is a state label."""
+        chosen = (record for record in self.active() if state is None or record.state_now.label == state)
+        return [self.row(record) for record in itertools.islice(chosen, limit)]
+
+    def history(self, limit: int) -> list[RoomRow]:
+        """Rows of the latest finished rooms, latest first."""
+        return [self.row(record) for record in itertools.islice(reversed(_copy(self._latest)), limit)]
+
+    def failed(self, limit: int) -> FailedRooms:
+        """Rows of the rooms that failed last, those still active included, the latest first; and how many are gone."""
+        dropped, kept = self._failed.dropped, self._failed.records()
+        active = [record for record in self.active() if record.failure is not None]
+        found = list(dict.fromkeys([*active, *kept]))
+        found.sort(key=lambda record: record.state_at, reverse=True)
+        return {
+            "rooms": [self.row(record) for record in found[:limit]],
+            "kept": len(found),
+            "dropped_total": dropped,
+        }
+
+    def slow(self, limit: int) -> list[RoomRow]:
+        """Rows of the rooms that took longest to succeed, slowest first; failed rooms have no latency."""
+        return [self.row(record) for _, _, record in self._slow()[:limit]]
+
+    def detail(self, room: int) -> list[RoomDetail]:
+        """Row and timeline of every record with this number, in the order of `find`; empty when unknown."""
+        return [
+            {
+                **self.row(record),
+                "timeline": [self._timeline_event(event) for event in record.events],
+                "timeline_dropped": record.events_dropped,
+                "owed_parts": [],
+            }
+            for record in self.find(room)
+        ]
+
+    def row(self, record: RoomRecord) -> RoomRow:
+        """The row of one record as of now."""
+        finished_at, done_at = record.finished_at, record.forward_done_at
+        until = finished_at if finished_at is not None else self._clock.now_ns()
+        hidden, exposed = record.overlap(until) or (None, None)
+        return {
+            "room": str(record.room),
+            "nonce": str(record.nonce),
+            "nonces": [str(nonce) for nonce in record.nonces.copy()],
+            "agent": self._agent,
+            "role": self._role,
+            "state": record.state_now.label,
+            "state_age_ns": max(0, until - record.state_at),
+            "age_ns": max(0, until - record.opened_at),
+            "opened_at_ns": self._clock.wall_ns(record.opened_at),
+            "finished_at_ns": None if finished_at is None else self._clock.wall_ns(finished_at),
+            "peers": record.peers.copy(),
+            "coverage": {
+                "planned": record.planned,
+                "sent": record.sent,
+                "landed": record.landed,
+                "scattered": record.scattered,
+            },
+            "tokens": record.tokens,
+            "pages": record.pages,
+            "bytes": record.bytes,
+            "parts": record.parts,
+            "paths": record.paths.copy(),
+            "parked": record.parked,
+            "latency_ns": record.latency_ns,
+            "forward_done_at_ns": None if done_at is None else self._clock.wall_ns(done_at),
+            "hidden_ns": hidden,
+            "exposed_ns": exposed,
+            "missing": [],
+            "owed": {},
+            "unscattered": None if record.landed is None else record.landed - (record.scattered or 0),
+            "failure": record.failure,
+        }
+
+    def _slow(self) -> list[tuple[int, int, RoomRecord]]:
+        return sorted(self._slowest.copy(), reverse=True)
+
+    def _timeline_event(self, event: Event) -> TimelineEvent:
+        moved = f"{event.path} {event.nbytes} bytes" if event.nbytes else event.path
+        return {
+            "at_ns": self._clock.wall_ns(event.at_ns),
+            "agent": self._agent,
+            "stage": event.stage,
+            "writer": event.writer,
+            "chunk": event.chunk,
+            "layers": None if event.layers is None else list(event.layers),
+            "peer": event.peer,
+            "detail": ", ".join(text for text in (event.detail, moved) if text),
+        }
+
+
+def _copy(items: Collection[_T]) -> list[_T]:
+    """A copy for another thread than the owner's; where the owner changes it meanwhile, it is begun anew."""
+    while True:
+        try:
+            return list(items)
+        except RuntimeError:
+            continue

@@ -1,0 +1,1 @@
+"""The `loopback` transport: agents of one host without an engine."""

@@ -1,0 +1,237 @@
+"""Writes of the `mooncake` transport: each descriptor is an entry of the engine's, posted through a bounded window.
+
+Why entries one by one: the engine's batches have no status call that returns at once (it spins until all are done or
+30 s are over), and a batch of more than about 2,048 entries fails, with the small ones after it. An entry of its own
+can be asked without waiting, costs 3 µs to post and 1 to check, and with 64 or more in the window 512-byte
+descriptors take 19 µs each where batches of 1,024 take 29.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+
+from kvctl_agent.errors import PeerDisconnected, TransportError
+from kvctl_agent.transport.abandoned_writes import AbandonedWrites
+from kvctl_agent.transport.base import Addresses, Sizes
+from kvctl_agent.transport.descriptors import Ranges
+from kvctl_agent.transport.mooncake.engine import Engine
+from kvctl_agent.transport.mooncake.tags import TagLink
+
+WRITE_WINDOW = 256
+PEER_WINDOW = 1024
+"""Entries in flight, of one write and to one peer; the engine takes about 2,048 to a peer."""
+
+_ENDED = (1, -1)
+_DRAIN_S = 0.2
+_HINDSIGHT_S = 0.1
+
+
+class Peer:
+    """One incarnation of a peer.
+
+    Attributes:
+        key: our name for it.
+        metadata: what it was made from.
+        ident: random name of the incarnation.
+        session: the engine's name for it.
+        ranges: its registered memory.
+        link: where its tags go.
+        opened: the engine knows the session, so posting does not wait for the peer.
+        refused: why it does not.
+        forgotten: disconnected here.
+    """
+
+    def __init__(self, key: str, metadata: bytes, ident: str, session: str, ranges: Ranges, link: TagLink) -> None:
+        self.key = key
+        self.metadata = metadata
+        self.ident = ident
+        self.session = session
+        self.ranges = ranges
+        self.link = link
+        self.opened = False
+        self.refused = ""
+        self.forgotten = False
+        self._in_flight = 0
+        self._lock = threading.Lock()
+
+    def take_room(self, wanted: int) -> int:
+        """Entries that may be posted now, up to `wanted`; they count until `give_room`."""
+        with self._lock:
+            granted = max(0, min(wanted, PEER_WINDOW - self._in_flight))
+            self._in_flight += granted
+        return granted
+
+    def give_room(self, entries: int) -> None:
+        with self._lock:
+            self._in_flight -= entries
+
+
+class MooncakeWrite:
+    """A write: descriptors to post, entries in flight, and its tag, which leaves when the last entry is done."""
+
+    def __init__(
+        self,
+        in_flight: InFlight,
+        peer: Peer,
+        descriptors: int,
+        arrays: tuple[Addresses, Addresses, Sizes],
+        tag: bytes | None,
+    ) -> None:
+        self.bytes = int(arrays[2].sum())
+        self.descriptors = descriptors
+        self.peer = peer
+        self.arrays = arrays
+        self.posted = 0
+        self.entries: deque[int] = deque()
+        self.tag = tag
+        self.number = 0
+        self.done = False
+        self.error: TransportError | None = None
+        self.failed_at = 0.0
+        self._in_flight = in_flight
+
+    def poll(self) -> bool:
+        if not self.done and not self._in_flight.advance(self):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def release(self) -> bool:
+        return self.done or self._in_flight.drain(self)
+
+
+class InFlight(AbandonedWrites[MooncakeWrite]):
+    """The writes of one engine that are not complete."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._open: set[MooncakeWrite] = set()
+
+    def post(self, write: MooncakeWrite) -> None:
+        """Takes a write on; posts what the windows allow."""
+        self._open.add(write)
+        self.advance(write)
+
+    def advance(self, write: MooncakeWrite) -> bool:
+        """Drives a write on; True when it is over, why is then in its `error`. Never waits."""
+        if write.done:
+            return True
+        self._reap(write)
+        if write.error is None and not write.failed_at:
+            self._fill(write)
+        if write.entries:
+            return False  # also of a write that failed: its memory is the engine's until they end
+        if write.error is None:
+            over = self._explained(write) if write.failed_at else self._posted(write) and self._told(write)
+            if not over:
+                return False
+        write.done = True
+        self._open.discard(write)
+        return True
+
+    def close(self) -> None:
+        """Waits a moment for what is in flight, then gives it up."""
+        deadline = time.monotonic() + _DRAIN_S
+        while [write for write in list(self._open) if not self.advance(write)] and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        for write in self._open:
+            write.done = True
+            write.error = TransportError(
+                f"mooncake: a write to peer {write.peer.key!r} was still in flight when the transport was closed"
+            )
+        self._open.clear()
+        self._draining.clear()
+
+    def _fill(self, write: MooncakeWrite) -> None:
+        """Posts entries while both windows have room."""
+        peer = write.peer
+        if not peer.opened:
+            if peer.refused:
+                write.error = PeerDisconnected(f"mooncake: peer {peer.key!r} is gone: {peer.refused}")
+            elif peer.forgotten:
+                write.error = TransportError(f"mooncake: peer {peer.key!r} was disconnected before a write was posted")
+            return
+        wanted = min(WRITE_WINDOW - len(write.entries), len(write.arrays[2]) - write.posted)
+        if wanted <= 0:
+            return
+        room = peer.take_room(wanted)
+        batch = slice(write.posted, write.posted + room)
+        here, there, sizes = (array[batch].tolist() for array in write.arrays)
+        submit, session, entries = self._engine.submit, peer.session, write.entries
+        posted = 0
+        for local, remote, nbytes in zip(here, there, sizes, strict=True):
+            entry = submit(session, local, remote, nbytes)
+            if not entry:
+                self._fail(write)
+                break
+            entries.append(entry)
+            posted += 1
+        write.posted += posted
+        if posted < room:
+            peer.give_room(room - posted)
+
+    def _reap(self, write: MooncakeWrite) -> None:
+        """Takes entries off that ended, in the order they were posted: lanes finish nearly in that order."""
+        check, entries = self._engine.check, write.entries
+        before = len(entries)
+        while entries:
+            status = check(entries[0])
+            if status not in _ENDED:
+                break
+            entries.popleft()
+            if status < 0:
+                self._fail(write)
+        if before != len(entries):
+            write.peer.give_room(before - len(entries))
+
+    @staticmethod
+    def _posted(write: MooncakeWrite) -> bool:
+        return write.posted == len(write.arrays[2])
+
+    @staticmethod
+    def _fail(write: MooncakeWrite) -> None:
+        write.failed_at = write.failed_at or time.monotonic()
+
+    @staticmethod
+    def _explained(write: MooncakeWrite) -> bool:
+        """Sets the error of a write the engine failed; a dying process closes its sockets one after the other."""
+        try:
+            write.peer.link.check_alive()
+        except PeerDisconnected as error:
+            write.error = PeerDisconnected(f"{error} (a write of {write.descriptors} descriptors failed)")
+            return True
+        if time.monotonic() < write.failed_at + _HINDSIGHT_S:
+            return False
+        write.error = TransportError(
+            f"mooncake: the engine failed a write of {write.descriptors} descriptors to peer {write.peer.key!r}, which "
+            f"is alive: is its memory still registered? MC_LOG_LEVEL=INFO says more"
+        )
+        return True
+
+    @staticmethod
+    def _told(write: MooncakeWrite) -> bool:
+        """Sends the tag; True when it has left, or could not."""
+        if write.tag is None:
+            return True
+        link = write.peer.link
+        try:
+            if not write.number:
+                write.number = link.enqueue(write.tag)
+            elif link.sent < write.number:
+                link.flush()
+        except TransportError as error:
+            write.error = error
+            return True
+        return link.sent >= write.number
+
+
+def flush(link: TagLink) -> None:
+    """Sends on what waits; whoever posts to a peer that is gone is told, others need not know."""
+    if link.pending:
+        with contextlib.suppress(PeerDisconnected):
+            link.flush()

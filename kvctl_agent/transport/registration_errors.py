@@ -1,0 +1,89 @@
+"""Why an engine refused to register memory, and the one thing to do about it.
+
+Engines return a bare code. What the kernel or the driver said is a line of theirs on stderr, in C's words for an errno.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from kvctl_agent.contract.memory import HOST
+
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+class _Cause(NamedTuple):
+    said: re.Pattern[str]
+    of_devices: bool | None  # memory of a device only, of the host only, or either
+    why: str
+
+
+_CAUSES = (
+    _Cause(
+        re.compile(r"Cannot allocate memory|ENOMEM|max(imum)? locked memory|ulimit -l", re.IGNORECASE),
+        None,
+        "this process may lock too little memory (ENOMEM): raise `ulimit -l` to unlimited (LimitMEMLOCK=infinity in a "
+        "unit, --ulimit memlock=-1 for a container)",
+    ),
+    _Cause(
+        re.compile(r"detected as host", re.IGNORECASE),
+        True,
+        "this engine does not know GPU memory: unset UCX_TLS and UCX_MODULES, or let them have cuda_copy and cuda_ipc",
+    ),
+    _Cause(
+        re.compile(r"no available backends|not supported", re.IGNORECASE),
+        True,
+        "this engine was built without CUDA: install a wheel with it (nixl-cu12, nixl-cu13, or "
+        "mooncake-transfer-engine-cuda13)",
+    ),
+    _Cause(
+        re.compile(r"Bad address|EFAULT", re.IGNORECASE),
+        True,
+        "the network card cannot reach GPU memory (EFAULT): `modprobe nvidia-peermem`, or take the open kernel modules "
+        "of the driver, which share it as dma-buf",
+    ),
+    _Cause(
+        re.compile(r"Invalid argument|EINVAL", re.IGNORECASE),
+        True,
+        "the driver cannot share this GPU memory with the network card (EINVAL): allocate it with cuMemAlloc "
+        "(mem_pool=default)",
+    ),
+    _Cause(
+        re.compile(r"No space left|ENOSPC|Resource temporarily unavailable|EAGAIN", re.IGNORECASE),
+        None,
+        "the network card has no room for more registrations: allocate the pool as one slab",
+    ),
+    _Cause(
+        re.compile(r"Operation not permitted|EPERM|Permission denied|EACCES", re.IGNORECASE),
+        None,
+        "the kernel forbids it (EPERM): give the container the card's devices (--device /dev/infiniband) and IPC_LOCK",
+    ),
+)
+
+
+def explain_refusal(said: str, device: int) -> str:
+    """The cause and its remedy as the end of a sentence, with a colon in front; "" where what was said tells neither.
+
+    Args:
+        said: by the engine, on stderr.
+        device: whose memory it is, or HOST.
+    """
+    on_device = device != HOST
+    for cause in _CAUSES:
+        if cause.of_devices in (None, on_device) and cause.said.search(said):
+            if cause.of_devices and _expandable():
+                break
+            return f": {cause.why}"
+    if on_device and _expandable():
+        return f": PyTorch's expandable segments cannot be shared: take expandable_segments:True out of {_expandable()}"
+    return ""
+
+
+def _expandable() -> str:
+    """The variable that makes PyTorch allocate memory in a way that no other process or card can reach, if one does."""
+    for name in _ALLOCATOR:
+        if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
+            return name
+    return ""

@@ -1,0 +1,337 @@
+"""Files in place of a fleet: what a moment holds, what a series does not repeat, what a stranger's file can do."""
+
+from __future__ import annotations
+
+import io
+import threading
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvctl.client import snapshot_recorder
+from kvctl.client.calls import Call
+from kvctl.client.clock import ClockOffset
+from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.faults import Fault
+from kvctl.client.fleet import AgentAnswer, Fleet
+from kvctl.client.fleet_snapshot import AgentSnapshot, FleetSnapshot, decode, encode
+from kvctl.client.recorded_answers import Absent, AgentHistory, answer
+from kvctl.client.recording_source import RecordingSource
+from kvctl.client.recordings import write_moments
+from kvctl.client.snapshot_recorder import SnapshotRecorder
+from kvctl.errors import CliError
+from kvctl_agent.contract import recording as form
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.errors import RequestRefused
+from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.flight_recorder import FlightRecorder
+
+S = 1_000_000_000
+
+
+def seen(canned: Any, name: str = "decode-0", **data: Any) -> AgentSnapshot:
+    endpoint = Endpoint(name, Path(f"/run/{name}.sock"))
+    told = AgentAnswer(endpoint, canned.hello(name), 1000, ClockOffset(5, 2))
+    told.data.update(data)
+    return AgentSnapshot(endpoint, None, told)
+
+
+def told_by(one: AgentSnapshot) -> dict[str, Any]:
+    assert one.answer is not None
+    return one.answer.data
+
+
+def moment(*agents: AgentSnapshot, at_ns: int = S) -> FleetSnapshot:
+    return FleetSnapshot(at_ns, Discovery(Path("/run"), [each.endpoint for each in agents]), list(agents), [])
+
+
+def saved(path: Path, *moments: FleetSnapshot) -> Path:
+    with path.open("wb") as file:
+        write_moments(file, moments)
+    return path
+
+
+def back(one: FleetSnapshot) -> FleetSnapshot:
+    frames = list(
+        form.frames(
+            io.BytesIO(form.opening() + b"".join(encode(one, 0)) + form.frame(form.DONE, {"frames": 1 + len(one.seen)}))
+        )
+    )
+    return decode(one.at_ns, frames[0].body, [frame.body for frame in frames[1:]])
+
+
+def test_a_moment_comes_back_as_it_was(canned: Any) -> None:
+    silent = AgentSnapshot(Endpoint("decode-9", None, remote="tcp://h:1"), Fault("decode-9", "timeout", "no answer"))
+    told = replace(
+        seen(canned, status=canned.status("decode-0")),
+        refused={"peers": Fault("decode-0", "internal", "boom")},
+        rooms={"7": [canned.room_detail("decode-0")]},
+        layers={"7": canned.layers("decode-0")},
+    )
+    one = replace(moment(told, silent), left_out=["the rest"])
+    one.discovery.stale.append(Endpoint("old", Path("/run/old.sock")))
+    one.discovery.faults.append(Fault("who", "unreachable", "nobody"))
+    assert back(one) == one
+
+
+def test_names_that_are_no_text_and_texts_that_are_odd_are_kept() -> None:
+    where = Discovery(Path("/run/\udcff"), stale=[Endpoint("\udcfe", Path("/run/\udcfe.sock"))])
+    where.faults.append(Fault("\udcfd", "unreachable", "\0 said \udcfc"))
+    found = back(FleetSnapshot(1, where, [])).discovery
+    assert (str(found.directory), found.stale[0].name) == ("/run/\\udcff", "\\udcfe")
+    assert found.faults[0] == Fault("\\udcfd", "unreachable", "\0 said \\udcfc")
+
+
+def test_an_agent_that_says_too_much_loses_timelines_first_then_its_largest_answer(
+    canned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = replace(
+        seen(canned, status=canned.status("decode-0"), rooms=[canned.room_row("decode-0")] * 9),
+        rooms={"7": [canned.room_detail("decode-0")] * 9},
+    )
+    monkeypatch.setattr(form, "MAX_SEEN_BYTES", 12_000)
+    found = back(moment(told))
+    assert found.seen[0].rooms == {}
+    assert found.seen[0].answer == told.answer
+    monkeypatch.setattr(form, "MAX_SEEN_BYTES", 3_000)
+    found = back(moment(told))
+    assert told_by(found.seen[0]).keys() == {"status"}
+    assert found.seen[0].refused["rooms"].code == "not-captured"
+    assert len(found.left_out) == 2
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    steps=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    capacity=st.integers(3, 30),
+    since=st.none() | st.integers(0, 30),
+    limit=st.integers(0, 30),
+)
+def test_events_of_a_series_are_those_of_the_recorder(
+    canned: Any, steps: list[int], capacity: int, since: int | None, limit: int
+) -> None:
+    """Whatever was new at each moment: the file answers at each as the recorder did then, of what it has ever seen."""
+    recorder = FlightRecorder(Clock(), "decode-0", max(capacity, sum(steps)))
+    past, following = AgentHistory(), None
+    for count in steps:
+        for _ in range(count):
+            recorder.record("room", "text")
+        page = recorder.since(following, 1000)
+        following = page["next"]
+        one = seen(canned, events=page)
+        past.add(one)
+        asked = Call("events", {"since": since, "limit": limit})
+        assert answer(one, lambda: past, asked) == recorder.since(since, limit)
+
+
+def test_a_series_holds_each_finished_room_once_and_every_moment_can_tell_it(
+    start: Any, canned: Any, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    def room(args: dict[str, Any]) -> Any:
+        asked.append(args["room"])
+        if args["room"] == 5:
+            done = {"state": "Success", "finished_at_ns": canned.NOW}
+            return [
+                {
+                    **canned.room_row("decode-0", "5", **done),
+                    "timeline": [canned.event(0, "decode-0", "open")],
+                    "timeline_dropped": 0,
+                }
+            ]
+        raise RequestRefused(ErrorCode.UNKNOWN_ROOM, "no")
+
+    def history(_: Any) -> Any:
+        return [canned.room_row("decode-0", "5", state="Success", finished_at_ns=canned.NOW)]
+
+    none = {
+        "rooms": lambda _: [],
+        "slow": lambda _: [],
+        "failed": lambda _: {"rooms": [], "kept": 0, "dropped_total": 0},
+    }
+    start("decode-0", {**none, "history": history, "room": room})
+    with Fleet((), {}, 5 * S) as fleet:
+        taker = SnapshotRecorder(fleet)
+        path = saved(tmp_path / "series.kvrec", taker.take(), taker.take())
+    assert asked == [5]
+    file = RecordingSource(path)
+    for index in (1, 0):
+        file.seek(index)
+        survey = file.survey([Call("room", {"room": "5"}), Call("events")])
+        ((_, details),) = survey.answers("room")
+        assert [event["stage"] for event in details[0]["timeline"]] == ["open"]
+        assert len(survey.agents[0].data["events"]["events"]) == 2
+        assert survey.faults == []
+
+
+def test_a_hanging_agent_is_a_fault_of_its_moment_and_holds_nobody_up(
+    start: Any, socket_directory: Path, tmp_path: Path
+) -> None:
+    import socket
+
+    start("decode-0")
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(str(socket_directory / "decode-1.sock"))
+        hung.listen()
+        with Fleet((), {}, 3 * S // 2) as fleet:
+            path = saved(tmp_path / "some.kvrec", SnapshotRecorder(fleet).take())
+    survey = RecordingSource(path).survey([Call("status")])
+    assert [agent.name for agent, _ in survey.answers("status")] == ["decode-0"]
+    assert [(fault.agent, fault.code) for fault in survey.faults] == [("decode-1", "timeout")]
+
+
+def test_many_agents_share_what_may_be_asked(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_recorder, "_ROOMS_OF_ALL", 4)
+    with Fleet((), {}, 5 * S) as asked:
+        found = SnapshotRecorder(asked).take()
+    assert all(len(each.rooms) == 1 for each in found.seen)
+    assert found.left_out == ["timelines of 12 of 16 rooms; failed and active ones come first"]
+    # The failed one is the first that a person would look for.
+    assert {room for each in found.seen for room in each.rooms} == {"6"}
+
+
+def test_an_agent_that_falls_silent_midway_costs_its_own_timelines(
+    start: Any, canned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_recorder, "_AT_ONCE", 2)
+    released = threading.Event()
+    asked: list[int] = []
+
+    def hang(args: dict[str, Any]) -> Any:
+        asked.append(args["room"])
+        released.wait(20)
+        return []
+
+    start("decode-0", {"room": hang})
+    start("prefill-0")
+    with Fleet((), {}, 3 * S // 2) as fleet:
+        found = SnapshotRecorder(fleet).take()
+        released.set()
+    assert found.left_out == ["some timelines of rooms, for which decode-0 took too long"]
+    assert len(asked) == 1
+    rooms = {each.endpoint.name: set(each.rooms) for each in found.seen}
+    assert rooms == {"decode-0": set(), "prefill-0": {canned.ROOM, "5", "6", "7"}}
+    assert found.seen[0].answer is not None
+
+
+def test_a_restarted_agent_begins_a_life_of_its_own(canned: Any, tmp_path: Path) -> None:
+    def living(incarnation: str, *sequences: int) -> FleetSnapshot:
+        rows = [{**canned.events("decode-0")[0], "sequence": number} for number in sequences]
+        one = seen(canned, events={"events": rows, "next": sequences[-1] + 1, "dropped": 0})
+        assert one.answer is not None
+        one.answer.hello["incarnation"] = incarnation
+        return moment(one)
+
+    file = RecordingSource(saved(tmp_path / "a.kvrec", living("a", 0, 1), living("a", 2), living("b", 0)), at=0)
+    told = []
+    while True:
+        (agent,) = file.survey([Call("events")]).agents
+        told.append([row["sequence"] for row in agent.data["events"]["events"]])
+        if not file.advance():
+            break
+    assert told == [[0, 1], [0, 1, 2], [0]]
+    file.seek(0)
+    assert [row["sequence"] for row in file.survey([Call("events")]).agents[0].data["events"]["events"]] == [0, 1]
+
+
+def test_what_was_not_asked_is_a_fault(canned: Any, tmp_path: Path) -> None:
+    survey = RecordingSource(saved(tmp_path / "a.kvrec", moment(seen(canned)))).survey([Call("stacks")])
+    assert [(fault.agent, fault.code) for fault in survey.faults] == [("decode-0", "not-captured")]
+    with pytest.raises(Absent, match="was not asked"):
+        answer(seen(canned), AgentHistory, Call("stacks"))
+
+
+def test_moments_are_gone_through_and_chosen(canned: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.kvrec", *(moment(seen(canned), at_ns=at * S) for at in (1, 2, 3)))
+    with RecordingSource(path, at=0) as file:
+        assert list(file.moments) == [S, 2 * S, 3 * S]
+        assert [file.survey().at_ns, file.advance(), file.survey().tick_ns] == [S, True, 2 * S]
+        file.seek(2)
+        assert not file.advance()
+        assert file.moment == 2
+        for outside in (-1, 3):
+            with pytest.raises(IndexError, match="has 3 moments"):
+                file.seek(outside)
+    assert RecordingSource(path).moment == 2
+
+
+def test_stale_and_addressed_agents(canned: Any, tmp_path: Path) -> None:
+    one = moment(seen(canned))
+    one.discovery.stale.append(Endpoint("old", Path("/run/old.sock")))
+    path = saved(tmp_path / "a.kvrec", one)
+    assert [each.name for each in RecordingSource(path).survey().discovery.stale] == ["old"]
+    assert [agent.name for agent in RecordingSource(path, ["ipc:///run/decode-0.sock"]).survey().agents] == ["decode-0"]
+    (fault,) = RecordingSource(path, ["old"]).survey().faults
+    assert (fault.agent, fault.code) == ("old", "unreachable")
+    assert len(RecordingSource(path, ["decode-0", "decode-*"]).survey().agents) == 1
+
+
+def look(path: Path) -> None:
+    """Everything a command could ask of every moment; whatever is in the file, only a CliError may come of it."""
+    try:
+        file = RecordingSource(path, labels={"role": "decode"} if path.name.startswith("b") else {}, at=0)
+        while True:
+            file.survey([Call("status"), Call("events"), Call("room", {"room": "7"})])
+            if not file.advance():
+                return
+    except CliError:
+        return
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
+@given(place=st.integers(0, 1 << 16), by=st.integers(1, 255), length=st.none() | st.integers(0, 1 << 16))
+def test_whatever_happens_to_a_file_is_told(
+    place: int, by: int, length: int | None, canned: Any, tmp_path: Path
+) -> None:
+    whole = saved(tmp_path / "whole.kvrec", moment(seen(canned, status=canned.status("decode-0")))).read_bytes()
+    changed = bytearray(whole)
+    changed[place % len(changed)] ^= by
+    path = tmp_path / "changed.kvrec"
+    path.write_bytes(changed if length is None else changed[: length % len(changed)])
+    look(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = (
+    *("endpoint", "fault", "hello", "rtt_ns", "clock", "answers", "refused", "rooms", "layers", "rooms.7", "layers.7"),
+    *("endpoint.name", "endpoint.path", "endpoint.remote", "hello.name", "hello.incarnation", "refused.peers"),
+    *("answers.status", "answers.events", "answers.rooms", "answers.history"),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
+@given(field=st.sampled_from(FIELDS), value=JSON)
+def test_whatever_a_well_made_frame_says_is_checked(field: str, value: Any, canned: Any, tmp_path: Path) -> None:
+    frames = list(form.frames(io.BytesIO(saved(tmp_path / "a.kvrec", moment(seen(canned))).read_bytes())))
+    body = orjson.loads(form.unpacked(frames[-1].body))
+    outer, _, inner = field.partition(".")
+    if inner:
+        body[outer][inner] = value
+    else:
+        body[outer] = value
+    made = [form.frame(*frame) for frame in frames[:-1]]
+    made.append(form.frame(form.SEEN, frames[-1].about, zlib.compress(orjson.dumps(body))))
+    path = tmp_path / "b.kvrec"
+    path.write_bytes(form.opening() + b"".join(made) + form.frame(form.DONE, {"frames": len(made)}))
+    look(path)
+
+
+def test_a_body_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "MAX_SEEN_BYTES", 1000)
+    path = tmp_path / "bomb.kvrec"
+    about = {"moment": 0, "at_ns": 1, "agents": 0, "form": 1}
+    bomb = form.frame(form.MOMENT, about, zlib.compress(bytes(1 << 20)))
+    path.write_bytes(form.opening() + bomb + form.frame(form.DONE, {"frames": 1}))
+    with pytest.raises(CliError, match="larger than any"):
+        RecordingSource(path).survey()

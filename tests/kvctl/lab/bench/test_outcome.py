@@ -1,0 +1,370 @@
+"""A whole bench's outcome: what rows say of simulated compute, how fleets are merged, how people see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from kvctl.lab.bench.case import Case
+from kvctl.lab.bench.outcome import Measured, Outcome
+from kvctl.lab.bench.program import SideBySide
+from kvctl.lab.bench.prompts import Prompt, Traffic
+from kvctl.lab.bench.results import Results
+from kvctl.lab.bench.traffic import Source
+from kvctl.lab.bench.trials import Trial
+from kvctl.lab.bench.variants import Variant
+from kvctl.lab.bench.views import BENCH, PLAN, blocks, plan_rows, plan_table
+from kvctl.lab.ranks.bench_messages import PlanRequest, Room, Sizes
+from kvctl.render.report import Grid
+from kvctl.render.selection import Selection, table_columns
+from kvctl.render.terminal import render
+from kvctl.render.view import Width
+
+MS = 1_000_000
+NAMES: Any = {"prefill-0": {"role": "prefill", "device": -1}, "decode-0": {"role": "decode", "device": -1}}
+SHAPE: dict[str, Any] = {
+    "model": "",
+    "kind": "mha",
+    "layers": 8,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "v_head_dim": 8,
+    "dtype": "bf16",
+    "draft": None,
+    "states": [],
+}
+
+
+def plan(
+    transport: str = "nixl",
+    arrival_ms: float | None = None,
+    prefix_tokens: int = 0,
+    gpus: tuple[int, int] = (-1, -1),
+    compute: str = "sleep",
+    **shape: Any,
+) -> Any:
+    room = {"tokens": 64, "prefix_tokens": prefix_tokens, "output_tokens": 5, "bytes": 1000, "decode_dp": 0}
+    load = {
+        "concurrency": 1,
+        "in_flight": 1,
+        "windows": [1],
+        "tokens": "64",
+        "tokens_mean": 64.0,
+        "rooms": [{**room, "arrival_ms": arrival_ms, "session": -1}],
+        "lots": [[0, 1]],
+    }
+    return {
+        "shape": {**SHAPE, **shape},
+        "page_size": 16,
+        "page_order": "random",
+        "transport": transport,
+        "device": "cpu" if gpus[0] < 0 else "cuda",
+        "compute": compute,
+        "ranks": [{"role": role, "device": gpu} for role, gpu in zip(("prefill", "decode"), gpus, strict=True)],
+        "paths": ["slice", "staged", "direct", "auto"],
+        "pipelines": ["off", "on"],
+        "cp_mode": "rank0",
+        "loads": [load],
+    }
+
+
+def lap(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None) -> Trial:
+    """Opened at 0, computed from 10 to 30 ms, decoded from success on, 2 ms a token."""
+    success = (30 + latency_ms) * MS
+    report: dict[str, Any] = {
+        "failures": [],
+        "held": [],
+        "counters": {},
+        "stages": {},
+        "waterfall": [],
+        "ring_samples": [],
+        "hidden": [],
+        "ring_high_water_bytes": 0,
+        "cpu_ns": 0,
+        "peak_rss_bytes": 0,
+    }
+    part = {"writer": 0, "peer": "decode-0", "chunk": 0, "path": "staged", "bytes": 1, "moments": {"ready": 11 * MS}}
+    groups = [[0, 8]] if case.pipeline == "off" else [[0, 4], [4, 8]]
+    prefill = {
+        "rooms": [[0, 10 * MS, 30 * MS, 0, 20 * MS]],
+        "hidden": hidden or [],
+        "waterfall": [{**part, "layers": layers} for layers in groups],
+        "counters": {"kvctl_pipeline_decisions_total": {"formula": 1.0}},
+    }
+    decode = {"rooms": [[0, 0, success, success, success + 8 * MS]], "ring_samples": [[0, 0], [9, 77]]}
+    reports: Any = {"prefill-0": {**report, **prefill}, "decode-0": {**report, **decode}}
+    room = Room(index=0, number=9, tokens=64, prefix_tokens=0, decode_dp=0, slot=0, output_tokens=5)
+    return Trial(case, 0, 0, (room,), reports, {}, shown=0)
+
+
+class SessionOnPaper:
+    program = SideBySide(0.0, 1)
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+
+    def lanes(self) -> list[str]:
+        return []
+
+    def gpus(self) -> dict[int, Any]:
+        used = sorted({rank["device"] for rank in self.results.plan["ranks"]})
+        return {number: {"name": "NVIDIA H200", "driver": "580", "cuda": "13.0"} for number in used if number >= 0}
+
+
+def measured(*laps: Trial, label: str = "", transport: str = "nixl", fleet: str = "", **planned: Any) -> Measured:
+    results = Results(plan(transport, **planned), NAMES, "off")
+    ready: Any = {"decode-0": {"ring_bytes": 128, "pool_bytes": 0, "staging_bytes": 0}}
+    results.ready = ready
+    for each in laps:
+        results.add(each)
+    request = PlanRequest((Sizes(),), Sizes(), loads=(), memory_bytes=0, seed=0, transport=transport)
+    return Measured(Variant(label, request, fleet), SessionOnPaper(results))
+
+
+def outcome(*fleets: Measured, **more: Any) -> Outcome:
+    whole = Outcome(**more)
+    whole.measured += fleets
+    return whole
+
+
+def shown(whole: Outcome) -> str:
+    made = blocks(whole.rows(), whole, None)
+    plain = Selection(None, (), ())
+    columns = [table_columns(each.view, plain, False) if isinstance(each, Grid) else () for each in made]
+    return render(made, columns, 200, colour=False)
+
+
+class TestRows:
+    def test_times_of_a_simulated_serving_loop(self):
+        (row,) = outcome(measured(lap(Case(0, "staged", "on", 2.5), hidden=[[0, 7 * MS, 5 * MS]]))).rows()
+        assert row["compute_ms"]["p50"] == 20
+        assert row["total_ms"]["p50"] == 25
+        assert row["exposed_ms"]["p50"] == row["latency_ms"]["p50"] == 5
+        assert row["hidden_ms"]["p50"] == 7
+        assert row["ttft_ms"]["p50"] == 35  # from arrival, with the wait for the forward
+        assert row["tpot_ms"]["p50"] == 2
+        assert (row["groups"], row["pipeline"], row["layer_ms"]) == (2, "on", 2.5)
+        assert row["pipeline_decisions"] == {"formula": 1}
+
+    def test_what_decode_had_cached_is_a_part_of_all_prompts(self):
+        (row,) = outcome(measured(lap(Case(0, "staged")), prefix_tokens=16)).rows()
+        assert row["prefix_hit_ratio"] == 0.25
+
+    def test_requests_with_arrivals_are_an_open_loop(self):
+        rows = [outcome(measured(lap(Case(0, "staged")), arrival_ms=at)).rows()[0] for at in (None, 3.0)]
+        assert [row["arrivals"] for row in rows] == ["closed", "open"]
+
+
+class TestSeveralFleets:
+    def test_rows_of_one_load_are_held_against_the_first_fleets(self):
+        slow = measured(lap(Case(0, "slice"), 45), label="nixl")
+        fast = measured(lap(Case(0, "slice"), 5), label="loopback", transport="loopback")
+        first, second = outcome(slow, fast).rows()
+        assert (first["transport"], first["delta_ratio"]) == ("nixl", None)
+        assert (second["transport"], second["delta_ratio"]) == ("loopback", pytest.approx(65 / 25 - 1))
+        assert second["ttft_delta_ratio"] == pytest.approx(35 / 75 - 1)
+
+    def test_floors_are_the_best_of_each_transport(self):
+        fleets = [measured(label=each, transport=each) for each in ("nixl", "nixl", "loopback")]
+        for number, each in enumerate(fleets):
+            each.session.results.floors["write"].append(float(number))
+            each.session.results.floors["memcpy"].append(10.0 * number)
+        document = outcome(*fleets).document()
+        assert document["floors"]["transport_write_gb_per_s"] == 1.0
+        assert document["floors"]["write_gb_per_s_by_transport"] == {"nixl": 1.0, "loopback": 2.0}
+        assert document["floors"]["memcpy_gb_per_s"] == 20.0
+
+    def test_trouble_names_the_fleet(self):
+        broken = lap(Case(0, "staged"))
+        broken.reports["decode-0"]["failures"].append([0, "decode-0: lost its peer"])
+        assert outcome(measured(broken)).trouble == ["1 room failed: decode-0: lost its peer"]
+        both = outcome(measured(broken, label="all", fleet="cp2"), measured(label="rank0", fleet="cp2"))
+        assert both.trouble == ["cp2 all: 1 room failed: decode-0: lost its peer"]
+
+
+def test_the_saved_document_tells_of_real_traffic_and_of_the_preset():
+    source = Source({"kind": "trace", "file": "t.jsonl"}, Traffic((Prompt(64),), Fraction(512)), None)
+    document = outcome(measured(lap(Case(0, "staged"))), preset="stress", source=source).document()
+    assert document["preset"] == "stress"
+    assert document["traffic"]["file"] == "t.jsonl"
+    assert [(each["tokens"], each["prefix_tokens"]) for each in document["traffic"]["requests"]] == [(64, 0)]
+    assert {"preset", "traffic"}.isdisjoint(outcome(measured(lap(Case(0, "staged")))).document())
+
+
+def test_a_report_has_a_room_and_the_rings():
+    data = outcome(measured(lap(Case(0, "staged")))).report("kvctl bench", "now")
+    assert (data["command"], data["started_at"]) == ("kvctl bench", "now")
+    assert [life["path"] for life in data["waterfalls"]] == ["staged"]
+    assert [life["size_bytes"] for life in data["rings"]] == [128]
+
+
+class TestPicture:
+    def test_a_plain_bench_says_nothing_of_what_it_did_not_do(self):
+        text = shown(outcome(measured(replace(lap(Case(0, "staged"))))))
+        assert not any(word in text for word in ("compute", "hidden", "layer groups", "prefix hits", "arriving"))
+
+    def test_a_simulated_one_does(self):
+        case = Case(0, "staged", "on", 2.5)
+        text = shown(outcome(measured(lap(case, hidden=[[0, 7 * MS, 0]]), prefix_tokens=16, arrival_ms=0.0)))
+        assert "arriving on their own" in text
+        lines = {
+            line.rsplit("  ", 1)[0].strip(): line.rsplit("  ", 1)[1].strip()
+            for line in text.splitlines()
+            if "  " in line
+        }
+        assert lines["TTFT mean"] == "35 ms"
+        assert lines["TPOT mean"] == "2 ms"
+        assert lines["hidden behind it, mean"] == "7 ms"
+        assert lines["layer groups"] == "2"
+        assert lines["decided by"] == "formula"
+        assert lines["prefix hits"] == "25 %"
+
+    def test_many_contestants_have_a_line_each_with_what_sets_them_apart(self):
+        fleets = [
+            measured(lap(Case(0, "slice")), lap(Case(0, "staged")), label=each, transport=each)
+            for each in ("nixl", "loopback", "mooncake")
+        ]
+        text = shown(outcome(*fleets))
+        header = next(line for line in text.splitlines() if "PATH" in line)
+        assert "TRANSPORT" in header
+        assert "PIPELINE" not in header
+        assert text.count("mooncake") == 2 + 2  # two lines, the headline and the floors
+
+    @pytest.mark.parametrize(
+        ("shape", "text"),
+        [
+            ({}, "8 layers, 2 KV heads of 8 bf16"),
+            ({"v_head_dim": 4}, "8 layers, 2 KV heads of 8 and 4 bf16"),
+            ({"kind": "mla", "head_dim": 576, "v_head_dim": 0}, "8 layers, latents of 576 bf16"),
+            (
+                {"model": "m", "draft": {"layers": 1}, "states": [{"name": "conv"}]},
+                "m: 8 layers, 2 KV heads of 8 bf16, 1 draft layer, state conv",
+            ),
+        ],
+    )
+    def test_the_headline_tells_the_shape(self, shape: dict[str, Any], text: str):
+        assert f"· {text} ·" in shown(outcome(measured(lap(Case(0, "staged")), **shape)))
+
+
+def test_plans_of_several_instances_name_them():
+    share = {"instance": 1, "writer": 0, "reader": 2, "segment": "kv"}
+    places = ((0, 0), (1, 0), (-1, 2))
+    ranks = [{"instance": instance, "unique": unique, "device": -1} for instance, unique in places]
+    several: Any = {"shares": [share], "ranks": ranks}
+    assert plan_rows(several, "cp2")[0]["writer"] == "p1-prefill-0"
+    one: Any = {"shares": [{**share, "instance": 0}], "ranks": [ranks[0], ranks[2]]}
+    assert (plan_rows(one, "")[0]["writer"], plan_rows(one, "")[0]["reader"]) == ("prefill-0", "decode-2")
+    assert PLAN.columns[0].name == "fleet"
+    assert BENCH.columns[0].name == "path"
+
+
+class TestObserved:
+    """What it costs to be watched: pairs of laps of the same rooms."""
+
+    ALONE, WATCHED = Case(0, "staged"), Case(0, "staged", observed=True)
+
+    def test_is_the_median_over_pairs(self) -> None:
+        laps = [replace(lap(self.ALONE, 30), repeat=number) for number in range(3)]
+        laps += [replace(lap(self.WATCHED, each), repeat=number) for number, each in enumerate((50, 30, 20))]
+        alone, watched = outcome(measured(*laps)).rows()
+        assert (alone["observed"], alone["observer_cost_ratio"]) == (False, None)
+        assert watched["observed"] is True
+        assert watched["observer_cost_ratio"] == pytest.approx(0.0)  # the slowest pair and the fastest do not count
+
+    def test_is_said_under_the_table(self) -> None:
+        text = shown(outcome(measured(lap(self.ALONE, 30), lap(self.WATCHED, 50))))
+        assert "\nthroughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: staged +28.6%\n" in text
+        assert "WATCHED" in text.upper()
+
+    def test_is_nothing_where_nobody_watched(self) -> None:
+        assert "status -w" not in shown(outcome(measured(lap(self.ALONE))))
+
+
+class TestOnGpus:
+    """Floors, copies and compute of GPUs: what rows, captions and the saved document say of them."""
+
+    PATHS = ("slice", "staged", "direct", "auto")
+
+    def fleet(self, peer: float | None = 2.0, gpus: tuple[int, int] = (0, 1), **planned: Any) -> Measured:
+        laps = [lap(Case(0, path), latency) for path, latency in zip(self.PATHS, (40, 4, 2, 2), strict=True)]
+        fleet = measured(*laps, gpus=gpus, **planned)
+        floors = {"write": 3.0, "device": 5.0, **({"peer": peer} if peer else {})}
+        for kind, figure in floors.items():
+            fleet.session.results.floors[kind].append(figure)
+        return fleet
+
+    def test_a_rooms_latency_is_held_against_one_copy_of_as_many_bytes(self):
+        rows = outcome(self.fleet(peer=2e-3)).rows()  # 1,000 bytes at 2e-3 GB/s: 0.5 ms
+        assert [row["floor_ratio"] for row in rows] == pytest.approx([80, 8, 4, 4])
+        assert {row["device"] for row in rows} == {"cuda"}
+        assert rows[2]["p2p_ratio"] == pytest.approx(rows[2]["gb_per_s"] / 2e-3)
+        assert rows[2]["device_copy_ratio"] == pytest.approx(rows[2]["gb_per_s"] / 5)
+        assert rows[2]["memcpy_ratio"] is None
+
+    @pytest.mark.parametrize(("gpus", "floor_ms"), [((0, 0), 2e-4), ((0, 1), None)])
+    def test_without_a_mapping_a_gpu_has_its_own_copy_and_two_have_none(
+        self, gpus: tuple[int, int], floor_ms: float | None
+    ):
+        row = outcome(self.fleet(None, gpus)).rows()[0]
+        assert row["floor_ratio"] == (pytest.approx(40 / floor_ms) if floor_ms else None)
+
+    def test_on_hosts_there_is_no_such_floor(self):
+        row = outcome(self.fleet(gpus=(-1, -1))).rows()[0]
+        assert (row["floor_ratio"], row["compute_slowdown_ratio"]) == (None, None)
+
+    def test_the_document_has_the_floors_and_the_gpus(self):
+        document = outcome(self.fleet()).document()
+        assert document["floors"]["memcpy_gb_per_s"] is None
+        assert document["floors"]["transport_write_gb_per_s"] == 3
+        assert (document["floors"]["device_copy_gb_per_s"], document["floors"]["p2p_gb_per_s"]) == (5, 2)
+        assert document["env"]["device"] == "0: NVIDIA H200, 1: NVIDIA H200"
+        assert (document["env"]["driver"], document["env"]["cuda"]) == ("580", "13.0")
+        assert {"triton", "cuda_bindings"} <= set(document["env"])
+
+    def test_people_see_four_paths_beside_each_other_with_the_floors(self):
+        text = shown(outcome(self.fleet(peer=2e-3)))
+        assert "prefill on GPU 0, decode on GPU 1 (NVIDIA H200)\n" in text
+        (header,) = (line for line in text.splitlines() if "direct" in line)
+        assert header.split() == ["slice", "staged", "Δ", "slice", "direct", "Δ", "slice", "auto", "Δ", "slice"]
+        (floor,) = (line for line in text.splitlines() if line.startswith("latency, times one copy's"))
+        assert floor.split()[4:] == ["80", "8", "-90%", "4", "-95%", "4", "-95%"]
+        assert "copy within the GPU 5 GB/s, to the decode rank's 0.002 GB/s, one write over nixl 3 GB/s" in text
+        assert "memcpy" not in text
+
+    def test_compute_beside_transfers_is_held_against_compute_alone(self):
+        case = Case(0, "direct", "on")
+        busy = lap(case)
+        busy.reports["prefill-0"]["compute_alone"] = [[0, 16 * MS]]
+        whole = outcome(measured(busy, gpus=(0, 1), compute="gpu"))
+        (row,) = whole.rows()
+        assert row["compute_slowdown_ratio"] == pytest.approx(0.25)
+        text = shown(whole)
+        assert "forwards computed for real" in text
+        assert "compute slowed down by" in text
+        assert "TTFT mean" in text
+
+    def test_rooms_that_there_was_no_time_for_are_told(self):
+        fleet = measured(lap(Case(0, "slice")), gpus=(0, 1))
+        fleet.session.results.plan["loads"][0]["lots"] = [[0, 1], [1, 9]]
+        assert "rooms left out because of --point-seconds: slice 1 of 9 in 1 run" in shown(outcome(fleet))
+
+
+def test_a_plan_on_gpus_tells_which_rank_is_where():
+    share = {"instance": 0, "writer": 0, "reader": 0, "segment": "kv"}
+    ranks = [{"instance": 0, "unique": 0, "device": 0}, {"instance": -1, "unique": 0, "device": 1}]
+    planned: Any = {"shares": [share], "ranks": ranks}
+    (row,) = rows = plan_rows(planned, "")
+    assert (row["writer_gpu"], row["reader_gpu"]) == (0, 1)
+    assert [column.name for column in plan_table(rows).columns if column.width is Width.CORE][:4] == [
+        "writer",
+        "writer_gpu",
+        "reader",
+        "reader_gpu",
+    ]
+    planned["ranks"] = [{**rank, "device": -1} for rank in ranks]
+    rows = plan_rows(planned, "")
+    assert rows[0]["writer_gpu"] is None
+    assert "direct" not in [column.name for column in plan_table(rows).columns if column.width is Width.CORE]

@@ -1,0 +1,161 @@
+"""Prefix hits on the decode side, against an independent computation; routing; sessions that reuse what was said."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from kvctl.lab.bench.prefix_cache import PrefixCache, hit_tokens, route
+from kvctl.lab.bench.prompts import Prompt, Traffic, poisson, sessions
+
+EVER = 1 << 40
+
+
+def prompt(tokens: int, *blocks: int) -> Prompt:
+    return Prompt(tokens, blocks=blocks, kept=blocks)
+
+
+def traffic(*prompts: Prompt, block_tokens: Fraction = Fraction(512)) -> Traffic:
+    return Traffic(prompts, block_tokens)
+
+
+class TestCache:
+    def test_only_leading_blocks_without_a_gap_count(self):
+        cache = PrefixCache(9)
+        cache.keep((1, 2, 4))
+        assert cache.leading((1, 2, 3, 4)) == 2
+        assert cache.leading((2, 1)) == 2
+        assert cache.leading((3, 1)) == 0
+        assert cache.leading(()) == 0
+
+    def test_the_least_recently_used_leave_first_and_of_one_prompt_its_end(self):
+        cache = PrefixCache(4)
+        cache.keep((1, 2, 3))
+        cache.keep((1, 5, 6))
+        assert len(cache) == 4
+        assert cache.leading((1, 5, 6)) == 3
+        assert cache.leading((1, 2, 3)) == 2  # 3 has left before 2
+        cache.keep((1, 5))
+        cache.keep((7,))
+        assert cache.leading((1, 2)) == 1
+
+    def test_a_prompt_longer_than_the_cache_leaves_its_beginning_there(self):
+        cache = PrefixCache(2)
+        cache.keep((1, 2, 3, 4))
+        assert cache.leading((1, 2, 3, 4)) == 2
+
+    def test_nothing_fits_into_nothing(self):
+        cache = PrefixCache(0)
+        cache.keep((1,))
+        assert cache.leading((1,)) == 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "block_tokens", "tokens", "page_size", "hit"),
+    [
+        (2, 512, 2000, 16, 1024),
+        (2, 512, 2000, 64, 1024),
+        (2, 512, 2000, 1000, 1000),
+        (0, 512, 2000, 16, 0),
+        (1, Fraction("25.6"), 65, 16, 16),
+        (5, Fraction("25.6"), 1000, 16, 128),
+        (2, 512, 1024, 16, 1008),  # the last page always moves
+        (2, 512, 1000, 16, 992),  # also where it is partly filled
+        (1, 512, 10, 16, 0),
+        (1, 512, 1, 1, 0),
+    ],
+)
+def test_a_hit_is_whole_pages_and_never_the_last(blocks: int, block_tokens: int, tokens: int, page_size: int, hit: int):
+    assert hit_tokens(blocks, Fraction(block_tokens), tokens, page_size) == hit
+
+
+class TestRouting:
+    def test_every_rank_gets_work_though_all_prompts_begin_alike(self):
+        routed = route(traffic(*(prompt(4096, 0, *range(8 * n, 8 * n + 7)) for n in range(1, 9))), 4, 16, EVER)
+        assert [each.decode_dp for each in routed[:4]] == [0, 1, 2, 3]
+        assert {each.decode_dp for each in routed[4:]} == {0, 1, 2, 3}
+        assert {each.prefix_tokens for each in routed[4:]} == {512}
+
+    def test_a_long_hit_draws_a_prompt_to_its_prefix(self):
+        long = prompt(5000, *range(9))
+        routed = route(traffic(long, prompt(1000, 90), long, long), 2, 16, EVER)
+        assert [each.decode_dp for each in routed] == [0, 1, 0, 0]
+        assert [each.prefix_tokens for each in routed] == [0, 0, 4608, 4608]
+
+    def test_what_has_been_evicted_is_no_hit(self):
+        every = traffic(prompt(1024, 1, 2), prompt(1024, 3, 4), prompt(1024, 1, 2))
+        assert [each.prefix_tokens for each in route(every, 1, 16, 2048)] == [0, 0, 1008]
+        assert [each.prefix_tokens for each in route(every, 1, 16, 1024)] == [0, 0, 0]
+
+
+def test_hits_are_those_of_a_plain_simulation_over_lists():
+    """Nothing shared with the code under test: a list per rank, searched and shifted."""
+    source = random.Random(7)
+    chains: list[tuple[int, ...]] = [()]
+    for block in range(200):
+        chains.append((*source.choice(chains)[: source.randint(0, 9)], block))
+    prompts = []
+    for _ in range(300):
+        blocks = source.choice(chains)
+        prompts.append(prompt(max(1, 40 * len(blocks) - source.randint(0, 39)), *blocks))
+    page, capacity, dps = 16, 25, 3
+
+    cached: list[list[int]] = [[] for _ in range(dps)]
+    moved = [0] * dps
+    expected = []
+    for each in prompts:
+        options = []
+        for dp in range(dps):
+            count = 0
+            while count < len(each.blocks) and each.blocks[count] in cached[dp]:
+                count += 1
+            tokens = min(count * 40, each.tokens - 1)
+            options.append((moved[dp] + each.tokens - tokens // page * page, dp, tokens // page * page))
+        total, dp, hit = min(options)
+        moved[dp] = total
+        for block in each.blocks[::-1]:
+            if block in cached[dp]:
+                cached[dp].remove(block)
+            cached[dp].append(block)
+        del cached[dp][:-capacity]
+        expected.append((dp, hit))
+
+    routed = route(traffic(*prompts, block_tokens=Fraction(40)), dps, page, capacity * 40)
+    assert [(each.decode_dp, each.prefix_tokens) for each in routed] == expected
+    assert any(hit for _, hit in expected)
+
+
+class TestSessions:
+    def test_each_turn_is_everything_said_before_and_something_new(self):
+        made = sessions(2, 3, [100], 30, 16).prompts
+        assert [each.tokens for each in made] == [100, 100, 230, 230, 360, 360]
+        assert [each.session for each in made] == [0, 1, 0, 1, 0, 1]
+
+    def test_later_turns_hit_all_whole_pages_of_what_was_said(self):
+        made = sessions(2, 3, [100], 30, 16)
+        hits = [each.prefix_tokens for each in route(made, 2, 16, EVER)]
+        assert hits == [0, 0, 128, 128, 256, 256]  # of 130 and 260 tokens said before
+
+    def test_sessions_stay_where_their_prefix_is(self):
+        routed = route(sessions(4, 5, [200], 0, 16), 2, 16, EVER)
+        homes = [each.decode_dp for each in routed[:4]]
+        assert [each.decode_dp for each in routed] == homes * 5
+
+    def test_sessions_share_nothing(self):
+        first, second = sessions(2, 1, [64], 0, 16).prompts
+        assert set(first.blocks).isdisjoint(second.blocks)
+
+    def test_new_tokens_can_differ(self):
+        assert [each.tokens for each in sessions(2, 2, [10, 20], 0, 16).prompts] == [10, 20, 20, 40]
+
+
+def test_arrivals_have_the_rate_and_are_repeatable():
+    prompts = tuple(prompt(1) for _ in range(2000))
+    arriving = poisson(prompts, 50.0, seed=3)
+    assert arriving == poisson(prompts, 50.0, seed=3) != poisson(prompts, 50.0, seed=4)
+    times = [each.arrival_ms or 0.0 for each in arriving]
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    assert times[-1] / 1999 == pytest.approx(20.0, rel=0.1)

@@ -1,0 +1,116 @@
+"""The published tables: what each asks for, and how its columns are made of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvctl.commands.bench_options import bench_options
+from kvctl.lab.bench.preset_views import Measure, comparison_view, contestants, side_by_side, tokens_per_s, ttft
+from kvctl.lab.bench.presets import PRESETS, Comparison
+from kvctl.lab.ranks.bench_messages import Tokens
+from kvctl.render.data import tsv
+from kvctl.render.view import View
+
+DEFAULTS: dict[str, Any] = {"tokens": Tokens(values=(1024,)), "concurrency": 4, "sweep": (), "repeat": 1, "layer_ms": 0}
+
+
+def row(path: str, concurrency: int = 4, **changes: Any) -> dict[str, Any]:
+    figures = {"fleet": "", "transport": "nixl", "cp_mode": "rank0", "pipeline": "off", "tokens": 64}
+    measured = {"tokens_drawn": "64", "tokens_per_s": 100.0, "ttft_ms": {"mean": 8.0}, "rooms": 7}
+    return {"path": path, "concurrency": concurrency, **figures, **measured, **changes}
+
+
+def test_every_published_table_is_there():
+    assert list(PRESETS) == [
+        "staging-sweep",
+        "staging-overhead",
+        "p2d4",
+        "p4d4",
+        "pipeline-sweep",
+        "multi-turn",
+        "stress",
+        "cp",
+    ]
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
+def test_a_preset_speaks_of_options_that_exist(preset: Any):
+    names = {param.name for param in bench_options()}
+    assert set(preset.options) <= names
+    assert all(set(fleet.options) <= names for part in preset.parts for fleet in part.fleets)
+    assert isinstance(preset.table, Comparison | View)
+
+
+def test_the_staging_sweep_goes_from_1_to_1024():
+    preset = PRESETS["staging-sweep"]
+    loads = preset.parts[0].loads({**DEFAULTS, **preset.options})
+    assert [load.concurrency for load in loads] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert (preset.rooms(1), preset.rooms(1024)) == (16, 1024)
+
+
+@pytest.mark.parametrize("name", ["p2d4", "p4d4"])
+def test_all_prompts_come_at_once_and_the_best_of_four_counts(name: str):
+    preset = PRESETS[name]
+    assert [preset.rooms(load.concurrency) for load in preset.parts[0].loads({**DEFAULTS, **preset.options})] == [
+        1 << power for power in range(10)
+    ]
+    assert preset.options["repeat"] == 4
+
+
+def test_the_pipeline_sweep_has_ratios_and_prompt_lengths():
+    preset = PRESETS["pipeline-sweep"]
+    options = {**DEFAULTS, **preset.options}
+    alone, crowded = ((part.loads(options), part.program(options)) for part in preset.parts)
+    assert [(load.concurrency, load.tokens.values) for load in alone[0]] == [(1, (8192,))]
+    assert [ratio for _, ratio in alone[1].points] == [0.25, 0.5, 1.0, 2.0, 4.0]
+    points = [crowded[0][load] for load, _ in crowded[1].points]
+    assert {load.concurrency for load in points} == {32}
+    assert [load.tokens.values[0] for load in points] == [256, 512, 1024, 2048, 4096, 8192, 16384]
+
+
+def test_a_pipeline_sweep_can_have_one_length():
+    options = {**DEFAULTS, **PRESETS["pipeline-sweep"].options, "sweep": (), "tokens": Tokens(values=(512,))}
+    loads = [[load.concurrency for load in part.loads(options)] for part in PRESETS["pipeline-sweep"].parts]
+    assert loads == [[1], [1, 32]]
+
+
+def test_contestants_stand_side_by_side_with_the_change_against_the_first():
+    rows = [row("slice"), row("staged", tokens_per_s=250.0, ttft_ms={"mean": 2.0}), row("slice", 8)]
+    lines = side_by_side(rows, "concurrency")
+    measures = (Measure("tok/s", tokens_per_s, "more"), Measure("TTFT", ttft, "less"))
+    view = comparison_view("sweep", ("concurrency", "CONC"), measures, ["slice", "staged"])
+    assert [line.split("\t") for line in tsv(view.columns, lines).splitlines()] == [
+        [
+            "concurrency",
+            "slice_tok_per_s",
+            "staged_tok_per_s",
+            "staged_tok_per_s_delta_ratio",
+            "slice_ttft_ns",
+            "staged_ttft_ns",
+            "staged_ttft_delta_ratio",
+            "slice_rooms",
+            "staged_rooms",
+        ],
+        ["4", "100.0", "250.0", "1.5", "8000000", "2000000", "-0.75", "7", "7"],
+        ["8", "100.0", "", "", "8000000", "", "", "7", ""],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ([row("slice"), row("staged")], ["slice", "staged"]),
+        ([row("staged")], ["staged"]),
+        ([row("staged"), row("staged", transport="mooncake")], ["nixl", "mooncake"]),
+        ([row("bulk", fleet="homogeneous"), row("staged", fleet="staged")], ["homogeneous", "staged"]),
+        ([row("staged", pipeline=how) for how in ("off", "on")], ["off", "on"]),
+        (
+            [row(path, cp_mode=mode) for mode in ("rank0", "all") for path in ("bulk", "staged")],
+            ["rank0 bulk", "rank0 staged", "all bulk", "all staged"],
+        ),
+    ],
+)
+def test_contestants_are_called_by_what_sets_them_apart(rows: list[dict[str, Any]], names: list[str]):
+    assert contestants(rows) == names

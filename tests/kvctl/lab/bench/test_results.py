@@ -1,0 +1,394 @@
+"""From what ranks report to the rows that are printed and saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvctl.lab.bench.baseline import compare, failures, load_baseline
+from kvctl.lab.bench.case import Case
+from kvctl.lab.bench.deltas import with_delta
+from kvctl.lab.bench.outcome import Measured, Outcome
+from kvctl.lab.bench.program import SideBySide
+from kvctl.lab.bench.results import Results
+from kvctl.lab.bench.room_timing import join, rate
+from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
+from kvctl.lab.bench.variants import Variant
+from kvctl.lab.bench.views import BENCH, blocks
+from kvctl.lab.ranks.bench_messages import Mismatch, Plan, PlanRequest, Room, RunReport, Sizes, VerifyReport
+from kvctl.render.data import tsv
+from kvctl.render.terminal import render
+
+MS = 1_000_000
+GB = 10**9
+NAMES: dict[str, Any] = {
+    "prefill-0": {"role": "prefill", "device": -1},
+    "prefill-1": {"role": "prefill", "device": -1},
+    "decode-0": {"role": "decode", "device": -1},
+    "decode-1": {"role": "decode", "device": -1},
+}
+
+
+def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
+    room = {"tokens": 64, "prefix_tokens": 16, "decode_dp": 0, "bytes": GB // 10, "arrival_ms": None}
+    load = {
+        "concurrency": 2,
+        "in_flight": 2,
+        "windows": [1, 1],
+        "tokens": "64",
+        "tokens_mean": 64.0,
+        "rooms": [room] * 4,
+        "lots": [[0, 2], [2, 4]],
+    }
+    shape = {
+        "model": "m",
+        "kind": "mha",
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "v_head_dim": 8,
+        "dtype": "bf16",
+        "dtype_bytes": 2,
+        "draft": None,
+        "states": [],
+    }
+    return {  # type: ignore[typeddict-item,return-value]
+        "shape": shape,
+        "page_size": 16,
+        "page_order": "random",
+        "transport": "nixl",
+        "device": "cpu",
+        "compute": "sleep",
+        "ranks": [],
+        "paths": list(paths),
+        "pipelines": ["off"],
+        "cp_mode": "rank0",
+        "loads": [load],
+    }
+
+
+def room(index: int) -> Room:
+    return Room(index=index, number=900 + index, tokens=64, prefix_tokens=0, decode_dp=index % 2, slot=0)
+
+
+def report(rooms: list[list[int]], failures: list[list[Any]] | None = None, **changes: Any) -> RunReport:
+    whole: dict[str, Any] = {
+        "rooms": rooms,
+        "hidden": [],
+        "waterfall": [],
+        "ring_samples": [],
+        "failures": failures or [],
+        "held": [],
+        "counters": {},
+        "stages": {},
+        "ring_high_water_bytes": 0,
+        "cpu_ns": 500 * MS,
+        "peak_rss_bytes": 300 << 20,
+        **changes,
+    }
+    return whole  # type: ignore[return-value]
+
+
+def received(index: int, opened_ns: int, success_ns: int) -> list[int]:
+    """Of a decode rank: nothing is decoded, so the tokens come with success."""
+    return [index, opened_ns, success_ns, success_ns, success_ns]
+
+
+def lap(
+    path: str = "staged", lot: int = 0, at_ms: int = 0, took_ms: int = 50, repeat: int = 0, **changes: Any
+) -> Trial:
+    """Two rooms, one for each decode rank; the second starts when the first is half through."""
+    first, second = 2 * lot, 2 * lot + 1
+    start = at_ms * MS
+    half = took_ms * MS // 2
+    moved = {
+        "kvctl_descriptors_total": {path: 64.0},
+        "kvctl_writes_total": {path: 2.0},
+        "kvctl_engine_posts_total": {path: 6.0},
+        "kvctl_parts_total": {path: 2.0},
+    }
+    reports = {
+        "prefill-0": report(
+            [[first, start, start + 1 * MS, 0, MS], [second, start + half, start + half + MS, 0, MS]], counters=moved
+        ),
+        "prefill-1": report(
+            [[first, start + MS, start + 2 * MS, 0, MS], [second, start + half, start + half + MS, 0, MS]],
+            counters=moved,
+        ),
+        "decode-0": report(
+            [received(first, start - MS, start + took_ms * MS)], counters={"kvctl_parts_total": {path: 2.0}}
+        ),
+        "decode-1": report(
+            [received(second, start + half - MS, start + half + took_ms * MS)],
+            counters={"kvctl_parts_total": {path: 2.0}},
+        ),
+    }
+    reports.update(changes.pop("reports", {}))
+    clean = VerifyReport(rooms=1, bytes=1, mismatches=[], bad_rooms=[])
+    verdicts = {"decode-0": clean, "decode-1": clean, **changes.pop("verdicts", {})}
+    return Trial(Case(0, path), lot, repeat, (room(first), room(second)), reports, verdicts, shown=first)
+
+
+def results(*laps: Trial, verify: str = "full", paths: tuple[str, ...] = ("slice", "staged")) -> Results:
+    collected = Results(plan(paths), NAMES, verify)
+    for each in laps:
+        collected.add(each)
+    return collected
+
+
+class SessionOnPaper:
+    """What an outcome asks a session for."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.program = SideBySide(0.0, 1)
+
+    def gpus(self) -> dict[int, Any]:
+        return {}
+
+    def lanes(self) -> list[str]:
+        return ["shm"]
+
+
+def outcome(*several: Results, **changes: Any) -> Outcome:
+    collected = Outcome()
+    for number, each in enumerate(several):
+        request = PlanRequest(
+            prefill=(Sizes(tp=2),),
+            decode=Sizes(dp=2),
+            loads=(),
+            memory_bytes=0,
+            seed=0,
+            transport=("nixl", "mooncake")[number],
+        )
+        label = request.transport if len(several) > 1 else ""
+        collected.measured.append(Measured(Variant(label, request), SessionOnPaper(each)))
+    return collected
+
+
+def test_a_room_starts_with_its_first_writer_and_ends_with_its_last_reader():
+    joined = join(lap(took_ms=50), NAMES, dict.fromkeys(range(4), 7))
+    passage = joined.passages[0]
+    assert (passage.opened_ns, passage.started_ns) == (-MS, 0)
+    assert passage.forward_done_ns == 2 * MS
+    assert passage.success_ns == 50 * MS
+    assert passage.latency_ns == 48 * MS
+    assert passage.nbytes == 7
+
+
+def test_a_room_that_failed_anywhere_has_no_passage():
+    broken = lap(reports={"decode-1": report([], [[1, "decode-1: lost its peer"]])})
+    joined = join(broken, NAMES, dict.fromkeys(range(4), 7))
+    assert list(joined.passages) == [0]
+    assert joined.failures == {1: "decode-1: lost its peer"}
+
+
+def under_faults(explained: list[list[Any]], failures: list[list[Any]], **more: Any) -> RunReport:
+    return report([], failures, faults={"explained": explained, "struck": {"control-loss": 3}, "left": [], **more})
+
+
+def test_a_failure_that_every_rank_explains_is_no_trouble():
+    asked = lap(
+        reports={
+            "prefill-0": under_faults([[1, "aborted"]], [[1, "decode-1: given up"]]),
+            "decode-1": under_faults([[1, "aborted"]], [[1, "decode-1: given up"]]),
+        }
+    )
+    joined = join(asked, NAMES, dict.fromkeys(range(4), 7))
+    assert (joined.failures, joined.explained) == ({}, {1: "aborted"})
+    (row,) = results(asked).rows()
+    assert (row["rooms"], row["ok"], row["aborted"], row["failed_by_fault"], row["failed"]) == (2, 1, 1, 0, 0)
+    assert row["verified"]
+    assert row["faults_struck"] == {"control-loss": 6}
+    assert results(asked).trouble == []
+
+
+def test_a_failure_that_one_rank_cannot_explain_is_trouble():
+    hung = lap(
+        reports={
+            "prefill-0": report([], [[1, "still waiting on prefill-0 at the run's deadline"]]),
+            "decode-1": under_faults([[1, "fault"]], [[1, "decode-1: lost its peer"]]),
+        }
+    )
+    joined = join(hung, NAMES, dict.fromkeys(range(4), 7))
+    assert joined.failures[1] == "still waiting on prefill-0 at the run's deadline"
+    assert joined.explained == {}
+    assert results(hung).verified is False
+
+
+def test_what_a_rank_still_holds_after_faults_is_trouble():
+    held = lap(reports={"decode-1": under_faults([[1, "fault"]], [[1, "x"]], left=["decode-1 still holds 512 bytes"])})
+    assert "decode-1 still holds 512 bytes" in results(held).trouble
+
+
+def test_a_room_that_nobody_reported_did_not_succeed():
+    joined = join(lap(reports={"decode-1": report([])}), NAMES, dict.fromkeys(range(4), 7))
+    assert joined.failures == {1: "no rank reported its end"}
+
+
+def test_rates_are_over_the_time_in_which_rooms_were_under_way():
+    rows = results(lap(lot=0, at_ms=0, took_ms=50), lap(lot=1, at_ms=9000, took_ms=50)).rows()
+    (row,) = rows
+    # Each lot lasts 75 ms; the nine seconds between them are nobody's.
+    assert row["seconds"] == pytest.approx(0.150)
+    assert row["rooms_per_s"] == pytest.approx(4 / 0.150)
+    assert row["gb_per_s"] == pytest.approx(0.4 / 0.150)
+    assert row["gb_per_s_per_decode_rank"] == pytest.approx(0.2 / 0.150)
+
+
+def test_a_row_has_every_name_that_scripts_rely_on():
+    document = outcome(results(lap())).document()
+    assert set(document) >= {"schema", "verified", "floors", "runs", "env"}
+    assert document["schema"] == "kvctl.lab.bench/1"
+    assert set(document["floors"]) >= {
+        "memcpy_gb_per_s",
+        "transport_write_gb_per_s",
+        "device_copy_gb_per_s",
+        "p2p_gb_per_s",
+    }
+    names = (
+        "path transport device pipeline cp_mode concurrency tokens page_size rooms failed verified seconds rooms_per_s "
+        "gb_per_s bytes_per_room latency_ms ttft_ms exposed_ms descriptors_per_room writes_per_room fallbacks "
+        "peak_rss_bytes cpu_seconds stages_us ring_high_water_bytes"
+    )
+    (row,) = document["runs"]
+    assert set(row) >= set(names.split())
+    assert set(row["latency_ms"]) == {"mean", "p50", "p90", "p95", "p99", "max"}
+    assert set(row["stages_us"]) == {"gather", "gate", "post", "wire", "scatter"}
+    assert row["tokens"] == 64
+
+
+def test_costs_are_per_room_and_summed_over_ranks():
+    (row,) = results(lap()).rows()
+    assert row["writes_per_room"] == 2
+    assert row["descriptors_per_room"] == 64
+    assert row["engine_posts_per_room"] == 6
+    assert row["cpu_seconds"] == 2.0
+    assert row["paths_taken"] == {"staged": 4}
+    assert row["verified_parts"] == 4
+
+
+def test_the_ring_counts_only_where_something_was_staged():
+    full = {
+        "decode-0": report(
+            [received(0, 0, MS)], ring_high_water_bytes=77, counters={"kvctl_parts_total": {"staged": 1.0}}
+        )
+    }
+    assert results(lap(reports=full)).rows()[0]["ring_high_water_bytes"] == 77
+    idle = {"decode-0": report([received(0, 0, MS)], ring_high_water_bytes=77)}
+    assert results(lap("slice", reports=idle)).rows()[0]["ring_high_water_bytes"] == 0
+
+
+def test_memory_beyond_the_ranks_own_buffers_is_shown():
+    collected = results(lap())
+    ready: Any = {"pool_bytes": 100 << 20, "ring_bytes": 50 << 20, "staging_bytes": 0}
+    collected.ready = {"decode-0": ready}
+    assert collected.rows()[0]["rss_overhead_bytes"] == 150 << 20
+
+
+def test_the_middle_repeat_is_reported_and_the_best_beside_it():
+    (row,) = results(*(lap(repeat=number, took_ms=ms) for number, ms in enumerate((40, 100, 60)))).rows()
+    assert row["repeats"] == 3
+    assert row["seconds"] == pytest.approx(0.090)
+    assert row["best"]["seconds"] == pytest.approx(0.060)
+
+
+def test_ratios_are_to_the_best_floor_seen():
+    collected = results(lap())
+    collected.floors["memcpy"] += [5.0, 10.0]
+    (row,) = collected.rows()
+    assert row["memcpy_ratio"] == pytest.approx(row["gb_per_s"] / 10)
+    assert row["write_ratio"] is None
+
+
+WRONG = Mismatch(room=901, layer=3, kv="V", token=17, head=1, dim=5, expected="aa", found="bb", hint="never written")
+
+
+def test_one_wrong_byte_spoils_the_result_and_is_told():
+    spoiled = VerifyReport(rooms=1, bytes=1, mismatches=[WRONG], bad_rooms=[1])
+    collected = results(lap("slice"), lap("staged", verdicts={"decode-1": spoiled}))
+    assert [row["verified"] for row in collected.rows()] == [True, False]
+    assert collected.verified is False
+    assert collected.trouble == ["room 901 layer 3 V token 17 head 1 dim 5: expected aa, found bb (never written)"]
+
+
+def test_a_failed_room_spoils_the_result_and_is_told():
+    collected = results(lap(reports={"decode-1": report([], [[1, "decode-1: lost its peer"]])}))
+    assert (collected.rows()[0]["failed"], collected.verified) == (1, False)
+    assert collected.trouble == ["1 room failed: decode-1: lost its peer"]
+
+
+def test_what_nobody_looked_at_is_not_verified():
+    collected = results(lap(), verify="off")
+    assert collected.verified is None
+    assert outcome(collected).document()["verified"] is None
+
+
+def test_a_bench_that_was_cut_short_before_its_first_lap_has_no_rows():
+    assert results().rows() == []
+    assert results().verified is None
+    assert outcome(results()).rows() == []
+    assert outcome(results()).verified is None
+
+
+def test_tsv_has_a_line_per_run_in_machine_units():
+    rows = with_delta(results(lap("slice", took_ms=100), lap("staged", took_ms=50)).rows())
+    header, slow, fast = (line.split("\t") for line in tsv(BENCH.columns, rows).splitlines())
+    assert (slow[0], fast[0]) == ("slice", "staged")
+    assert fast[header.index("delta_ratio")] == "1.0"
+    assert slow[header.index("delta_ratio")] == ""
+    # (2 → 50) and (26 → 75): 48 and 49 ms
+    assert fast[header.index("p50_ns")] == str(48 * MS + MS // 2)
+
+
+def test_people_see_a_column_per_path_with_the_difference():
+    collected = results(lap("slice", took_ms=100), lap("staged", took_ms=50))
+    collected.floors["memcpy"].append(14.6)
+    whole = outcome(collected)
+    made = blocks(whole.rows(), whole, None)
+    columns = [(getattr(block, "view", None) and block.view.columns) or () for block in made]  # type: ignore[union-attr]
+    text = render(made, columns, 80, colour=False)
+    assert "prefill tp2 → decode dp2 over nixl · m: 2 layers, 2 KV heads of 8 bf16" in text
+    assert any(line.split() == ["GB/s", "1.33", "2.67", "+100%"] for line in text.splitlines())
+    assert "memcpy 14.6 GB/s on one thread, one write over nixl - GB/s" in text
+    assert "every byte verified" in text
+    assert "hidden" not in text
+
+
+class TestBaseline:
+    def rows(self, took_ms: int) -> list[dict[str, Any]]:
+        return outcome(results(lap("staged", took_ms=took_ms))).rows()
+
+    def saved(self, took_ms: int) -> dict[str, Any]:
+        return outcome(results(lap("staged", took_ms=took_ms))).document()
+
+    def test_within_the_allowance_passes(self):
+        rows = compare(self.rows(104), plan()["shape"], self.saved(100), 0.05)
+        assert rows[0]["baseline"]["verdict"] == "PASS"
+        assert failures(rows) == []
+
+    def test_beyond_it_fails_with_both_figures(self):
+        rows = compare(self.rows(200), plan()["shape"], self.saved(100), 0.05)
+        assert rows[0]["baseline"]["verdict"] == "FAIL"
+        assert failures(rows) == ["staged at concurrency 2, 64 tokens: 0.667 GB/s, baseline 1.33 (-50.0%)"]
+
+    def test_another_shape_is_no_baseline(self):
+        with pytest.raises(ValueError, match="another shape"):
+            compare(self.rows(100), {"layers": 99}, self.saved(100), 0.05)
+
+    def test_nothing_in_common_is_no_baseline(self):
+        with pytest.raises(ValueError, match="no run with the same path"):
+            compare(results(lap("slice")).rows(), plan()["shape"], self.saved(100), 0.05)
+
+    @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": "kvctl.rooms/1", "runs": []}'])
+    def test_another_file_is_no_baseline(self, content: str, tmp_path: Any):
+        file = tmp_path / "saved.json"
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"saved\.json"):
+            load_baseline(file)
+
+
+def test_loads_are_apart_so_that_no_two_share_content():
+    assert LOAD_STRIDE > 1 << 20
+    assert rate([]).gb_per_s == 0.0

@@ -1,0 +1,45 @@
+"""Ranks of a small fleet as the planner names them, without any process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvctl.lab.ranks.bench_messages import PlannedRank, Role
+from kvctl_agent.contract.memory import HOST
+
+
+def planned(role: Role, instance: int, unique: int, dp: int, tp: int) -> PlannedRank:
+    return PlannedRank(
+        role=role,
+        instance=instance,
+        unique=unique,
+        dp=dp,
+        pp=0,
+        cp=0,
+        tp=tp,
+        heads=[0, 1],
+        layers=[0, 1],
+        pool_pages=2,
+        state_slots={},
+        pool_bytes=0,
+        device=HOST,
+    )
+
+
+@pytest.fixture
+def ranks() -> Callable[..., dict[str, PlannedRank]]:
+    """Prefill instances of so many TP ranks each, and a decode instance of dp groups of so many TP ranks."""
+
+    def make(prefill: tuple[int, ...] = (2, 1), decode_dp: int = 2, decode_tp: int = 1) -> dict[str, PlannedRank]:
+        found = {
+            f"p{instance}-prefill-{tp}": planned("prefill", instance, tp, 0, tp)
+            for instance, size in enumerate(prefill)
+            for tp in range(size)
+        }
+        for unique in range(decode_dp * decode_tp):
+            found[f"decode-{unique}"] = planned("decode", -1, unique, unique // decode_tp, unique % decode_tp)
+        return found
+
+    return make

@@ -1,0 +1,199 @@
+"""Whole agents under faults: rooms succeed with every byte right, or fail with a cause; none hangs, nothing stays."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from kvctl.lab.faults import FaultyAgent
+from kvctl.lab.faults.specification import parse_faults
+from kvctl_agent.contract.states import RoomState
+
+BAD_LINE = "control-loss=20%,control-dup=20%,control-reorder=20%,control-truncate=2%,control-garbage=2%"
+QUICK = {"resend_s": 0.05, "heartbeat_s": 0.05, "chunk_tokens": 16}
+
+
+def start(make_fleet: Any, transport: str = "loopback", seed: int = 0, **config: Any) -> Any:
+    return make_fleet(transport, prefill=(1, 2), decode=(2, 1), kind=FaultyAgent, fault_seed=seed, **QUICK, **config)
+
+
+def set_all(fleet: Any, spec: str, role: str = "") -> None:
+    for agent in fleet.prefill + fleet.decode:
+        for fault in parse_faults(spec):
+            if agent.role.startswith(role):
+                agent.faults.set(fault)
+
+
+def run_rooms(fleet: Any, count: int = 24, codes: tuple[str, ...] = ()) -> int:
+    """Rooms of six pages; those that fail must have one of the codes. How many succeeded, all of them verified."""
+    rooms = []
+    for number in range(count):
+        room = fleet.feed(fleet.claim(fleet.receive(fleet.room(number, 4))), (1, 2))
+        rooms.append(room)
+    failed = []
+    for room in rooms:
+        states = room.wait(60)
+        assert states <= {RoomState.SUCCESS, RoomState.FAILED}, (room.number, states)
+        assert all(handle.released for handle in room.handles), room.number
+        if states == {RoomState.SUCCESS}:
+            fleet.expect(room)
+        else:
+            assert {error["code"] for error in room.errors()} <= set(codes), room.errors()
+            failed.append(room)
+    for agent in fleet.prefill + fleet.decode:
+        agent.faults.clear()
+    fleet.settle()
+    fleet.check(but=tuple(failed) or ())
+    assert fleet.errors() == []
+    return count - len(failed)
+
+
+def struck(fleet: Any, name: str) -> int:
+    return sum(agent.faults.counts().get(name, 0) for agent in fleet.prefill + fleet.decode)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "nixl"])
+def test_a_bad_line(make_fleet: Any, transport: str) -> None:
+    fleet = start(make_fleet, transport, seed=5).start()
+    set_all(fleet, BAD_LINE)
+    assert run_rooms(fleet) == 24
+    for name in ("control-loss", "control-dup", "control-reorder", "control-truncate", "control-garbage"):
+        assert struck(fleet, name), name
+
+
+def test_a_bad_line_from_the_first_hello_on(make_fleet: Any) -> None:
+    fleet = start(make_fleet, seed=6, faults=parse_faults(BAD_LINE)).start()
+    assert run_rooms(fleet, 8) == 8
+
+
+def test_a_slow_line(make_fleet: Any) -> None:
+    fleet = start(make_fleet).start()
+    set_all(fleet, "control-delay=15ms,slow-reader=10ms,slow-writer=5ms")
+    assert run_rooms(fleet, 12) == 12
+    assert struck(fleet, "control-delay") > 12
+    assert struck(fleet, "slow-writer")
+
+
+@pytest.mark.parametrize("transport", ["loopback", "nixl"])
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_lost_and_doubled_tags_are_made_up_for(make_fleet: Any, transport: str, path: str) -> None:
+    fleet = start(make_fleet, transport, path=path).start()
+    set_all(fleet, "notify-loss=30%,notify-dup=30%")
+    assert run_rooms(fleet, 12) == 12
+    assert struck(fleet, "notify-loss")
+    assert struck(fleet, "notify-dup")
+
+
+@pytest.mark.parametrize("transport", ["loopback", "nixl"])
+@pytest.mark.parametrize("path", ["staged", "slice"])
+def test_engine_errors_fail_their_rooms_alone(make_fleet: Any, transport: str, path: str) -> None:
+    fleet = start(make_fleet, transport, seed=3, path=path).start()
+    set_all(fleet, "write-error=5%,write-doubt=10%", "prefill")
+    succeeded = run_rooms(fleet, 24, codes=("KV_TRANSPORT",))
+    assert struck(fleet, "write-doubt")
+    assert 0 < succeeded < 24
+
+
+def test_bytes_that_land_late_meet_nobody_elses_pages(make_fleet: Any, model: Any) -> None:
+    """Pages of a failed room are given out again as soon as they are released, while late writes are about."""
+    fleet = start(make_fleet, model=model(pages=16), seed=8, path="slice").start()
+    set_all(fleet, "write-doubt=30%", "prefill")
+    outcomes = []
+    for number in range(30):
+        room = fleet.feed(fleet.claim(fleet.receive(fleet.room(number, 4))))
+        outcomes.append(room.wait(60))
+        assert all(handle.released for handle in room.handles)
+        fleet.recycle(room)
+        if outcomes[-1] == {RoomState.SUCCESS}:
+            fleet.expect(room)
+            bad = []
+        else:
+            bad = [room]
+        fleet.check(but=tuple(bad))
+        for failed in bad:  # whatever it holds now, nothing may change it any more
+            for agent in fleet.decode:
+                for layer in range(fleet.model.layers):
+                    for kv in (0, 1):
+                        block = agent.pool.segments[0].block(layer, kv)
+                        fleet.image[agent.name, layer, kv].reshape(16, -1)[failed.dst.get(agent.name, [])] = (
+                            block.reshape(16, -1)[failed.dst.get(agent.name, [])]
+                        )
+    assert {RoomState.SUCCESS} in outcomes
+    assert {RoomState.FAILED} in outcomes
+    for agent in fleet.prefill:
+        agent.faults.clear()
+    fleet.settle()
+
+
+def test_what_has_landed_waits_for_its_copy_until_the_fault_ends(make_fleet: Any) -> None:
+    fleet = start(make_fleet).start()
+    set_all(fleet, "slow-scatter=1h", role="decode")
+    room = fleet.feed(fleet.claim(fleet.receive(fleet.room(1, 4))), (1, 2))
+    decode = fleet.decode[1]
+    deadline = time.monotonic() + 60
+    while not (here := decode.machine.rooms.get(1)) or not 0 < here.record.planned == here.record.landed:
+        assert time.monotonic() < deadline, "all of the room has landed"
+        time.sleep(0.005)
+    while not decode.faults.counts().get("slow-scatter"):
+        assert time.monotonic() < deadline, "the copy is held up"
+        time.sleep(0.005)
+    assert here.record.scattered == 0
+    decode.faults.clear()
+    assert room.wait(60) == {RoomState.SUCCESS}
+    fleet.expect(room)
+    fleet.settle()
+    fleet.check()
+
+
+def test_the_wall_clock_jumps_and_comes_back(make_fleet: Any) -> None:
+    fleet = start(make_fleet).start()
+    agent = fleet.decode[0]
+    moment = time.monotonic_ns()
+    before = agent.telemetry.clock.wall_ns(moment)
+    set_all(fleet, "clock-jump=-1h", "decode")
+    assert agent.telemetry.clock.wall_ns(moment) == before - 3600 * 10**9
+    assert abs(agent.observe.hello()["now_ns"] - time.time_ns() + 3600 * 10**9) < 60 * 10**9
+    assert run_rooms(fleet, 4) == 4
+    assert agent.telemetry.clock.wall_ns(moment) == before
+
+
+def test_an_incarnation_is_minted_by_the_clock_that_the_agent_has(make_fleet: Any) -> None:
+    fleet = start(make_fleet)
+    now = fleet.decode_agent(0)
+    early = fleet.decode_agent(1, faults=parse_faults("clock-jump=-1h"))
+    fleet.decode = [now, early]
+    assert 3590 * 10**9 < now.incarnation - early.incarnation < 3700 * 10**9
+
+
+def test_the_admin_command_injects_lists_and_ends_faults(make_fleet: Any, connect: Any) -> None:
+    fleet = start(make_fleet).start()
+    agent = fleet.decode[0]
+    client = connect(agent._admin.path)
+    commands = {row["name"]: row["level"] for row in client.ask("commands")["data"]}
+    assert commands["fault"] == "admin"
+    assert "fault" in client.ask("hello")["data"]["capabilities"]
+    assert client.ask("fault")["data"] == {"active": [], "struck_total": {}}
+    reply = client.ask("fault", spec="notify-loss=100%,control-delay=1ms", seconds=3600)
+    assert reply["data"]["active"] == ["notify-loss=100%", "control-delay=1ms"]
+    assert agent.faults.find("notify-loss") is not None
+    refused = client.ask("fault", spec="notify-los=5%")["error"]
+    assert (refused["code"], "did you mean notify-loss" in refused["message"]) == ("bad-argument", True)
+    assert "no agent can do this" in client.ask("fault", spec="abort=5%", clear=True)["error"]["message"]
+    assert client.ask("fault", spec="write-error=1%", clear=True)["data"]["active"] == ["write-error=1%"]
+    assert client.ask("fault", clear=True)["data"]["active"] == []
+    assert [text for text in fleet.events("fault") if "notify-loss" in text] == ["injected: notify-loss=100%"]
+
+
+def test_other_agents_have_no_such_command(make_fleet: Any, connect: Any) -> None:
+    fleet = make_fleet().start()
+    client = connect(fleet.decode[0]._admin.path)
+    assert client.ask("fault", spec="control-loss=5%")["error"]["code"] == "unknown-command"
+    assert "fault" not in client.ask("hello")["data"]["capabilities"]
+    assert "fault" not in {row["name"] for row in client.ask("commands")["data"]}
+
+
+def test_a_fault_of_another_level_is_refused_at_birth(make_fleet: Any) -> None:
+    with pytest.raises(ValueError, match="no agent can do this to itself"):
+        start(make_fleet, faults=parse_faults("abort=10%")).decode_agent(0)

@@ -1,0 +1,155 @@
+"""A whole planned fleet in this process: real workers and agents over a real engine, led as a bench leads them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvctl.lab.ranks.bench_messages import (
+    Load,
+    Plan,
+    PlanRequest,
+    Prepare,
+    Room,
+    Run,
+    RunReport,
+    Sizes,
+    Start,
+    Tokens,
+    Verify,
+    VerifyReport,
+)
+from kvctl.lab.ranks.plan import make_plan
+from kvctl.lab.ranks.worker import Worker
+from kvctl.lab.ranks.worker_decode import DecodeWorker
+from kvctl.lab.ranks.worker_prefill import PrefillWorker
+
+MIB = 1 << 20
+TIMEOUT_S = 60.0
+
+
+def small_request(**changes: Any) -> PlanRequest:
+    """A model small enough that a fleet of it lasts no time."""
+    wanted: dict[str, Any] = {
+        "prefill": (Sizes(),),
+        "decode": Sizes(),
+        "loads": (Load(4, Tokens(values=(40, 7))),),
+        "memory_bytes": 256 * MIB,
+        "seed": 7,
+        "layers": 4,
+        "kv_heads": 4,
+        "head_dim": 8,
+        "page_size": 4,
+        "chunk_tokens": 16,
+        "rooms": 6,
+        **changes,
+    }
+    return PlanRequest(**wanted)
+
+
+class Fleet:
+    """Every rank of a plan; `run` drives its first lot."""
+
+    def __init__(self, request: PlanRequest, directory: str) -> None:
+        self.plan: Plan = make_plan(request)
+        self._request = request
+        self._laps = 0
+        self.timeout_s = TIMEOUT_S
+        self.workers: dict[str, Worker] = {}
+        self._pool = ThreadPoolExecutor(len(self.plan["ranks"]))
+        try:
+            for rank in self.plan["ranks"]:
+                start = self._start(rank, directory)
+                kind = PrefillWorker if rank["role"] == "prefill" else DecodeWorker
+                self.workers[start.name] = kind(start, lambda doing: None)
+            self._all(lambda worker: worker.meet(lambda doing: None))
+        except BaseException:
+            self.close()
+            raise
+
+    def rooms(self) -> tuple[Room, ...]:
+        """The first lot's, under numbers of their own."""
+        self._laps += 1
+        load = self.plan["loads"][0]
+        first, end = load["lots"][0]
+        return tuple(
+            Room(
+                index=index,
+                number=self._laps * self.plan["room_stride"] + index,
+                tokens=load["rooms"][index]["tokens"],
+                prefix_tokens=load["rooms"][index]["prefix_tokens"],
+                decode_dp=load["rooms"][index]["decode_dp"],
+                slot=index,
+                instance=load["rooms"][index]["instance"],
+                arrival_ms=load["rooms"][index]["arrival_ms"],
+                output_tokens=load["rooms"][index]["output_tokens"],
+                session=load["rooms"][index]["session"],
+            )
+            for index in range(first, end)
+        )
+
+    def run(self, path: str, pipeline: str = "off", **command: Any) -> dict[str, RunReport]:
+        """One lap; the ranks' reports by name."""
+        prepare = Prepare(0, path, self.rooms(), poison=True, pipeline=pipeline)
+        self._all(lambda worker: worker.prepare(prepare))
+        run = Run(tuple(self.plan["loads"][0]["windows"]), self.timeout_s, **command)
+        return self._all(lambda worker: worker.run(run))
+
+    def verify(self) -> dict[str, VerifyReport]:
+        """The decode ranks' verdicts by name."""
+        verdicts = self._all(lambda worker: worker.verify(Verify("full")))
+        return {name: verdict for name, verdict in verdicts.items() if name.startswith("decode")}
+
+    def close(self) -> None:
+        list(self._pool.map(Worker.close, self.workers.values()))
+        self._pool.shutdown()
+
+    def _all(self, action: Callable[[Worker], Any]) -> dict[str, Any]:
+        return dict(zip(self.workers, self._pool.map(action, self.workers.values()), strict=True))
+
+    def _start(self, rank: Mapping[str, Any], directory: str) -> Start:
+        request = self._request
+        prefix = f"p{rank['instance']}-" if rank["instance"] >= 0 else ""
+        return Start(
+            name=f"{prefix}{rank['role']}-{rank['unique']}",
+            fleet_dir=directory,
+            role=rank["role"],
+            instance=rank["instance"],
+            unique=rank["unique"],
+            prefill=request.prefill,
+            bootstraps=tuple(f"ipc://{directory}/b{instance}" for instance in range(len(request.prefill))),
+            decode=request.decode,
+            shape=self.plan["shape"],
+            page_size=request.page_size,
+            page_order=request.page_order,
+            pool_pages=rank["pool_pages"],
+            state_slots=rank["state_slots"],
+            aux_slots=self.plan["aux_slots"],
+            seed=request.seed,
+            config=self.plan["config"],
+            timeout_s=TIMEOUT_S,
+            faulty=bool(request.faults),
+            device=rank["device"],
+            compute=self.plan["compute"],
+        )
+
+
+@pytest.fixture
+def fleet() -> Iterator[Callable[..., Fleet]]:
+    """Starts fleets of `small_request(...)`, and ends them."""
+    with ExitStack() as stack:
+        directory = tempfile.mkdtemp(prefix="rig-", dir="/tmp")  # socket paths must stay short
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+
+        def start(**changes: Any) -> Fleet:
+            started = Fleet(small_request(**changes), directory)
+            stack.callback(started.close)
+            return started
+
+        yield start

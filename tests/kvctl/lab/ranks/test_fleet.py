@@ -1,0 +1,169 @@
+"""Small fleets of every layout, model and way of sending: every byte must be where the pattern says."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvctl.lab.ranks.bench_messages import Load, Request, Sizes, State, Tokens
+from kvctl_agent.contract.states import STAGES
+
+MS = 1_000_000
+Start = Callable[..., Any]
+
+STATES = (
+    State("conv", rows=3, heads=4, head_bytes=8),
+    State("ssm", rows=1, heads=1, head_bytes=40, layers=(0, 1, 1, 3)),
+    State("swa", rows=2, heads=4, head_bytes=8, kind="window", window=9),
+    State("index", rows=1, heads=1, head_bytes=12, kind="pages"),
+)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp4 to dp4": {"prefill": (Sizes(tp=4),), "decode": Sizes(dp=4)},
+    "stages and cp": {"prefill": (Sizes(pp=2, cp=2),), "cp_mode": "all", "decode": Sizes(pp=2)},
+    "uneven stages to tp2": {"prefill": (Sizes(pp=2, layers=(3, 1)),), "decode": Sizes(tp=2)},
+    "cp in chunks": {"prefill": (Sizes(cp=2),), "cp_mode": "all-chunk", "decode": Sizes()},
+    "cp by room": {"prefill": (Sizes(cp=2),), "cp_mode": "room-hash", "decode": Sizes(dp=2)},
+    "latent tp2 to dp2": {
+        "kind": "mla",
+        "kv_heads": None,
+        "head_dim": 24,
+        "prefill": (Sizes(tp=2),),
+        "decode": Sizes(dp=2),
+    },
+    "scales, k not v, draft": {
+        "prefill": (Sizes(tp=2),),
+        "v_head_dim": 4,
+        "dtype": "fp8-scaled",
+        "draft_layers": 2,
+        "draft_dim": 4,
+    },
+    "state over stages": {"prefill": (Sizes(pp=2, tp=2),), "states": STATES, "prefix_hit": 0.5},
+    "cached to the last page": {
+        "requests": tuple(Request(None, tokens, prefix) for tokens, prefix in ((16, 16), (1, 0), (40, 36), (33, 32))),
+        "states": STATES,
+        "prefill": (Sizes(cp=2),),
+        "cp_mode": "all",
+        "decode": Sizes(tp=2),
+    },
+    "instances": {"prefill": (Sizes(tp=4), Sizes(tp=2, pp=2), Sizes(cp=2)), "decode": Sizes(dp=2)},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_byte_of_every_layout_lands(fleet: Start, layout: str):
+    ranks = fleet(**LAYOUTS[layout])
+    for path, pipeline in (("slice", "off"), ("staged", "2")):
+        reports = ranks.run(path, pipeline)
+        assert [report["failures"] for report in reports.values()] == [[]] * len(reports)
+        verdicts = ranks.verify()
+        assert [verdict["mismatches"] for verdict in verdicts.values()] == [[]] * len(verdicts)
+        assert sum(verdict["bytes"] for verdict in verdicts.values()) > 0
+
+
+def rows(reports: dict[str, Any], role: str) -> list[list[int]]:
+    return [row for name, report in reports.items() if role in name for row in report["rooms"]]
+
+
+def test_forwards_take_the_time_that_they_are_said_to_and_follow_each_other(fleet: Start):
+    ranks = fleet(prefill=(Sizes(pp=2, layers=(3, 1)),))
+    reports = ranks.run("staged", "off", layer_ms=4.0)
+    early, late = (sorted(reports[f"p0-prefill-{stage}"]["rooms"], key=lambda row: row[1]) for stage in (0, 1))
+    chunks = {index: -(-room["tokens"] // 16) for index, room in enumerate(ranks.plan["loads"][0]["rooms"])}
+    for stage_rows, layers in ((early, 3), (late, 1)):
+        for index, started, done, sent, compute in stage_rows:
+            assert compute == chunks[index] * layers * 4 * MS
+            assert done - started >= compute
+            assert sent >= done
+        for before, after in itertools.pairwise(stage_rows):
+            assert after[1] >= before[1] + before[4]
+    # The second stage begins a room when the first has computed its first chunk.
+    begins = {row[0]: row[1] for row in early}
+    assert statistics.median(row[1] - begins[row[0]] for row in late) > 8 * MS
+
+
+def test_layer_groups_hide_transfer_behind_compute(fleet: Start):
+    ranks = fleet(layers=8, loads=(Load(1, Tokens(values=(64,))),), rooms=3, chunk_tokens=64)
+    for pipeline, reason, parts in (("off", "off", 3), ("2", "override", 3 * 4)):
+        report = ranks.run("staged", pipeline, layer_ms=10.0)["p0-prefill-0"]
+        assert report["counters"]["kvctl_pipeline_decisions_total"] == {reason: 3}
+        assert report["counters"]["kvctl_parts_total"] == {"staged": parts}
+        _, hidden, exposed = (sum(column) for column in zip(*report["hidden"], strict=True))
+        assert len(report["hidden"]) == 3
+        assert exposed > 0
+        assert (hidden > 0) == (pipeline != "off")
+
+
+def test_short_prompts_take_the_plain_path_and_the_reason_is_counted(fleet: Start):
+    ranks = fleet(layers=8)
+    reports = ranks.run("staged", "on")
+    assert set(reports["p0-prefill-0"]["counters"]["kvctl_pipeline_decisions_total"]) == {"few-tokens"}
+
+
+def test_the_shown_room_s_parts_have_their_moments_on_both_sides(fleet: Start):
+    ranks = fleet(prefill=(Sizes(tp=2),))
+    reports = ranks.run("staged", show=0)
+    for name, report in reports.items():
+        parts = report["waterfall"]
+        assert sorted({part["chunk"] for part in parts}) == [0, 1, 2]
+        for part in parts:
+            assert part["path"] == "staged"
+            assert part["bytes"] > 0
+            moments = [part["moments"][stage] for stage in STAGES if stage in part["moments"]]
+            assert moments == sorted(moments)
+            assert ("wire" in part["moments"]) == ("prefill" in name)
+            assert ("scatter" in part["moments"]) == ("decode" in name)
+    assert {part["peer"] for part in reports["p0-prefill-1"]["waterfall"]} == {"decode-0"}
+    assert ranks.run("staged")["decode-0"]["waterfall"] == []
+
+
+def test_the_ring_is_sampled_where_something_is_staged(fleet: Start):
+    ranks = fleet(loads=(Load(2, Tokens(values=(64,))),), rooms=8)
+    samples = ranks.run("staged", layer_ms=2.0)["decode-0"]["ring_samples"]
+    assert 2 < len(samples) <= 1024
+    assert any(used for _, used in samples)
+    assert [at for at, _ in samples] == sorted(at for at, _ in samples)
+    assert ranks.run("slice")["decode-0"]["ring_samples"] == []
+
+
+def test_rooms_come_at_their_time_and_time_in_the_queue_is_theirs(fleet: Start):
+    asked = tuple(Request(arrival_ms=15.0 * index, tokens=16) for index in range(4))
+    ranks = fleet(requests=asked, loads=(Load(1, Tokens()),), rooms=None)
+    reports = ranks.run("slice", layer_ms=10.0)
+    decode = sorted(rows(reports, "decode"))
+    arrivals = [row[1] for row in decode]
+    assert [round((at - arrivals[0]) / MS) for at in arrivals] == [0, 15, 30, 45]
+    # One at a time, 40 ms of compute each: every room waits longer than the one before.
+    waits = [row[2] - row[1] for row in decode]
+    assert waits == sorted(waits)
+    assert waits[3] > 100 * MS
+
+
+def test_turns_of_a_session_follow_each_other_and_tokens_come_in_steps(fleet: Start):
+    asked = tuple(Request(arrival_ms=None, tokens=16, output_tokens=3, session=index % 2) for index in range(6))
+    ranks = fleet(requests=asked, loads=(Load(1, Tokens()),), rooms=None, decode=Sizes(tp=2))
+    begun = time.monotonic()
+    reports = ranks.run("slice", decode_ms=4.0)
+    assert time.monotonic() - begun < ranks.timeout_s / 2
+    for rank in ("decode-0", "decode-1"):
+        turns = {row[0]: row for row in reports[rank]["rooms"]}
+        assert len(turns) == 6
+        for index, (_, arrival, success, first, last) in turns.items():
+            assert arrival < success < first < last
+            assert last - first >= 2 * 4 * MS
+            if index > 1:
+                assert arrival >= turns[index - 2][4]
+    assert [verdict["mismatches"] for verdict in ranks.verify().values()] == [[], []]
+
+
+def test_what_is_not_over_at_the_deadline_is_named(fleet: Start):
+    ranks = fleet(loads=(Load(1, Tokens(values=(16,))),), rooms=2)
+    ranks.timeout_s = 0.3
+    reports = ranks.run("slice", layer_ms=500.0)
+    causes = [text for _, text in reports["decode-0"]["failures"]]
+    assert len(causes) == 2
+    assert all("run's deadline" in text or "run is over" in text for text in causes)

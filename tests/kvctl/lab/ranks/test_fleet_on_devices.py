@@ -1,0 +1,88 @@
+"""Whole fleets whose pools, staging and rings are on the stand-in device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from host_device import HostDevice
+
+from kvctl.lab.ranks import content, gpu_engine, gpus, plan, worker_prefill
+from kvctl.lab.ranks.bench_messages import Floors, Sizes
+from kvctl.lab.ranks.sizing import Budget
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> HostDevice:
+    """The only one there is."""
+    device = HostDevice(slow=2)
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 1)
+    monkeypatch.setattr(plan, "gpu_budget", lambda *args: Budget(192 * MIB, 64 * MIB, 256 * MIB))
+    monkeypatch.setattr(content, "open_device", lambda index: device)
+    return device
+
+
+def succeeded(fleet: Any, path: str, **command: Any) -> dict[str, Any]:
+    reports: dict[str, Any] = fleet.run(path, **command)
+    assert all(report["failures"] == {} or report["failures"] == [] for report in reports.values()), reports
+    for verdict in fleet.verify().values():
+        assert verdict["mismatches"] == []
+        assert verdict["rooms"] == 6
+        assert verdict["bytes"] > 0
+    return reports
+
+
+@pytest.mark.parametrize("prefill", [Sizes(tp=2), Sizes(), Sizes(pp=2)])
+def test_every_path_moves_what_verifies(fleet: Callable[..., Any], gpu: HostDevice, prefill: Sizes):
+    whole = prefill.tp == 1
+    started = fleet(device="cuda", prefill=(prefill,))
+    for path in ("bulk" if whole else "slice", "staged", "direct", "auto"):
+        before = len(gpu.begun)
+        succeeded(started, path)
+        if path in ("staged", "direct"):
+            assert len(gpu.begun) > before
+
+
+def test_layers_go_in_groups_too(fleet: Callable[..., Any]):
+    started = fleet(device="cuda", prefill=(Sizes(tp=2),))
+    for path in ("staged", "direct"):
+        succeeded(started, path, pipeline="2", layer_ms=0.2)
+
+
+def test_floors_of_a_device_are_measured(fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    from kvctl.lab.ranks import worker
+
+    monkeypatch.setattr(worker, "device_gb_per_s", partial(worker.device_gb_per_s, nbytes=MIB))
+    monkeypatch.setattr(worker, "peer_gb_per_s", partial(worker.peer_gb_per_s, nbytes=MIB))
+    started = fleet(device="cuda")
+    prefill = started.workers["p0-prefill-0"]
+    for kind in ("memcpy", "write", "device", "peer"):
+        assert (prefill.floors(Floors(kind))["gb_per_s"] or 0) > 0, kind
+    succeeded(started, "staged")
+
+
+def test_host_pools_have_no_floor_of_a_device(fleet: Callable[..., Any]):
+    prefill = fleet().workers["p0-prefill-0"]
+    assert prefill.floors(Floors("device")) == prefill.floors(Floors("peer")) == {"gb_per_s": None}
+
+
+def test_a_rank_that_computes_says_what_it_takes_alone(fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+
+    def on_a_processor(work: Any, device: str, *args: Any) -> gpu_engine.GpuEngine:
+        assert device == "cuda:0"
+        small = work._replace(products=((16, 16),))
+        return gpu_engine.GpuEngine(small, "cpu", *args)
+
+    monkeypatch.setattr(worker_prefill, "GpuEngine", on_a_processor)
+    monkeypatch.setattr(gpu_engine, "_ALONE_S", 0.0)
+    started = fleet(device="cuda", compute="gpu", model="llama-3.2-1b")
+    for pipeline in ("off", "2"):
+        report = succeeded(started, "staged", pipeline=pipeline)["p0-prefill-0"]
+        assert sorted(index for index, _ in report["compute_alone"]) == list(range(6))
+        assert all(alone > 0 for _, alone in report["compute_alone"])
+        assert all(row[4] > 0 and row[1] < row[2] <= row[3] for row in report["rooms"])

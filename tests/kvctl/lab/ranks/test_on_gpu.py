@@ -1,0 +1,153 @@
+"""Content and compute on a real GPU: what stand-ins cannot show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl.lab.ranks.bench_messages import PlannedShape, Room, Sizes, Start
+from kvctl.lab.ranks.content import Content, allocate_pool
+from kvctl.lab.ranks.gpu_engine import GpuEngine
+from kvctl.lab.ranks.gpu_roofline import device_gb_per_s
+from kvctl.lab.ranks.gpu_store import GpuStore
+from kvctl.lab.ranks.layer import LayerWork
+from kvctl.lab.ranks.mirror_store import MirrorStore
+from kvctl.lab.ranks.verify import verify
+from kvctl_agent.device.registry import open_device
+from kvctl_agent.errors import DeviceUnavailable
+
+SHAPE: PlannedShape = {
+    "model": "",
+    "kind": "mha",
+    "layers": 5,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "v_head_dim": 72,
+    "dtype": "bf16",
+    "dtype_bytes": 2,
+    "k_scale_bytes": 4,
+    "v_scale_bytes": 0,
+    "draft": None,
+    "states": [{"name": "odd", "layers": [1, 4], "rows": 3, "heads": 2, "head_bytes": 7, "kind": "pages", "window": 0}],
+}
+
+
+@pytest.fixture
+def no_leaks() -> None:
+    """The driver opens descriptors as it needs them, and keeps them."""
+
+
+@pytest.fixture
+def gpu(no_leaks: None) -> Any:
+    try:
+        return open_device(0)
+    except DeviceUnavailable:
+        pytest.skip("no NVIDIA GPU here (run benchmarks/gpu.sh on one)")
+
+
+@pytest.fixture
+def content(gpu: Any) -> Iterator[Content]:
+    start = Start(
+        name="decode-0",
+        fleet_dir="",
+        role="decode",
+        instance=-1,
+        unique=0,
+        prefill=(Sizes(),),
+        bootstraps=("",),
+        decode=Sizes(),
+        shape=SHAPE,
+        page_size=16,
+        page_order="random",
+        pool_pages=800,
+        state_slots={"odd": 800},
+        aux_slots=4,
+        seed=5,
+        device=0,
+    )
+    pool = allocate_pool(start)
+    content = Content(pool, start)
+    content.take([Room(at, 100 + at, tokens, 32, 0, at) for at, tokens in enumerate((4096, 1000, 5000))])
+    content.poison()
+    yield content
+    pool.close()
+
+
+def receive(content: Content) -> None:
+    """Everything, but for the cached prefix."""
+    content.fill(0)
+    for deck in (deck for deck in content.decks if not deck.held.segment.state):
+        for number in content.rooms:
+            content.store.poison(deck, content.pages(number)[:2])
+
+
+def test_a_gpu_s_content_is_right_for_both_stores(content: Content, gpu: Any):
+    assert isinstance(content.store, GpuStore)
+    receive(content)
+    reports = []
+    for store in (content.store, MirrorStore(gpu)):
+        content.store = store
+        reports.append(verify(content, "full"))
+        assert verify(content, "sample")["mismatches"] == []
+    assert reports[0] == reports[1]
+    assert reports[0]["mismatches"] == []
+
+
+def test_a_gpu_finds_what_the_host_finds(content: Content, gpu: Any):
+    receive(content)
+    for deck in content.decks:
+        _, base = list(deck.places())[-1]
+        page = int(content.items[101][deck.held.segment.index][-1])
+        for where in (page, 0):
+            addr = base + where * deck.rows.page_bytes + deck.rows.page_bytes // 2
+            byte = np.zeros(1, np.uint8)
+            gpu.download(addr, byte)
+            gpu.upload(addr, byte ^ 4)
+    mine = content.store
+    found = verify(content, "full")
+    content.store = MirrorStore(gpu)
+    assert verify(content, "full") == found
+    assert found["bad_rooms"] == [1]
+    assert [each["kv"] for each in found["mismatches"]].count("stray") == len(content.decks)
+    content.store = mine
+
+
+def test_content_is_written_and_checked_fast(content: Content):
+    receive(content)
+    verify(content, "full")
+    since = time.perf_counter()
+    report = verify(content, "full")
+    gb_per_s = report["bytes"] / (time.perf_counter() - since) / 1e9
+    assert gb_per_s > 2, gb_per_s
+
+
+def test_a_gpu_copies_as_fast_as_gpus_do(gpu: Any):
+    assert device_gb_per_s(gpu) > 100
+
+
+def test_a_forward_is_timed_by_the_gpu(gpu: Any):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    work = LayerWork(((4096, 4096), (4096, 4096)), 16, 4, 128)
+    engine = GpuEngine(work, "cuda:0", layers=8, chunk_tokens=2048)
+    engine.prepare([1024, 3000])
+    assert 0 < engine.alone_ns(1024) < engine.alone_ns(3000) < 1e9
+    since = time.monotonic_ns()
+    job = engine.begin(since, 2, since + 10**10)
+    event = job.compute(0, 2048, 0, 8)
+    awaited = gpu.event_of(event)
+    event = job.compute(1, 952, 0, 8)
+    submitted = time.monotonic_ns()
+    while not gpu.event_of(event).done():
+        pass
+    until = time.monotonic_ns()
+    assert awaited.done()
+    how = job.computed()
+    assert since - 200_000 <= how.started_ns <= how.done_ns <= until + 200_000
+    assert submitted - since < 10**9
+    assert 0.3 < how.compute_ns / engine.alone_ns(3000) < 3

@@ -1,0 +1,370 @@
+"""What a bench's request becomes: fleet, lots, ring, paths — or the arithmetic of why not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+
+from kvctl.lab.ranks.__main__ import answer
+from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Request, Sizes, State, Tokens
+from kvctl.lab.ranks.plan import make_plan
+from kvctl_agent.errors import ConfigError, LayoutError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def request(**changes: Any) -> PlanRequest:
+    wanted: dict[str, Any] = {
+        "prefill": (Sizes(tp=4),),
+        "decode": Sizes(dp=4),
+        "loads": (Load(4, Tokens(values=(1024,))),),
+        "memory_bytes": 8 * GIB,
+        "seed": 1,
+        **changes,
+    }
+    return PlanRequest(**wanted)
+
+
+def test_the_plain_bench_is_a_llama_over_the_three_sensible_paths():
+    plan = make_plan(request())
+    assert plan["shape"]["model"] == "llama-3.1-8b"
+    assert plan["paths"] == ["slice", "staged", "auto"]
+    assert [(rank["role"], rank["unique"], rank["heads"]) for rank in plan["ranks"]] == [
+        *(("prefill", tp, [2 * tp, 2 * tp + 2]) for tp in range(4)),
+        *(("decode", dp, [0, 8]) for dp in range(4)),
+    ]
+    (load,) = plan["loads"]
+    assert load["in_flight"] == 4
+    assert load["windows"] == [1, 1, 1, 1]
+    assert {room["bytes"] for room in load["rooms"]} == {128 * MIB}
+    assert plan["ring_bytes"] == 256 * MIB  # a room in flight at each decode rank, and the next one
+    assert plan["config"] == {"transport": "nixl", "chunk_tokens": 8192, "staging_ring_mb": 256}
+    assert plan["notes"] == []
+
+
+def test_equal_layouts_compare_bulk():
+    assert make_plan(request(decode=Sizes(tp=4)))["paths"] == ["bulk", "staged", "auto"]
+
+
+def test_the_shares_say_who_owes_what_on_every_path():
+    plan = make_plan(request())
+    assert len(plan["shares"]) == 16
+    assert plan["shares"][1] == {
+        "instance": 0,
+        "writer": 1,
+        "reader": 0,
+        "segment": "kv",
+        "heads": [2, 4],
+        "layers": [0, 32],
+        "bytes": 32 * MIB,
+        "parts": 1,
+        "descriptors": {"bulk": None, "slice": 65536, "staged": 1, "direct": None},
+    }
+
+
+def test_pools_hold_every_lot_and_page_zero():
+    plan = make_plan(request(decode=Sizes(dp=3), loads=(Load(2, Tokens(low=1, high=300)), Load(5, Tokens((64, 16))))))
+    for rank in plan["ranks"]:
+        for load in plan["loads"]:
+            for first, end in load["lots"]:
+                mine = [
+                    -(-room["tokens"] // 16)
+                    for room in load["rooms"][first:end]
+                    if rank["role"] == "prefill" or room["decode_dp"] == rank["dp"]
+                ]
+                assert sum(mine) < rank["pool_pages"]
+
+
+def test_numbers_replace_the_presets_and_drop_its_name():
+    shape = make_plan(request(model="qwen3-8b", layers=2))["shape"]
+    assert (shape["model"], shape["layers"], shape["kv_heads"]) == ("", 2, 8)
+
+
+def test_room_numbers_leave_space_for_every_prefill_group():
+    plan = make_plan(request(prefill=(Sizes(tp=2, dp=3),), rooms=10))
+    assert plan["room_stride"] % 3 == 0
+    assert plan["room_stride"] >= max(end - first for first, end in plan["loads"][0]["lots"])
+
+
+def test_more_rooms_in_flight_than_memory_holds_are_limited_and_said():
+    plan = make_plan(request(loads=(Load(256, Tokens(values=(1024,))),)))
+    (load,) = plan["loads"]
+    pools = sum(rank["pool_bytes"] for rank in plan["ranks"])
+    assert load["in_flight"] < 256
+    assert plan["notes"] == [f"concurrency 256: rooms in flight limited to {load['in_flight']} by memory"]
+    assert pools + 4 * plan["ring_bytes"] < 8.5 * GIB
+
+
+def test_fewer_rooms_than_concurrency_are_said_too():
+    assert make_plan(request(rooms=2))["notes"] == ["concurrency 4: only 2 rooms to run"]
+
+
+def test_a_path_that_stages_nothing_needs_next_to_no_ring():
+    plan = make_plan(request(paths=("slice",)))
+    assert plan["ring_bytes"] == MIB
+
+
+def test_the_ring_holds_at_least_one_part_however_little_memory_there_is():
+    plan = make_plan(request(memory_bytes=300 * MIB, loads=(Load(1, Tokens(values=(1024,))),)))
+    assert plan["ring_bytes"] >= 32 * MIB
+
+
+def test_a_cached_prefix_is_not_moved():
+    plan = make_plan(request(prefix_hit=0.5))
+    assert {(room["prefix_tokens"], room["bytes"]) for room in plan["loads"][0]["rooms"]} == {(512, 64 * MIB)}
+    assert plan["shares"][0]["bytes"] == 16 * MIB
+
+
+SMALL = {"layers": 4, "kv_heads": 4, "head_dim": 8}
+
+
+def test_instances_of_different_layouts_take_turns_and_each_holds_only_its_own_rooms():
+    plan = make_plan(request(**SMALL, prefill=(Sizes(tp=4), Sizes(tp=2, pp=2), Sizes(cp=2)), decode=Sizes(dp=2)))
+    (load,) = plan["loads"]
+    assert {room["instance"] for room in load["rooms"]} == {0, 1, 2}
+    ranks = [(rank["instance"], rank["unique"]) for rank in plan["ranks"] if rank["role"] == "prefill"]
+    assert ranks == [*((0, at) for at in range(4)), *((1, at) for at in range(4)), (2, 0), (2, 1)]
+    assert {rank["instance"] for rank in plan["ranks"] if rank["role"] == "decode"} == {-1}
+    for rank in plan["ranks"]:
+        for first, end in load["lots"]:
+            mine = [
+                room
+                for room in load["rooms"][first:end]
+                if (rank["instance"] < 0 and room["decode_dp"] == rank["dp"]) or room["instance"] == rank["instance"]
+            ]
+            assert sum(-(-room["tokens"] // 16) for room in mine) < rank["pool_pages"]
+    assert {share["instance"] for share in plan["shares"]} == {0, 1, 2}
+    assert plan["config"]["cp_mode"] == "rank0"
+
+
+def test_a_refused_instance_is_named():
+    with pytest.raises(LayoutError, match=r"prefill instance 1: prefill tp=3: 8 KV heads .* 8 % 3 = 2"):
+        make_plan(request(prefill=(Sizes(tp=4), Sizes(tp=3))))
+
+
+def test_stages_hold_their_layers_and_may_be_uneven():
+    plan = make_plan(request(**SMALL, prefill=(Sizes(pp=2, layers=(3, 1)),), decode=Sizes(pp=2)))
+    layers = {(rank["role"], rank["pp"]): rank["layers"] for rank in plan["ranks"]}
+    assert layers == {
+        ("prefill", 0): [0, 3],
+        ("prefill", 1): [3, 4],
+        ("decode", 0): [0, 2],
+        ("decode", 1): [2, 4],
+    }
+    assert [(share["writer"], share["reader"], share["layers"]) for share in plan["shares"]] == [
+        (0, 0, [0, 2]),
+        (0, 1, [2, 3]),
+        (1, 1, [3, 4]),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["rank0", "all", "all-chunk", "room-hash"])
+def test_context_parallel_modes_move_the_same_bytes(mode: str):
+    plan = make_plan(request(**SMALL, prefill=(Sizes(cp=2),), decode=Sizes(), cp_mode=mode, chunk_tokens=256))
+    assert sum(share["bytes"] for share in plan["shares"]) == plan["loads"][0]["rooms"][0]["bytes"]
+    writers = {share["writer"] for share in plan["shares"]}
+    assert len(writers) == (2 if mode.startswith("all") else 1)
+    # The ranks that share a room split it in two halves, or each of its four chunks.
+    parts = {"all": 2, "all-chunk": 4}.get(mode, 4)
+    assert {share["parts"] for share in plan["shares"]} == {parts}
+
+
+def test_a_latent_has_one_writer_for_each_reader_and_no_v():
+    plan = make_plan(request(model="deepseek-r1", decode=Sizes(dp=2)))
+    assert (plan["shape"]["model"], plan["shape"]["kind"], plan["shape"]["v_head_dim"]) == ("deepseek-r1", "mla", 0)
+    assert plan["paths"] == ["bulk", "staged", "auto"]
+    assert len(plan["shares"]) == 2
+    assert {room["bytes"] for room in plan["loads"][0]["rooms"]} == {1024 * 61 * 576 * 2}
+
+
+def test_a_latent_without_a_model_is_deepseeks():
+    shape = make_plan(request(kind="mla", layers=2))["shape"]
+    assert (shape["kind"], shape["layers"], shape["kv_heads"], shape["head_dim"]) == ("mla", 2, 1, 576)
+
+
+def test_scales_are_a_row_per_page_and_head():
+    plain, scaled = (make_plan(request(**SMALL, dtype=dtype)) for dtype in ("fp8", "fp8-scaled"))
+    assert (scaled["shape"]["k_scale_bytes"], scaled["shape"]["v_scale_bytes"]) == (4, 4)
+    more = scaled["loads"][0]["rooms"][0]["bytes"] - plain["loads"][0]["rooms"][0]["bytes"]
+    assert more == 64 * 4 * 4 * (4 + 4)
+
+
+def test_draft_layers_lie_on_the_last_stage_and_move_with_the_rest():
+    plan = make_plan(request(**SMALL, draft_layers=2, draft_dim=4, prefill=(Sizes(pp=2),), decode=Sizes()))
+    drafts = [share for share in plan["shares"] if share["segment"] == "draft"]
+    assert [(share["writer"], share["layers"]) for share in drafts] == [(1, [4, 6])]
+    assert sum(share["bytes"] for share in plan["shares"]) == plan["loads"][0]["rooms"][0]["bytes"]
+
+
+def test_state_has_items_of_its_own_and_moves_whole():
+    states = (
+        State("conv", rows=3, heads=4, head_bytes=8),
+        State("index", rows=1, heads=1, head_bytes=12, kind="pages"),
+    )
+    plan = make_plan(request(**SMALL, states=states, prefix_hit=0.5, prefill=(Sizes(tp=2),), decode=Sizes(), rooms=5))
+    for rank in plan["ranks"]:
+        assert rank["state_slots"] == {"conv": 5 + 1, "index": 5 * 64 + 1}
+    by_name = {name: [each for each in plan["shares"] if each["segment"] == name] for name in ("conv", "index")}
+    assert [(share["heads"], share["bytes"]) for share in by_name["conv"]] == [([0, 2], 192), ([2, 4], 192)]
+    assert [share["bytes"] for share in by_name["index"]] == [4 * 64 * 16 * 12]  # the cached half too, one writer
+    assert sum(share["bytes"] for share in plan["shares"]) == plan["loads"][0]["rooms"][0]["bytes"]
+
+
+def test_a_window_s_items_are_the_pages_of_its_last_tokens():
+    plan = make_plan(request(model="gpt-oss-120b", prefill=(Sizes(),), decode=Sizes(), rooms=1))
+    assert [rank["state_slots"]["window"] for rank in plan["ranks"]] == [128 // 16 + 1] * 2
+    assert plan["shares"][1]["bytes"] == 18 * 128 * 8 * 2 * 128
+
+
+def test_a_model_made_shorter_keeps_the_state_beside_its_layers():
+    shape = make_plan(request(model="qwen3-next-80b-a3b", layers=2, prefill=(Sizes(tp=2),)))["shape"]
+    assert shape["model"] == ""
+    assert [state["layers"] for state in shape["states"]] == [[0, 0, 0, 1, 1, 1]] * 2
+
+
+def test_requests_keep_their_order_arrivals_and_places():
+    asked = tuple(
+        Request(arrival_ms=100.0 + index, tokens=64 + index, prefix_tokens=16, output_tokens=3, decode_dp=index % 2)
+        for index in range(6)
+    )
+    (load,) = make_plan(request(**SMALL, requests=asked, decode=Sizes(dp=2), loads=(Load(3, Tokens()),)))["loads"]
+    assert [room["arrival_ms"] for room in load["rooms"]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [room["tokens"] for room in load["rooms"]] == list(range(64, 70))
+    assert [room["decode_dp"] for room in load["rooms"]] == [0, 1, 0, 1, 0, 1]
+    assert {(room["prefix_tokens"], room["output_tokens"]) for room in load["rooms"]} == {(16, 3)}
+    assert load["lots"] == [[0, 6]]
+
+
+def test_rooms_at_a_rate_arrive_and_each_lot_starts_anew():
+    plan = make_plan(request(rate=50.0, rooms=40))
+    (load,) = plan["loads"]
+    assert len(load["lots"]) > 1
+    for first, end in load["lots"]:
+        arrivals = [room["arrival_ms"] or 0.0 for room in load["rooms"][first:end]]
+        assert arrivals[0] == 0
+        assert arrivals == sorted(arrivals)
+    assert plan["config"]["bootstrap_timeout_s"] == 3600
+    assert {room["arrival_ms"] for room in make_plan(request())["loads"][0]["rooms"]} == {None}
+
+
+def test_many_requests_are_cut_into_lots_that_fit_and_said():
+    asked = tuple(Request(arrival_ms=10.0 * index, tokens=4096 if index == 7 else 64) for index in range(40))
+    plan = make_plan(request(requests=asked, memory_bytes=2 * GIB))
+    (load,) = plan["loads"]
+    assert len(load["lots"]) > 1
+    assert all(load["rooms"][first]["arrival_ms"] == 0 for first, _ in load["lots"])
+    assert sum(rank["pool_bytes"] for rank in plan["ranks"]) < 2 * GIB
+    assert f"40 requests run in {len(load['lots'])} lots" in plan["notes"][0]
+
+
+def test_turns_of_a_session_go_to_one_decode_group_and_no_session_waits_for_another():
+    asked = tuple(Request(arrival_ms=None, tokens=64, session=index % 5) for index in range(20))
+    (load,) = make_plan(request(**SMALL, requests=asked, decode=Sizes(dp=2), loads=(Load(2, Tokens()),)))["loads"]
+    homes = {(room["session"], room["decode_dp"]) for room in load["rooms"]}
+    assert len(homes) == 5
+    sessions = [sum(group == dp for _, group in homes) for dp in (0, 1)]
+    assert all(window >= count for window, count in zip(load["windows"], sessions, strict=True))
+
+
+def test_ways_of_grouping_layers_are_compared_and_a_threshold_that_none_reaches_is_said():
+    plan = make_plan(request(**SMALL, pipelines=("off", "on", "2", "off")))
+    assert plan["pipelines"] == ["off", "on", "2"]
+    assert "shorter than pipeline_min_tokens = 3072" in plan["notes"][0]
+    assert make_plan(request(**SMALL, pipelines=("off", "2")))["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"prefill": (Sizes(tp=3),)}, LayoutError, r"prefill tp=3: 8 KV heads .* 8 % 3 = 2"),
+        ({"decode": Sizes(cp=2)}, LayoutError, "decode cp=2"),
+        ({"decode": Sizes(tp=0)}, LayoutError, "tp is 0"),
+        ({"page_size": 0}, LayoutError, "page_size is 0"),
+        ({"model": "lama-3.1-8b"}, ConfigError, "did you mean llama-3.1-8b"),
+        ({"dtype": "bf61"}, ConfigError, "--dtype 'bf61' is unknown; did you mean bf16"),
+        ({"layers": 0}, LayoutError, "--layers is 0"),
+        (
+            {"ring_mb": 16},
+            LayoutError,
+            r"--ring-mb 16 .* need 33554432 bytes, the ring has 16777216; give --ring-mb 32",
+        ),
+        ({"paths": ("bulk",)}, LayoutError, "--path bulk .* a prefill rank holds 2 and a decode rank 8"),
+        ({"paths": ("stagged",)}, ConfigError, "did you mean staged"),
+        ({"transport": "nxl"}, ConfigError, "--transport 'nxl' is unknown; did you mean nixl"),
+        ({"page_order": "sorted"}, ConfigError, "--page-order 'sorted'"),
+        ({"cp_mode": "al"}, ConfigError, "--cp-mode 'al' is unknown; did you mean all"),
+        ({"pipelines": ("of",)}, ConfigError, "--pipeline 'of' is unknown; did you mean off"),
+        ({"pipelines": ("0",)}, ConfigError, "--pipeline '0' is unknown"),
+        ({"kind": "mlha"}, ConfigError, "--kind 'mlha' is unknown; did you mean"),
+        ({"prefill": (Sizes(pp=2, layers=(10, 10)),)}, LayoutError, r"stages of 10\+10 = 20 layers .* the model's 32"),
+        ({"prefill": (Sizes(pp=40),)}, LayoutError, "prefill pp=40: 32 layers cannot be cut"),
+        ({"prefill": ()}, LayoutError, "no prefill instance"),
+        ({"model": "deepseek-r1", "kv_heads": 2}, LayoutError, "num_kv_heads must be 1"),
+        ({"states": (State("kv", 1, 1, 1),)}, LayoutError, "state 'kv'"),
+        ({"states": (State("conv", 1, 3, 1),)}, LayoutError, r"prefill tp=4 \(conv\): 3 KV heads .* 3 % 4"),
+        ({"states": (State("conv", 1, 1, 1, layers=(40,)),)}, LayoutError, "layer 40 is beyond the 32 layers"),
+        ({"states": (State("w", 1, 1, 1, kind="window"),)}, LayoutError, "window of state w is 0"),
+        ({"layer_ms": -1.0}, ConfigError, "--layer-ms -1.0"),
+        ({"requests": (Request(0, 64, prefix_tokens=8),)}, LayoutError, "request 0: .* not page-aligned: 8 % 16 = 8"),
+        ({"requests": (Request(0, 16), Request(0, 16, 32))}, LayoutError, "request 1: a cached prefix of 32 tokens"),
+        ({"requests": (Request(0, 16, decode_dp=4),)}, LayoutError, "request 0: decode dp group 4 of 4"),
+        ({"prefix_hit": 1.0}, ConfigError, "--prefix-hit 1.0"),
+        ({"rooms": 0}, LayoutError, "--rooms is 0"),
+        ({"chunk_tokens": 0}, LayoutError, "--chunk-tokens is 0"),
+        ({"loads": (Load(0, Tokens(values=(1,))),)}, LayoutError, "--concurrency is 0"),
+        ({"loads": (Load(1, Tokens(low=9, high=2)),)}, ConfigError, "ends before it begins"),
+        (
+            {"loads": (Load(1, Tokens(values=(1 << 20,))),)},
+            LayoutError,
+            "one room of 1048576 tokens needs 274877906944",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_arithmetic(changes: dict[str, Any], error: type[Exception], text: str):
+    with pytest.raises(error, match=text):
+        make_plan(request(**changes))
+
+
+def test_the_planner_process_needs_neither_torch_nor_an_engine():
+    code = (
+        "import sys; from kvctl.lab.ranks.__main__ import answer; reply = answer(sys.stdin.buffer.read());"
+        "print('plan' in reply, [name for name in ('torch', 'nixl', 'zmq') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=orjson.dumps(request()), capture_output=True, check=True, timeout=250
+    )
+    assert done.stdout.decode().strip() == "True []"
+
+
+def test_a_refusal_is_an_answer():
+    reply = answer(msgspec.json.encode(request(prefill=(Sizes(tp=3),))))
+    assert reply["error"]["code"] == "usage"
+    assert "8 % 3 = 2" in reply["error"]["message"]
+
+
+def test_without_the_agents_packages_the_extra_is_named():
+    code = (
+        "import sys; sys.modules['msgspec'] = sys.modules['numpy'] = None;"
+        "from kvctl.lab.ranks.__main__ import main; sys.exit(main(['plan']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=orjson.dumps(request()), capture_output=True, check=True, timeout=250
+    )
+    error = orjson.loads(done.stdout)["error"]
+    assert error["code"] == "unavailable"
+    assert "pip install 'kvctl[agent]'" in error["message"]
+
+
+def test_a_missing_engine_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvctl.lab.ranks.__main__.find_spec", lambda name: None)
+    reply = answer(msgspec.json.encode(request()))
+    assert reply["error"]["code"] == "unavailable"
+    assert "pip install 'kvctl[nixl]'" in reply["error"]["message"]
+    assert "--transport loopback" in reply["error"]["message"]
+    assert "plan" in answer(msgspec.json.encode(request(transport="loopback")))

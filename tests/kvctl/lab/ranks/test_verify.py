@@ -1,0 +1,313 @@
+"""Verification of a decode rank's pool: right content passes; lost, misplaced, damaged and stray bytes do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from host_device import HostDevice
+
+from kvctl.lab.ranks import content as of_content
+from kvctl.lab.ranks.bench_messages import PlannedShape, PlannedState, Room, Sizes, Start
+from kvctl.lab.ranks.content import Content, allocate_pool
+from kvctl.lab.ranks.pattern import POISON, Bytes
+from kvctl.lab.ranks.plane_view import PlaneView
+from kvctl.lab.ranks.verify import verify
+
+PAGE = 4
+
+WHERE = {"device": -1}
+
+
+@pytest.fixture(autouse=True, params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs with a pool in host memory and with one on a device."""
+    if request.param == "device":
+        monkeypatch.setattr(of_content, "open_device", lambda index: HostDevice())
+        monkeypatch.setitem(WHERE, "device", 0)
+
+
+SHAPE: PlannedShape = {
+    "model": "",
+    "kind": "mha",
+    "layers": 3,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "v_head_dim": 8,
+    "dtype": "bf16",
+    "dtype_bytes": 2,
+    "k_scale_bytes": 0,
+    "v_scale_bytes": 0,
+    "draft": None,
+    "states": [],
+}
+CONV: PlannedState = {
+    "name": "conv",
+    "layers": [0, 0, 1],
+    "rows": 3,
+    "heads": 4,
+    "head_bytes": 12,
+    "kind": "rows",
+    "window": 0,
+}
+WINDOW: PlannedState = {**CONV, "name": "swa", "layers": [1, 2], "rows": 2, "kind": "window", "window": 5}
+EVERYTHING: PlannedShape = {
+    **SHAPE,
+    "v_head_dim": 4,
+    "k_scale_bytes": 4,
+    "v_scale_bytes": 4,
+    "draft": {"layers": 1, "kv_heads": 2, "head_dim": 4, "v_head_dim": 4},
+    "states": [CONV, WINDOW],
+}
+LATENT: PlannedShape = {**SHAPE, "kind": "mla", "kv_heads": 1, "head_dim": 12, "v_head_dim": 0}
+
+
+def start(shape: PlannedShape = SHAPE, **changes: Any) -> Start:
+    wanted: dict[str, Any] = {
+        "name": "decode-0",
+        "fleet_dir": "",
+        "role": "decode",
+        "instance": -1,
+        "unique": 0,
+        "prefill": (Sizes(tp=2),),
+        "bootstraps": ("",),
+        "decode": Sizes(),
+        "shape": shape,
+        "page_size": PAGE,
+        "page_order": "random",
+        "pool_pages": 12,
+        "state_slots": {state["name"]: 7 for state in shape["states"]},
+        "aux_slots": 3,
+        "seed": 5,
+        **WHERE,
+        **changes,
+    }
+    return Start(**wanted)
+
+
+def deck(content: Content, name: str) -> PlaneView:
+    return next(deck for deck in content.decks if deck.name == name)
+
+
+def layer(content: Content, number: int, name: str) -> Bytes:
+    """All bytes of one plane of one layer."""
+    return next(block for sheet, block in deck(content, name).sheets() if sheet.layer == number)
+
+
+def pages_of(content: Content, number: int, name: str) -> Any:
+    return layer(content, number, name).reshape(-1, deck(content, name).rows.page_bytes)
+
+
+def rooms(prefix_tokens: int = 0) -> list[Room]:
+    return [
+        Room(index=index, number=1000 + index, tokens=tokens, prefix_tokens=prefix_tokens, decode_dp=0, slot=index)
+        for index, tokens in enumerate((13, 8))
+    ]
+
+
+@pytest.fixture
+def content() -> Iterator[Content]:
+    yield from make()
+
+
+def make(lot: list[Room] | None = None, **changes: Any) -> Iterator[Content]:
+    pool = allocate_pool(start(**changes))
+    content = Content(pool, start(**changes))
+    content.take(lot or rooms())
+    content.poison()
+    yield content
+    pool.close()
+
+
+def receive(content: Content, skip: int = 0) -> None:
+    """What a correct transfer leaves: everything, or all but the first `skip` pages of each room; state is whole."""
+    content.fill(0)
+    for each in (each for each in content.decks if not each.held.segment.state):
+        for _, block in each.sheets():
+            for number in content.rooms:
+                block.reshape(-1, each.rows.page_bytes)[content.pages(number)[:skip]] = POISON
+
+
+@pytest.mark.parametrize("mode", ["full", "sample"])
+def test_what_was_sent_in_full_verifies(content: Content, mode: str):
+    receive(content)
+    report = verify(content, mode)
+    assert report["mismatches"] == []
+    assert report["rooms"] == 2
+    assert (report["bytes"] == 6 * PAGE * 2 * 16 * 6) == (mode == "full")
+    assert report["bytes"] > 0
+
+
+def test_the_pages_of_a_rank_do_not_depend_on_the_run(content: Content):
+    before = [content.pages(number).tolist() for number in content.rooms]
+    content.take([Room(**{**as_dict(room), "number": room.number + 500}) for room in rooms()])
+    assert [content.pages(number).tolist() for number in content.rooms] == before
+
+
+def test_what_never_came_is_called_so(content: Content):
+    (first, second) = (report for report in verify(content, "full")["mismatches"][:2])
+    assert (first["room"], first["layer"], first["kv"], first["token"], first["head"]) == (1000, 0, "k", 0, 0)
+    assert first["hint"] == second["hint"] == "never written"
+
+
+def test_a_swapped_page_is_traced_to_where_it_belongs(content: Content):
+    receive(content)
+    block = pages_of(content, 2, "v")
+    here, there = content.pages(1000)[1], content.pages(1001)[0]
+    block[[here, there]] = block[[there, here]]
+    report = verify(content, "full")
+    assert report["bad_rooms"] == [0, 1]
+    assert report["mismatches"][0] == {
+        "room": 1000,
+        "layer": 2,
+        "kv": "v",
+        "token": PAGE,
+        "head": 0,
+        "dim": 0,
+        "expected": report["mismatches"][0]["expected"],
+        "found": report["mismatches"][0]["found"],
+        "hint": "the row of room 1001 layer 2 v token 0 head 0",
+    }
+
+
+def test_swapped_heads_are_found(content: Content):
+    receive(content)
+    row = layer(content, 0, "k").reshape(-1, 2, 16)[content.pages(1001)[0] * PAGE]
+    row[[0, 1]] = row[[1, 0]]
+    (wrong,) = verify(content, "full")["mismatches"]
+    assert (wrong["room"], wrong["token"], wrong["head"]) == (1001, 0, 0)
+    assert wrong["hint"] == "the row of room 1001 layer 0 k token 0 head 1"
+
+
+def test_a_damaged_byte_is_no_ones_row(content: Content):
+    receive(content)
+    layer(content, 1, "k").reshape(-1, 16)[(content.pages(1000)[3] * PAGE + 2) * 2 + 1, 5] ^= 1
+    (wrong,) = verify(content, "full")["mismatches"]
+    assert (wrong["layer"], wrong["token"], wrong["head"], wrong["dim"]) == (1, 14, 1, 2)
+    assert len(bytes.fromhex(wrong["found"])) == 2
+
+
+def test_a_byte_in_a_page_of_nobody_is_a_stray(content: Content):
+    receive(content)
+    layer(content, 1, "v")[7] = 0  # page 0
+    (wrong,) = verify(content, "full")["mismatches"]
+    assert (wrong["kv"], wrong["layer"]) == ("stray", 1)
+    assert "v page 0 was owed nothing but was written to" in wrong["hint"]
+
+
+def test_the_cached_prefix_must_not_be_written():
+    for content in make(rooms(prefix_tokens=PAGE)):
+        receive(content, skip=1)
+        assert verify(content, "full")["mismatches"] == []
+        pages_of(content, 0, "k")[content.pages(1001)[0], 3] = 1
+        (wrong,) = verify(content, "full")["mismatches"]
+        assert wrong["kv"] == "stray"
+
+
+def test_aux_rows_are_checked_and_so_are_the_unused_ones(content: Content):
+    receive(content)
+    content.aux()[1, 9] ^= 255
+    content.aux()[2, 4] = 0
+    aux, stray = verify(content, "full")["mismatches"]
+    assert (aux["room"], aux["kv"], aux["dim"]) == (1001, "aux", 9)
+    assert stray["hint"] == "aux row 2 was owed nothing but was written to"
+
+
+def test_pages_of_a_failed_room_may_hold_anything(content: Content):
+    receive(content)
+    pages_of(content, 0, "k")[content.pages(1000)[0]] = 1
+    assert verify(content, "full", failed={1000}) == {**verify(content, "full", {1000}), "rooms": 1, "mismatches": []}
+
+
+def test_a_rank_of_later_layers_and_heads_checks_those():
+    later = {"decode": Sizes(pp=2, tp=2, layers=(1, 2)), "unique": 3}
+    for content in make(**later):
+        content.fill(0)
+        assert verify(content, "full")["mismatches"] == []
+        assert [sheet.layer for sheet, _ in content.decks[0].sheets()] == [1, 2]
+        assert content.decks[0].rows.head_lo == 1
+    for content in make(**later):
+        # The same amount of memory, taken for the other stage's layers and the other rank's head.
+        other = Content(content._pool, start(**later))
+        earlier = [held._replace(layer_lo=0, layer_hi=2, head_lo=0, head_hi=1) for held in (content.decks[0].held,)]
+        for each in other.decks:
+            object.__setattr__(each, "held", earlier[0])
+        assert verify(content, "full")["bad_rooms"] == [0, 1]
+
+
+def test_everything_a_model_may_have_is_filled_and_verified():
+    for content in make(shape=EVERYTHING):
+        assert [deck.name for deck in content.decks] == [
+            *("k", "v", "k_scale", "v_scale", "draft k", "draft v", "draft k_scale", "draft v_scale"),
+            *("conv", "swa"),
+        ]
+        receive(content)
+        assert verify(content, "full")["mismatches"] == []
+        for each in content.decks:
+            number = next(iter(each.sheets()))[0].layer
+            item = content.items[1001][each.held.segment.index][0]
+            pages_of(content, number, each.name)[item, -1] ^= 1
+            (wrong,) = verify(content, "full")["mismatches"]
+            assert (wrong["room"], wrong["layer"], wrong["kv"]) == (1001, number, each.name)
+            pages_of(content, number, each.name)[item, -1] ^= 1
+
+
+def test_a_latent_is_one_row_a_token_and_the_same_on_every_rank():
+    found = []
+    for unique in (0, 1):
+        for content in make(shape=LATENT, decode=Sizes(tp=2), unique=unique):
+            receive(content)
+            assert verify(content, "full")["mismatches"] == []
+            found.append(pages_of(content, 1, "latent")[content.pages(1000)].tobytes())
+    assert found[0] == found[1]
+
+
+def test_heads_of_state_are_shared_by_the_ranks_as_those_of_kv_are():
+    whole, parts = [], []
+    for content in make(shape=EVERYTHING):
+        content.fill(0)
+        whole = pages_of(content, 2, "conv")[content.states(1000)[0]].reshape(3, 4, 12)
+    for unique in (0, 1):
+        for content in make(shape=EVERYTHING, decode=Sizes(tp=2), unique=unique):
+            content.fill(0)
+            parts.append(pages_of(content, 2, "conv")[content.states(1000)[0]].reshape(3, 2, 12))
+    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def test_a_room_has_as_many_items_as_the_kind_of_state_says():
+    for content in make(shape=EVERYTHING):
+        conv, window = content.states(1000)
+        assert (len(conv), len(window)) == (1, 2)  # 13 tokens in 4 pages; the last 5 tokens lie in two of them
+
+
+def test_state_moves_whole_where_a_prefix_is_cached_and_spare_items_stay_quiet():
+    for content in make(rooms(prefix_tokens=PAGE), shape=EVERYTHING):
+        receive(content, skip=1)
+        assert verify(content, "full")["mismatches"] == []
+        pages_of(content, 0, "swa")[0, 3] = 1
+        (wrong,) = verify(content, "full")["mismatches"]
+        assert (wrong["kv"], wrong["hint"]) == ("stray", "swa item 0 was owed nothing but was written to")
+
+
+def test_k_taken_for_v_is_traced():
+    for content in make():
+        receive(content)
+        pages_of(content, 1, "v")[:] = pages_of(content, 1, "k")
+        first = verify(content, "full")["mismatches"][0]
+        assert first["hint"] == "the row of room 1000 layer 1 k token 0 head 0"
+
+
+def test_a_lot_is_filled_once(content: Content):
+    content.fill(7)
+    block = layer(content, 0, "k")
+    block[:] = 0
+    content.fill(7)
+    assert not block.any()
+    content.fill(8)
+    assert block.any()
+
+
+def as_dict(room: Room) -> dict[str, Any]:
+    return {name: getattr(room, name) for name in Room.__slots__}

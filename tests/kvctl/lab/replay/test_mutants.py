@@ -1,0 +1,178 @@
+"""A machine that forgets a rule: the recording of what it did names the rule, in few inputs, as a test that fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recorded
+from simulation import SECOND, Broken, mixed
+
+from kvctl.lab.replay import play
+from kvctl.lab.replay.messages import AgentVerdict
+from kvctl.lab.replay.verdicts import judge
+from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.peer import Peer
+from kvctl_agent.protocol.recording import InputLog
+from kvctl_agent.protocol.recv_room import RecvRoom
+from kvctl_agent.protocol.ring import Position, Region, Ring
+from kvctl_agent.protocol.ring_gate import RingGate
+from kvctl_agent.protocol.send_room import PeerTransfer
+
+ROOMS = 6
+MOST = 20  # inputs that are enough for any of these
+
+
+def history(seed: int) -> list[InputLog]:
+    """Rooms through a ring of two parts, with loss, copies, aborts and a pause; up to the first complaint."""
+    dice = random.Random(seed)
+    found = recorded.RecordedWorld(ParallelConfig(tp=2), ParallelConfig(), ring=2, chunk_pages=1, choose=mixed)
+    try:
+        found.connect()
+        for room in range(ROOMS):
+            found.receive(room, 1 + room % 2)
+        found.connect()
+        for room in range(ROOMS - 2):
+            found.send(room, 1 + room % 2)
+        for _ in range(4):
+            found.stir(dice, 40, loss=0.05, copies=0.05)
+            found.feed(dice.choice(list(found.machines)), ev.AbortRoom(dice.randrange(ROOMS), "enough"))
+        found.paused.add("decode-0")
+        for _ in range(2):
+            found.tick(SECOND)
+        for room in range(ROOMS - 2, ROOMS):
+            found.send(room, 1 + room % 2)
+        found.stir(dice, 40)
+        found.paused.clear()
+        found.settle(ticks=60)
+    except (Broken, AssertionError, KeyError):
+        pass  # the oracle has seen it, too
+    return [log for lives in found.logs.values() for log in lives]
+
+
+def _unfree(ring: Ring, serial: int) -> bool:
+    """Also forgets the next oldest one, whoever writes it."""
+    moved = _free(ring, serial)
+    if len(ring._live) > 1:
+        ring._live.pop(next(iter(ring._live)))
+        ring.sequence += 1
+    return moved
+
+
+_free = Ring.free
+
+
+def _reusing(ring: Ring, nbytes: int) -> Region:
+    region = _allocate(ring, nbytes)
+    ring._serial -= region.serial % 3 == 0
+    return region
+
+
+_allocate = Ring.allocate
+
+MUTANTS: dict[str, tuple[type, str, Any, set[str]]] = {
+    "final parts do not count": (
+        RecvRoom,
+        "complete",
+        property(lambda room: room.missing == 0),
+        {"success-with-a-gap"},
+    ),
+    "drained without waiting": (
+        PeerTransfer,
+        "drained",
+        property(lambda leg: True),
+        {"drained-in-flight", "released-early"},
+    ),
+    "gates stand open": (RingGate, "open", lambda gate, round_, end: True, {"transfer-gated"}),
+    "no lease": (Peer, "may_post", lambda peer, now_ns: peer.usable, {"transfer-without-lease"}),
+    "serials come again": (Ring, "allocate", _reusing, {"serial-reused", "two-owners"}),
+    "the watermark passes what is held": (Ring, "free", _unfree, {"two-owners", "scatter", "watermark-back"}),
+    "the watermark goes back": (
+        Ring,
+        "watermark",
+        property(lambda ring: Position(0, 0) if ring.sequence % 4 == 3 else _watermark.fget(ring)),
+        {"watermark-back"},
+    ),
+    "a machine that raises": (
+        PeerTransfer,
+        "pages_at",
+        lambda leg, chunk: leg.dst_pages[chunk.first - leg.prefix_pages :][: {0: 1}[chunk.index]],
+        {"exception"},
+    ),
+}
+_watermark: Any = vars(Ring)["watermark"]
+
+
+def judged(log: InputLog, test: Path | None = None, shrink_s: float = 30.0) -> AgentVerdict:
+    agent = recorded.recording_of(log)
+    request: Any = {"path": "", "agents": [], "shrink": True, "shrink_s": shrink_s, "write_test": str(test or "")}
+    (verdict,) = judge([agent], request, lambda text: None)
+    return verdict
+
+
+def broken(seeds: range) -> InputLog | None:
+    """The first log in which a replay finds a breach."""
+    for seed in seeds:
+        for log in history(seed):
+            stretch = recorded.recording_of(log).stretches()[0]
+            if play(stretch.start, stretch.inputs()).breach is not None:
+                return log
+    return None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_replay_names_the_rule_and_few_inputs_that_break_it(
+    mutant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kind, name, instead, invariants = MUTANTS[mutant]
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, instead)
+        log = broken(range(12))
+        assert log is not None, "no history breaks it"
+        test = tmp_path / "test_written.py"
+        verdict = judged(log, test)
+    breach, shrunk = verdict["breach"], verdict["shrunk"]
+    assert breach is not None
+    assert shrunk is not None
+    assert breach["invariant"] in invariants, breach
+    assert not verdict["notes"]
+    assert shrunk["fresh"]
+    assert shrunk["inputs"] <= MOST, shrunk
+    assert shrunk["inputs"] < breach["number"]
+    assert any(line.startswith("#") for line in breach["story"])
+    written = compile(test.read_text(), str(test), "exec")
+    found: dict[str, Any] = {"__file__": str(test)}
+    exec(written, found)
+    (run,) = [value for key, value in found.items() if key.startswith("test_")]
+    run()  # without the bug it passes
+    monkeypatch.setattr(kind, name, instead)
+    with pytest.raises(AssertionError, match=breach["invariant"]):
+        run()
+
+
+def test_without_a_bug_all_of_it_is_clean() -> None:
+    assert broken(range(6)) is None
+
+
+def test_a_written_test_runs_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a person would run it: pytest, in a process of its own, with the machines as they are."""
+    kind, name, instead, _ = MUTANTS["gates stand open"]
+    test = tmp_path / "test_written.py"
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, instead)
+        log = broken(range(12))
+        assert log is not None
+        judged(log, test)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=250, check=False, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout

@@ -1,0 +1,101 @@
+"""Formats for programs: raw numbers, nothing for the unknown, nothing that breaks a line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl.client.faults import Fault
+from kvctl.render.data import comma_separated, json_document, tsv, yaml_document
+from kvctl.render.events import EVENTS
+from kvctl.render.metrics import exposition, sample_rows
+from kvctl.render.rooms import ROOMS
+from kvctl.render.sanitize import printable_lines
+
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+def test_tsv_has_units_in_its_header_and_raw_numbers(canned: Any) -> None:
+    header, line = tsv(ROOMS.columns, [canned.room_row("decode-0")]).splitlines()
+    row = dict(zip(header.split("\t"), line.split("\t"), strict=True))
+    assert (row["age_ns"], row["bytes"], row["room"]) == ("6000000000", "16777216", canned.ROOM)
+    assert (row["latency_ns"], row["progress"], row["landed"]) == ("", "32/64", "48")
+    assert row["paths"] == "staged=2"
+
+
+@given(ANY_TEXT)
+def test_a_row_is_one_line_whatever_it_says(text: str) -> None:
+    row = {"at_ns": 1, "agent": "a", "kind": "k", "severity": "info", "sequence": 1, "text": text}
+    printed = tsv(EVENTS.columns, [row], header=False)
+    assert printed.count("\n") == 1
+    assert printed.count("\t") == len(EVENTS.columns) - 1
+    assert "\x1b" not in printed
+
+
+@given(ANY_TEXT)
+def test_csv_reads_back(text: str) -> None:
+    row = {"at_ns": 1, "agent": "a", "text": text}
+    header, line = csv.reader(io.StringIO(comma_separated(EVENTS.columns, [row])))
+    assert dict(zip(header, line, strict=True))["text"] == printable_lines(text)
+
+
+def test_the_envelope_names_schema_time_data_and_errors() -> None:
+    document = json.loads(json_document(ROOMS, [{"room": "1"}], [Fault("a", "timeout", "m")], 7, indent=True))
+    assert document == {
+        "schema": "kvctl.rooms/1",
+        "generated_at_ns": 7,
+        "data": [{"room": "1"}],
+        "errors": [{"agent": "a", "code": "timeout", "message": "m"}],
+    }
+
+
+ANY_DATA = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | ANY_TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(ANY_DATA)
+def test_json_and_yaml_read_back_and_are_printable(data: Any) -> None:
+    in_json = json_document(ROOMS, [data], [], 7, indent=True)
+    in_yaml = yaml_document(ROOMS, [data], [], 7)
+    assert json.loads(in_json) == yaml.safe_load(in_yaml)
+    assert json.loads(in_json)["data"] == [data]
+    assert all(each.isprintable() or each == "\n" for each in in_json + in_yaml)
+
+
+def test_yaml_quotes_what_some_readers_would_take_for_a_number() -> None:
+    for text in ("12e4", "0o17", "1_000", "1:30", ".5", "+1", "-", "18446744073709551615"):
+        assert f'id: "{text}"\n' in yaml_document(ROOMS, [{"id": text}], [], 7)
+
+
+def test_prometheus_names_cannot_add_lines() -> None:
+    family = {
+        "name": "a 1\nb",
+        "kind": "gauge\nx 1",
+        "unit": "",
+        "help": "h\x1b",
+        "samples": [{"labels": {'k"} 1\n': 'v\x9b\n"'}, "value": 1}],
+    }
+    assert exposition(sample_rows("agent\x1b", [family])).splitlines() == [
+        "# HELP a_1_b h\ufffd",
+        "# TYPE a_1_b gauge x 1",
+        'a_1_b{agent="agent\ufffd",k___1_="v\ufffd\\n\\""} 1',
+    ]
+
+
+def test_prometheus_text_groups_families_and_escapes(canned: Any) -> None:
+    rows = sample_rows('we"ird\\', canned.metrics("decode-0")) + sample_rows("b", canned.metrics("prefill-0"))
+    text = exposition(rows)
+    assert text.count("# TYPE kvctl_room_seconds histogram") == 1
+    assert 'kvctl_room_seconds_bucket{agent="b",le="+Inf"} 10\n' in text
+    assert 'kvctl_room_seconds_sum{agent="b"} 1.5\n' in text
+    assert 'kvctl_ring_size_bytes{agent="we\\"ird\\\\"} 67108864\n' in text
+    assert 'kvctl_ring_size_bytes{agent="b"}' not in text  # unknown there

@@ -1,0 +1,248 @@
+"""Layer groups: the formula by its published words, every guard with its reason, and the override."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvctl_agent.contract.config import KEYS_BY_NAME
+from kvctl_agent.contract.pipeline import PIPELINED, REASONS
+from kvctl_agent.errors import ConfigError, LayoutError
+from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping, GroupingOptions, formula_groups, group_layers
+
+ON = GroupingOptions(mode="on")
+
+
+def sizes(grouping: Grouping) -> list[int]:
+    return [len(group) for group in grouping.groups]
+
+
+class TestFormula:
+    @pytest.mark.parametrize(
+        ("layers", "tokens", "expected"),
+        [
+            (80, 3072, [8] * 10),  # at the threshold: 10 iters
+            (80, 9216, [20] * 4),  # 3 x the threshold: 4 iters
+            (80, 100_000, [20] * 4),
+            (80, 6144, [11] * 7 + [3]),  # halfway 7 iters, and floor division makes an eighth group
+            (80, 7000, [13] * 6 + [2]),  # t = 0.639, iters 6.16
+            (32, 3072, [3] * 10 + [2]),
+            (61, 9216, [15] * 4 + [1]),
+            (19, 3072, [1] * 19),  # far more than iters, where layers are few
+            (5, 3072, [1] * 5),
+        ],
+    )
+    def test_by_hand(self, layers: int, tokens: int, expected: list[int]) -> None:
+        grouping = group_layers(0, layers, ForwardInfo((tokens,)), ON)
+        assert (sizes(grouping), grouping.reason) == (expected, "formula")
+
+    def test_it_is_the_average_that_counts(self) -> None:
+        assert sizes(group_layers(0, 80, ForwardInfo((1, 18431)), ON)) == [20] * 4
+        assert group_layers(0, 80, ForwardInfo((1, 6142)), ON).reason == "few-tokens"  # 3071.5
+
+    def test_groups_carry_global_layer_ids(self) -> None:
+        grouping = group_layers(40, 40, ForwardInfo((9216,)), ON)
+        assert grouping.groups == (range(40, 50), range(50, 60), range(60, 70), range(70, 80))
+
+    @given(
+        layers=st.integers(5, 200),
+        tokens=st.lists(st.integers(1, 50_000), min_size=1, max_size=4),
+        min_tokens=st.integers(0, 10_000),
+        iters=st.tuples(st.integers(1, 40), st.integers(1, 40)).map(sorted),
+        multiplier=st.floats(1, 20),
+    )
+    def test_against_its_words(
+        self, layers: int, tokens: list[int], min_tokens: int, iters: list[int], multiplier: float
+    ) -> None:
+        def clamp(value: float, low: float, high: float) -> float:
+            return max(low, min(value, high))
+
+        min_iters, max_iters = iters
+        avg = sum(tokens) / len(tokens)
+        threshold = 1 if min_tokens == 0 else min_tokens
+        assume(avg >= threshold)
+        sat = threshold * max(1.01, multiplier)
+        t = clamp((avg - threshold) / (sat - threshold), 0, 1)
+        group_size = max(1, layers // int(clamp(max_iters - t * (max_iters - min_iters), min_iters, max_iters)))
+
+        options = GroupingOptions("on", min_tokens, max_iters, min_iters, None, multiplier)
+        grouping = group_layers(0, layers, ForwardInfo(tuple(tokens)), options)
+        if group_size >= layers:
+            assert grouping == Grouping((), "one-group")
+        else:
+            assert sizes(grouping)[:-1] == [group_size] * (ceil(layers / group_size) - 1)
+            assert grouping.reason == "formula"
+
+    @given(layers=st.integers(5, 200), first=st.integers(0, 500), tokens=st.integers(3072, 50_000))
+    def test_groups_tile_the_layers(self, layers: int, first: int, tokens: int) -> None:
+        groups = group_layers(first, layers, ForwardInfo((tokens,)), ON).groups
+        assert (groups[0].start, groups[-1].stop) == (first, first + layers)
+        assert all(group.stop == following.start for group, following in pairwise(groups))
+        assert 0 < len(groups[-1]) <= len(groups[0])
+        assert len(groups) == formula_groups(tokens, layers, ON)
+
+    @given(st.integers(5, 200), st.integers(3072, 50_000), st.integers(3072, 50_000))
+    def test_longer_prompts_never_have_more_groups(self, layers: int, one: int, other: int) -> None:
+        shorter, longer = sorted((one, other))
+        assert formula_groups(longer, layers, ON) <= formula_groups(shorter, layers, ON)
+
+
+class TestGuards:
+    LONG = ForwardInfo((9216,))
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"tokens": (3071,)}, "few-tokens"),
+            ({"tokens": ()}, "empty-batch"),
+            ({"split_forward": False}, "no-split-forward"),
+            ({"multimodal": True}, "multimodal"),
+            ({"attention_dp": True}, "attention-dp"),
+            ({"expert_balancing": True}, "expert-balancing"),
+            ({"draft": True}, "draft"),
+            ({"input_embeddings": True}, "input-embeddings"),
+            ({"prefill_only": True}, "prefill-only"),
+        ],
+    )
+    def test_each_has_its_reason(self, change: dict[str, Any], reason: str) -> None:
+        assert group_layers(0, 80, replace(self.LONG, **change), ON) == Grouping((), reason)
+
+    @pytest.mark.parametrize("layers", [0, 1, 4])
+    def test_few_layers(self, layers: int) -> None:
+        assert group_layers(0, layers, self.LONG, ON) == Grouping((), "few-layers")
+
+    def test_off_is_told_before_all_others(self) -> None:
+        assert group_layers(0, 2, ForwardInfo((), multimodal=True), GroupingOptions()) == Grouping((), "off")
+
+    def test_of_several_the_first_is_told(self) -> None:
+        order = [
+            ({"tokens": (9216,)}, "few-tokens"),
+            ({}, "few-layers"),
+            ({"split_forward": True}, "no-split-forward"),
+            ({"multimodal": False}, "multimodal"),
+            ({"attention_dp": False}, "attention-dp"),
+            ({"expert_balancing": False}, "expert-balancing"),
+            ({"draft": False}, "draft"),
+            ({"input_embeddings": False}, "input-embeddings"),
+            ({"prefill_only": False}, "prefill-only"),
+        ]
+        forward, layers = ForwardInfo((1,), False, True, True, True, True, True, True), 4
+        for lifted, reason in order:
+            assert group_layers(0, layers, forward, ON).reason == reason
+            forward, layers = replace(forward, **lifted), layers if reason == "few-tokens" else 80
+        assert group_layers(0, layers, forward, ON).reason == "formula"
+
+    def test_a_threshold_of_0_means_1(self) -> None:
+        zero, one = replace(ON, min_tokens=0), replace(ON, min_tokens=1)
+        for tokens in ((1,), (2,), (0,)):
+            assert group_layers(0, 80, ForwardInfo(tokens), zero) == group_layers(0, 80, ForwardInfo(tokens), one)
+        assert group_layers(0, 80, ForwardInfo((0,)), zero).reason == "few-tokens"
+
+    def test_one_group_is_the_plain_path(self) -> None:
+        assert group_layers(0, 80, self.LONG, replace(ON, min_iters=1)) == Grouping((), "one-group")
+
+
+class TestOverride:
+    SIZED = GroupingOptions(mode="on", group_size=24)
+
+    def test_in_place_of_threshold_and_formula(self) -> None:
+        grouping = group_layers(0, 80, ForwardInfo((1,)), self.SIZED)
+        assert (sizes(grouping), grouping.reason) == ([24, 24, 24, 8], "override")
+
+    @pytest.mark.parametrize("mode", ["on", "measured"])
+    def test_in_every_mode(self, mode: Any) -> None:
+        options = replace(self.SIZED, mode=mode)
+        assert group_layers(0, 80, ForwardInfo((9216,)), options, choose=lambda *_: 2).reason == "override"
+        assert group_layers(0, 80, ForwardInfo((9216,)), replace(options, mode="off")).reason == "off"
+
+    def test_no_other_guard_yields_to_it(self) -> None:
+        assert group_layers(0, 4, ForwardInfo((9216,)), self.SIZED).reason == "few-layers"
+        assert group_layers(0, 80, ForwardInfo(()), self.SIZED).reason == "empty-batch"
+        assert group_layers(0, 80, ForwardInfo((9216,), draft=True), self.SIZED).reason == "draft"
+
+    def test_all_layers_in_one_group(self) -> None:
+        assert group_layers(0, 24, ForwardInfo((9216,)), self.SIZED) == Grouping((), "one-group")
+
+
+class TestMeasured:
+    MEASURED = GroupingOptions(mode="measured")
+
+    def test_the_chooser_is_told_what_the_formula_says(self) -> None:
+        asked: list[tuple[float, int, int]] = []
+
+        def choose(tokens: float, layers: int, formula: int) -> int:
+            asked.append((tokens, layers, formula))
+            return 16
+
+        grouping = group_layers(0, 80, ForwardInfo((6000, 6288)), self.MEASURED, choose)
+        assert asked == [(6144.0, 80, 8)]
+        assert (sizes(grouping), grouping.reason) == ([5] * 16, "measured")
+
+    def test_without_a_chooser_the_formula_decides(self) -> None:
+        assert group_layers(0, 80, ForwardInfo((9216,)), self.MEASURED).reason == "formula"
+
+    def test_never_more_groups_than_chosen(self) -> None:
+        assert sizes(group_layers(0, 32, ForwardInfo((9216,)), self.MEASURED, lambda *_: 10)) == [4] * 8
+        assert sizes(group_layers(0, 5, ForwardInfo((9216,)), self.MEASURED, lambda *_: 99)) == [1] * 5
+
+    @pytest.mark.parametrize("chosen", [0, 1])
+    def test_the_chooser_may_decide_against_it(self, chosen: int) -> None:
+        grouping = group_layers(0, 32, ForwardInfo((9216,)), self.MEASURED, lambda *_: chosen)
+        assert grouping == Grouping((), "one-group")
+
+    def test_guards_hold_and_nobody_is_asked(self) -> None:
+        def choose(*_: Any) -> int:
+            raise AssertionError
+
+        assert group_layers(0, 80, ForwardInfo((100,)), self.MEASURED, choose).reason == "few-tokens"
+
+
+class TestOptions:
+    def test_defaults_are_those_of_the_configuration(self) -> None:
+        options = GroupingOptions()
+        assert options.mode == KEYS_BY_NAME["pipeline"].default
+        for name in ("min_tokens", "max_iters", "min_iters", "group_size", "sat_multiplier"):
+            assert getattr(options, name) == KEYS_BY_NAME[f"pipeline_{name}"].default
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            ({"mode": "always"}, "pipeline = 'always': it takes one of off, on, measured"),
+            ({"min_tokens": -1}, "pipeline_min_tokens = -1: it must be 0 or more"),
+            ({"max_iters": 0, "min_iters": 0}, "pipeline_max_iters = 0: it must be 1 or more"),
+            ({"group_size": 0}, "pipeline_group_size = 0"),
+            ({"sat_multiplier": float("nan")}, "pipeline_sat_multiplier = nan"),
+            ({"min_iters": 11}, "pipeline_min_iters = 11 exceeds pipeline_max_iters = 10"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, change: dict[str, Any], text: str) -> None:
+        with pytest.raises(ConfigError, match=text):
+            GroupingOptions(**change)
+
+    @pytest.mark.parametrize("layers", [-1, True, 1.5])
+    def test_layers_are_counted_in_whole_numbers(self, layers: Any) -> None:
+        with pytest.raises(LayoutError, match="num_layers"):
+            group_layers(0, layers, ForwardInfo((1,)), ON)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 20_000), max_size=3),
+    flags=st.lists(st.booleans(), min_size=7, max_size=7),
+    layers=st.integers(0, 100),
+    size=st.none() | st.integers(1, 100),
+    mode=st.sampled_from(["off", "on", "measured"]),
+)
+def test_groups_come_with_a_reason_for_and_none_with_a_reason_against(
+    tokens: list[int], flags: list[bool], layers: int, size: int | None, mode: Any
+) -> None:
+    options = GroupingOptions(mode=mode, group_size=size)
+    grouping = group_layers(0, layers, ForwardInfo(tuple(tokens), *flags), options, choose=lambda *_: 3)
+    assert grouping.reason in REASONS
+    assert bool(grouping.groups) == (grouping.reason in PIPELINED)
+    assert len(grouping.groups) != 1

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.page_runs import page_run_arrays
+
+
+def page_runs(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> list[tuple[int, int, int]]:
+    """`page_run_arrays` as (source page, destination page, count) of plain numbers."""
+    runs = page_run_arrays(src_pages, dst_pages)
+    return list(zip(runs.src_first.tolist(), runs.dst_first.tolist(), runs.counts.tolist(), strict=True))
+
+
+def test_pages_merge_only_where_they_are_neighbours_on_both_sides() -> None:
+    assert page_runs([3, 4, 5, 9, 10], [7, 8, 20, 21, 22]) == [(3, 7, 2), (5, 20, 1), (9, 21, 2)]
+
+
+def test_contiguous_pages_are_one_run() -> None:
+    assert page_runs(range(100), range(50, 150)) == [(0, 50, 100)]
+
+
+def test_pages_handed_out_in_descending_order_are_one_run_too() -> None:
+    assert page_runs([9, 8, 7], [4, 3, 2]) == [(7, 2, 3)]
+
+
+def test_no_pages_are_no_runs() -> None:
+    assert page_runs([], []) == []
+
+
+def test_one_page_is_one_run() -> None:
+    assert page_runs([5], [0]) == [(5, 0, 1)]
+
+
+def test_unsigned_indices_do_not_wrap() -> None:
+    src = np.array([10, 2], dtype=np.uint32)
+    dst = np.array([2**32 - 1, 0], dtype=np.uint32)
+    assert page_runs(src, dst) == [(2, 0, 1), (10, 2**32 - 1, 1)]
+
+
+def test_runs_are_int64_and_leave_the_callers_lists_alone() -> None:
+    src, dst = np.array([5, 4, 1]), np.array([1, 0, 3])
+    runs = page_run_arrays(src, dst)
+    assert {array.dtype for array in runs} == {np.dtype(np.int64)}
+    assert src.tolist() == [5, 4, 1]
+    assert dst.tolist() == [1, 0, 3]
+
+
+@pytest.mark.parametrize(("src", "dst"), [([1, 2], [1]), ([[1, 2]], [[1, 2]]), (3, 3)])
+def test_lists_that_do_not_pair_up_are_refused(src: object, dst: object) -> None:
+    with pytest.raises(LayoutError, match="must be two flat lists of one length"):
+        page_runs(src, dst)  # type: ignore[arg-type]
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.integers(0, 60), st.integers(0, 60), max_size=50), st.randoms(use_true_random=False))
+def test_runs_move_exactly_the_pairs_asked_for_and_no_two_could_be_joined(
+    pairs: dict[int, int], random: object
+) -> None:
+    shuffled = list(pairs.items())
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    runs = page_runs([src for src, _ in shuffled], [dst for _, dst in shuffled])
+    moved = [(src + i, dst + i) for src, dst, count in runs for i in range(count)]
+    assert sorted(moved) == sorted(pairs.items())
+    starts = {(src, dst) for src, dst, _ in runs}
+    assert not starts & {(src + count, dst + count) for src, dst, count in runs}

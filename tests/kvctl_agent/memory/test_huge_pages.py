@@ -1,0 +1,109 @@
+"""Slabs: huge-page memory that comes aligned and zeroed and goes when told."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvctl_agent.contract.memory import HOST
+from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.huge_pages import HUGE_PAGE_BYTES, HugePageMemory
+from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s
+from kvctl_agent.memory.region import Region, merge_adjacent
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def smaps_kib(addr: int, key: str) -> int | None:
+    """`key` of the mapping of this process that holds `addr`, in KiB; None when nothing is mapped there."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(span[1], 16) <= addr < int(span[2], 16)
+        elif inside and line.startswith(key + ":"):
+            return int(line.split()[1])
+    return None
+
+
+def test_a_slab_is_aligned_zeroed_and_exactly_as_large_as_asked() -> None:
+    with HugePageMemory(3 * HUGE_PAGE_BYTES + 17) as slab:
+        assert slab.addr % HUGE_PAGE_BYTES == 0
+        assert slab.array.nbytes == slab.nbytes == 3 * HUGE_PAGE_BYTES + 17
+        assert slab.array.ctypes.data == slab.addr
+        assert slab.region == (slab.addr, slab.nbytes, HOST)
+        assert not slab.array.any()
+        slab.array[-1] = 7
+        assert slab.array[-1] == 7
+
+
+@pytest.mark.skipif(
+    not THP.exists() or "[never]" in THP.read_text(), reason="this kernel has transparent huge pages switched off"
+)
+@pytest.mark.parametrize("nbytes", [8 << 20, 64 << 20], ids=["one thread touches", "two threads touch"])
+def test_a_slab_is_resident_in_huge_pages_before_its_first_use(nbytes: int) -> None:
+    with HugePageMemory(nbytes) as slab:
+        huge_kib = smaps_kib(slab.addr, "AnonHugePages")
+        assert huge_kib is not None
+        assert huge_kib >= nbytes // 1024
+
+
+def test_close_unmaps_and_may_be_called_twice() -> None:
+    slab = HugePageMemory(4 << 20)
+    addr = slab.addr
+    slab.close()
+    slab.close()
+    assert smaps_kib(addr, "Rss") in (None, 0)
+    assert slab.array.nbytes == 0
+
+
+def test_close_gives_the_pages_back_even_when_a_view_outlives_it() -> None:
+    slab = HugePageMemory(16 << 20)
+    slab.array[:] = 9
+    view = slab.array[: 8 << 20]
+    addr = slab.addr
+    slab.close()
+    resident = smaps_kib(addr, "Rss")
+    assert resident is not None, "the view must stay readable"
+    assert resident < 4096
+    assert not view[:4096].any(), "late readers see zeros, not a crash"
+    del view
+    assert smaps_kib(addr, "Rss") in (None, 0)
+
+
+@pytest.mark.parametrize("nbytes", [0, -5, 1 << 62])
+def test_a_size_that_cannot_be_mapped_is_refused_with_the_size(nbytes: int) -> None:
+    with pytest.raises(MemoryLayoutError, match=str(nbytes)):
+        HugePageMemory(nbytes)
+
+
+def test_regions_that_touch_are_joined_and_others_stay_apart() -> None:
+    regions = [Region(300, 50), Region(100, 100), Region(200, 50), Region(350, 1)]
+    assert merge_adjacent(regions) == [(100, 150, HOST), (300, 51, HOST)]
+    assert merge_adjacent([Region(100, 50, 1), Region(150, 50, 0)]) == [(100, 50, 1), (150, 50, 0)]
+    assert merge_adjacent([]) == []
+
+
+def test_a_ring_gives_views_inside_itself_only() -> None:
+    ring = RingMemory(1 << 20)
+    try:
+        four, one = ring.view(256, 4), ring.view(256, 1)
+        assert four.array is not None
+        assert one.array is not None
+        four.array.view(np.uint32)[0] = 0x01020304
+        assert one.array[0] == 4
+        assert ring.region() == (ring.addr, 1 << 20, HOST)
+        assert (four.addr, four.array.ctypes.data, four.nbytes) == (ring.addr + 256, ring.addr + 256, 4)
+        for offset, nbytes in [(-1, 4), (0, 0), ((1 << 20) - 3, 4)]:
+            with pytest.raises(MemoryLayoutError, match="outside the ring"):
+                ring.view(offset, nbytes)
+    finally:
+        ring.close()
+        ring.close()
+
+
+def test_the_floor_is_a_plausible_copy_rate() -> None:
+    assert 0.1 < memcpy_gb_per_s(nbytes=4 << 20, seconds=0.01) < 1000

@@ -1,0 +1,221 @@
+"""Mode measured: it finds about the best number of groups, and costs next to nothing where the formula is right.
+
+Forwards are simulated: compute C and transfer T overlap as `pacing` says or otherwise, every group has an overhead,
+and whatever is observed is noisy. What counts are the true costs of the chosen N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from statistics import fmean
+
+import pytest
+
+from kvctl_agent.layout.layer_grouping import GroupingOptions, formula_groups
+from kvctl_agent.paths.group_size_tuner import GroupSizeTuner
+
+MS = 1e6
+COMPUTE = 200 * MS
+TOKENS = 4096
+WARM_UP = 32
+
+Truth = Callable[[int], tuple[float, float, float]]
+"""N -> compute, transfer, exposed."""
+
+
+def flow_shop(ratio: float, overhead_ms: float) -> Truth:
+    def costs(n: int) -> tuple[float, float, float]:
+        transfer = COMPUTE * ratio + overhead_ms * MS * n
+        return COMPUTE, transfer, max(transfer / n, COMPUTE / n + transfer - COMPUTE)
+
+    return costs
+
+
+def contended(ratio: float, overhead_ms: float) -> Truth:
+    """Another world than the model's: transfers slow the compute that they run beside, and the reader scatters."""
+
+    def costs(n: int) -> tuple[float, float, float]:
+        compute, transfer, exposed = flow_shop(ratio, overhead_ms)(n)
+        return compute + 0.4 * min(compute, transfer) * (1 - 1 / n), transfer, exposed + 0.3 * transfer / n
+
+    return costs
+
+
+def whole(truth: Truth, n: int) -> float:
+    compute, _, exposed = truth(n)
+    return compute + exposed
+
+
+def run(pacer: GroupSizeTuner, truth: Truth, layers: int, forwards: int, noise: float, late: int = 4) -> list[int]:
+    """What the pacer chooses; observations come `late` forwards after the choice, as with rooms in flight."""
+    noisy = Random(1)
+    formula = formula_groups(TOKENS, layers, GroupingOptions("on"))
+    chosen: list[int] = []
+    for number in range(forwards):
+        chosen.append(pacer.choose(TOKENS, layers, formula))
+        if number >= late:
+            tell(pacer, truth, chosen[number - late], noise, noisy)
+    return chosen
+
+
+def tell(pacer: GroupSizeTuner, truth: Truth, n: int, noise: float, noisy: Random, stalled: float = 1.0) -> None:
+    compute, transfer, exposed = (round(cost * max(0.2, noisy.gauss(1, noise))) for cost in truth(n))
+    pacer.observe(TOKENS, n, compute, round(transfer * stalled), round(exposed * stalled))
+
+
+def mean_cost(truth: Truth, chosen: Sequence[int]) -> float:
+    return fmean(whole(truth, n) for n in chosen)
+
+
+@pytest.mark.parametrize("world", [flow_shop, contended])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1, 2, 4])
+@pytest.mark.parametrize("overhead_ms", [0.1, 0.5, 1, 2, 5])
+@pytest.mark.parametrize("layers", [16, 32, 80])
+def test_near_the_best_and_never_much_worse_than_the_formula(
+    world: Callable[[float, float], Truth], ratio: float, overhead_ms: float, layers: int
+) -> None:
+    truth = world(ratio, overhead_ms)
+    formula = formula_groups(TOKENS, layers, GroupingOptions("on"))
+    best = min(whole(truth, n) for n in range(2, layers + 1))
+    for noise in (0.02, 0.1, 0.2):
+        chosen = run(GroupSizeTuner(Random(7)), truth, layers, 300, noise)
+        assert mean_cost(truth, chosen[WARM_UP:]) < 1.03 * whole(truth, formula)
+        assert mean_cost(truth, chosen[:WARM_UP]) < 1.10 * whole(truth, formula)
+        assert mean_cost(truth, chosen[150:]) < 1.07 * best
+
+
+@pytest.mark.parametrize("ratio", [0.25, 1, 4])
+@pytest.mark.parametrize("overhead_ms", [0.1, 2])
+def test_forwards_that_met_a_busy_machine_are_not_held_against_their_groups(ratio: float, overhead_ms: float) -> None:
+    pacer, noisy, truth = GroupSizeTuner(Random(7)), Random(1), flow_shop(ratio, overhead_ms)
+    chosen = []
+    for _ in range(300):
+        chosen.append(pacer.choose(TOKENS, 80, 10))
+        stalled = noisy.uniform(2, 8) if noisy.random() < 0.08 else 1.0
+        tell(pacer, truth, chosen[-1], 0.1, noisy, stalled)
+    assert mean_cost(truth, chosen[WARM_UP:]) < 1.03 * whole(truth, 10)
+    assert mean_cost(truth, chosen[150:]) < 1.07 * min(whole(truth, n) for n in range(2, 81))
+
+
+def test_a_small_overhead_and_a_slow_lane_want_more_groups_than_the_formula() -> None:
+    truth = flow_shop(1, 0.1)
+    chosen = run(GroupSizeTuner(Random(7)), truth, 80, 300, 0.05)
+    assert chosen[0] == formula_groups(TOKENS, 80, GroupingOptions("on")) == 10
+    assert fmean(chosen[150:]) > 20
+    assert mean_cost(truth, chosen[150:]) < 0.95 * whole(truth, 10)
+
+
+def test_a_large_overhead_wants_fewer() -> None:
+    truth = flow_shop(1, 5)
+    chosen = run(GroupSizeTuner(Random(7)), truth, 16, 300, 0.05)
+    assert chosen[0] == 16
+    assert fmean(chosen[150:]) < 10
+    assert mean_cost(truth, chosen[150:]) < 0.93 * whole(truth, 16)
+
+
+class TestUntilEnoughIsKnown:
+    def test_the_formula_decides(self) -> None:
+        pacer = GroupSizeTuner(Random(7))
+        assert [pacer.choose(TOKENS, 80, 10) for _ in range(100)] == [10] * 100
+
+    def test_of_each_size_of_prompt(self) -> None:
+        pacer = GroupSizeTuner(Random(7))
+        run(pacer, flow_shop(1, 0.1), 80, 300, 0.05)
+        assert [pacer.choose(4 * TOKENS, 80, 4) for _ in range(20)] == [4] * 20
+
+    def test_whole_pages_are_the_same_size_as_their_tokens(self) -> None:
+        pacer, noisy = GroupSizeTuner(Random(7)), Random(1)
+        for _ in range(300):
+            n = pacer.choose(4095, 80, 10)
+            compute, transfer, exposed = (round(cost * noisy.gauss(1, 0.05)) for cost in flow_shop(1, 0.1)(n))
+            pacer.observe(4096, n, compute, transfer, exposed)
+        assert n != 10
+
+    def test_forwards_without_groups_or_compute_teach_nothing(self) -> None:
+        pacer = GroupSizeTuner(Random(7))
+        for tokens, groups, compute in ((TOKENS, 1, 5), (TOKENS, 10, 0), (0, 10, 5)):
+            for _ in range(50):
+                pacer.observe(tokens, groups, compute, 5, 5)
+        assert [pacer.choose(TOKENS, 80, 10) for _ in range(20)] == [10] * 20
+
+
+class TestTrials:
+    def test_nothing_is_tried_where_nothing_can_be_gained(self) -> None:
+        # One part in four hundred is exposed: cutting further cannot pay.
+        assert set(run(GroupSizeTuner(Random(7)), flow_shop(0.02, 0.0), 80, 300, 0.05)) == {10}
+
+    def test_they_are_a_bounded_share(self) -> None:
+        truth = flow_shop(1, 2)
+        assert whole(truth, 10) == min(whole(truth, n) for n in range(2, 81))
+        chosen = run(GroupSizeTuner(Random(7)), truth, 80, 640, 0.1)
+        assert sum(n != 10 for n in chosen) <= 4 + 640 / 16 + 1
+
+    def test_the_formula_is_looked_at_again_and_again(self) -> None:
+        chosen = run(GroupSizeTuner(Random(7)), flow_shop(1, 0.1), 80, 640, 0.05)
+        assert fmean(chosen[64:]) > 20
+        assert all(10 in chosen[start : start + 128] for start in range(64, 512, 64))
+
+    def test_one_whose_forwards_never_come_back_is_not_tried_for_ever(self) -> None:
+        pacer, noisy = GroupSizeTuner(Random(7)), Random(1)
+        lost = 0
+        for _ in range(400):
+            n = pacer.choose(TOKENS, 80, 10)
+            if n == 10:
+                tell(pacer, flow_shop(1, 0.1), n, 0.05, noisy)
+            else:
+                lost += 1
+        assert 0 < lost < 30
+
+    def test_groups_are_whole_layers_and_no_more_than_there_are(self) -> None:
+        for layers in (5, 7, 11):
+            assert set(run(GroupSizeTuner(Random(7)), flow_shop(1, 0.01), layers, 200, 0.1)) <= set(
+                range(2, layers + 1)
+            )
+
+
+def test_it_follows_a_lane_that_changes() -> None:
+    pacer = GroupSizeTuner(Random(7))
+    fast, slow = flow_shop(0.5, 0.05), flow_shop(1, 6)
+    before = run(pacer, fast, 80, 300, 0.05)
+    after = run(pacer, slow, 80, 600, 0.05)
+    assert fmean(before[200:]) > 14
+    assert fmean(after[300:]) < 12
+    assert mean_cost(slow, after[300:]) < 1.05 * min(whole(slow, n) for n in range(2, 81))
+
+
+def test_what_another_pace_of_compute_has_taught_is_forgotten() -> None:
+    """An engine whose forwards take another time: what groups cost before would mislead."""
+    pacer = GroupSizeTuner(Random(7))
+    run(pacer, flow_shop(4, 5), 80, 200, 0.05)
+    noisy = Random(3)
+
+    def faster(n: int) -> tuple[float, float, float]:
+        compute, transfer, exposed = flow_shop(0.25, 0.1)(n)
+        return compute / 4, transfer / 4, exposed / 4
+
+    for _ in range(3):
+        tell(pacer, faster, 10, 0.02, noisy)
+    assert [pacer.choose(TOKENS, 80, 10) for _ in range(5)] == [10] * 5
+
+
+def test_forwards_with_next_to_no_compute_teach_nothing() -> None:
+    pacer = GroupSizeTuner(Random(7))
+    for _ in range(50):
+        pacer.observe(TOKENS, 10, 1_000_000, 60_000_000, 60_000_000)
+        pacer.observe(TOKENS, 2, 1_000_000, 50_000_000, 50_000_000)
+    assert [pacer.choose(TOKENS, 80, 10) for _ in range(5)] == [10] * 5
+
+
+def test_the_same_seed_and_the_same_forwards_give_the_same_choices() -> None:
+    runs = [run(GroupSizeTuner(Random(7)), flow_shop(1, 0.5), 32, 200, 0.1) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_memory_is_bounded_whatever_is_asked_and_told() -> None:
+    pacer, any_number = GroupSizeTuner(Random(7)), Random(5)
+    for _ in range(5000):
+        tokens, groups = any_number.randint(1, 1 << 24), any_number.randint(2, 80)
+        pacer.observe(tokens, groups, any_number.randint(1, 10**12), any_number.randint(0, 10**12), 10**6)
+        assert 2 <= pacer.choose(tokens, 80, 10) <= 80
+    assert len(pacer._sizes) < 50

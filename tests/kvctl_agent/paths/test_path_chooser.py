@@ -1,0 +1,244 @@
+"""Which path a part takes: what is fixed, what cannot be, and the cheapest one by costs that the test makes up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.contract.connection_cost import ConnectionCost
+from kvctl_agent.layout.shape import ModelShape, StateShape, segments
+from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.paths.calibration import measure_copies
+from kvctl_agent.paths.path_chooser import CopyCost, DirectCost, PathChooser
+
+SHAPE = ModelShape(32, 8, 128, 128, 2, states=(StateShape("conv", (0, 1), 4, 8, 256),))
+KV, CONV = segments(SHAPE, 16)
+SAME = TransferSlice(0, 0, 0, 0, 0, 2, 0, 32, 2, 2, KV.page_head_bytes)  # both ends hold exactly these heads
+CUT = TransferSlice(0, 0, 0, 0, 2, 2, 0, 32, 2, 8, KV.page_head_bytes)  # the reader holds more
+RUN = np.arange(64, dtype=np.int32)
+SCATTERED = (RUN * 7) % 1021
+RING = 1 << 30
+
+FREE_DESCRIPTORS = ConnectionCost(10.0, 1.0, ((512, 0.0), (1 << 18, 1.0)))
+DEAR_DESCRIPTORS = ConnectionCost(10.0, 10.0, ((512, 50.0), (1 << 18, 80.0)))
+FREE_COPIES = CopyCost((256, 32768), (1.0, 1.0), (1.0, 1.0))
+DEAR_COPIES = CopyCost((256, 32768), (1e6, 1e6), (1e6, 1e6))
+
+
+def chooser(
+    path: str = "auto", staging: str = "auto", connection: ConnectionCost | None = None, copy: CopyCost | None = None
+) -> PathChooser:
+    made = PathChooser(SHAPE, 16, path, staging)
+    made.connection, made.copy = connection, copy
+    return made
+
+
+class TestFixed:
+    @pytest.mark.parametrize("path", ["slice", "staged"])
+    @pytest.mark.parametrize("share", [SAME, CUT])
+    def test_a_fixed_path_is_taken_whatever_it_costs(self, path: str, share: TransferSlice) -> None:
+        made = chooser(path, connection=DEAR_DESCRIPTORS, copy=DEAR_COPIES)
+        assert made.choose(RING, share, 32, SCATTERED) == path
+
+    def test_bulk_is_taken_where_it_is_possible_and_slice_where_it_is_not(self) -> None:
+        assert chooser("bulk").choose(RING, SAME, 32, RUN) == "bulk"
+        assert chooser("bulk").choose(RING, CUT, 32, RUN) == "slice"
+
+    def test_the_path_may_be_changed_while_running(self) -> None:
+        made = chooser("staged")
+        made.path = "slice"
+        assert made.choose(RING, SAME, 32, RUN) == "slice"
+
+
+class TestWithoutStaging:
+    @pytest.mark.parametrize(("staging", "ring"), [("off", RING), ("auto", 0), ("on", 0), ("off", 0)])
+    def test_without_a_ring_or_with_staging_off_the_plain_paths_remain(self, staging: str, ring: int) -> None:
+        made = chooser(staging=staging, connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert made.choose(ring, SAME, 32, SCATTERED) == "bulk"
+        assert made.choose(ring, CUT, 32, SCATTERED) == "slice"
+
+    def test_the_fallback_of_a_part_that_can_have_no_region(self) -> None:
+        assert chooser("staged").without_ring(SAME) == "bulk"
+        assert chooser("staged").without_ring(CUT) == "slice"
+
+
+class TestAuto:
+    def test_staging_on_prefers_it_whatever_it_costs(self) -> None:
+        made = chooser(staging="on", connection=FREE_DESCRIPTORS, copy=DEAR_COPIES)
+        assert made.choose(RING, SAME, 32, RUN) == "staged"
+        assert made.choose(RING, CUT, 32, RUN) == "staged"
+
+    def test_before_anything_was_measured_scattered_heads_are_staged(self) -> None:
+        assert chooser().choose(RING, CUT, 32, SCATTERED) == "staged"
+
+    def test_dear_descriptors_are_avoided(self) -> None:
+        made = chooser(connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert made.choose(RING, CUT, 32, SCATTERED) == "staged"
+        assert made.choose(RING, SAME, 32, SCATTERED) == "staged"
+
+    def test_dear_copies_are_avoided(self) -> None:
+        made = chooser(connection=FREE_DESCRIPTORS, copy=DEAR_COPIES)
+        assert made.choose(RING, CUT, 32, SCATTERED) == "slice"
+        assert made.choose(RING, SAME, 32, SCATTERED) == "bulk"
+
+    def test_the_readers_page_runs_decide_between_bulk_and_staged(self) -> None:
+        made = chooser(connection=DEAR_DESCRIPTORS, copy=CopyCost((256,), (500.0,), (500.0,)))
+        assert made.choose(RING, SAME, 8, RUN) == "bulk"
+        assert made.choose(RING, SAME, 8, SCATTERED) == "staged"
+
+    @pytest.mark.parametrize("lane", [FREE_DESCRIPTORS, DEAR_DESCRIPTORS])
+    @pytest.mark.parametrize("copy", [FREE_COPIES, DEAR_COPIES])
+    @pytest.mark.parametrize("share", [SAME, CUT])
+    @pytest.mark.parametrize("pages", [RUN, SCATTERED, RUN[:1]])
+    def test_it_is_the_cheapest_of_the_costs_it_states(
+        self, connection: ConnectionCost, copy: CopyCost, share: TransferSlice, pages: Any
+    ) -> None:
+        made = chooser(connection=connection, copy=copy)
+        costs = made.costs(share, 4, pages)
+        assert all(cost > 0 for cost in costs.values())
+        assert costs[made.choose(RING, share, 4, pages)] == min(costs.values())
+
+    def test_what_is_impossible_has_no_cost(self) -> None:
+        made = chooser(connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert "bulk" not in made.costs(CUT, 4, RUN)
+        assert {"bulk", "staged"} <= set(made.costs(SAME, 4, RUN))
+
+    def test_the_order_in_which_pages_were_handed_out_does_not_matter(self) -> None:
+        made = chooser(connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert made.costs(SAME, 4, RUN[::-1])["bulk"] == made.costs(SAME, 4, RUN)["bulk"]
+        assert made.costs(SAME, 4, SCATTERED)["bulk"] > made.costs(SAME, 4, RUN)["bulk"]
+
+    def test_costs_grow_with_layers_and_pages(self) -> None:
+        made = chooser(connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        for share, path in ((SAME, "bulk"), (SAME, "staged"), (CUT, "slice"), (CUT, "staged")):
+            small, wide, deep = (
+                made.costs(share, layers, pages)[path]
+                for layers, pages in ((4, SCATTERED[:8]), (4, SCATTERED), (32, SCATTERED[:8]))
+            )
+            assert small < wide
+            assert small < deep
+
+
+class TestDirect:
+    """To a peer whose memory is mapped here."""
+
+    def made(
+        self, path: str = "auto", staging: str = "auto", cost: DirectCost | None = None, **costs: Any
+    ) -> PathChooser:
+        made = chooser(path, staging, **({"lane": DEAR_DESCRIPTORS, "copy": FREE_COPIES} | costs))
+        made.direct = cost
+        return made
+
+    @pytest.mark.parametrize("share", [SAME, CUT])
+    def test_it_is_taken_where_it_is_cheapest(self, share: TransferSlice) -> None:
+        cheap, dear = DirectCost(10.0, 1.0), DirectCost(1e6, 1.0)
+        assert self.made(cost=cheap).choose(RING, share, 32, SCATTERED, True) == "direct"
+        assert self.made(cost=dear).choose(RING, share, 32, SCATTERED, True) == "staged"
+        assert self.made(cost=cheap).choose(RING, share, 32, SCATTERED, False) == "staged"
+        assert "direct" not in self.made(cost=cheap).costs(share, 4, RUN)
+
+    def test_its_cost_is_that_of_a_part_and_of_its_bytes(self) -> None:
+        made = self.made(cost=DirectCost(10.0, 4.0))
+        mib = SAME.payload_bytes(64, 4) / (1 << 20)
+        assert made.costs(SAME, 4, SCATTERED, True)["direct"] == pytest.approx(10 + 4 * mib)
+
+    def test_before_anything_was_measured_it_is_taken(self) -> None:
+        assert self.made(connection=None, copy=None).choose(RING, CUT, 32, SCATTERED, True) == "direct"
+        assert self.made().choose(RING, CUT, 32, SCATTERED, True) == "direct"
+
+    def test_without_a_ring_it_is_weighed_against_plain_writes(self) -> None:
+        for staging, ring in (("off", RING), ("auto", 0)):
+            cheap = self.made(staging=staging, cost=DirectCost(1.0, 1.0))
+            dear = self.made(staging=staging, cost=DirectCost(1e9, 1.0))
+            assert cheap.choose(ring, CUT, 32, SCATTERED, True) == "direct"
+            assert dear.choose(ring, CUT, 32, SCATTERED, True) == "slice"
+            assert dear.choose(ring, SAME, 32, SCATTERED, True) == "bulk"
+
+    def test_staging_on_prefers_staging(self) -> None:
+        assert self.made(staging="on", cost=DirectCost(1.0, 1.0)).choose(RING, CUT, 32, SCATTERED, True) == "staged"
+
+    @pytest.mark.parametrize("reached", [True, False])
+    def test_fixed_it_never_falls_back(self, reached: bool) -> None:
+        assert self.made("direct").choose(RING, CUT, 32, SCATTERED, reached) == "direct"
+        assert self.made("direct").without_ring(CUT, reached) == "direct"
+
+    @pytest.mark.parametrize("path", ["bulk", "slice", "staged"])
+    def test_other_fixed_paths_stay_what_they_are(self, path: str) -> None:
+        made = self.made(path, cost=DirectCost(1.0, 1.0))
+        assert made.choose(RING, SAME, 32, SCATTERED, True) == path
+        assert made.without_ring(SAME, True) in ("bulk", "slice")
+
+    def test_state_goes_direct_where_it_can(self) -> None:
+        assert self.made().without_ring(TestState.CUT, True) == "direct"
+        assert self.made().without_ring(TestState.CUT, False) == "slice"
+
+
+class TestState:
+    """It is small, its items lie anywhere, and it has no room in the ring."""
+
+    SAME = TransferSlice(0, 0, 1, 0, 0, 2, 0, 2, 2, 2, CONV.page_head_bytes)
+    CUT = TransferSlice(0, 0, 1, 0, 2, 2, 0, 2, 2, 8, CONV.page_head_bytes)
+
+    @pytest.mark.parametrize("path", ["auto", "staged", "bulk"])
+    @pytest.mark.parametrize("staging", ["on", "auto", "off"])
+    def test_it_goes_straight_to_its_items(self, path: str, staging: str) -> None:
+        made = chooser(path, staging, connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
+        assert made.without_ring(self.SAME) == "bulk"
+        assert made.without_ring(self.CUT) == "slice"
+
+    def test_slice_is_slice(self) -> None:
+        assert chooser("slice").without_ring(self.SAME) == "slice"
+
+
+class TestGeometries:
+    """Costs follow from what lies in a page, not from a token of K and V."""
+
+    def made(self, shape: ModelShape) -> tuple[PathChooser, TransferSlice]:
+        made = PathChooser(shape, 16, "auto", "auto")
+        made.connection, made.copy = DEAR_DESCRIPTORS, CopyCost((256, 4096), (1000.0, 1.0), (1000.0, 1.0))
+        bytes_ = segments(shape, 16)[0].page_head_bytes
+        return made, TransferSlice(0, 0, 0, 0, 0, 1, 0, 32, 1, 1, bytes_)
+
+    def test_latents_are_one_plane(self) -> None:
+        made, share = self.made(ModelShape(32, 1, 576, 0, 2, kind="mla"))
+        plain, alike = self.made(ModelShape(32, 1, 288, 288, 2))
+        assert made.connection is not None
+        assert share.payload_bytes(64, 4) == alike.payload_bytes(64, 4)
+        assert made.costs(share, 4, SCATTERED)["bulk"] == made.connection.write_us(4 * 64, share.payload_bytes(64, 4))
+        assert made.costs(share, 4, SCATTERED)["bulk"] < plain.costs(alike, 4, SCATTERED)["bulk"]
+
+    def test_small_rows_of_scales_cost_what_small_rows_cost(self) -> None:
+        made, share = self.made(ModelShape(32, 8, 128, 128, 2))
+        scaled, with_scales = self.made(ModelShape(32, 8, 128, 128, 2, k_scale_bytes=64, v_scale_bytes=64))
+        more = scaled.costs(with_scales, 4, SCATTERED)["staged"] - made.costs(share, 4, SCATTERED)["staged"]
+        tiny = 2 * 4 * 64 * 64 / (1 << 20)  # MiB of scales, gathered and scattered at the rate of tiny rows
+        assert more > 2 * tiny * 1000
+
+    def test_slice_has_a_descriptor_for_each_row_of_each_plane(self) -> None:
+        made, share = self.made(ModelShape(32, 8, 128, 64, 2, k_scale_bytes=4))
+        cut = replace(share, dst_pool_heads=2)
+        assert made.connection is not None
+        assert made.costs(cut, 4, RUN)["slice"] == made.connection.write_us(4 * 64 * 33, cut.payload_bytes(64, 4))
+
+
+class TestCopyCost:
+    def test_the_rate_of_the_nearest_smaller_row_applies(self) -> None:
+        cost = CopyCost((256, 1024), (400.0, 100.0), (40.0, 10.0))
+        assert [cost.gather_us(1 << 20, row) for row in (1, 256, 1023, 1024, 1 << 20)] == [400, 400, 400, 100, 100]
+        assert cost.gather_us(1 << 19, 256) == 200
+        assert cost.scatter_us(1 << 20, 512) == 40
+
+    def test_measured_on_this_machine_it_is_a_rate_of_memory(self) -> None:
+        """Between a thousandth and a thousand times what memory does, and no larger rows dearer than tiny ones."""
+        with HugePageMemory(16 << 20) as memory:
+            cost = measure_copies(memory.array)
+        assert list(cost.row_bytes) == sorted(cost.row_bytes)
+        for rates in (cost.gather_us_per_mib, cost.scatter_us_per_mib):
+            assert len(rates) == len(cost.row_bytes)
+            for us in rates:
+                assert 1 < us < 100_000
+            assert rates[-1] < 3 * rates[0]

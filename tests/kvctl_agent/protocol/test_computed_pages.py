@@ -1,0 +1,149 @@
+"""What an engine has computed, against a model that keeps one count for each layer."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.chunks import Chunk, full_pages
+from kvctl_agent.protocol.computed_pages import ComputedPages, SendableChunk
+
+LAYERS = range(3, 8)
+PROMPT = np.arange(100, 140, dtype=np.int32)
+
+
+class Model:
+    """One count of pages for each layer, and nothing clever."""
+
+    def __init__(self, chunk_pages: int) -> None:
+        self.chunk_pages = chunk_pages
+        self.counts = dict.fromkeys(LAYERS, 0)
+        self.pages: list[int] = []
+        self.total: int | None = None
+
+    def take(self, lo: int, hi: int, pages: list[int], last: bool) -> bool:
+        """Whether these pages can follow; only then they do."""
+        layers = range(lo, hi)
+        if not layers or any(layer not in self.counts for layer in layers):
+            return False
+        starts = {self.counts[layer] for layer in layers}
+        if len(starts) > 1:
+            return False
+        (first,) = starts
+        end = first + len(pages)
+        known = self.pages[first:end]
+        if first < len(self.pages) and known != pages:
+            return False
+        if self.total is not None and (end > self.total or (last and end < self.total)):
+            return False
+        if last and end < len(self.pages):
+            return False
+        self.pages = self.pages[:first] + pages if end > len(self.pages) else self.pages
+        self.counts |= dict.fromkeys(layers, end)
+        self.total = end if last else self.total
+        return True
+
+    def sendable(self, layer: int) -> int:
+        count = self.counts[layer]
+        return full_pages(count, count == self.total, self.chunk_pages)
+
+
+calls = st.lists(
+    st.tuples(
+        st.one_of(st.none(), st.tuples(st.integers(2, 8), st.integers(2, 9))),
+        st.integers(0, 5),
+        st.sampled_from([False, False, False, True]),
+        st.sampled_from([False] * 9 + [True]),
+    ),
+    max_size=25,
+)
+
+
+@given(calls, st.integers(1, 4))
+def test_a_ledger_says_what_a_count_for_each_layer_says(
+    calls: list[tuple[tuple[int, int] | None, int, bool, bool]], chunk_pages: int
+) -> None:
+    ledger, model = ComputedPages(LAYERS, chunk_pages), Model(chunk_pages)
+    told = dict.fromkeys(LAYERS, 0)
+    for layers, count, last, wrong in calls:
+        lo, hi = layers or (LAYERS.start, LAYERS.stop)
+        first = model.counts.get(lo, 0)
+        pages = PROMPT[first : first + count] + int(wrong)
+        before = (ledger.given, ledger.total, ledger.complete, ledger.steps(), ledger.behind())
+        if not model.take(lo, hi, pages.tolist(), last):
+            with pytest.raises(LayoutError):
+                ledger.take(layers, pages, last)
+            assert (ledger.given, ledger.total, ledger.complete, ledger.steps(), ledger.behind()) == before
+            continue
+        for step in ledger.take(layers, pages, last):
+            for layer in range(step.lo, step.hi):
+                assert step.old <= told[layer], "nothing is skipped"
+                told[layer] = max(told[layer], step.new)
+        wanted = {layer: model.sendable(layer) for layer in LAYERS}
+        assert told == wanted
+        assert {layer: s.new for s in ledger.steps() for layer in range(s.lo, s.hi)} == {
+            layer: page for layer, page in wanted.items() if page
+        }
+        assert (ledger.given, ledger.total) == (len(model.pages), model.total)
+        assert ledger.complete == (set(model.counts.values()) == {model.total})
+        for page in range(len(model.pages) + 1):
+            assert ledger.ready(4, 6, page) == (min(wanted[4], wanted[5]) >= page)
+        assert not model.pages or ledger.source(Chunk(0, 0, len(model.pages))).tolist() == model.pages
+
+
+def test_layers_that_stand_at_one_page_are_one_span() -> None:
+    ledger = ComputedPages(LAYERS, 1)
+    for layer in LAYERS:
+        ledger.take((layer, layer + 1), PROMPT[:4], last=False)
+    assert ledger.steps() == [SendableChunk(3, 8, 0, 4)]
+    assert ledger.behind() == "all layers have 4, and more were to come"
+    ledger.take((3, 5), PROMPT[4:6], last=True)
+    assert ledger.behind() == "layers 5-7 were given 4 of 6 pages"
+
+
+def test_a_tail_rides_with_what_follows() -> None:
+    ledger = ComputedPages(LAYERS, 4)
+    assert ledger.take(None, PROMPT[:6], last=False) == [SendableChunk(3, 8, 0, 4)]
+    assert ledger.take(None, PROMPT[6:7], last=True) == [SendableChunk(3, 8, 4, 7)]
+
+
+def test_one_group_that_knows_the_end_tells_it_for_those_before() -> None:
+    """Else the tail of the first group would be held back for ever."""
+    ledger = ComputedPages(LAYERS, 4)
+    assert ledger.take((3, 5), PROMPT[:6], last=False) == [SendableChunk(3, 5, 0, 4)]
+    assert ledger.take((5, 8), PROMPT[:6], last=True) == [SendableChunk(5, 8, 0, 6), SendableChunk(3, 5, 4, 6)]
+    assert ledger.complete
+
+
+@pytest.mark.parametrize(
+    ("layers", "pages", "last", "text"),
+    [
+        ((3, 8), PROMPT[:1], False, "layers 3-7 do not stand at one page: 3-4 at page 4, 5-7 at page 0"),
+        ((5, 8), PROMPT[1:5], False, "pages 0-4 are others than those given for other layers"),
+        ((5, 8), PROMPT[:2], True, "the last pages end at 2, but other layers were given 4"),
+        ((2, 4), PROMPT[:2], False, "layers 2-3 are not among this rank's 3-7"),
+        ((7, 9), PROMPT[:2], False, "layers 7-8 are not among this rank's 3-7"),
+        ((5, 5), PROMPT[:2], False, "layers [5, 5) are not among this rank's 3-7"),
+    ],
+)
+def test_what_does_not_follow_is_refused_in_words(
+    layers: tuple[int, int], pages: np.ndarray, last: bool, text: str
+) -> None:
+    ledger = ComputedPages(LAYERS, 2)
+    ledger.take((3, 5), PROMPT[:4], last=False)
+    with pytest.raises(LayoutError, match=re.escape(text)):
+        ledger.take(layers, pages, last)
+
+
+def test_nothing_follows_the_last_pages() -> None:
+    ledger = ComputedPages(LAYERS, 2)
+    ledger.take((3, 5), PROMPT[:4], last=True)
+    with pytest.raises(LayoutError, match="pages up to 6 after the last ones, which ended at 4"):
+        ledger.take((5, 8), PROMPT[:6], last=False)
+    with pytest.raises(LayoutError, match="pages up to 3 after the last ones, which ended at 4"):
+        ledger.take((5, 8), PROMPT[:3], last=True)

@@ -1,0 +1,258 @@
+"""Grants between a writer and a ring: asked for, given once, gated, taken back, refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from moments import asked, compute, give, granted, part, said
+from simulation import SECOND, UNIT, World, direct
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.grant_table import GrantTable, RegionState
+from kvctl_agent.protocol.ring import Position, Ring
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
+
+ROOM = RoomKey("prefill-0", 7, 1)
+
+
+def test_all_parts_of_a_room_are_asked_for_in_one_message() -> None:
+    world = asked(3)
+    (request,) = said(world, "decode-0")
+    assert isinstance(request, msg.StagingRequest)
+    assert [spec.chunk for spec in request.parts] == [0, 1, 2]
+    world.feed("prefill-0", ev.Prefetch(7))
+    assert said(world, "decode-0") == []
+
+
+def test_the_same_request_gets_the_same_grant() -> None:
+    world = asked(3)
+    (request,) = said(world, "decode-0")
+    give(world, request, request, to="decode-0", by="prefill-0")
+    first, second = said(world, "prefill-0")
+    assert isinstance(first, msg.StagingGrants)
+    assert first == second
+    assert len(world.d().book) == 3
+
+
+def test_a_request_for_what_the_plan_does_not_know_changes_only_a_counter() -> None:
+    world = asked(2)
+    said(world, "decode-0")
+    odd = [(0, 0, 3, UNIT * 2), (2, 0, 2, 2 * UNIT), (0, 1, 1, UNIT), (0, 0, 2, UNIT), (0, 0, 2, 0), (0, 0, 2, 1 << 61)]
+    give(world, msg.StagingRequest(7, 1000, [msg.PartSpec(*spec) for spec in odd]), to="decode-0", by="prefill-0")
+    assert said(world, "prefill-0") == []
+    assert len(world.d().book) == 0
+    assert world.d().telemetry.metrics.total("kvctl_control_dropped_total", "unknown-part") == len(odd)
+
+
+def test_no_two_grants_cover_the_same_layers() -> None:
+    world = asked(1)
+    said(world, "decode-0")
+    for lo, hi in [(0, 2), (0, 1), (1, 2)]:
+        spec = msg.PartSpec(0, lo, hi, UNIT * (hi - lo))
+        give(world, msg.StagingRequest(7, 1000, [spec]), to="decode-0", by="prefill-0")
+    assert [holding.key[2:] for holding in world.d().book.holdings()] == [(0, 2)]
+
+
+def test_layer_groups_of_one_cell_are_granted_and_landed_one_by_one() -> None:
+    world = asked(1)
+    said(world, "decode-0")
+    specs = [msg.PartSpec(0, 0, 1, UNIT), msg.PartSpec(0, 1, 2, UNIT)]
+    give(world, msg.StagingRequest(7, 1000, specs[:1]), to="decode-0", by="prefill-0")
+    room = world.d().rooms[7]
+    room.land(PartKey(0, 0, 0, 1))
+    give(world, msg.StagingRequest(7, 1000, specs), to="decode-0", by="prefill-0")
+    assert [holding.key[2:] for holding in world.d().book.holdings()] == [(0, 1), (1, 2)]
+
+
+def test_a_request_for_a_room_that_is_over_is_answered_so_that_nobody_waits() -> None:
+    world = asked(1)
+    give(world, msg.StagingRequest(99, 5, []), to="decode-0", by="prefill-0")
+    answer = said(world, "prefill-0")[-1]
+    assert isinstance(answer, msg.RoomFailed)
+    assert (answer.room, answer.code) == (99, "KV_ROOM_UNKNOWN")
+
+
+def test_no_grants_while_the_room_has_failed() -> None:
+    world = asked(1)
+    (request,) = said(world, "decode-0")
+    world.feed("decode-0", ev.AbortRoom(7, "enough"))
+    said(world, "prefill-0")
+    give(world, request, to="decode-0", by="prefill-0")
+    assert said(world, "prefill-0") == []
+    assert len(world.d().book) == 0
+
+
+def test_parked_parts_of_two_rooms_with_one_nonce_are_told_apart() -> None:
+    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
+    world.connect()
+    for room in (7, 8):
+        world.receive(room, 3, nonce=5)
+        world.send(room, 3)
+    world.settle(ticks=3)
+    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
+
+
+def test_the_watermark_is_told_to_those_whose_grants_it_opens() -> None:
+    book = GrantTable(2 * UNIT)
+    keys = [PartKey(0, 0, 0, 2), PartKey(0, 1, 0, 2), PartKey(1, 0, 0, 2)]
+    peers = ["prefill-0", "prefill-0", "prefill-1"]
+    held = [book.grant(ROOM._replace(peer=peer), key, UNIT, 0) for peer, key in zip(peers, keys, strict=True)]
+    assert book.gates_somebody
+    assert not book.free(held[1].region.serial)
+    assert book.opened() == []
+    assert book.free(held[0].region.serial)
+    assert book.opened() == ["prefill-1"]
+    assert book.opened() == []
+    assert not book.gates_somebody
+
+
+def test_a_gated_grant_that_is_given_back_gates_nobody() -> None:
+    book = GrantTable(UNIT)
+    book.grant(ROOM, PartKey(0, 0, 0, 2), UNIT, 0)
+    book.free(book.grant(ROOM, PartKey(0, 1, 0, 2), UNIT, 0).region.serial)
+    assert not book.gates_somebody
+
+
+def test_a_revoked_part_is_asked_for_again() -> None:
+    world = asked(1)
+    grants = granted(world)
+    give(world, grants, msg.StagingRevoke(7, 1000, 0, 0, 2, grants.grants[0].serial))
+    revoked, request = said(world, "decode-0")
+    assert isinstance(revoked, msg.StagingRevoked)
+    assert isinstance(request, msg.StagingRequest)
+
+
+def test_a_request_for_a_part_whose_revoke_is_open_is_answered_with_the_revoke() -> None:
+    """The writer's answer was lost, and whoever waited behind its region may wait no more."""
+    world = asked(1)
+    grants = granted(world)
+    world.d().book.holdings()[0].state = RegionState.REVOKING
+    world.tick(SECOND)
+    said(world, "prefill-0")
+    give(world, msg.StagingRequest(7, 1000, [msg.PartSpec(0, 0, 2, 2 * UNIT)]), to="decode-0", by="prefill-0")
+    assert said(world, "prefill-0") == [msg.StagingRevoke(7, 1000, 0, 0, 2, grants.grants[0].serial)]
+
+
+def test_a_revoke_of_a_part_that_was_handed_on_is_too_late() -> None:
+    world = asked(1)
+    grants = granted(world)
+    give(world, grants)
+    compute(world, 1)
+    give(world, msg.StagingRevoke(7, 1000, 0, 0, 2, grants.grants[0].serial))
+    assert said(world, "decode-0") == [msg.TooLate(7, 1000, grants.grants[0].serial)]
+
+
+def test_nothing_is_revoked_while_nobody_waits() -> None:
+    world = asked(2, ring=8)
+    world.flush()
+    for _ in range(30):
+        world.tick(SECOND)
+        world.flush()
+    assert world.counts["StagingRevoke"] == 0
+
+
+def test_a_tag_of_a_grant_that_was_given_back_changes_nothing() -> None:
+    """Only the very grant is believed."""
+    world = asked(1)
+    world.flush()
+    compute(world, 1)
+    world.feed("prefill-0", ev.Finish(7, 1, 1))
+    (begin,) = [item for item in world.pool if item.kind == "begin"]
+    (holding,) = world.d().book.holdings()
+    world.d()._free([holding])
+    world.pool.remove(begin)
+    tag = begin.what.order.tag
+    world.feed("decode-0", ev.Arrived(Tag.unpack(tag), 1))
+    assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "stale-grant") == 1
+    assert not [item for item in world.pool if item.kind == "scatter"]
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_a_tag_that_names_another_grant_than_the_live_one_changes_nothing(other: int) -> None:
+    world = asked(1)
+    serial = granted(world).grants[0].serial
+    tag = Tag(PartKind.KV, world.d().local.incarnation, 7, 1000, serial + other, PartKey(0, 0, 0, 2))
+    world.feed("decode-0", ev.Arrived(tag, 1))
+    assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "stale-grant") == 1
+    assert not world.d().rooms[7].landed
+
+
+def test_a_tag_without_a_grant_that_covers_half_of_a_granted_part_changes_nothing() -> None:
+    world = asked(1)
+    granted(world)
+    world.feed(
+        "decode-0", ev.Arrived(Tag(PartKind.KV, world.d().local.incarnation, 7, 1000, 0, PartKey(0, 0, 0, 1)), 1)
+    )
+    assert not world.d().rooms[7].landed
+    assert len(world.d().book) == 1
+
+
+def test_a_tag_without_a_grant_does_not_free_a_region_that_is_being_scattered() -> None:
+    """Reuse under a scatter: the part has landed, whatever else is said of it."""
+    world = asked(1)
+    serial = granted(world).grants[0].serial
+    here = world.d().local.incarnation
+    world.feed("decode-0", ev.Arrived(Tag(PartKind.KV, here, 7, 1000, serial, PartKey(0, 0, 0, 2)), 1))
+    world.feed("decode-0", ev.Arrived(Tag(PartKind.KV, here, 7, 1000, 0, PartKey(0, 0, 0, 2)), 1))
+    assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "duplicate") == 1
+    assert [holding.state for holding in world.d().book.holdings()] == [RegionState.LANDED]
+
+
+def test_a_grant_outside_the_ring_is_not_written() -> None:
+    world = asked(1)
+    said(world, "decode-0")
+    for grant in (msg.Grant(0, 0, 2, 1, 3 * UNIT, 5 * UNIT, 0), msg.Grant(0, 0, 2, 1, 0, UNIT, 0)):
+        give(world, msg.StagingGrants(7, 1000, [grant], [0, 0, 0]))
+    assert part(world).grant is None
+
+
+def test_with_the_direct_path_no_ring_is_asked_for() -> None:
+    """With staging off the plain path runs: features cost nothing when unused."""
+    world = World(ParallelConfig(tp=2), ParallelConfig(), choose=direct)
+    world.connect()
+    world.receive(7, 4)
+    world.send(7, 4)
+    world.settle()
+    assert set(world.counts) == {"Hello", "HelloAck", "RoomOpen", "RoomAccepted", "RoomDone", "Ack"}
+    assert world.d().book.ring.high_water_bytes == 0
+
+
+def test_the_book_forgets_everything_of_a_region_that_is_free() -> None:
+    dice = random.Random(3)
+    book, ring = GrantTable(3 * UNIT), Ring(3 * UNIT)
+    live: list[int] = []
+    for step in range(300):
+        if dice.random() < 0.55:
+            live.append(book.grant(ROOM, PartKey(0, step, 0, 2), UNIT, 0).region.serial)
+            ring.allocate(UNIT)
+        elif live:
+            serial = live.pop(dice.randrange(len(live)))
+            if dice.random() < 0.5:
+                book.quarantine(book.find(serial))  # type: ignore[arg-type]
+            assert book.free(serial) == ring.free(serial)
+            book.opened()
+        assert book.ring.watermark == ring.watermark
+    for serial in live:
+        book.free(serial)
+    assert [*book._by_serial, *book._by_part, *book._by_room, *book._gated] == []
+    assert book.quarantined_bytes == 0
+    assert book.ring.watermark == Position(book.ring.round, 0)
+
+
+def test_tombstones_expire_and_are_bounded() -> None:
+    graves: Tombstones[bool] = Tombstones(lifetime_ns=10, capacity=3)
+    for number in range(5):
+        graves.bury(RoomKey("p", number, 1), True, number)
+    assert len(graves) == 3
+    assert not graves.holds(RoomKey("p", 1, 1))
+    graves.bury(RoomKey("p", 2, 1), True, 9)
+    graves.expire(13)
+    assert graves.holds(RoomKey("p", 2, 1)), "buried again, so it lives longer"
+    assert not graves.holds(RoomKey("p", 3, 1))
+    graves.expire(100)
+    assert len(graves) == 0

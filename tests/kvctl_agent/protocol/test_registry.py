@@ -1,0 +1,128 @@
+"""The registry's book: who has registered, who is missing, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.protocol import registry
+from kvctl_agent.protocol.registry import Lookup, Rank, Register, Registry
+
+
+def rank(tp: int, *, tp_size: int = 4, dp: int = 0, dp_size: int = 1, name: str = "", life: int = 1) -> Rank:
+    name = name or f"prefill-{dp}-{tp}"
+    return Rank(name, "ipc:///tmp/x", life, [dp, 0, 0, tp], [dp_size, 1, 1, tp_size])
+
+
+def test_nobody_has_registered() -> None:
+    answer = Registry().answer(Lookup("decode-0"), 0)
+    assert (answer.ranks, answer.size, answer.missing) == ([], 0, "no prefill rank has registered")
+
+
+def test_what_is_missing_is_said_in_words() -> None:
+    registry = Registry()
+    registry.answer(Register(rank(0)), 0)
+    assert registry.answer(Register(rank(1)), 0).missing == "2 of 4 prefill ranks registered, missing tp=2,3"
+
+
+def test_ranks_come_in_the_order_of_their_numbers() -> None:
+    registry = Registry()
+    for tp in (3, 1, 0, 2):
+        registry.answer(Register(rank(tp)), 0)
+    answer = registry.answer(Lookup("decode-0"), 0)
+    assert answer.missing == ""
+    assert [found.coord[3] for found in answer.ranks] == [0, 1, 2, 3]
+
+
+def test_missing_ranks_of_several_axes_are_named_by_label() -> None:
+    registry = Registry()
+    answer = registry.answer(Register(rank(0, tp_size=2, dp_size=2)), 0)
+    assert answer.missing == "1 of 4 prefill ranks registered, missing dp=0,tp=1; dp=1,tp=0; dp=1,tp=1"
+
+
+def test_a_very_large_instance_is_not_listed_in_full() -> None:
+    answer = Registry().answer(Register(rank(0, tp_size=65536)), 0)
+    assert len(answer.missing) < 300
+    assert answer.missing.endswith("and 65503 more")
+
+
+def test_a_restarted_rank_takes_its_place_again() -> None:
+    registry = Registry()
+    registry.answer(Register(rank(0, tp_size=1, life=1)), 0)
+    answer = registry.answer(Register(rank(0, tp_size=1, life=2)), 0)
+    assert answer.refused == ""
+    assert [found.incarnation for found in answer.ranks] == [2]
+
+
+def test_a_rank_of_another_instance_is_refused_with_both_sizes() -> None:
+    registry = Registry()
+    registry.answer(Register(rank(0)), 0)
+    refused = registry.answer(Register(rank(0, tp_size=2, name="other")), 0).refused
+    assert "other is of an instance of sizes [1, 1, 1, 2]" in refused
+
+
+def test_two_names_for_one_place_are_refused() -> None:
+    registry = Registry()
+    registry.answer(Register(rank(0)), 0)
+    refused = registry.answer(Register(rank(0, name="other")), 0).refused
+    assert refused == "other claims tp=0, which prefill-0-0 holds"
+
+
+@pytest.mark.parametrize(
+    ("coord", "sizes"),
+    [([0] * 4, [1] * 3), ([0] * 3, [1] * 4), ([0] * 4, [0] * 4), ([9, 0, 0, 0], [1] * 4), ([0] * 4, [2**31] * 4)],
+)
+def test_places_that_cannot_be_are_refused_and_change_nothing(coord: list[int], sizes: list[int]) -> None:
+    registry = Registry()
+    answer = registry.answer(Register(Rank("odd", "", 1, coord, sizes)), 0)
+    assert answer.refused.startswith("odd: ")
+    assert answer.size == 0
+
+
+@given(st.binary(max_size=80))
+def test_random_bytes_raise_nothing_but_remote_protocol_error(data: bytes) -> None:
+    for decode in (registry.decode_request, registry.decode_roster):
+        with contextlib.suppress(RemoteProtocolError):
+            decode(data)
+
+
+SECOND = 1_000_000_000
+
+
+def test_a_process_that_was_replaced_does_not_take_its_place_back() -> None:
+    """It was frozen, its replacement serves, and it goes on: else the two would hold the place in turns."""
+    registry = Registry()
+    registry.answer(Register(rank(0, tp_size=1, life=9)), 0)
+    registry.answer(Register(rank(0, tp_size=1, life=5)), 20 * SECOND)  # on a host whose clock is behind
+    answer = registry.answer(Register(rank(0, tp_size=1, life=9)), 21 * SECOND)
+    assert answer.refused.startswith(
+        "prefill-0-0 (incarnation 0000000000000009) was replaced by incarnation 00000000000"
+    )
+    assert [found.incarnation for found in answer.ranks] == [5]
+    assert not registry.answer(Register(rank(0, tp_size=1, life=5)), 22 * SECOND).refused
+
+
+def test_a_process_that_was_replaced_may_serve_when_its_replacement_has_gone() -> None:
+    registry = Registry()
+    registry.answer(Register(rank(0, tp_size=1, life=5)), 0)
+    registry.answer(Register(rank(0, tp_size=1, life=9)), SECOND)
+    answer = registry.answer(Register(rank(0, tp_size=1, life=5)), 20 * SECOND)
+    assert not answer.refused
+    assert [found.incarnation for found in answer.ranks] == [5]
+    assert registry.answer(Register(rank(0, tp_size=1, life=9)), 21 * SECOND).refused
+
+
+def test_a_registry_that_has_just_started_prefers_the_later_of_two_processes() -> None:
+    """It remembers nobody, and the one that was replaced registers as soon as the other."""
+    for first, second in ((5, 9), (9, 5)):
+        registry = Registry()
+        registry.answer(Register(rank(0, tp_size=1, life=first)), 100 * SECOND)
+        registry.answer(Register(rank(0, tp_size=1, life=second)), 100 * SECOND)
+        for now in (101, 102, 106, 107):
+            answers = {life: registry.answer(Register(rank(0, tp_size=1, life=life)), now * SECOND) for life in (5, 9)}
+            assert answers[5].refused
+            assert not answers[9].refused

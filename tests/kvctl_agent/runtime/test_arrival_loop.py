@@ -1,0 +1,393 @@
+"""The arrival loop: hears tags soon while bytes are expected, costs little otherwise, and outlives anything."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, Queue
+from typing import Any
+
+import numpy as np
+import pytest
+from host_device import HostDevice, at
+from msgspec.structs import replace
+
+from kvctl_agent.errors import TransportError
+from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.shape import ModelShape
+from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.checksum import part_checksum
+from kvctl_agent.memory.copier import Copier
+from kvctl_agent.memory.copy import gather_piece
+from kvctl_agent.memory.copy_pool import CopyPool
+from kvctl_agent.memory.device_copier import DeviceCopier
+from kvctl_agent.memory.host_copier import HostCopier
+from kvctl_agent.memory.part_layout import PartLayout
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.row_index import RowIndex
+from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scattered, ScatterFailed
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.runtime.arrival_loop import ArrivalLoop
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.transport.base import Arrival
+
+AtBest = Callable[[Callable[[], float], float], None]
+SHAPE = ModelShape(num_layers=4, num_kv_heads=4, k_dim=8, v_dim=6, dtype_bytes=2)
+KEY = PartKey(0, 0, 1, 3)
+TAG = Tag(PartKind.KV, 5, 7, 9, 11, KEY)
+
+
+class Tags:
+    """Stands for a transport: gives what the test puts in, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.waiting: list[bytes] = []
+        self.error: Exception | None = None
+        self.asked = 0
+
+    def arrivals(self) -> list[Arrival]:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        tags, self.waiting = self.waiting, []
+        return [Arrival("prefill-0", tag) for tag in tags]
+
+
+class Rig:
+    def __init__(self, telemetry: Telemetry, device: HostDevice | None = None) -> None:
+        self.tags = Tags()
+        self.pool = KVPool.allocate(
+            local_shards(SHAPE, 4, ParallelConfig(), RankCoord(0, 0, 0, 0)), 4, 16, device=device
+        )
+        self.ring = RingMemory(1 << 20, device)
+        self.copier: Copier = HostCopier(CopyPool(1)) if device is None else DeviceCopier(device.copies())
+        self.reported: Queue[Any] = Queue()
+        self.loop = ArrivalLoop(
+            "arrivals",
+            self.tags,
+            self.pool,
+            self.ring,
+            self.copier,
+            lambda *events: [self.reported.put(event) for event in events],
+            telemetry,
+        )  # type: ignore[arg-type]
+
+    def report(self, timeout_s: float = 60.0) -> Any:
+        return self.reported.get(timeout=timeout_s)
+
+    def looks(self, seconds: float) -> float:
+        """How often a second it looks."""
+        before, since = self.tags.asked, time.monotonic()
+        time.sleep(seconds)
+        return (self.tags.asked - before) / (time.monotonic() - since)
+
+
+@pytest.fixture
+def rig(telemetry: Telemetry) -> Iterator[Rig]:
+    with running(Rig(telemetry)) as rig:
+        yield rig
+
+
+@pytest.fixture
+def device() -> HostDevice:
+    return HostDevice()
+
+
+@pytest.fixture
+def on_device(telemetry: Telemetry, device: HostDevice) -> Iterator[Rig]:
+    with running(Rig(telemetry, device)) as rig:
+        yield rig
+
+
+@contextmanager
+def running(rig: Rig) -> Iterator[Rig]:
+    rig.loop.start()
+    yield rig
+    assert rig.loop.close(60)
+    rig.copier.close()
+    rig.ring.close()
+    rig.pool.close()
+
+
+def scatter(offset: int = 512, pages: Any = (3, 9), heads: int = 2, lo: int = 1, hi: int = 3) -> Scatter:
+    share = TransferSlice(0, 0, 0, 0, 2, heads, 0, 4, 2, 4, 4 * (16 + 12))
+    key = PartKey(0, 0, lo, hi)
+    return Scatter(21, offset, key, share, np.array(pages, np.int32), 7, 9, time.monotonic_ns())
+
+
+def test_a_tag_is_reported_with_its_moment(rig: Rig) -> None:
+    before = time.monotonic_ns()
+    rig.tags.waiting = [TAG.pack(), TAG._replace(serial=12).pack()]
+    first, second = rig.report(), rig.report()
+    assert (first.tag, second.tag.serial) == (TAG, 12)
+    assert before <= first.at_ns <= time.monotonic_ns()
+
+
+def test_a_copy_that_does_not_end_is_told_of(rig: Rig, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    copy = rig.copier.scatter
+
+    def slow(landed: Any) -> Any:
+        entered.set()
+        assert go_on.wait(60), "the test did not let the copy go on within 60 s"
+        return copy(landed)
+
+    monkeypatch.setattr(rig.copier, "scatter", slow)
+    before = time.monotonic_ns()
+    rig.loop.put(scatter())
+    assert entered.wait(60), "no copy was begun within 60 s"
+    turn_ns = telemetry.arrival_turn_ns
+    assert before <= telemetry.copying_since_ns <= time.monotonic_ns()
+    time.sleep(0.05)
+    assert telemetry.arrival_turn_ns == turn_ns  # it makes no turn meanwhile
+    go_on.set()
+    assert rig.report().serial == 21
+    deadline = time.monotonic() + 60
+    while telemetry.copying_since_ns:
+        assert time.monotonic() < deadline, "the copy was not taken for ended within 60 s"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("garbage", [b"x", bytes(49), TAG.pack() + b"!"])
+def test_garbage_is_counted_and_spoils_nothing(rig: Rig, telemetry: Telemetry, garbage: bytes) -> None:
+    rig.tags.waiting = [garbage, TAG.pack()]
+    assert rig.report().tag == TAG
+    assert telemetry.metrics.total("kvctl_tags_dropped_total", "malformed") == 1
+
+
+def test_it_looks_often_while_bytes_are_expected_and_seldom_otherwise(rig: Rig) -> None:
+    for _ in range(10):  # a busy machine may let it look less often than it would
+        seldom = rig.looks(0.3)
+        rig.loop.expect(1)
+        often = rig.looks(0.3)
+        rig.loop.expect(0)
+        again = rig.looks(0.3)
+        assert seldom < 250
+        assert again < 250
+        if often > 2 * max(seldom, again):
+            return
+    pytest.fail(f"{often:.0f} looks a second while bytes are expected, {seldom:.0f} and {again:.0f} otherwise")
+
+
+def test_idle_it_costs_less_than_three_hundredths_of_a_core(rig: Rig, at_best: AtBest) -> None:
+    def share() -> float:
+        cpu, since = time.process_time(), time.monotonic()
+        time.sleep(0.5)
+        return (time.process_time() - cpu) / (time.monotonic() - since)
+
+    at_best(share, 0.03)
+
+
+def test_expecting_wakes_it_from_its_long_pause(rig: Rig, at_best: AtBest) -> None:
+    def usual_s() -> float:
+        waits: list[float] = []
+        for _ in range(9):
+            rig.loop.expect(0)
+            time.sleep(0.012)
+            rig.tags.waiting = [TAG.pack()]
+            since = time.monotonic()
+            rig.loop.expect(1)
+            rig.report()
+            waits.append(time.monotonic() - since)
+        return statistics.median(waits)
+
+    at_best(usual_s, 0.0025)
+
+
+class TestScatter:
+    @pytest.mark.parametrize("where", ["rig", "on_device"])
+    def test_a_landed_part_is_copied_to_exactly_its_pages(self, where: str, request: pytest.FixtureRequest) -> None:
+        rig: Rig = request.getfixturevalue(where)
+        source = KVPool.allocate(local_shards(SHAPE, 4, ParallelConfig(tp=2), RankCoord(0, 0, 0, 0)), 4, 16)
+        random = np.random.default_rng(1)
+        for layer in range(4):
+            for block in source.segments[0].blocks[layer]:
+                block.array()[:] = random.integers(0, 256, block.nbytes, np.uint8)
+        part = PartLayout(1, 2, 2, (4 * 2 * 16, 4 * 2 * 12))
+        region = at(rig.ring.addr + 512, part.region_bytes)
+        for piece in part.pieces():
+            gather_piece(piece, RowIndex(source.segments[0], np.array([5, 2], np.int32), 0, 2), region[piece.offset :])
+        rig.loop.put(scatter())
+        done = rig.report()
+        assert isinstance(done, Scattered)
+        assert done.serial == 21
+        for layer in range(4):
+            for kv, dim in ((0, 16), (1, 12)):
+                got = rig.pool.segments[0].block(layer, kv).reshape(16, 4, 4, dim)
+                wanted = np.zeros_like(got)
+                if 1 <= layer < 3:
+                    wanted[[3, 9], :, 2:4] = source.segments[0].block(layer, kv).reshape(16, 4, 2, dim)[[5, 2]]
+                assert np.array_equal(got, wanted)
+        source.close()
+
+    @pytest.mark.parametrize(
+        "wrong", [scatter(offset=1 << 20), scatter(pages=(99,)), scatter(heads=3), scatter(lo=3, hi=9)]
+    )
+    def test_an_order_that_does_not_fit_is_recorded_and_the_thread_goes_on(
+        self, rig: Rig, telemetry: Telemetry, wrong: Scatter
+    ) -> None:
+        rig.loop.put(wrong)
+        rig.loop.put(scatter())
+        assert rig.report().serial == 21
+        errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
+        assert [(row["kind"], row["room"]) for row in errors] == [("scatter", "7")]
+
+    def test_a_part_in_its_pages_is_compared_on_this_thread(self, rig: Rig, telemetry: Telemetry) -> None:
+        order = scatter()
+        pages = np.array([3, 9], np.int32)
+        rig.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, np.array([99], np.int32)))  # no such page
+        rig.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, pages))
+        found = rig.report()
+        assert isinstance(found, Checked)
+        assert (found.room, found.nonce, found.kind, found.key) == (7, 9, PartKind.KV, order.key)
+        assert found.found == part_checksum(rig.pool, order.share, pages, 2, 1, 3)
+        errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
+        assert [(row["kind"], row["room"]) for row in errors] == [("check", "7")]
+
+
+class TestOnADevice:
+    def test_parts_that_wait_together_are_one_launch(self, telemetry: Telemetry, device: HostDevice) -> None:
+        rig = Rig(telemetry, device)
+        for number in range(5):
+            rig.loop.put(replace(scatter(offset=number << 12), serial=number))
+        with running(rig):
+            assert [rig.report().serial for _ in range(5)] == [0, 1, 2, 3, 4]
+        assert len(device.begun) == 1
+
+    def test_tags_are_heard_while_a_copy_takes_its_time(self, telemetry: Telemetry, device: HostDevice) -> None:
+        device.slow = 1000
+        rig = Rig(telemetry, device)
+        rig.loop.put(scatter())
+        with running(rig):
+            while not device.begun:
+                time.sleep(0.001)
+            rig.tags.waiting = [TAG.pack()]
+            first, second = rig.report(), rig.report()
+        assert (type(first), type(second)) == (Arrived, Scattered)
+
+    def test_a_copy_that_fails_is_told_and_recorded(
+        self, on_device: Rig, device: HostDevice, telemetry: Telemetry
+    ) -> None:
+        device.fail_next = 1
+        on_device.loop.put(scatter())
+        failed = on_device.report()
+        assert isinstance(failed, ScatterFailed)
+        assert failed.serial == 21
+        assert "told to fail" in failed.text
+        on_device.loop.put(replace(scatter(), serial=22))
+        assert on_device.report().serial == 22
+        errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
+        assert [(row["kind"], row["room"]) for row in errors] == [("scatter", "7")]
+
+    def test_one_that_does_not_fit_spoils_no_other(self, telemetry: Telemetry, device: HostDevice) -> None:
+        rig = Rig(telemetry, device)
+        for order in (scatter(pages=(99,)), scatter()):
+            rig.loop.put(order)
+        with running(rig):
+            assert rig.report().serial == 21
+        assert len(device.begun) == 1
+
+    def test_what_writers_can_send_is_compiled_before_the_first_room(self, on_device: Rig, device: HostDevice) -> None:
+        deadline = time.monotonic() + 60
+        widths = {heads * head_bytes for heads in (1, 2) for head_bytes in (16, 12)}
+        while not widths <= {geometry.width for geometry in device.prepared}:
+            assert time.monotonic() < deadline, device.prepared
+            time.sleep(0.001)
+        assert {(geometry.src_paged, geometry.dst_paged) for geometry in device.prepared} == {(False, True)}
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_a_bug_in_a_copy_is_told_too(self, telemetry: Telemetry, device: HostDevice, late: bool) -> None:
+        """Of parts that go together, of many rooms: none of them is left in the ring for ever."""
+        rig = Rig(telemetry, device)
+        begin = rig.copier.scatter
+
+        def broken(landed: Any) -> Any:
+            work: Any = begin(landed) if late else 1 // 0
+            work.done = lambda: 1 // 0
+            return work
+
+        rig.copier.scatter = broken  # type: ignore[method-assign]
+        for number in range(3):
+            rig.loop.put(replace(scatter(offset=number << 12), serial=number))
+        with running(rig):
+            assert [type(rig.report()) for _ in range(3)] == [ScatterFailed] * 3
+
+    def test_a_kernel_that_cannot_be_prepared_does_not_end_the_thread(
+        self, telemetry: Telemetry, device: HostDevice
+    ) -> None:
+        rig = Rig(telemetry, device)
+        asked: list[int] = []
+
+        def broken(memory: Any, head: int, heads: int) -> None:
+            asked.append(heads)
+            raise RuntimeError("a bug of the compiler's")
+
+        rig.copier.prepare = broken  # type: ignore[method-assign]
+        with running(rig):
+            while len(asked) < 2:
+                time.sleep(0.001)
+            rig.tags.waiting = [TAG.pack()]
+            assert isinstance(rig.report(), Arrived)
+
+    def test_digests_are_not_compared(self, on_device: Rig, telemetry: Telemetry) -> None:
+        """Writers in host memory may send them: their parts are taken as they are, and that is said once."""
+        order = scatter()
+        for _ in range(2):
+            on_device.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, np.array([3, 9], np.int32)))
+            assert on_device.report().found is None
+        said = [row["text"] for row in telemetry.recorder.since(None, 100)["events"] if row["kind"] == "digest"]
+        assert len(said) == 1
+
+    def test_close_waits_for_what_was_begun(self, telemetry: Telemetry, device: HostDevice) -> None:
+        device.slow = 200
+        rig = Rig(telemetry, device)
+        rig.loop.put(scatter())
+        rig.loop.start()
+        while not device.begun:
+            time.sleep(0.001)
+        assert rig.loop.close(60)
+        assert isinstance(rig.report(), Scattered)
+        for closing in (rig.copier, rig.ring, rig.pool):
+            closing.close()
+
+
+@pytest.mark.parametrize("error", [TransportError("the engine broke"), RuntimeError("a bug")])
+def test_an_engine_that_fails_to_answer_is_recorded_and_asked_again(
+    rig: Rig, telemetry: Telemetry, error: Exception
+) -> None:
+    rig.tags.error = error
+    deadline = time.monotonic() + 60
+    while not telemetry.metrics.total("kvctl_transport_errors_total"):
+        assert time.monotonic() < deadline, "the error is not counted"
+        time.sleep(0.001)
+    rig.tags.waiting, rig.tags.error = [TAG.pack()], None
+    assert isinstance(rig.report(), Arrived)
+    texts = {row["text"] for row in telemetry.recorder.since(None, 1000)["events"]}
+    assert any(str(error) in text for text in texts)
+
+
+def test_a_failing_engine_does_not_flood_the_recorder(rig: Rig, telemetry: Telemetry) -> None:
+    rig.loop.expect(1)
+    since, asked = time.monotonic(), rig.tags.asked
+    rig.tags.error = TransportError("the engine broke")
+    while rig.tags.asked < asked + 20:
+        assert time.monotonic() < since + 60, "it is not asked again"
+        time.sleep(0.01)
+    assert len(telemetry.recorder.since(None, 1000)["events"]) <= 2 + time.monotonic() - since
+    rig.tags.error = None
+
+
+def test_close_ends_it_in_the_middle_of_a_pause(telemetry: Telemetry) -> None:
+    rig = Rig(telemetry)
+    assert rig.loop.close(0.1)  # never started
+    rig = Rig(telemetry)
+    rig.loop.start()
+    assert rig.loop.close(60)
+    rig.tags.waiting = [TAG.pack()]
+    with pytest.raises(Empty):
+        rig.reported.get(timeout=0.05)

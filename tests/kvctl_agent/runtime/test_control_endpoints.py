@@ -1,0 +1,125 @@
+"""Where control sockets may bind, and how a refusal reads."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvctl_agent.errors import ConfigError
+from kvctl_agent.runtime.control_endpoints import address, bind, check_endpoint, close, connect, control_address
+
+Context = zmq.Context[zmq.Socket[bytes]]
+BINDER = """
+import sys, zmq
+from kvctl_agent.runtime.control_endpoints import bind
+socket = bind(zmq.Context(), sys.argv[1], 1 << 20)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+class TestCheck:
+    @pytest.mark.parametrize(
+        "endpoint",
+        ["ipc:///tmp/x", "tcp://127.0.0.1:7000", "tcp://127.9.9.9:*", "tcp://localhost:0", "tcp://[::1]:7000"],
+    )
+    def test_ipc_and_loopback_addresses_are_fine(self, endpoint: str) -> None:
+        check_endpoint(endpoint, insecure=False)
+
+    @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:7000", "tcp://10.1.2.3:7000", "tcp://*:7", "tcp://[::]:7000"])
+    def test_an_address_that_others_reach_needs_insecure(self, endpoint: str) -> None:
+        host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+        with pytest.raises(ConfigError, match=re.escape(f"{host} is not a loopback address")) as refused:
+            check_endpoint(endpoint, insecure=False)
+        assert "set insecure = true" in str(refused.value)
+        check_endpoint(endpoint, insecure=True)
+
+    @pytest.mark.parametrize("endpoint", ["", "7000", "http://127.0.0.1:7", "tcp://127.0.0.1", "tcp://:7", "udp://x:1"])
+    def test_other_text_is_told_what_to_write(self, endpoint: str) -> None:
+        with pytest.raises(ConfigError, match=r"write ipc:///path or tcp://address:port"):
+            check_endpoint(endpoint, insecure=True)
+
+    def test_an_ipc_path_is_absolute_and_within_the_kernels_limit(self) -> None:
+        with pytest.raises(ConfigError, match="needs an absolute path"):
+            check_endpoint("ipc://here", insecure=False)
+        check_endpoint("ipc:///" + "x" * 106, insecure=False)
+        with pytest.raises(ConfigError, match="exceeds 107 bytes"):
+            check_endpoint("ipc:///" + "x" * 107, insecure=False)
+        with pytest.raises(ConfigError, match="exceeds 107 bytes"):
+            check_endpoint("ipc:///" + "é" * 60, insecure=False)
+
+
+class TestControlAddress:
+    def test_ipc_sockets_lie_next_to_the_registry_under_short_distinct_names(self) -> None:
+        addresses = {control_address("ipc:///run/kv/boot", name) for name in ("a", "b", "x" * 500, "a/../b")}
+        assert len(addresses) == 4
+        for each in addresses:
+            assert re.fullmatch(r"ipc:///run/kv/c-[0-9a-f]{12}", each)
+        assert control_address("ipc:///run/kv/boot", "a") == control_address("ipc:///run/kv/boot", "a")
+
+    def test_tcp_takes_any_free_port_of_the_same_address(self) -> None:
+        assert control_address("tcp://127.0.0.1:7000", "a") == "tcp://127.0.0.1:*"
+        assert control_address("tcp://[::1]:7000", "a") == "tcp://[::1]:*"
+
+
+class TestBind:
+    def test_an_ipc_socket_and_its_directory_are_ours_alone(self, zmq_context: Context, directory: Path) -> None:
+        socket = bind(zmq_context, f"ipc://{directory}/s", 1 << 20)
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert (directory / "s").stat().st_mode & 0o777 == 0o600
+        socket.close()
+
+    def test_closing_removes_the_path_and_may_be_repeated(self, zmq_context: Context, directory: Path) -> None:
+        for endpoint in (f"ipc://{directory}/s", "tcp://127.0.0.1:*"):
+            socket = bind(zmq_context, endpoint, 1 << 20)
+            close(socket)
+            close(socket)
+            assert socket.closed
+        assert list(directory.iterdir()) == []
+
+    def test_a_taken_port_is_refused(self, zmq_context: Context) -> None:
+        first = bind(zmq_context, "tcp://127.0.0.1:*", 1 << 20)
+        endpoint = address(first)
+        with pytest.raises(ConfigError, match=re.escape(f"cannot bind {endpoint}") + ".*another agent using it"):
+            bind(zmq_context, endpoint, 1 << 20)
+        first.close()
+
+    def test_a_taken_ipc_path_is_refused_and_its_holder_keeps_it(self, zmq_context: Context, directory: Path) -> None:
+        """libzmq alone would take the path from a living holder without a word."""
+        endpoint = f"ipc://{directory}/s"
+        first = bind(zmq_context, endpoint, 1 << 20)
+        with pytest.raises(ConfigError, match="another agent using it"):
+            bind(zmq_context, endpoint, 1 << 20)
+        assert not first.poll(50)
+        client = connect(zmq_context, endpoint, b"client", 1 << 20)
+        client.send(b"still yours?")
+        assert first.poll(60_000)
+        first.close()
+        client.close()
+
+    def test_a_killed_holders_path_is_taken_over_a_stopped_holders_is_not(
+        self, zmq_context: Context, directory: Path
+    ) -> None:
+        endpoint = f"ipc://{directory}/s"
+        command = [sys.executable, "-c", BINDER, endpoint]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+            assert holder.stdout is not None
+            holder.stdout.readline()
+            os.kill(holder.pid, signal.SIGSTOP)
+            with pytest.raises(ConfigError, match="another agent using it"):
+                bind(zmq_context, endpoint, 1 << 20)
+            holder.kill()
+            holder.wait()
+        bind(zmq_context, endpoint, 1 << 20).close()
+
+    def test_a_directory_that_cannot_be_made_is_a_config_error(self, zmq_context: Context, socket_dir: Path) -> None:
+        (socket_dir / "file").write_text("")
+        with pytest.raises(ConfigError, match="cannot bind"):
+            bind(zmq_context, f"ipc://{socket_dir}/file/s", 1 << 20)

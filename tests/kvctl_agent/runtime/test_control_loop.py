@@ -1,0 +1,308 @@
+"""The control loop: what a bug, a busy peer or an engine's callback may cost — one event, never the loop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvctl_agent.errors import LocalProtocolError, TransportError
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.peer import FormerIncarnation, PeerState
+from kvctl_agent.protocol.registry import Lookup, Rank, Register
+from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
+from kvctl_agent.runtime.control_channel import ControlChannel
+from kvctl_agent.runtime.control_loop import ControlLoop
+from kvctl_agent.runtime.mailbox import Mailbox
+from kvctl_agent.telemetry.hub import Telemetry
+
+Context = zmq.Context[zmq.Socket[bytes]]
+AtBest = Callable[[Callable[[], float], float], None]
+
+
+class StandInPeer:
+    def __init__(self, pid: int, host: str = "host") -> None:
+        self.name, self.incarnation, self.proven_dead, self.state = "peer", 5, False, PeerState.READY
+        self.who = type("Who", (), {"pid": pid, "host": host})()
+        self.route = b""
+        self.former: dict[int, FormerIncarnation] = {}
+
+
+class StandInMachine:
+    """Answers events with the actions that the test gave for them."""
+
+    def __init__(self) -> None:
+        self.local = type("Local", (), {"role": "decode"})()
+        self.peers: dict[str, Any] = {}
+        self.handled: list[Any] = []
+        self.answers: dict[int, list[ev.Action] | Exception] = {}
+        self.open_rooms = 0
+
+    def roster(self, instance: str) -> tuple[str, ...]:
+        return ("prefill-0", "prefill-1")
+
+    def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
+        self.handled.append(event)
+        answer = self.answers.get(getattr(event, "room", -1), [])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class StandInHands:
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.error: Exception | None = None
+        self.refusals: list[tuple[int, str]] = []
+
+    def _do(self, what: Any) -> None:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.done.append(what)
+
+    def connect_peer(self, action: ev.ConnectPeer) -> None:
+        self._do(action.peer)
+
+    def drop_peer(self, peer: str) -> None:
+        self._do(peer)
+
+    def state_changed(self, action: ev.StateChanged) -> None:
+        self._do(action.room)
+
+    def released(self, room: int) -> None:
+        self._do(("released", room))
+
+    def overlapped(self, action: ev.Overlapped) -> None:
+        self._do(action)
+
+    def refused(self, room: int, text: str) -> None:
+        self.refusals.append((room, text))
+
+    def answered(self, action: ev.Answered) -> None:
+        self._do(action)
+
+    def move(self, order: Any) -> None:
+        self._do(order)
+
+    def turned(self) -> None: ...
+
+
+class Rig:
+    def __init__(self, context: Context, telemetry: Telemetry, directory: Path) -> None:
+        self.telemetry = telemetry
+        self.machine, self.hands, self.mailbox = StandInMachine(), StandInHands(), Mailbox()
+        endpoint = f"ipc://{directory}/boot"
+        self.server = RegistryServer(context, endpoint)
+        self.registries = Registries(context, Lookup("decode-0"))
+        self.registries.ask(endpoint)
+        self.loop = ControlLoop(
+            "control",
+            self.machine,  # type: ignore[arg-type]
+            self.hands,
+            ControlChannel(context, "decode-0", 1, telemetry),
+            self.mailbox,
+            self.registries,
+            self.server,
+            telemetry,
+            "host",
+        )
+        self.endpoint = endpoint
+
+    def errors(self) -> list[str]:
+        return [
+            row["text"] for row in self.telemetry.recorder.since(None, 1000)["events"] if row["severity"] == "error"
+        ]
+
+    def rooms(self) -> list[int]:
+        return [event.room for event in self.machine.handled if isinstance(event, ev.SendRoom)]
+
+
+@pytest.fixture
+def rig(zmq_context: Context, telemetry: Telemetry, directory: Path) -> Iterator[Rig]:
+    rig = Rig(zmq_context, telemetry, directory)
+    rig.loop.start()
+    yield rig
+    assert rig.loop.close(60)
+    rig.mailbox.close()
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.001)
+
+
+def changed(room: int) -> ev.StateChanged:
+    return ev.StateChanged(room, 1)  # type: ignore[arg-type]
+
+
+def test_an_event_is_handled_at_once_and_its_actions_in_order(rig: Rig, at_best: AtBest) -> None:
+    rig.machine.answers[1] = [changed(11), ev.Released(11), changed(12)]
+
+    def mean_s() -> float:
+        since = time.monotonic()
+        for _ in range(20):
+            rig.hands.done.clear()
+            rig.mailbox.put(ev.SendRoom(1))
+            until(lambda: rig.hands.done == [11, ("released", 11), 12])
+        return (time.monotonic() - since) / 20
+
+    at_best(mean_s, 0.03)  # a tick comes only every 100 ms
+
+
+def test_a_bug_costs_one_event_and_not_those_behind_it(rig: Rig) -> None:
+    rig.machine.answers[1] = KeyError("a bug")
+    rig.mailbox.put(*(ev.SendRoom(room) for room in range(5)))
+    until(lambda: rig.rooms() == [0, 1, 2, 3, 4])
+    assert any("KeyError: 'a bug'" in text for text in rig.errors())
+
+
+def test_an_action_that_fails_costs_itself_and_not_those_behind_it(rig: Rig) -> None:
+    """For example an engine's callback that raises: the messages behind it must leave all the same."""
+    rig.hands.error = RuntimeError("the engine's callback")
+    rig.machine.answers[1] = [changed(11), changed(12)]
+    rig.mailbox.put(ev.SendRoom(1), ev.SendRoom(2))
+    until(lambda: rig.hands.done == [12] and rig.rooms() == [1, 2])
+    assert any("the engine's callback" in text for text in rig.errors())
+
+
+@pytest.mark.parametrize(
+    "event",
+    [ev.SendRoom(1), ev.OpenRoom(1, 2, [], 0, 0, -1, "ipc:///nowhere")],  # type: ignore[arg-type]
+)
+def test_a_room_that_the_machine_refuses_is_told_so(rig: Rig, event: ev.Event) -> None:
+    """Else its handle would wait for a room that nobody knows."""
+    rig.machine.answers[1] = LocalProtocolError("room 1 is open already")
+    rig.mailbox.put(event)
+    until(lambda: rig.hands.refusals == [(1, "room 1 is open already")])
+
+
+def test_other_broken_orders_of_calls_are_recorded(rig: Rig) -> None:
+    rig.machine.answers[1] = LocalProtocolError("pages after the last ones")
+    rig.mailbox.put(ev.Prefetch(1))
+    until(lambda: rig.errors() == ["pages after the last ones"])
+    assert rig.hands.refusals == []
+
+
+def test_a_peer_that_cannot_be_connected_is_unusable(rig: Rig) -> None:
+    who = msg.PeerInfo("p", "prefill", [], [], 0, {}, {}, "nixl", b"", "", 1)
+    rig.machine.answers[1] = [ev.ConnectPeer("prefill-0", 3, who, ())]
+    rig.mailbox.put(ev.SendRoom(1))
+    until(lambda: ev.PeerConnected("prefill-0") in rig.machine.handled)
+    for error in (TransportError("no connection"), ValueError("a bug")):
+        rig.hands.error = error
+        rig.mailbox.put(ev.SendRoom(1))
+        unusable = ev.PeerUnusable("prefill-0", str(error))
+        until(partial(rig.machine.handled.__contains__, unusable))
+
+
+def test_ticks_come_ten_times_a_second_also_under_load(rig: Rig) -> None:
+    stop = threading.Event()
+
+    def flood() -> None:
+        while not stop.wait(0.0005):
+            rig.mailbox.put(ev.Prefetch(1))
+
+    def ticks() -> int:
+        return sum(isinstance(event, ev.Tick) for event in list(rig.machine.handled))
+
+    flooder = threading.Thread(target=flood)
+    since = time.monotonic()
+    flooder.start()
+    try:
+        until(lambda: ticks() >= 10)
+    finally:
+        stop.set()
+        flooder.join()
+    assert ticks() <= 12 * max(1, time.monotonic() - since)
+
+
+def test_idle_it_sleeps(rig: Rig, at_best: AtBest) -> None:
+    def share() -> float:
+        cpu, since = time.process_time(), time.monotonic()
+        time.sleep(0.5)
+        return (time.process_time() - cpu) / (time.monotonic() - since)
+
+    at_best(share, 0.03)
+
+
+def test_a_complete_roster_reaches_the_machine_with_the_ranks_in_order(rig: Rig, zmq_context: Context) -> None:
+    ranks = [
+        RegistryClient(
+            zmq_context,
+            rig.endpoint,
+            Register(Rank(f"prefill-{tp}", f"{rig.endpoint}-{tp}", 1, [0, 0, 0, tp], [1, 1, 1, 2])),
+        )
+        for tp in (1, 0)
+    ]
+
+    def known() -> bool:
+        for rank in ranks:
+            rank.turn(time.monotonic_ns())
+        return ev.RosterKnown(rig.endpoint, ("prefill-0", "prefill-1"), (1, 1)) in rig.machine.handled
+
+    until(known)
+    for rank in ranks:
+        rank.close()
+    # A machine that could not take it asks again later, although nothing has changed.
+    told = len(rig.machine.handled)
+    rig.machine.answers[1] = [ev.FindInstance(rig.endpoint)]
+    rig.mailbox.put(ev.SendRoom(1))
+    until(lambda: any(isinstance(event, ev.RosterKnown) for event in rig.machine.handled[told:]))
+
+
+class TestLiveness:
+    def test_a_process_that_has_ended_is_proof(self, rig: Rig) -> None:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        rig.machine.peers["peer"] = StandInPeer(process.pid)
+        time.sleep(0.7)
+        assert not any(isinstance(event, ev.PeerDead) for event in rig.machine.handled)
+        process.kill()  # a zombie until it is waited for
+        dead = ev.PeerDead("peer", 5, f"process {process.pid} has ended")
+        until(lambda: dead in rig.machine.handled)
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+    def test_the_end_of_a_process_that_was_replaced_is_proof_too(self, rig: Rig) -> None:
+        with subprocess.Popen([sys.executable, "-c", ""]) as process:
+            process.wait()
+        peer = StandInPeer(os.getpid())
+        peer.former[3] = FormerIncarnation(StandInPeer(process.pid).who, b"")  # type: ignore[arg-type]
+        rig.machine.peers["peer"] = peer
+        until(lambda: ev.PeerDead("peer", 3, f"process {process.pid} has ended") in rig.machine.handled)
+        assert not any(isinstance(event, ev.PeerDead) and event.incarnation == 5 for event in rig.machine.handled)
+
+    def test_a_pid_of_another_host_says_nothing(self, rig: Rig) -> None:
+        rig.machine.peers["peer"] = StandInPeer(2**22 + 1, host="elsewhere")
+        time.sleep(0.7)
+        assert not any(isinstance(event, ev.PeerDead) for event in rig.machine.handled)
+
+    def test_the_living_are_left_alone(self, rig: Rig) -> None:
+        rig.machine.peers["peer"] = StandInPeer(os.getpid())
+        time.sleep(0.7)
+        assert not any(isinstance(event, ev.PeerDead) for event in rig.machine.handled)
+
+
+def test_what_was_queued_last_still_leaves_when_it_closes(
+    zmq_context: Context, telemetry: Telemetry, directory: Path
+) -> None:
+    rig = Rig(zmq_context, telemetry, directory)
+    rig.loop.start()
+    rig.mailbox.put(*(ev.SendRoom(room) for room in range(100)))
+    time.sleep(0.05)
+    assert rig.loop.close(60)
+    assert rig.rooms() == list(range(100))
+    rig.mailbox.close()

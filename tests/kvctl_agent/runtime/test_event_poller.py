@@ -1,0 +1,407 @@
+"""The engine's events: what it says of a room is passed on in order, once its forwards are done, and nothing blocks."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from host_device import HostDevice, HostEvent
+
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import DeviceError, LocalProtocolError
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.runtime.event_poller import EventPoller
+from kvctl_agent.runtime.handles import PoolLimits, Receive, Send
+
+BOUNDS = PoolLimits(num_pages=10_000, aux_slots=4, layers=range(8), state_slots=())
+NEVER = 1 << 60
+
+
+class Posted(list[Any]):
+    """The mailbox, without what is said of launches."""
+
+    def put(self, event: ev.Event) -> None:
+        if not isinstance(event, ev.Launched):
+            self.append(event)
+
+    def wait(self, count: int) -> list[Any]:
+        wait_for(lambda: len(self) >= count)
+        return list(self)
+
+
+def wait_for(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+@pytest.fixture
+def device() -> HostDevice:
+    return HostDevice()
+
+
+@pytest.fixture
+def forwards(device: HostDevice) -> Iterator[EventPoller]:
+    made = EventPoller("forwards", device)
+    made.start()
+    yield made
+    assert made.close(30)
+
+
+@pytest.fixture
+def posted() -> Posted:
+    return Posted()
+
+
+@pytest.fixture
+def send(posted: Posted, forwards: EventPoller) -> Send:
+    return Send(7, posted.put, BOUNDS, forwards)
+
+
+def end(event: HostEvent) -> None:
+    """The device has come so far."""
+    event.finish()
+
+
+class TestOrder:
+    def test_nothing_is_waited_for_where_no_event_is_given(self, send: Send, posted: Posted) -> None:
+        send.pages([1])
+        send.pages([2], last=True)
+        send.finish(aux_index=3)
+        assert [type(each) for each in posted] == [ev.SendPages, ev.SendPages, ev.Finish]
+
+    def test_pages_are_passed_on_once_their_event_is_done(self, send: Send, posted: Posted, device: HostDevice) -> None:
+        event = device.engine_event(slow=NEVER)
+        send.pages([1, 2], event=event)
+        time.sleep(0.02)
+        assert posted == []
+        ended_ns = time.monotonic_ns()
+        end(event)
+        (pages,) = posted.wait(1)
+        assert (pages.pages.tolist(), pages.last, pages.layers, pages.launched) == ([1, 2], False, None, True)
+        assert ended_ns <= pages.at_ns <= time.monotonic_ns()
+
+    def test_what_follows_waits_behind(self, send: Send, posted: Posted, device: HostDevice) -> None:
+        first, third = (device.engine_event(slow=NEVER) for _ in range(2))
+        send.pages([1], event=first)
+        send.pages([2])
+        send.layers(range(4), [3], last=False, event=third)
+        send.layers(range(4, 8), [3], last=True)
+        send.finish(aux_index=2)
+        end(third)
+        time.sleep(0.01)
+        assert posted == []
+        end(first)
+        said = posted.wait(5)
+        assert [each.pages.tolist() for each in said[:4]] == [[1], [2], [3], [3]]
+        assert [each.layers for each in said[:4]] == [None, None, (0, 4), (4, 8)]
+        assert [each.launched for each in said[:4]] == [True, False, True, False]
+        assert said[4].aux_index == 2
+        assert [each.at_ns for each in said] == sorted(each.at_ns for each in said)
+
+    def test_what_comes_later_is_passed_on_at_once_again(self, send: Send, posted: Posted, device: HostDevice) -> None:
+        send.pages([1], event=device.engine_event(slow=2))
+        posted.wait(1)
+        send.finish()
+        assert isinstance(posted[-1], ev.Finish)
+
+    def test_rooms_do_not_wait_for_each_other(self, forwards: EventPoller, posted: Posted, device: HostDevice) -> None:
+        stuck, other = (Send(number, posted.put, BOUNDS, forwards) for number in (7, 8))
+        stuck.pages([1], event=device.engine_event(slow=NEVER))
+        other.pages([2], event=device.engine_event(slow=3))
+        (pages,) = posted.wait(1)
+        assert pages.room == 8
+
+    def test_an_event_of_a_whole_batch_is_asked_once_a_look(
+        self, forwards: EventPoller, posted: Posted, device: HostDevice
+    ) -> None:
+        event = Counted(device)
+        for number in range(50):
+            Send(number, posted.put, BOUNDS, forwards).pages([number], event=event.given)
+        event.pass_after(20)
+        assert sorted(each.room for each in posted.wait(50)) == list(range(50))
+        assert event.asked <= 20 + 50  # it may have been asked before all rooms were there
+
+    def test_an_event_may_be_recorded_anew_while_it_is_looked_at(
+        self, forwards: EventPoller, posted: Posted, device: HostDevice
+    ) -> None:
+        """For a later forward of the same stream: what was seen of the earlier one says nothing of that."""
+        event, between = device.engine_event(slow=NEVER), device.engine_event(slow=NEVER)
+        done = threading.Event()
+        event.done = done.is_set  # type: ignore[method-assign]
+        first, second = (Send(number, posted.put, BOUNDS, forwards) for number in (7, 8))
+
+        def record_anew() -> bool:
+            if not done.is_set():
+                return False
+            done.clear()
+            second.pages([3], event=event)
+            return True
+
+        between.done = record_anew  # type: ignore[method-assign]
+        with forwards._changed:  # nobody looks before both are there
+            threads = [
+                threading.Thread(target=send.pages, args=([page],), kwargs={"event": each})
+                for send, page, each in ((first, 1, event), (second, 2, between))
+            ]
+            for thread in threads:
+                thread.start()
+                time.sleep(0.01)
+        for thread in threads:
+            thread.join()
+        done.set()
+        said = posted.wait(2)
+        time.sleep(0.02)
+        assert [each.pages.tolist() for each in said] == [[1], [2]]
+        assert len(posted) == 2, "its forward still runs"
+        done.set()
+        assert posted.wait(3)[2].pages.tolist() == [3]
+
+    def test_the_control_loop_is_told_of_a_launch_at_once(self, forwards: EventPoller, device: HostDevice) -> None:
+        everything: list[ev.Event] = []
+        send = Send(7, everything.append, BOUNDS, forwards)
+        send.pages([1], event=device.engine_event(slow=NEVER))
+        assert everything == [ev.Launched(7)]
+
+    def test_a_prefetch_waits_for_nothing(self, send: Send, posted: Posted, device: HostDevice) -> None:
+        send.pages([1], event=device.engine_event(slow=NEVER))
+        send.prefetch()
+        assert [type(each) for each in posted] == [ev.Prefetch]
+
+
+class Counted:
+    """An event of the engine that counts who asks."""
+
+    def __init__(self, device: HostDevice) -> None:
+        self.given = device.engine_event(slow=NEVER)
+        self.asked = 0
+        self._pass_after = NEVER
+        self._inner = self.given.done
+        self.given.done = self.done  # type: ignore[method-assign]
+
+    def pass_after(self, asked: int) -> None:
+        self._pass_after = asked
+
+    def done(self) -> bool:
+        self.asked += 1
+        if self.asked >= self._pass_after:
+            self.given.finish()
+        return self._inner()
+
+
+class TestEnds:
+    def test_a_room_that_ended_says_no_more(self, send: Send, posted: Posted, device: HostDevice) -> None:
+        event = device.engine_event(slow=NEVER)
+        send.pages([1], last=True, event=event)
+        send.finish()
+        send.tell(RoomState.FAILED, None)
+        send.release()
+        end(event)
+        time.sleep(0.01)
+        assert posted == []
+
+    def test_nor_of_launches(self, forwards: EventPoller, device: HostDevice) -> None:
+        everything: list[ev.Event] = []
+        send = Send(7, everything.append, BOUNDS, forwards)
+        send.tell(RoomState.FAILED, None)
+        send.pages([1], event=device.engine_event(slow=NEVER))
+        assert everything == []
+
+    def test_nothing_is_kept_of_it(self, forwards: EventPoller, send: Send, device: HostDevice) -> None:
+        send.pages([1], event=device.engine_event(slow=NEVER))
+        assert forwards.waiting == 1
+        send.tell(RoomState.FAILED, None)
+        wait_for(lambda: forwards.waiting == 0)
+
+    def test_its_number_may_be_another_rooms_by_then(
+        self, forwards: EventPoller, posted: Posted, device: HostDevice
+    ) -> None:
+        old, event = Send(7, posted.put, BOUNDS, forwards), device.engine_event(slow=NEVER)
+        old.pages([1], event=event)
+        old.tell(RoomState.FAILED, None)
+        new = Send(7, posted.put, BOUNDS, forwards)
+        new.pages([2], event=event)
+        end(event)
+        assert [each.pages.tolist() for each in posted.wait(1)] == [[2]]
+        time.sleep(0.01)
+        assert len(posted) == 1
+
+    def test_a_forward_that_fails_fails_its_room(self, send: Send, posted: Posted, device: HostDevice) -> None:
+        event = device.engine_event(slow=2)
+        event.failure = DeviceError("an illegal address was met")
+        send.pages([1], event=event)
+        send.finish()
+        (failed,) = posted.wait(1)
+        assert failed == ev.ForwardFailed(7, "its forward failed: an illegal address was met")
+        time.sleep(0.01)
+        assert len(posted) == 1
+
+    def test_a_bug_costs_one_room(self, forwards: EventPoller, posted: Posted, device: HostDevice) -> None:
+        broken = device.engine_event()
+        broken.done = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+        Send(7, posted.put, BOUNDS, forwards).pages([1], event=broken)
+        (failed,) = posted.wait(1)
+        assert failed.text == "its forward failed: ZeroDivisionError: integer division or modulo by zero"
+        Send(8, posted.put, BOUNDS, forwards).pages([1], event=device.engine_event())
+        assert posted.wait(2)[1].room == 8
+
+    def test_close_drops_what_is_waited_for(self, device: HostDevice, posted: Posted) -> None:
+        forwards = EventPoller("forwards", device)
+        forwards.start()
+        event = device.engine_event(slow=NEVER)
+        send = Send(7, posted.put, BOUNDS, forwards)
+        send.pages([1], event=event)
+        assert forwards.close(30)
+        assert forwards.waiting == 0
+        end(event)
+        send.pages([2], event=event)
+        assert posted == []
+
+    def test_close_of_what_was_never_started(self, device: HostDevice) -> None:
+        assert EventPoller("forwards", device).close(1)
+
+
+class TestCost:
+    def test_no_look_while_nothing_is_waited_for(
+        self, send: Send, posted: Posted, device: HostDevice, at_best: Any
+    ) -> None:
+        send.pages([1], event=device.engine_event(slow=3))
+        posted.wait(1)
+
+        def used() -> float:
+            before = time.process_time()
+            time.sleep(0.1)
+            return time.process_time() - before
+
+        at_best(used, 0.005)
+
+    def test_the_engine_is_not_kept(self, send: Send, device: HostDevice, at_best: Any) -> None:
+        event = device.engine_event(slow=NEVER)
+
+        def call() -> float:
+            before = time.perf_counter()
+            send.pages([1], event=event)
+            return time.perf_counter() - before
+
+        at_best(call, 100e-6)
+
+    def test_a_done_event_is_seen_soon(self, send: Send, posted: Posted, device: HostDevice, at_best: Any) -> None:
+        def late() -> float:
+            event = device.engine_event(slow=NEVER)
+            send.pages([1], event=event)
+            time.sleep(0.003)
+            count, ended_ns = len(posted), time.monotonic_ns()
+            end(event)
+            return float(posted.wait(count + 1)[-1].at_ns - ended_ns) / 1e9
+
+        at_best(late, 300e-6)
+
+
+class TestWrongCalls:
+    def test_an_event_with_a_pool_in_host_memory(self, posted: Posted, device: HostDevice) -> None:
+        send = Send(7, posted.put, BOUNDS)
+        with pytest.raises(
+            LocalProtocolError, match="room 7: event= is for pools on a device, this one is host memory"
+        ):
+            send.pages([1], last=True, event=device.engine_event())
+        assert posted == []
+        send.pages([1], last=True)
+
+    def test_what_is_no_event(self, send: Send, posted: Posted) -> None:
+        with pytest.raises(LocalProtocolError, match="room 7: event: str is no event of this device"):
+            send.pages([1], last=True, event="done")
+        with pytest.raises(LocalProtocolError, match="room 7: event: str is no event of this device"):
+            send.layers(range(4), [1], last=True, event="done")
+        assert posted == []
+        send.pages([1], last=True)
+
+    def test_fake_rooms_take_events_too(self, forwards: EventPoller, posted: Posted, device: HostDevice) -> None:
+        send = Send(7, posted.put, BOUNDS, forwards)
+        send.tell(RoomState.SUCCESS, None)
+        send.pages([1], last=True, event=device.engine_event(slow=NEVER))
+        send.finish()
+        wait_for(lambda: forwards.waiting == 0)
+        assert posted == []
+
+
+def test_many_rooms_in_any_order(forwards: EventPoller, device: HostDevice) -> None:
+    """Engines in several threads, events that come in any order, rooms that end meanwhile, numbers that come again."""
+    dice = random.Random(4)
+    mailbox: list[tuple[Send, ev.Event]] = []
+    lock = threading.Lock()
+    pending: list[HostEvent] = []
+    made: list[tuple[Send, list[int], bool]] = []
+
+    def engine(seed: int) -> None:
+        own = random.Random(seed)
+        for number in range(40):
+            sent: list[int] = []
+            send = Send(number, lambda event: None, BOUNDS, forwards)
+            send._post = lambda event, send=send: mailbox.append((send, event))  # type: ignore[misc]
+            chunks = own.randrange(1, 6)
+            for chunk in range(chunks):
+                event = device.engine_event(slow=NEVER) if own.random() < 0.7 else None
+                if event is not None:
+                    with lock:
+                        pending.append(event)
+                send.pages([chunk], last=chunk == chunks - 1, event=event)
+                sent.append(chunk)
+            send.finish()
+            aborted = own.random() < 0.3
+            if aborted:
+                send.tell(RoomState.FAILED, None)
+            with lock:
+                made.append((send, sent, aborted))
+            time.sleep(own.random() * 1e-3)
+
+    engines = [threading.Thread(target=engine, args=(seed,)) for seed in range(4)]
+    for thread in engines:
+        thread.start()
+    while any(thread.is_alive() for thread in engines) or pending:
+        with lock:
+            event = pending.pop(dice.randrange(len(pending))) if pending else None
+        if event is None:
+            time.sleep(0.0002)
+        else:
+            end(event)
+    for thread in engines:
+        thread.join()
+    wait_for(lambda: forwards.waiting == 0)
+    for send, sent, aborted in made:
+        said: list[Any] = [event for room, event in mailbox if room is send and not isinstance(event, ev.Launched)]
+        pages = [each.pages.tolist()[0] for each in said if isinstance(each, ev.SendPages)]
+        assert pages == sent[: len(pages)]  # in order, without gaps
+        if not aborted:
+            assert pages == sent
+            assert isinstance(said[-1], ev.Finish)
+            assert len(said) == len(sent) + 1
+
+
+class TestReceive:
+    def test_after_success_there_is_an_event_to_wait_for(self, device: HostDevice) -> None:
+        receive = Receive(7, lambda event: None, device)
+        receive.tell(RoomState.TRANSFERRING, None)
+        assert receive.event is None
+        receive.tell(RoomState.SUCCESS, None)
+        event = receive.event
+        assert event is not None
+        assert event.done()
+        assert receive.event is event
+        stream = object()
+        event.wait(stream)
+        assert event.streams == [stream]  # type: ignore[attr-defined]
+
+    def test_there_is_none_after_a_failure(self, device: HostDevice) -> None:
+        receive = Receive(7, lambda event: None, device)
+        receive.tell(RoomState.FAILED, None)
+        assert receive.event is None
+
+    def test_there_is_none_of_host_memory(self) -> None:
+        receive = Receive(7, lambda event: None)
+        receive.tell(RoomState.SUCCESS, None)
+        assert receive.event is None

@@ -1,0 +1,400 @@
+"""Transfer workers: orders become flights, and nothing that a peer or an engine does stops the others.
+
+The paths here are stand-ins whose flights end when the test says so; real ones are tested with the agent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import Empty, Queue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvctl_agent.errors import DeviceError, MemoryLayoutError, TransportError
+from kvctl_agent.paths.base import Flight, PeerConnection
+from kvctl_agent.protocol.events import CancelToken, Event, Lease, PartFailed, PartSent, Transfer
+from kvctl_agent.protocol.tag import PartKey, PartKind
+from kvctl_agent.runtime.transfer_worker import TransferWorker
+from kvctl_agent.telemetry.hub import Telemetry
+
+AtBest = Callable[[Callable[[], float], float], None]
+NONE = np.empty(0, np.int32)
+
+
+class Wire:
+    """What the test decides about the flights of one peer."""
+
+    def __init__(self) -> None:
+        self.done = True
+        self.error: Exception | None = None
+        self.start_error: Exception | None = None
+        self.drained: bool | None = True  # None: nobody can tell
+        self.started: list[int] = []
+        self.threads: set[str] = set()
+
+
+class StandInFlight(Flight):
+    def __init__(self, connection: Any, order: Transfer, wire: Wire) -> None:
+        super().__init__(connection, order, time.monotonic_ns())
+        self.wire = wire
+        self.posts, self.descriptors = 1, 3
+
+    def advance(self) -> bool:
+        self.wire.threads.add(threading.current_thread().name)
+        if self.wire.error is not None:
+            raise self.wire.error
+        return self.wire.done
+
+    def give_up(self) -> bool:
+        if self.wire.drained is None:
+            raise DeviceError("the device is gone")
+        return self.wire.drained
+
+
+class Bench:
+    """A worker, its peers' wires, and what it reported."""
+
+    def __init__(self, telemetry: Telemetry, on_device: bool = False) -> None:
+        self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
+        self.reported: Queue[Event] = Queue()
+        self.progressed = 0
+        connections = {name: cast(PeerConnection, SimpleNamespace(peer=name)) for name in self.wires}
+        paths, report = {"bulk": self, "staged": self}, self.reported.put
+        self.worker = TransferWorker(
+            "transfer", paths, self, connections, self.progress, report, telemetry.metrics, on_device=on_device
+        )
+
+    def progress(self) -> None:
+        self.progressed += 1
+
+    def start(self, connection: PeerConnection, order: Transfer) -> Flight:
+        """The one path."""
+        wire = self.wires[connection.peer]
+        if wire.start_error is not None:
+            raise wire.start_error
+        wire.started.append(order.room)
+        return StandInFlight(connection, order, wire)
+
+    def order(
+        self, peer: str, room: int, cancel: CancelToken | None = None, kind: PartKind = PartKind.KV
+    ) -> CancelToken:
+        cancel = cancel or CancelToken(Lease(1 << 62))
+        key = PartKey(0, 0, 0, 2)
+        order = Transfer(peer, room, 1, kind, key, "bulk", None, NONE, NONE, None, b"t", cancel, time.monotonic_ns(), 0)
+        self.worker.put(order)
+        return cancel
+
+    def report(self, timeout_s: float = 60.0) -> Any:
+        return self.reported.get(timeout=timeout_s)
+
+    def nothing_reported(self) -> bool:
+        try:
+            self.reported.get(timeout=0.05)
+        except Empty:
+            return True
+        return False
+
+
+@pytest.fixture
+def bench(telemetry: Telemetry) -> Iterator[Bench]:
+    bench = Bench(telemetry)
+    bench.worker.start()
+    yield bench
+    assert bench.worker.close(60)
+
+
+@pytest.fixture
+def on_device(telemetry: Telemetry) -> Iterator[Bench]:
+    bench = Bench(telemetry, on_device=True)
+    bench.worker.start()
+    yield bench
+    assert bench.worker.close(60)
+
+
+def test_a_part_is_reported_with_its_moments_and_counted(bench: Bench, telemetry: Telemetry) -> None:
+    before = time.monotonic_ns()
+    bench.order("good", 1)
+    sent = bench.report()
+    assert isinstance(sent, PartSent)
+    assert (sent.peer, sent.room, sent.dropped) == ("good", 1, False)
+    moments = list(sent.moments.values())
+    assert list(sent.moments) == ["ready", "gate", "queue", "post", "wire"]  # nothing was gathered
+    assert moments == sorted(moments)
+    assert before <= moments[0]
+    assert moments[-1] <= time.monotonic_ns()
+    for metric, count in (("kvctl_writes_total", 1), ("kvctl_descriptors_total", 3), ("kvctl_engine_posts_total", 1)):
+        assert telemetry.metrics.total(metric, "bulk") == count
+
+
+def test_aux_rows_are_no_parts_in_the_counters(bench: Bench, telemetry: Telemetry) -> None:
+    bench.order("good", 1, kind=PartKind.AUX)
+    assert bench.report().kind is PartKind.AUX
+    assert telemetry.metrics.total("kvctl_writes_total") == 0
+
+
+@pytest.mark.parametrize("stuck", [1, 4, 20])
+def test_a_stopped_peer_holds_up_nobody_else(bench: Bench, stuck: int) -> None:
+    bench.wires["bad"].done = False
+    cancel_tokens = [bench.order("bad", room) for room in range(stuck)]
+    for room in range(100, 130):
+        bench.order("good", room)
+    assert [bench.report().room for _ in range(30)] == list(range(100, 130))
+    # And when it goes on, so do its parts.
+    bench.wires["bad"].done = True
+    assert sorted(bench.report().room for _ in range(stuck)) == list(range(stuck))
+    assert not any(cancel.cancelled for cancel in cancel_tokens)
+
+
+def test_a_stopped_peer_gets_no_more_parts_until_it_goes_on(bench: Bench) -> None:
+    """Each part that is begun takes staging buffers with it."""
+    wire = bench.wires["bad"]
+    wire.done = False
+    for room in range(3):
+        bench.order("bad", room)
+    bench.order("good", 99)
+    assert bench.report().room == 99
+    time.sleep(0.1)
+    cancel_tokens = [bench.order("bad", room) for room in range(3, 40)]
+    for room in range(100, 110):
+        bench.order("good", room)
+    assert [bench.report().room for _ in range(10)] == list(range(100, 110))
+    assert wire.started == [0, 1, 2]
+    # One that is given up meanwhile is reported, as its room waits for that.
+    cancel_tokens[20].cancelled = True
+    dropped = bench.report()
+    assert (dropped.room, dropped.dropped) == (23, True)
+    wire.done = True
+    rooms = [bench.report().room for _ in range(39)]
+    assert sorted(rooms) == [room for room in range(40) if room != 23]
+    assert wire.started == [room for room in range(40) if room != 23]
+
+
+def test_a_waiting_worker_costs_little(bench: Bench, at_best: AtBest) -> None:
+    bench.wires["bad"].done = False
+    cancel = bench.order("bad", 1)
+    time.sleep(0.1)
+
+    def share() -> float:
+        cpu, since = time.process_time(), time.monotonic()
+        time.sleep(0.5)
+        return (time.process_time() - cpu) / (time.monotonic() - since)
+
+    at_best(share, 0.25)
+    cancel.cancelled = True
+    assert bench.report().dropped
+
+
+class TestFence:
+    def test_a_queued_part_behind_a_raised_fence_is_dropped_unbegun(self, bench: Bench) -> None:
+        cancel = CancelToken(Lease(1 << 62))
+        cancel.cancelled = True
+        bench.order("good", 1, cancel)
+        assert bench.report().dropped
+        assert bench.wires["good"].started == []
+
+    def test_a_part_in_flight_is_reported_over_only_when_the_engine_lets_go(self, bench: Bench) -> None:
+        wire = bench.wires["bad"]
+        wire.done = wire.drained = False
+        cancel = bench.order("bad", 1)
+        while not wire.started:
+            time.sleep(0.001)
+        cancel.cancelled = True
+        assert bench.nothing_reported()
+        bench.order("good", 2)
+        assert bench.report().room == 2
+        wire.drained = True
+        over = bench.report()
+        assert (over.room, over.dropped) == (1, True)
+
+    def test_a_part_that_was_complete_when_the_fence_rose_is_over_at_once(self, bench: Bench) -> None:
+        cancel = CancelToken(Lease(1 << 62))
+        gate = threading.Event()
+        bench.worker.put(lambda: gate.wait(60))  # type: ignore[arg-type, return-value]
+        bench.order("good", 1, cancel)
+        cancel.cancelled = True
+        gate.set()
+        assert bench.report().dropped
+
+
+class TestLease:
+    """A process that was frozen, and goes on, posts nothing to peers that it has not heard of since."""
+
+    def test_nothing_is_begun_without_one_until_it_is_renewed(self, bench: Bench) -> None:
+        cancel = CancelToken(Lease(60_000_000_000))  # renewed at the boot of the machine
+        bench.order("good", 1, cancel)
+        assert bench.nothing_reported()
+        bench.order("third", 2)
+        assert bench.report().room == 2, "nobody else waits for it"
+        assert bench.wires["good"].started == []
+        cancel.lease.renewed_ns = time.monotonic_ns()
+        assert (bench.report().room, bench.wires["good"].started) == (1, [1])
+
+    def test_what_waits_for_one_is_dropped_when_its_room_fails(self, bench: Bench) -> None:
+        cancel = CancelToken(Lease(1))
+        bench.order("good", 1, cancel)
+        assert bench.nothing_reported()
+        cancel.cancelled = True
+        assert bench.report().dropped
+        assert bench.wires["good"].started == []
+
+
+class TestOnADevice:
+    @pytest.mark.parametrize(("after_s", "late_s"), [(0.0005, 60e-6), (0.004, 200e-6)])
+    def test_the_end_of_a_part_is_seen_soon(
+        self, on_device: Bench, at_best: AtBest, after_s: float, late_s: float
+    ) -> None:
+        def late() -> float:
+            wire = on_device.wires["good"]
+            wire.done = False
+            on_device.order("good", 1)
+            time.sleep(after_s)
+            ended_ns, wire.done = time.monotonic_ns(), True
+            return float(on_device.report().moments["wire"] - ended_ns) / 1e9
+
+        at_best(late, late_s)
+
+    def test_one_that_does_not_end_costs_little(self, on_device: Bench, at_best: AtBest) -> None:
+        on_device.wires["bad"].done = False
+        on_device.order("bad", 1)
+        time.sleep(0.05)
+
+        def used() -> float:
+            before = time.process_time()
+            time.sleep(0.1)
+            return time.process_time() - before
+
+        at_best(used, 0.02)
+        on_device.wires["bad"].done = True
+        on_device.report()
+
+
+class TestFailure:
+    def test_an_engine_error_fails_the_part_with_its_text(self, bench: Bench, telemetry: Telemetry) -> None:
+        bench.wires["bad"].error = TransportError("nixl: the connection broke")
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert isinstance(failed, PartFailed)
+        assert (failed.code, failed.in_flight) == ("KV_TRANSPORT", False)
+        assert failed.text == "writer 0 chunk 0 layers 0-1 to bad by bulk: nixl: the connection broke"
+        assert telemetry.metrics.total("kvctl_transport_errors_total") == 1
+        assert bench.nothing_reported()
+
+    def test_a_device_that_fails_is_no_error_of_the_engine(self, bench: Bench, telemetry: Telemetry) -> None:
+        bench.wires["bad"].error = DeviceError("an illegal address was met")
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert (failed.code, failed.text.split(": ")[1]) == ("KV_DEVICE", "an illegal address was met")
+        assert telemetry.metrics.total("kvctl_transport_errors_total") == 0
+
+    def test_what_may_still_land_is_said_and_followed_until_it_cannot(self, bench: Bench) -> None:
+        wire = bench.wires["bad"]
+        wire.error, wire.drained = TransportError("broken"), False
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert (type(failed), failed.in_flight) == (PartFailed, True)
+        assert bench.nothing_reported()
+        wire.drained = True
+        over = bench.report()
+        assert (type(over), over.dropped) == (PartSent, True)
+
+    def test_an_error_of_giving_up_proves_nothing_and_costs_nobody_else(self, bench: Bench) -> None:
+        wire = bench.wires["bad"]
+        wire.error, wire.drained = DeviceError("an illegal address"), None
+        bench.order("bad", 1)
+        assert bench.report().in_flight
+        bench.order("good", 2)
+        assert bench.report().room == 2
+        wire.drained = True
+        assert bench.report().dropped
+
+    def test_an_order_that_does_not_fit_fails(self, bench: Bench) -> None:
+        bench.wires["bad"].start_error = MemoryLayoutError("its grant is smaller")
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert failed.text.endswith("its grant is smaller")
+        assert not failed.in_flight
+
+    def test_a_peer_without_a_lane_fails(self, bench: Bench) -> None:
+        bench.order("stranger", 1)
+        assert "no connection to stranger" in bench.report().text
+
+    @pytest.mark.parametrize("where", ["start", "advance"])
+    def test_a_bug_costs_one_part_and_not_the_thread(self, bench: Bench, where: str) -> None:
+        wire = bench.wires["bad"]
+        if where == "start":
+            wire.start_error = IndexError("index 7 is out of bounds")
+        else:
+            wire.error = IndexError("index 7 is out of bounds")
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert isinstance(failed, PartFailed)
+        assert "IndexError: index 7 is out of bounds" in failed.text
+        bench.order("good", 2)
+        assert bench.report().room == 2
+
+
+class TestJobs:
+    def test_a_job_runs_on_the_thread_between_parts(self, bench: Bench) -> None:
+        names: list[str] = []
+        bench.order("good", 1)
+        bench.worker.put(lambda: names.append(threading.current_thread().name))
+        bench.order("good", 2)
+        assert [bench.report().room for _ in range(2)] == [1, 2]
+        assert set(names) == {"transfer"} == bench.wires["good"].threads
+
+    def test_a_job_that_raises_costs_only_itself(self, bench: Bench) -> None:
+        bench.worker.put(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+        bench.order("good", 2)
+        assert bench.report().room == 2
+
+
+class TestClose:
+    def test_what_was_queued_is_done_first_and_what_comes_after_never_runs(self, telemetry: Telemetry) -> None:
+        bench = Bench(telemetry)
+        for room in range(20):
+            bench.order("good", room)
+        bench.worker.start()
+        assert bench.worker.close(60)
+        assert [bench.report().room for _ in range(20)] == list(range(20))
+        bench.order("good", 99)
+        assert bench.nothing_reported()
+        assert bench.worker.close(60)
+
+    def test_a_worker_that_was_never_started_is_closed(self, telemetry: Telemetry) -> None:
+        assert Bench(telemetry).worker.close(0.1)
+
+    def test_a_write_that_never_ends_keeps_it_until_its_fence_is_raised(self, telemetry: Telemetry) -> None:
+        bench = Bench(telemetry)
+        bench.worker.start()
+        wire = bench.wires["bad"]
+        wire.done = wire.drained = False
+        cancel = bench.order("bad", 1)
+        while not wire.started:
+            time.sleep(0.001)
+        assert not bench.worker.close(0.1)
+        cancel.cancelled = True
+        assert bench.worker.close(60)
+
+
+def test_without_work_it_lets_the_engine_work_often_at_first_and_seldom_later(bench: Bench) -> None:
+    """A tag may still be inside an engine that has no thread of its own."""
+
+    def looks(seconds: float) -> int:
+        before = bench.progressed
+        time.sleep(seconds)
+        return bench.progressed - before
+
+    for _ in range(20):  # a busy machine may let it look less often than it would, and lets us sleep longer
+        bench.order("good", 1)
+        bench.report()
+        soon = looks(0.08)
+        time.sleep(0.3)
+        later = looks(0.3)
+        if soon >= 5 and 1 <= later <= 5:
+            return
+    pytest.fail(f"{soon} looks in the first 80 ms, later {later} in 300 ms")

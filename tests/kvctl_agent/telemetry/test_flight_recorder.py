@@ -1,0 +1,119 @@
+"""A reader of the flight recorder knows what it has seen, what is new, and how much it missed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvctl_agent.contract.snapshots import Events
+from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.flight_recorder import FlightRecorder
+
+
+def recorder(entries: int, capacity: int = 10) -> FlightRecorder:
+    made = FlightRecorder(Clock(), "decode-0", capacity)
+    for number in range(entries):
+        made.record("test", f"number {number}")
+    return made
+
+
+def numbers(events: Events) -> list[int]:
+    return [event["sequence"] for event in events["events"]]
+
+
+def test_an_entry_keeps_what_was_said() -> None:
+    made = recorder(0)
+    made.record("room", "timed out", severity="error", room=2**64 - 1, peer="prefill-0")
+    (event,) = made.since(0, 10)["events"]
+    assert event["at_ns"] > 1_600_000_000_000_000_000
+    assert {**event, "at_ns": 0} == {
+        "sequence": 0,
+        "at_ns": 0,
+        "agent": "decode-0",
+        "kind": "room",
+        "severity": "error",
+        "room": "18446744073709551615",
+        "peer": "prefill-0",
+        "text": "timed out",
+    }
+
+
+def test_an_empty_recorder() -> None:
+    assert recorder(0).since(0, 10) == {"events": [], "next": 0, "dropped": 0}
+    assert recorder(0).since(None, 10) == {"events": [], "next": 0, "dropped": 0}
+
+
+@pytest.mark.parametrize(
+    ("since", "limit", "expected", "follow", "dropped"),
+    [
+        (0, 100, list(range(15, 25)), 25, 15),
+        (10, 100, list(range(15, 25)), 25, 5),
+        (15, 100, list(range(15, 25)), 25, 0),
+        (20, 100, list(range(20, 25)), 25, 0),
+        (24, 100, [24], 25, 0),
+        (25, 100, [], 25, 0),
+        (99, 100, [], 25, 0),  # from another life of the agent
+        (0, 3, [15, 16, 17], 18, 15),
+        (20, 2, [20, 21], 22, 0),
+        (20, 0, [], 20, 0),
+        (None, 3, [22, 23, 24], 25, 0),
+        (None, 0, [], 25, 0),
+        (None, 100, list(range(15, 25)), 25, 0),
+    ],
+)
+def test_25_entries_in_a_ring_of_10(
+    since: int | None, limit: int, expected: list[int], follow: int, dropped: int
+) -> None:
+    events = recorder(25).since(since, limit)
+    assert (numbers(events), events["next"], events["dropped"]) == (expected, follow, dropped)
+
+
+def test_following_with_next_sees_every_entry_once() -> None:
+    made, seen, since = recorder(0, capacity=100), list[int](), 0
+    for round_ in range(20):
+        for _ in range(round_):
+            made.record("test", "x")
+        while numbers(events := made.since(since, 4)):
+            seen += numbers(events)
+            since = events["next"]
+    assert seen == list(range(sum(range(20))))
+
+
+def test_writers_and_a_reader_at_once(switching: None) -> None:
+    made = recorder(0, capacity=64)
+    stop = threading.Event()
+
+    def write() -> None:
+        for _ in range(20_000):
+            made.record("test", "x")
+
+    seen, missed = list[int](), 0
+
+    def read() -> None:
+        nonlocal missed
+        since = 0
+        while True:
+            last = stop.is_set()
+            events = made.since(since, 1000)
+            seen.extend(numbers(events))
+            missed += events["dropped"]
+            since = events["next"]
+            if last:
+                return
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write) for _ in range(3)]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    assert seen == sorted(set(seen))
+    assert len(seen) + missed == 60_000
+
+
+def test_a_recorder_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        FlightRecorder(Clock(), "a", 0)

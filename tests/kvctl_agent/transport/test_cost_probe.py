@@ -1,0 +1,94 @@
+"""The measured cost of a lane: bounded, and true enough to predict what a write takes."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvctl_agent.contract.connection_cost import ConnectionCost
+from kvctl_agent.contract.memory import HOST
+from kvctl_agent.errors import TransportError
+from kvctl_agent.transport import Region
+from kvctl_agent.transport.cost_probe import measure_connection
+
+
+def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best: Any) -> None:
+    one, two = crew.agent(engine), crew.peer(engine)  # which looks every 5 ms
+    one.transport.connect("two", two.metadata)
+    here, there = Region(one.addr, one.pool.nbytes), Region(two.addr, one.pool.nbytes)
+    measure_connection(one.transport, "two", here, there)  # wires up, touches pages
+    offsets = np.arange(256, dtype=np.uint64) * np.uint64(4096)
+    costs: list[ConnectionCost] = []
+
+    def wrong_by() -> float:
+        """How many times too much or too little is predicted; what is measured on a busy machine is noise."""
+        costs.append(measure_connection(one.transport, "two", here, there))
+        best = 1e9
+        for _ in range(10):
+            posted = time.perf_counter()
+            one.finish(
+                one.transport.write(
+                    "two", one.at(0) + offsets, two.at(0) + offsets, np.full(256, 2048, np.uint64), None
+                )
+            )
+            best = min(best, (time.perf_counter() - posted) * 1e6)
+        predicted = costs[-1].write_us(256, 256 * 2048)
+        return max(predicted / best, best / predicted)
+
+    at_best(wrong_by, 4)
+    assert max(cost.write_gb_per_s for cost in costs) > 0.5
+    assert all(0 < cost.descriptor_us(512) <= cost.descriptor_us(4096) for cost in costs)
+    assert min(cost.descriptor_us(4096) for cost in costs) < 100
+
+    def took_s() -> float:
+        started = time.monotonic()
+        measure_connection(one.transport, "two", here, there)
+        return time.monotonic() - started
+
+    at_best(took_s, 0.6)  # 0.3 s on a machine of its own
+    assert two.collect(1, timeout_s=0.05) == []
+
+
+class Recorder:
+    """A transport whose writes are done at once, or take a while."""
+
+    def __init__(self, gb_per_s: float) -> None:
+        self._gb_per_s = gb_per_s
+        self.largest = 0
+
+    def write(self, peer: str, here: np.ndarray, there: np.ndarray, sizes: np.ndarray, tag: bytes | None) -> Any:
+        nbytes = int(sizes.sum())
+        self.largest = max(self.largest, nbytes)
+        until = time.perf_counter() + nbytes / self._gb_per_s / 1e9
+        return SimpleNamespace(poll=lambda: time.perf_counter() >= until, release=lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("device", "gb_per_s", "largest"), [(0, 300.0, 256 << 20), (0, 1.0, 16 << 20), (HOST, 300.0, 16 << 20)]
+)
+def test_between_gpus_the_large_write_is_larger_where_the_lane_is_fast(
+    device: int, gb_per_s: float, largest: int
+) -> None:
+    lane = Recorder(gb_per_s)
+    cost = measure_connection(lane, "two", Region(1 << 40, 1 << 30, device), Region(1 << 41, 1 << 30), None, 1)
+    assert (lane.largest, cost.big_bytes) == (largest, largest)
+
+
+def test_too_little_memory_is_refused(crew: Any) -> None:
+    one, two = crew.agent("loopback"), crew.agent("loopback")
+    one.transport.connect("two", two.transport.metadata())
+    with pytest.raises(TransportError, match="524288 bytes on both sides, not 4096"):
+        measure_connection(one.transport, "two", Region(one.addr, 4096), Region(two.addr, 1 << 20))
+
+
+def test_the_cost_of_a_write_adds_up() -> None:
+    cost = ConnectionCost(write_gb_per_s=10.0, us_per_write=5.0, us_by_bytes=((512, 2.0), (4096, 3.0)))
+    assert cost.write_us(100, 100 * 512) == pytest.approx(5 + 100 * 2)
+    assert cost.write_us(100, 100 * 2304) == pytest.approx(5 + 100 * 2.5)  # half way between the two
+    assert cost.write_us(100, 100 * 8) == pytest.approx(5 + 100 * 2)  # a descriptor has a price whatever it holds
+    # beyond the largest size measured, bytes move at the rate of a large write
+    assert cost.write_us(1, 4096 + 1_000_000) == pytest.approx(5 + 3 + 100)
