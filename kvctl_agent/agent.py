@@ -535,7 +535,7 @@ class Agent:
         self.chooser.path = path
         self.connections.calibrate_once(self.workers[0] if self.workers else None)
 
-    def measure_lane(self) -> ConnectionCost:
+    def measure_connection(self) -> ConnectionCost:
         """Prefill: measure the connection to the first connected peer, between parts.
 
         Raises:

@@ -1,6 +1,7 @@
 """`kvctl completion`: the scripts by which shells ask `kvctl` what may stand where the cursor is.
 
-The scripts know no command and no option, so they stay right when kvctl changes; `kvctl.commands.completion_values` answers.
+The scripts know no command and no option, so they stay right when kvctl changes:
+`kvctl.commands.completion_values` answers.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def probe(settings: Settings, prefill: str | None, decode: str | None, nbytes: i
     TAKES is the time of a whole write. Every write has a fixed cost, which the one of 64 bytes shows; EACH ADDS is the
     time that a descriptor adds.
 
-    Without names every prefill rank measures its lane to every decode rank that it is connected to, one after the
+    Without names every prefill rank measures its connection to every decode rank that it is connected to, one after the
     other. A lane takes about 0.2 s, more where it is slow. kvctl peers shows the result from then on. Level: operate.
     """
     once_and_live(settings)
@@ -116,7 +116,7 @@ def _probe(fleet: Fleet, agent: AgentAnswer, call: Call) -> list[dict[str, Any]]
             rows: list[dict[str, Any]] = reply.data["rows"]
             return rows
         if time.monotonic_ns() > deadline:
-            text = f"the lane to {reply.data['peer']} was not measured within {_LONGEST_NS / 1e9:g} s"
+            text = f"the connection to {reply.data['peer']} was not measured within {_LONGEST_NS / 1e9:g} s"
             return Fault(agent.name, FaultCode.TIMEOUT, text)
 
 

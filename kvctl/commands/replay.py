@@ -11,12 +11,12 @@ import click
 
 from kvctl.client import bundle_reader
 from kvctl.client.recording_reader import readable
-from kvctl.client.replayer import replay as run_again
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
+from kvctl.lab.replay.process import replay as run_again
 from kvctl.render.recordings import REPLAYED, blocks
 from kvctl.render.report import Report
 

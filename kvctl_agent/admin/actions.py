@@ -161,7 +161,7 @@ class AdminActions:
             except KvctlError as error:
                 raise self._refusal(str(error)) from None
             self._probes[asked] = running
-            self._record(f"the lane to {running.peer} is probed")
+            self._record(f"the connection to {running.peer} is probed")
         try:
             cost = running.wait(_ANSWER_S)
         except KvctlError as error:

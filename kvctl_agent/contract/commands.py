@@ -106,7 +106,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("resume", "take new rooms again", Level.OPERATE),
     Command(
         "probe",
-        "prefill: measure the lane to a peer between parts; answers while it runs, ask again for the result",
+        "prefill: measure the connection to a peer between parts; answers while it runs, ask again for the result",
         Level.OPERATE,
         args=(
             Arg("peer", "str", "name of the decode rank; none: the first one connected"),

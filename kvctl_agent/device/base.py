@@ -19,18 +19,18 @@ from kvctl_agent.contract.memory import HOST
 __all__ = [
     "HOST",
     "Batch",
+    "BlockRange",
+    "BlockRanges",
     "Blocks",
-    "RowCopies",
     "Device",
+    "DeviceMemory",
     "Event",
     "Export",
     "Geometry",
     "Mapping",
-    "DeviceMemory",
     "Packed",
     "Places",
-    "BlockRange",
-    "BlockRanges",
+    "RowCopies",
     "Table",
 ]
 

@@ -1,6 +1,6 @@
 """A peer's memory in our address space, for as long as a kernel of ours may be running on it.
 
-The control loop drops a connection when its peer is lost, has come back as another, or has said Bye; workers may have kernels
+The control loop drops a connection when its peer is lost, was replaced, or has said Bye; workers may have kernels
 on it just then. Those drain, and only behind the last of them the memory is unmapped.
 """
 
@@ -17,11 +17,11 @@ class MappedMemory:
     """One connection's mapping and its users; safe from any thread.
 
     Attributes:
-        connection: how the memory is reached; see `device.base.Mapping`.
+        lane: how the memory is reached; see `device.base.Mapping`.
     """
 
     def __init__(self, mapping: Mapping) -> None:
-        self.connection = mapping.lane
+        self.lane = mapping.lane
         self._mapping = mapping
         self._lock = threading.Lock()
         self._users = 0

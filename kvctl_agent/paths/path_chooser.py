@@ -69,8 +69,8 @@ class PathChooser:
         staging: off, on or auto; off removes staged from the choices, on prefers it.
 
     Attributes:
-        connection: what writes cost; None until it was measured, and then parts go direct to peers whose memory is mapped,
-            and are staged where that is allowed to others.
+        connection: what writes cost; None until it is measured: until then parts go direct to peers whose memory is
+            mapped, and staged to the others where that is allowed.
         copy: what gather and scatter cost.
         direct: what the direct path costs; None until it was measured.
     """

@@ -1,4 +1,4 @@
-"""Both sides of one segment on a connection: where its pages are here, at the peer, and in a mapping of the peer's memory."""
+"""One segment at both ends of a connection: page addresses here, at the peer, and in a mapping of its memory."""
 
 from __future__ import annotations
 

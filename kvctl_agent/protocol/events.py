@@ -42,7 +42,7 @@ class Lease:
 class CancelToken:
     """Raised when a room fails: work that is queued but not begun is dropped, work that is in flight drains."""
 
-    __slots__ = ("lease", "cancelled")
+    __slots__ = ("cancelled", "lease")
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -211,7 +211,7 @@ class SetTimeouts(Event, frozen=True):
 
 
 class PartSent(Event, frozen=True):
-    """A transfer worker is done with a part: written, with the digest that its tag has, or dropped behind its cancel."""
+    """A transfer worker is done with a part: written, with the digest that its tag has, or dropped as cancelled."""
 
     peer: str
     room: int

@@ -55,7 +55,7 @@ class CostMeasurement:
 
     def __init__(self, connection: PeerConnection, measure: Callable[[PeerConnection], ConnectionCost]) -> None:
         self.peer = connection.peer
-        self.connection = connection.transport.name
+        self.lane = connection.transport.name
         self.ended_ns = 0
         self._target = connection
         self._measure = measure
@@ -159,7 +159,7 @@ class PeerConnections:
             connection = PeerConnection(peer, *made, why_not=str(error))
         if self._pool.device is not None:
             way = f"direct by {connection.mapping.lane}" if connection.mapping else f"not direct: {connection.why_not}"
-            self._recorder.record("direct", f"lane to {peer}: {way}", peer=peer)
+            self._recorder.record("direct", f"connection to {peer}: {way}", peer=peer)
         return connection
 
     def measure(self, worker: TransferWorker) -> ConnectionCost:
@@ -226,7 +226,7 @@ class PeerConnections:
         text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
         if (direct := self._chooser.direct) is not None:
             text += f", direct {direct.us_per_part:.0f} µs a part and {direct.us_per_mib:.2f} µs a MiB"
-        self._recorder.record("calibration", f"lane to {connection.peer}: {text}")
+        self._recorder.record("calibration", f"connection to {connection.peer}: {text}")
 
     def _calibrate_copies(self, connection: PeerConnection) -> None:
         """What row copies cost, on the memory that they are for."""

@@ -105,6 +105,6 @@ def _write_us(transport: Transport, peer: str, here: Addresses, there: Addresses
     while not write.poll():
         if time.perf_counter() - started > _WAIT_S:
             write.release()
-            raise DeadlineExceeded(f"measuring the lane to {peer!r}: a write was not complete after {_WAIT_S} s")
+            raise DeadlineExceeded(f"measuring the connection to {peer!r}: a write was not complete after {_WAIT_S} s")
         time.sleep(0)
     return (time.perf_counter() - started) * 1e6

@@ -15,7 +15,8 @@ from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.errors import RecordingError, RecordingVersionError, RemoteProtocolError, RequestRefused
-from kvctl_agent.protocol import codec, registry
+from kvctl_agent.protocol import codec
+from kvctl_agent.protocol import registry as bootstrap_registry
 from kvctl_agent.protocol.checkpoint import unpack
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.security import zmtp
@@ -44,11 +45,11 @@ def tag(data: bytes) -> None:
 def registry(data: bytes) -> None:
     """A request to the registry, and an answer of it."""
     with contextlib.suppress(RemoteProtocolError):
-        request = registry.decode_request(data)
-        answer = registry.Registry().answer(request, 0)
-        assert registry.decode_roster(registry.encode(answer)) == answer
+        request = bootstrap_registry.decode_request(data)
+        answer = bootstrap_registry.Registry().answer(request, 0)
+        assert bootstrap_registry.decode_roster(bootstrap_registry.encode(answer)) == answer
     with contextlib.suppress(RemoteProtocolError):
-        registry.decode_roster(data)
+        bootstrap_registry.decode_roster(data)
 
 
 def admin_request(data: bytes) -> None:

@@ -33,7 +33,7 @@ class Session:
         steps: Steps,
         point_s: float | None = None,
     ) -> None:
-        """`label` says which fleet this is where there are several, "" where there is one; `point_s` as of `TrialRunner`."""
+        """`label` names the fleet where there are several, else ""; `point_s` is that of `TrialRunner`."""
         self.results = Results(plan, fleet.names, verify)
         self.program = program
         self.label = label

@@ -128,11 +128,11 @@ class Worker(ABC):
             return FloorMeasured(gb_per_s=floor)
         if command.kind != "write":
             return FloorMeasured(gb_per_s=self._device_floor(command.kind))
-        return FloorMeasured(gb_per_s=self.agent.measure_lane().write_gb_per_s)
+        return FloorMeasured(gb_per_s=self.agent.measure_connection().write_gb_per_s)
 
     def probe(self) -> Probed:
         """What a write to the first decode rank costs, and what row copies do."""
-        lane = self.agent.measure_lane()
+        lane = self.agent.measure_connection()
         with HugePageMemory(_COPIES_BYTES) as memory:
             copies = measure_copies(memory.array)
         floor = memcpy_gb_per_s(seconds=0.2)

@@ -14,7 +14,7 @@ _MEASURED_ROWS = (512, 4096, 32768, 262144)
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One writer's lane to one reader.
+    """One writer's connection to one reader.
 
     Attributes:
         on_cpu: whether moving the bytes is work of this machine's cores (shared memory, TCP), not of a device.

@@ -161,7 +161,7 @@ class TestWhyNot:
         fleet = make_fleet(prefill=(1, 1), device=devices).start()
         assert self.shown(fleet) == "expandable segments; set expandable_segments:False"
         ours, theirs = fleet.events("direct")
-        assert ours == "lane to decode-0: not direct: expandable segments; set expandable_segments:False"
+        assert ours == "connection to decode-0: not direct: expandable segments; set expandable_segments:False"
         assert theirs == "no writer can map our memory: expandable segments; set expandable_segments:False"
         fleet.run(1, 4)
         fleet.check()

@@ -291,7 +291,7 @@ class TestCalls:
                 "aux_index is 64: it must be None or a row of the pool's 64",
             ),
             (lambda: decode.start(), "decode-0 was started before"),
-            (lambda: decode.measure_lane(), r"decode-0 \(running\) has no lane to measure"),
+            (lambda: decode.measure_connection(), r"decode-0 \(running\) has no connection to measure"),
         ):
             with pytest.raises(LocalProtocolError, match=text):
                 call()
@@ -411,7 +411,7 @@ class TestClose:
             fleet.decode[0].receive(1, [0])
         since = time.monotonic()
         with pytest.raises(LocalProtocolError):
-            fleet.prefill[0].measure_lane()
+            fleet.prefill[0].measure_connection()
         assert time.monotonic() - since < 30
         room.sends[0].pages([1])
         room.sends[0].abort("late")
@@ -476,7 +476,7 @@ class TestCalibration:
         fleet.run(2, 4)
         assert chooser.lane is first
         (text,) = fleet.events("calibration")
-        assert text.startswith("lane to decode-0: one write ")
+        assert text.startswith("connection to decode-0: one write ")
 
     def test_it_touches_no_buffer_that_is_in_use(self, make_fleet: Any) -> None:
         """Another worker may be sending already: what it gathered must not be overwritten."""
@@ -500,7 +500,7 @@ class TestCalibration:
 
     def test_measuring_on_request_gives_sane_costs(self, make_fleet: Any, transport: str) -> None:
         fleet = make_fleet(transport, prefill=(1, 1)).start()
-        cost = fleet.prefill[0].measure_lane()
+        cost = fleet.prefill[0].measure_connection()
         assert 0.01 < cost.write_gb_per_s < 1000
         assert 0 < cost.write_us(1, 4096) < 1e5
         assert cost.write_us(1000, 1 << 20) > cost.write_us(1, 1 << 20)

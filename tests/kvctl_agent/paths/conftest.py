@@ -1,4 +1,4 @@
-"""Two ends of a connection in this process: ranks' pools on a writer's and on a reader's transport, and what is planned.
+"""Two ends of a connection in this process: ranks' pools on a writer's and a reader's transport, and what is planned.
 
 What the model holds is known element by element. A writer's pool is filled from it by its own layers and heads; what
 must have landed is worked out for the reader's, so that a wrong head or layer shows whichever side it comes from.

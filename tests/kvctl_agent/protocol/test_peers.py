@@ -279,10 +279,10 @@ def test_a_transport_that_cannot_reach_decode_is_told_to_it() -> None:
     world.pool.clear()
     world.happen(hello)
     world.pool.clear()
-    world.feed("prefill-0", ev.PeerUnusable("decode-0", "no lane to it"))
+    world.feed("prefill-0", ev.PeerUnusable("decode-0", "no connection to it"))
     world.flush()
     assert room.failure["code"] == "KV_COMPAT_MISMATCH"
-    assert "prefill-0 refused: no lane to it" in room.failure["text"]
+    assert "prefill-0 refused: no connection to it" in room.failure["text"]
 
 
 def mismatched(**changes: object) -> World:

@@ -22,7 +22,7 @@ import kvctl_agent
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError, TransportUnavailable
 from kvctl_agent.transport import Arrival, Region, open_transport
-from kvctl_agent.transport.mooncake import engine
+from kvctl_agent.transport.mooncake import engine as mooncake_engine
 from kvctl_agent.transport.mooncake import transport as transport_module
 from kvctl_agent.transport.mooncake.writes import PEER_WINDOW
 
@@ -160,9 +160,9 @@ def test_an_idle_agent_takes_less_than_three_percent_of_a_core(crew: Any, at_bes
 def test_it_is_reachable_from_this_host_alone_unless_told_otherwise(crew: Any) -> None:
     agent = crew.agent("mooncake")
     assert agent.transport.describe()["reachable"] == "from this host"
-    listening = {one for _, one in engine._sockets() if engine._listens(one)}
+    listening = {one for _, one in mooncake_engine._sockets() if mooncake_engine._listens(one)}
     ports = {one.getsockname()[1] for one in listening if one.getsockname()[0] in ("0.0.0.0", "::")}
-    for _, one in engine._sockets():
+    for _, one in mooncake_engine._sockets():
         one.close()
     for one in listening:
         one.close()
@@ -296,7 +296,7 @@ class Refusing:
 
 
 def test_a_card_that_cannot_reach_a_gpu_is_named_with_the_remedy(capfd: Any) -> None:
-    engine = engine.Engine("a wheel", Refusing(), "127.0.0.1:1", [], True, True)
+    engine = mooncake_engine.Engine("a wheel", Refusing(), "127.0.0.1:1", [], True, True)
     with pytest.raises(TransportError, match=r"code -202\): the network card cannot reach GPU memory .*nvidia-peermem"):
         engine.register([Region(1 << 40, 4096, 1)])
     assert "Bad address" in capfd.readouterr().err
@@ -335,7 +335,7 @@ def test_unknown_parameters_protocols_and_devices_are_refused_by_name() -> None:
 
 
 def test_a_protocol_that_would_silently_become_tcp_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "_INFINIBAND", tmp_path / "none")
+    monkeypatch.setattr(mooncake_engine, "_INFINIBAND", tmp_path / "none")
     with pytest.raises(TransportUnavailable, match="rdma needs an RDMA device"):
         open_transport("mooncake", "a", {"protocol": "rdma"})
     with pytest.raises(TransportUnavailable, match=r"was built without (nvlink|efa)"):
@@ -363,8 +363,8 @@ def test_an_engine_that_completes_nothing_is_not_waited_for_for_ever(monkeypatch
         def transfer_check_status(self, entry: int) -> int:
             return 0
 
-    monkeypatch.setattr(engine, "_EMPTY_S", 0.05)
-    engine = engine.Engine("a wheel", Stuck(), "127.0.0.1:1", [], True, False)
+    monkeypatch.setattr(mooncake_engine, "_EMPTY_S", 0.05)
+    engine = mooncake_engine.Engine("a wheel", Stuck(), "127.0.0.1:1", [], True, False)
     assert engine.open("127.0.0.1:2") == "127.0.0.1:2 did not complete an entry of no bytes within 0.05 s"
 
 

@@ -1,6 +1,6 @@
 """One piece of memory for all ranks of a process, registered once, so that combinations cost no registration.
 
-Everything that agents and pools allocate is a `HugePageMemory`. Here slabs are cut from the arena instead of mapped: bytes move
+Everything that agents and pools allocate is a `HugePageMemory`. Here it is cut from the arena, not mapped: bytes move
 into the same registered memory all along, and what a rank of an earlier combination left there is overwritten before
 the next one may use it.
 """

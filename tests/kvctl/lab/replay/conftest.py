@@ -5,5 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "protocol"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "kvctl_agent" / "protocol"))
 sys.path.insert(0, str(Path(__file__).parent))
