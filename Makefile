@@ -70,19 +70,19 @@ check: $(STAMP)  ## format, lint, types, and who may import whom
 	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log >&2; exit 1; }
 
 explore: $(STAMP)  ## walk every history of larger worlds, and print how many states they have (STATES=n, MINUTES=n bound it)
-	@PYTHONPATH=tests/explore:tests/kvctl_agent/protocol $(BIN)/python tests/explore/run.py \
+	@$(BIN)/python -m tests.explore.run \
 		$(if $(STATES),--states $(STATES)) $(if $(MINUTES),--minutes $(MINUTES))
 
 fuzz: $(STAMP)  ## coverage-guided fuzzing of every reader of outside bytes, MINUTES each: make fuzz MINUTES=5 READERS="admin trace"
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install $(ATHERIS)
 	@bad=0; \
-	for reader in $(or $(READERS),$$($(BIN)/python tests/fuzz/guided.py)); do \
+	for reader in $(or $(READERS),$$($(BIN)/python -m tests.fuzz.guided)); do \
 		mkdir -p .fuzz/$$reader; echo "fuzz: $$reader for $(or $(MINUTES),5) min"; \
-		$(BIN)/python tests/fuzz/guided.py $$reader -max_total_time=$$(( $(or $(MINUTES),5) * 60 )) -max_len=4096 -timeout=10 \
+		$(BIN)/python -m tests.fuzz.guided $$reader -max_total_time=$$(( $(or $(MINUTES),5) * 60 )) -max_len=4096 -timeout=10 \
 			-rss_limit_mb=2048 -artifact_prefix=.fuzz/$$reader- .fuzz/$$reader > .fuzz/$$reader.log 2>&1 \
 			&& tail -n 1 .fuzz/$$reader.log && continue; \
 		bad=1; tail -n 30 .fuzz/$$reader.log; \
-		sed -n 's,.*Test unit written to \(.*\),fuzz: repeat it with: $(BIN)/python tests/fuzz/guided.py '$$reader' \1,p' .fuzz/$$reader.log; \
+		sed -n 's,.*Test unit written to \(.*\),fuzz: repeat it with: $(BIN)/python -m tests.fuzz.guided '$$reader' \1,p' .fuzz/$$reader.log; \
 	done; \
 	exit $$bad
 

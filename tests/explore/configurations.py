@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from explorer.flow import Budget
-from explorer.scene import Scene
-from explorer.search import Bounds, Explored, explore
-from simulation import Broken, direct, mixed
+from tests.explore.explorer.flow import Budget
+from tests.explore.explorer.scene import Scene
+from tests.explore.explorer.search import Bounds, Explored, explore
+from tests.support.protocol.simulation import Broken, direct, mixed
 
 D, P0, P1 = "decode-0", "prefill-0", "prefill-1"
 # Two writers whose workers take the rooms in different orders, which locks them out of each other's way to the ring

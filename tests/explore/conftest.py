@@ -1,19 +1,14 @@
-"""Puts the explorer, and the simulated world that it starts from, within reach of the tests here."""
+"""The explorer's configurations and mutations, each walked once for all tests here."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "kvctl_agent" / "protocol")]
 
 BOUND = 200_000  # states of one configuration; none comes near it
 
@@ -21,9 +16,9 @@ BOUND = 200_000  # states of one configuration; none comes near it
 @pytest.fixture(scope="session")
 def explored() -> Iterator[Callable[[Any], Any]]:
     """What was found in a configuration. All are walked from the first question on, each once, on all processors."""
-    from configurations import SMALL
-    from explorer.search import Bounds
-    from mutations import MUTATIONS
+    from tests.explore.configurations import SMALL
+    from tests.explore.explorer.search import Bounds
+    from tests.explore.mutations import MUTATIONS
 
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         worlds = dict.fromkeys([*SMALL, *(mutation.configuration for mutation in MUTATIONS)])

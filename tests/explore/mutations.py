@@ -10,10 +10,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from configurations import P0, Configuration, D
-from explorer.flow import Budget
-from explorer.scene import Scene
-from simulation import direct
 
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import ring_gate as gate_module
@@ -27,6 +23,10 @@ from kvctl_agent.protocol.recv_room import RecvRoom, WriterTransfer
 from kvctl_agent.protocol.ring import Region, Ring
 from kvctl_agent.protocol.send_room import Part, PartState, PeerTransfer
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
+from tests.explore.configurations import P0, Configuration, D
+from tests.explore.explorer.flow import Budget
+from tests.explore.explorer.scene import Scene
+from tests.support.protocol.simulation import direct
 
 STUCK = r"the rooms cannot end any more"
 IN_FLIGHT = r"while .* is in flight|after the room was released"

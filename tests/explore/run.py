@@ -10,9 +10,9 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 
-from configurations import LARGE, SMALL, Configuration
-from explorer.search import Bounds, Explored
-from simulation import Broken
+from tests.explore.configurations import LARGE, SMALL, Configuration
+from tests.explore.explorer.search import Bounds, Explored
+from tests.support.protocol.simulation import Broken
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from explorer.canonical import IRRELEVANT, UNORDERED, Walk, plan_of
-from explorer.scene import Scene
-from explorer.witness import Witness
 
 from kvctl_agent.protocol.grant_table import RegionState
 from kvctl_agent.protocol.tombstones import RoomKey
+from tests.explore.explorer.canonical import IRRELEVANT, UNORDERED, Walk, plan_of
+from tests.explore.explorer.scene import Scene
+from tests.explore.explorer.witness import Witness
 
 
 def reachable(root: object) -> dict[str, object]:
@@ -30,7 +30,7 @@ def reachable(root: object) -> dict[str, object]:
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset):
             waiting += value
-        elif type(value).__module__.startswith(("kvctl_agent.protocol", "explorer", "oracle")):
+        elif type(value).__module__.startswith(("kvctl_agent.protocol", "tests.")):
             for base in type(value).__mro__[:-1]:
                 found.setdefault(base.__name__, value)
             slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from configurations import SMALL, Configuration
-from explorer.search import Bounds, Explored
+
+from tests.explore.configurations import SMALL, Configuration
+from tests.explore.explorer.search import Bounds, Explored
 
 STATES = 100_000  # that must be explored in all, at least
 

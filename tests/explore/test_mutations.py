@@ -6,9 +6,10 @@ import re
 from typing import Any
 
 import pytest
-from explorer.search import Bounds
-from mutations import MUTATIONS, Mutation
-from simulation import Broken
+
+from tests.explore.explorer.search import Bounds
+from tests.explore.mutations import MUTATIONS, Mutation
+from tests.support.protocol.simulation import Broken
 
 BOUND = 80_000
 

@@ -1,6 +1,6 @@
 """`make fuzz`: atheris (libFuzzer) drives one reader of outside bytes.
 
-`python tests/fuzz/guided.py` names the readers, `… READER FOLDER` fuzzes one, its corpus beginning with the seeds and
+`python -m tests.fuzz.guided` names the readers, `… READER FOLDER` fuzzes one, its corpus beginning with the seeds and
 growing in that folder, and `… READER FILE` repeats what broke it. Options of libFuzzer may follow the name.
 """
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["kvctl", "kvctl_agent", "targets"]):
-    from seeds import SEEDS
-    from targets import TARGETS
+with atheris.instrument_imports(include=["kvctl", "kvctl_agent", "tests.fuzz.targets"]):
+    from tests.fuzz.seeds import SEEDS
+    from tests.fuzz.targets import TARGETS
 
 
 def main() -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from seeds import SEEDS
-from targets import TARGETS
 
 from kvctl.lab.bench import trace
 from kvctl_agent.protocol import codec
+from tests.fuzz.seeds import SEEDS
+from tests.fuzz.targets import TARGETS
 
 NAMES = sorted(TARGETS)
 MIB = 1 << 20

@@ -18,7 +18,6 @@ import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from seeds import SEEDS
 
 from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.agent import Agent
@@ -33,6 +32,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.rank import Rank
 from kvctl_agent.transport.mooncake import tags
+from tests.fuzz.seeds import SEEDS
 
 Context = zmq.Context[zmq.Socket[bytes]]
 PATIENCE_S = 60

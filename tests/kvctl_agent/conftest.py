@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,9 +25,6 @@ from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive, Send
-
-# So that tests of every folder below can `from host_device import HostDevice`.
-sys.path.insert(0, str(Path(__file__).parent))
 
 POISON = 0xDB
 AUX_SLOTS, AUX_ROW_BYTES = 64, 40

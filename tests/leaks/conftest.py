@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-# Of `benchmarks.leaks`, which `benchmarks/nothing_left.py` shares with these tests.
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.leaks.census import Sizes, grown
 from benchmarks.leaks.endings import ENDINGS, Late, Sides, finish, run

@@ -6,7 +6,8 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from matrix_rig.combinations import AXES, COUNT, combinations, coverage, possible_pairs
+
+from tests.matrix.matrix_rig.combinations import AXES, COUNT, combinations, coverage, possible_pairs
 
 
 def test_every_two_values_of_any_two_axes_meet(capsys: pytest.CaptureFixture[str]) -> None:

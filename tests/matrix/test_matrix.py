@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from matrix_rig.case import Case
-from matrix_rig.combinations import Combination, combinations
-from matrix_rig.expected import expected
-from matrix_rig.pair import Pair
 
 from kvctl_agent.layout.parallel import ParallelConfig
+from tests.matrix.matrix_rig.case import Case
+from tests.matrix.matrix_rig.combinations import Combination, combinations
+from tests.matrix.matrix_rig.expected import expected
+from tests.matrix.matrix_rig.pair import Pair
 
 
 @pytest.fixture(scope="module")

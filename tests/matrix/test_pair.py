@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from matrix_rig import pair as pairs
-from matrix_rig.case import Case
-from matrix_rig.pair import Failed, Pair
 
 from kvctl_agent.layout.parallel import ParallelConfig
+from tests.matrix.matrix_rig import pair as pairs
+from tests.matrix.matrix_rig.case import Case
+from tests.matrix.matrix_rig.pair import Failed, Pair
 
 CASE = Case("small", "loopback", "gqa8", (ParallelConfig(tp=2),), ParallelConfig())
 

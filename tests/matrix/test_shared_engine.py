@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from matrix_rig.shared_engine import Facade, SharedEngine
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.huge_pages import HugePageMemory
 from kvctl_agent.transport.base import Arrival, Region
 from kvctl_agent.transport.registry import open_transport
+from tests.matrix.matrix_rig.shared_engine import Facade, SharedEngine
 
 BYTES = 1 << 16
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from explorer.machines import Age, Done, Machines, role_of
-from explorer.witness import Witnesses
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
+from tests.explore.explorer.machines import Age, Done, Machines, role_of
+from tests.explore.explorer.witness import Witnesses
 
 State = tuple[int, ...]
 Kind = Literal["message", "tag", "event", "begin", "flight", "scatter", "engine", "proof"]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from simulation import SECOND, direct, staged
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -22,6 +21,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
+from tests.support.protocol.simulation import SECOND, direct, staged
 
 NOW_NS = SECOND  # as in a world before its first tick
 # How long ago a peer was heard: lately, longer ago than the lease lasts, suspect, lost.

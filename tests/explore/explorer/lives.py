@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from explorer.flow import Channel, Flow, Kind, Start, Step
-from explorer.frozen import AGES, machine_of
-from explorer.machines import Age, role_of
 from kvctl_agent.protocol import events as ev
+from tests.explore.explorer.flow import Channel, Flow, Kind, Start, Step
+from tests.explore.explorer.frozen import AGES, machine_of
+from tests.explore.explorer.machines import Age, role_of
 
 
 class Lives(Flow):  # type: ignore[misc]

@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from oracle import Broken, Write, place_of
-
-from explorer.canonical import Walk
-from explorer.frozen import AGES, NOW_NS, FrozenDecode, FrozenPrefill, Machine, freeze, thaw
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.local_info import LocalInfo
 from kvctl_agent.protocol.tag import Tag
+from tests.explore.explorer.canonical import Walk
+from tests.explore.explorer.frozen import AGES, NOW_NS, FrozenDecode, FrozenPrefill, Machine, freeze, thaw
+from tests.support.protocol.oracle import Broken, Write, place_of
 
 
 class Age(NamedTuple):

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from oracle import Broken
 
-from explorer.flow import Budget, Start, State, Step
-from explorer.space import Space
-from explorer.words import history
+from tests.explore.explorer.flow import Budget, Start, State, Step
+from tests.explore.explorer.space import Space
+from tests.explore.explorer.words import history
+from tests.support.protocol.oracle import Broken
 
 _PROGRESS_S = 10.0
 

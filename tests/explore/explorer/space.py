@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from explorer.flow import QUEUES, Budget, Channel, Start, State, Step
-from explorer.frozen import NOW_NS
-from explorer.lives import Lives
-from explorer.machines import arrived
-from explorer.witness import Witness
 from kvctl_agent.protocol import events as ev
+from tests.explore.explorer.flow import QUEUES, Budget, Channel, Start, State, Step
+from tests.explore.explorer.frozen import NOW_NS
+from tests.explore.explorer.lives import Lives
+from tests.explore.explorer.machines import arrived
+from tests.explore.explorer.witness import Witness
 
 
 class Space(Lives):  # type: ignore[misc]

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from oracle import Expected, Oracle, Write
-
-from explorer.canonical import Walk
-from explorer.frozen import freeze, thaw
-from explorer.machines import Machines, Seen
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol import events as ev
+from tests.explore.explorer.canonical import Walk
+from tests.explore.explorer.frozen import freeze, thaw
+from tests.explore.explorer.machines import Machines, Seen
+from tests.support.protocol.oracle import Expected, Oracle, Write
 
 
 class Witness(Oracle):  # type: ignore[misc]

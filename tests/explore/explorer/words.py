@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from explorer.flow import Budget, Step
-from explorer.space import Space
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.tag import Tag
+from tests.explore.explorer.flow import Budget, Step
+from tests.explore.explorer.space import Space
 
 _TOLD = ("room", "nonce", "serial", "chunk", "round", "tail", "of", "drained", "to")
 

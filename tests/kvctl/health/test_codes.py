@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from fleets import COMMANDS, MIB, MS, Fleet, S, parse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from kvctl.health.codes import CODES, CODES_BY_NAME
 from kvctl.health.engine import examine, worst
 from kvctl.health.snapshot import Snapshot
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
+from tests.kvctl.health.fleets import COMMANDS, MIB, MS, Fleet, S, parse
 
 _SOURCES = Path(__file__).parents[3] / "kvctl_agent"
 

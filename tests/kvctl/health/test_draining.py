@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fleets import Fleet, S
-
 from kvctl.health.finding import Severity
+from tests.kvctl.health.fleets import Fleet, S
 
 REFUSED = "prefill-0 is draining and takes no new rooms"
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fleets import MS, Fleet, S
-
 from kvctl.client.clock import ClockOffset
 from kvctl.client.faults import Fault
 from kvctl.health.finding import Severity
+from tests.kvctl.health.fleets import MS, Fleet, S
 
 DEAD = "peer prefill-1 (incarnation 00000000000003a1) lost: process 4243 has ended"
 

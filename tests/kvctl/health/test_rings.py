@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fleets import MIB, Fleet, S
-
 from kvctl.client.faults import Fault
 from kvctl.health.finding import Severity
+from tests.kvctl.health.fleets import MIB, Fleet, S
 
 
 def paused_writer() -> Fleet:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fleets import MS, NOW, Fleet, S
 
 from kvctl.health.finding import Severity
+from tests.kvctl.health.fleets import MS, NOW, Fleet, S
 
 
 def left_behind() -> Fleet:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fleets import MIB, Fleet, S
 
 from kvctl.health.finding import Severity
+from tests.kvctl.health.fleets import MIB, Fleet, S
 
 
 @pytest.mark.parametrize("code", ["KV_DIGEST_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION"])

@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 import pytest
-from host_device import HostCopies, HostDevice
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, DeviceError, TransportError
 from kvctl_agent.transport.loopback.transport import LoopbackTransport
+from tests.support.host_device import HostCopies, HostDevice
 
 SIDES = {"both": ("prefill", "decode"), "prefill": ("prefill",), "decode": ("decode",)}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from host_device import HostDevice
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.memory.checksum import part_checksum
+from tests.support.host_device import HostDevice
 
 PATIENCE_S = 60  # for what takes milliseconds on a quiet machine
 

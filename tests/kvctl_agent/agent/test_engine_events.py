@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import JUNK, HostDevice, HostEvent
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, DeviceError, LocalProtocolError
+from tests.support.host_device import JUNK, HostDevice, HostEvent
 
 NEVER = 1 << 60
 SUCCESS, FAILED = {RoomState.SUCCESS}, {RoomState.FAILED}

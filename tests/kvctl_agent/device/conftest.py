@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  # Triton imports it, and half of it stays where a stand-in has taken the driver's place
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_driver import FakeDriver
-
 from kvctl_agent.device import driver as binding
 from kvctl_agent.device import registry
+from tests.kvctl_agent.device.fake_driver import FakeDriver
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interpreted import launch
 
 from kvctl_agent.device.base import Batch, Geometry
 from kvctl_agent.device.tables import split, table_bytes
 from kvctl_agent.device.variant import Tile, variant
 from kvctl_agent.errors import DeviceError
+from tests.kvctl_agent.device.interpreted import launch
 
 GATHER, SCATTER, DIRECT = (True, False), (False, True), (True, True)
 SMALL = Tile(1024, 1)

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_peer import content
-from host_device import HostDevice
 
 import kvctl_agent
 from kvctl_agent.device import sharing
 from kvctl_agent.device.base import Batch, Device, Event, Export, Geometry, RowCopies
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
+from tests.kvctl_agent.device.gpu_peer import content
+from tests.support.host_device import HostDevice
 
 MIB = 1 << 20
 DEADLINE_S = 60.0

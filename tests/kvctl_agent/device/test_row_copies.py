@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_driver import OK, FakeDriver
-from interpreted import interpret
 
 from kvctl_agent.device import driver as binding
 from kvctl_agent.device import kernels
@@ -22,6 +20,8 @@ from kvctl_agent.device.kernels import Kernels
 from kvctl_agent.device.row_copies import DEFAULT, CudaRowCopies, Tuning
 from kvctl_agent.device.variant import Variant
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
+from tests.kvctl_agent.device.fake_driver import OK, FakeDriver
+from tests.kvctl_agent.device.interpreted import interpret
 
 APPENDED = 2
 SMALL = Tuning(slots=3, slot_bytes=1024)

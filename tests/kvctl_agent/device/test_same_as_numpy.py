@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interpreted import launch
 
 from kvctl_agent.device.base import Batch, BlockRanges, Device, Places
 from kvctl_agent.device.registry import open_device
@@ -28,6 +27,7 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
 from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
+from tests.kvctl_agent.device.interpreted import launch
 
 DTYPES = {"fp8": 1, "int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 LAYERS, SLOTS = 2, 6

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import HostDevice
 
 from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
@@ -25,6 +24,7 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
+from tests.support.host_device import HostDevice
 
 Planes = tuple[Plane, ...]
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_device import HostDevice
 
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
@@ -18,6 +17,7 @@ from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
 from kvctl_agent.memory.region import Region
+from tests.support.host_device import HostDevice
 
 SHAPE = ModelShape(3, 4, 8, 6, 2, states=(StateShape("conv", (0, 2), 3, 8, 4),))
 HELD = local_shards(SHAPE, 4, ParallelConfig(tp=2), RankCoord(0, 0, 0, 1))

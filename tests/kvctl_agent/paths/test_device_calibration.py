@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import HostDevice
 
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
 from kvctl_agent.memory.huge_pages import HugePageMemory
 from kvctl_agent.paths import device_calibration
 from kvctl_agent.paths.device_calibration import measure_device_copies, measure_direct
 from kvctl_agent.transport.base import Region
+from tests.support.host_device import HostDevice
 
 POISON = 0xDB
 

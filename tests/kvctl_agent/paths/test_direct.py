@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import HostDevice, HostMapping
 
 from kvctl_agent.device.base import Export
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
@@ -20,6 +19,7 @@ from kvctl_agent.paths.direct import PROGRAMS, DirectPath
 from kvctl_agent.paths.direct_routes import geometries
 from kvctl_agent.paths.mapped_memory import MappedMemory
 from kvctl_agent.protocol.tag import PartKind
+from tests.support.host_device import HostDevice, HostMapping
 
 CONV = StateShape("conv", (0, 2, 3), 3, 8, 4)  # cut over tp
 INDEX = StateShape("index", (1, 4), 1, 1, 20)  # the same on every rank

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import HostDevice
 
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
 from kvctl_agent.layout.local_shard import LocalShard
@@ -31,6 +30,7 @@ from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol.events import CancelToken, Lease, Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
+from tests.support.host_device import HostDevice
 
 PAGES = np.array([3, 9, 4, 1, 15, 0, 2, 8, 7, 11, 13, 12], np.int32)
 HELD = LocalShard(Segment(0, "kv", 0, 4, 4, (Plane("k", 4, 32), Plane("v", 4, 32))), 0, 4, 0, 4)

@@ -7,14 +7,14 @@ from collections import Counter
 
 import msgspec
 import pytest
-from scenarios import open_and_compute, world
-from simulation import World
 
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import TooSlow, build, pack, take, unpack
 from kvctl_agent.protocol.checkpoint_classes import classes
 from kvctl_agent.protocol.machine import Machine
+from tests.support.protocol.scenarios import open_and_compute, world
+from tests.support.protocol.simulation import World
 
 AGES = 1 << 62
 

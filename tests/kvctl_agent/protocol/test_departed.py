@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from simulation import SECOND, World, registry
-
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from tests.support.protocol.simulation import SECOND, World, registry
 
 
 def replace(world: World, life: int) -> tuple[str, ...]:

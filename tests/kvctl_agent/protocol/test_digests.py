@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from oracle import Write
-from simulation import Item, World, direct, staged
-from test_finals import HYBRID
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import build, pack, take, unpack
 from kvctl_agent.protocol.tag import PartKey, PartKind, with_digest
+from tests.kvctl_agent.protocol.test_finals import HYBRID
+from tests.support.protocol.oracle import Write
+from tests.support.protocol.simulation import Item, World, direct, staged
 
 SENT = 0xC0FFEE01
 WRONG = 0xBAD

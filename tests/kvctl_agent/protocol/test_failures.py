@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from moments import under_way
-from simulation import SECOND, TIMING, World, direct, staged
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from tests.support.protocol.moments import under_way
+from tests.support.protocol.simulation import SECOND, TIMING, World, direct, staged
 
 STAGES = [0, 5, 12, 20, 30, 40, 60]
 

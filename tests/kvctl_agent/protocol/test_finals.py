@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation import TIMING, World, direct, staged
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -15,6 +14,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from tests.support.protocol.simulation import TIMING, World, direct, staged
 
 CONV = StateShape("conv", (0, 1), 3, 1, 16)
 SSM = StateShape("ssm", (0, 2, 3), 2, 4, 16)

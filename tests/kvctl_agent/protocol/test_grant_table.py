@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from moments import asked, compute, give, granted, part, said
-from simulation import SECOND, UNIT, World, direct
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -16,6 +14,8 @@ from kvctl_agent.protocol.grant_table import GrantTable, RegionState
 from kvctl_agent.protocol.ring import Position, Ring
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
+from tests.support.protocol.moments import asked, compute, give, granted, part, said
+from tests.support.protocol.simulation import SECOND, UNIT, World, direct
 
 ROOM = RoomKey("prefill-0", 7, 1)
 

@@ -12,8 +12,6 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scenarios import open_and_compute, world
-from simulation import SECOND, Broken, World
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -22,6 +20,8 @@ from kvctl_agent.protocol.computed_pages import ComputedPages
 from kvctl_agent.protocol.events import CancelToken
 from kvctl_agent.protocol.recv_room import RecvRoom
 from kvctl_agent.protocol.send_room import PeerTransfer
+from tests.support.protocol.scenarios import open_and_compute, world
+from tests.support.protocol.simulation import SECOND, Broken, World
 
 
 def history(dice: random.Random, *, answers: float = 1.0) -> tuple[World, list[int]]:

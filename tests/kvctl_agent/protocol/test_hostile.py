@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import UNIT, World
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.context_parallel import CP_MODES
@@ -18,6 +17,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import TAG_BYTES, PartKey, PartKind, Tag
+from tests.support.protocol.simulation import UNIT, World
 
 # Numbers that are right, nearly right, and at every edge of a field.
 NUMBERS = [

@@ -7,7 +7,6 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from simulation import SECOND, TIMING, Instance, World, direct, registry
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -16,6 +15,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
+from tests.support.protocol.simulation import SECOND, TIMING, Instance, World, direct, registry
 
 DEEP = ModelShape(4, 2, 32, 32, 2)
 

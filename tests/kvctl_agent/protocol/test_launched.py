@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from simulation import TIMING, World, direct
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from tests.support.protocol.simulation import TIMING, World, direct
 
 SECOND = 1_000_000_000
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation import World, direct, mixed
 
 from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.states import RoomState
@@ -17,6 +16,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKind
+from tests.support.protocol.simulation import World, direct, mixed
 
 DEEP = ModelShape(4, 2, 32, 32, 2)
 HALVES = ((0, 2), (2, 4))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulation import SECOND, TIMING, World
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
+from tests.support.protocol.simulation import SECOND, TIMING, World
 
 TWIN = 77
 

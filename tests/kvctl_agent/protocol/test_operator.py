@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from moments import asked, compute, granted, run_until
-from scenarios import open_and_compute
-from simulation import SECOND, TIMING, UNIT, Broken, Instance, World, direct, mixed
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.grant_table import RegionState
 from kvctl_agent.protocol.peer import PeerState
+from tests.support.protocol.moments import asked, compute, granted, run_until
+from tests.support.protocol.scenarios import open_and_compute
+from tests.support.protocol.simulation import SECOND, TIMING, UNIT, Broken, Instance, World, direct, mixed
 
 
 def ask(world: World, name: str, event: ev.Event) -> ev.Answered:

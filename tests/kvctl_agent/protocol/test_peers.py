@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from moments import in_flight, silence
-from simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -17,6 +15,8 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill import MAX_PEERS
+from tests.support.protocol.moments import in_flight, silence
+from tests.support.protocol.simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 
 
 class TestStates:

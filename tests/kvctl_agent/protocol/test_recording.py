@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from simulation import SECOND, World
 
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import recording
 from kvctl_agent.protocol.recording import ACTIONS, RAISED, REFUSED, InputLog, Pieces
+from tests.support.protocol.simulation import SECOND, World
 
 
 class Idle:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from moments import in_flight, run_until, said, silence, under_way
-from simulation import SECOND, TIMING, World, direct
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -12,6 +10,8 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
+from tests.support.protocol.moments import in_flight, run_until, said, silence, under_way
+from tests.support.protocol.simulation import SECOND, TIMING, World, direct
 
 
 def events_of(world: World, name: str, kind: str) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from moments import asked, compute, dropped, give, granted, part, said
-from simulation import UNIT, World
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -12,6 +10,8 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.grant_table import RegionState
 from kvctl_agent.protocol.ring import Position
+from tests.support.protocol.moments import asked, compute, dropped, give, granted, part, said
+from tests.support.protocol.simulation import UNIT, World
 
 
 class TestSerials:

@@ -6,8 +6,6 @@ import random
 
 import numpy as np
 import pytest
-from moments import dropped, messages_to, run_until, take
-from simulation import SECOND, Item, World, direct, staged
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
@@ -16,6 +14,8 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from tests.support.protocol.moments import dropped, messages_to, run_until, take
+from tests.support.protocol.simulation import SECOND, Item, World, direct, staged
 
 LAYOUTS = [
     (ParallelConfig(), ParallelConfig()),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from simulation import World, direct
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol import events as ev
+from tests.support.protocol.simulation import World, direct
 
 DEEP = ModelShape(4, 2, 32, 32, 2)
 

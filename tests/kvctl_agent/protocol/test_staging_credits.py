@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from simulation import World
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -13,6 +12,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.staging_credits import writer_quota
+from tests.support.protocol.simulation import World
 
 ROOMS = range(7, 17)
 

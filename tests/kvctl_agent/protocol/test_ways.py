@@ -20,13 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from moments import (
-    asked,
-    compute,
-    run_until,
-    tags_dropped,
-)
-from simulation import SECOND, TIMING, UNIT, World, direct
 
 import kvctl_agent
 from kvctl_agent.contract.states import RoomState
@@ -37,6 +30,13 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.telemetry.hub import Telemetry
+from tests.support.protocol.moments import (
+    asked,
+    compute,
+    run_until,
+    tags_dropped,
+)
+from tests.support.protocol.simulation import SECOND, TIMING, UNIT, World, direct
 
 
 def held_up() -> World:
@@ -114,11 +114,11 @@ def test_a_restarted_subscriber_never_hears_the_watermark() -> None:
     world.restart("prefill-0")
     world.tick(SECOND)
     world.flush()
-    room = world.receive(9, 3)
+    opened = world.receive(9, 3)
     world.send(9, 3)
     before = world.now_ns
     world.flush()
-    assert room.state is RoomState.SUCCESS
+    assert opened.state is RoomState.SUCCESS
     assert world.now_ns == before, "the grants themselves told it where the watermark is"
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import HostDevice, at
 from msgspec.structs import replace
 
 from kvctl_agent.errors import TransportError
@@ -35,6 +34,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.arrival_loop import ArrivalLoop
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Arrival
+from tests.support.host_device import HostDevice, at
 
 AtBest = Callable[[Callable[[], float], float], None]
 SHAPE = ModelShape(num_layers=4, num_kv_heads=4, k_dim=8, v_dim=6, dtype_bytes=2)

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from host_device import HostDevice, HostEvent
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import DeviceError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.runtime.event_poller import EventPoller
 from kvctl_agent.runtime.handles import PoolLimits, Receive, Send
+from tests.support.host_device import HostDevice, HostEvent
 
 BOUNDS = PoolLimits(num_pages=10_000, aux_slots=4, layers=range(8), state_slots=())
 NEVER = 1 << 60

@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 import pytest
-from host_device import HostDevice
 from msgspec.structs import replace
 
 from kvctl_agent.protocol.messages import PeerInfo, SharedMemory
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.peer_memory import map_peer_memory
+from tests.support.host_device import HostDevice
 
 
 class Spy(HostDevice):  # type: ignore[misc]  # found at run time

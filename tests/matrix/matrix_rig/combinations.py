@@ -15,8 +15,8 @@ from itertools import product
 from typing import NamedTuple
 
 from kvctl_agent.layout.parallel import ParallelConfig
-from matrix_rig.case import Case
-from matrix_rig.models import LAYERS, MODELS, fits, same_heads
+from tests.matrix.matrix_rig.case import Case
+from tests.matrix.matrix_rig.models import LAYERS, MODELS, fits, same_heads
 
 COUNT = 208
 _SEED = 3

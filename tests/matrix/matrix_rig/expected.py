@@ -10,9 +10,9 @@ from kvctl_agent.layout.local_shard import local_shards
 from kvctl_agent.layout.plan import state_slices_to_reader, transfer_slices, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.transfer_slice import TransferSlice
-from matrix_rig.case import Case
-from matrix_rig.loads import PREFILL_ONLY, groups_of, rooms_of
-from matrix_rig.models import MODELS, shape_of
+from tests.matrix.matrix_rig.case import Case
+from tests.matrix.matrix_rig.loads import PREFILL_ONLY, groups_of, rooms_of
+from tests.matrix.matrix_rig.models import MODELS, shape_of
 
 
 class Expected(NamedTuple):

@@ -30,12 +30,12 @@ from kvctl_agent.runtime import arrival_loop, peer_connections  # noqa: E402
 from kvctl_agent.transport import cost_probe  # noqa: E402
 from kvctl_agent.transport.base import Region  # noqa: E402
 from kvctl_agent.transport.registry import TRANSPORTS, open_transport  # noqa: E402
-from matrix_rig import loads  # noqa: E402
-from matrix_rig.arena import Arena  # noqa: E402
-from matrix_rig.case import Case  # noqa: E402
-from matrix_rig.expected import expected  # noqa: E402
-from matrix_rig.ranks import DecodeRanks, Ranks, WentWrong, ranks_of  # noqa: E402
-from matrix_rig.shared_engine import SharedEngine  # noqa: E402
+from tests.matrix.matrix_rig import loads  # noqa: E402
+from tests.matrix.matrix_rig.arena import Arena  # noqa: E402
+from tests.matrix.matrix_rig.case import Case  # noqa: E402
+from tests.matrix.matrix_rig.expected import expected  # noqa: E402
+from tests.matrix.matrix_rig.ranks import DecodeRanks, Ranks, WentWrong, ranks_of  # noqa: E402
+from tests.matrix.matrix_rig.shared_engine import SharedEngine  # noqa: E402
 
 _MIB = 1 << 20
 _RING_ALIGN_BYTES = 4096

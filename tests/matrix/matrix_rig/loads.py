@@ -9,8 +9,8 @@ from kvctl.lab.ranks.bench_messages import Role, Room, Sizes, Start
 from kvctl.lab.ranks.geometry import state_items
 from kvctl_agent.layout.chunks import page_count
 from kvctl_agent.layout.parallel import ParallelConfig
-from matrix_rig.case import Case
-from matrix_rig.models import MODELS
+from tests.matrix.matrix_rig.case import Case
+from tests.matrix.matrix_rig.models import MODELS
 
 # Of all rooms at once. Some prompts end inside a page of 16; the second is whole pages of 64, so that decode may have
 # cached all of it. The last is of a request that decode does not need: prefill alone answers it.

@@ -15,13 +15,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matrix_rig.case import Case
+from tests.matrix.matrix_rig.case import Case
 
 STEP_S = 150.0
 _MOST_FAILURES = 6  # after so many something is broken that the next case will not show better
 _STACKS_S = 30.0
 _LOG_BYTES = 6000
-_FOLDER = Path(__file__).parents[1]
 _ROOT = Path(__file__).parents[3]
 
 
@@ -128,13 +127,12 @@ class _Process:
         environment = os.environ | {
             "MATRIX_DIRECTORY": str(directory),
             "KVCTL_SOCKET_DIR": str(directory),
-            "PYTHONPATH": os.pathsep.join([str(_FOLDER), str(_ROOT)]),
             "PYTHONWARNINGS": "error",
             "OMP_NUM_THREADS": "1",
         }
         with theirs, self._log.open("wb") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "matrix_rig.host", str(theirs.fileno()), role],
+                [sys.executable, "-m", "tests.matrix.matrix_rig.host", str(theirs.fileno()), role],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -19,8 +19,8 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Handle, Receive, Send
-from matrix_rig.case import Case
-from matrix_rig.loads import PREFILL_ONLY, cuts_of, groups_of, rooms_of, starts_of
+from tests.matrix.matrix_rig.case import Case
+from tests.matrix.matrix_rig.loads import PREFILL_ONLY, cuts_of, groups_of, rooms_of, starts_of
 
 READY_S = 60.0
 ROOMS_S = 60.0

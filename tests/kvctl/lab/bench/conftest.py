@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-
-# Of `benchmarks`, whose list of GPU claims is tried with these tests.
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from kvctl.lab.bench.rank_group import RankGroup
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import HostDevice, at
 
 from kvctl.lab.ranks import content as of_content
 from kvctl.lab.ranks import gpu_store
@@ -21,6 +20,7 @@ from kvctl.lab.ranks.pattern import POISON
 from kvctl.lab.ranks.plane_view import PlaneView
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.device.compiler import Program
+from tests.support.host_device import HostDevice, at
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from host_device import HostDevice
 
 from kvctl.lab.ranks import content, gpu_engine, gpus, plan, worker_prefill
 from kvctl.lab.ranks.bench_messages import Floors, Sizes
 from kvctl.lab.ranks.sizing import Budget
+from tests.support.host_device import HostDevice
 
 MIB = 1 << 20
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from host_device import HostDevice, at
 
 from kvctl.lab.ranks.gpu_roofline import device_gb_per_s, peer_gb_per_s
 from kvctl_agent.errors import PeerDisconnected
 from kvctl_agent.paths.mapped_memory import MappedMemory
+from tests.support.host_device import HostDevice, at
 
 KIB = 1 << 10
 

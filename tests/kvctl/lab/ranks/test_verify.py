@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from host_device import HostDevice
 
 from kvctl.lab.ranks import content as of_content
 from kvctl.lab.ranks.bench_messages import PlannedShape, PlannedState, Room, Sizes, Start
@@ -15,6 +14,7 @@ from kvctl.lab.ranks.content import Content, allocate_pool
 from kvctl.lab.ranks.pattern import POISON, Bytes
 from kvctl.lab.ranks.plane_view import PlaneView
 from kvctl.lab.ranks.verify import verify
+from tests.support.host_device import HostDevice
 
 PAGE = 4
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from simulation import World
-
 from kvctl.lab.replay.recordings import AgentRecording, Piece
 from kvctl_agent.contract.recording import InputHeader
 from kvctl_agent.errors import LocalProtocolError
@@ -15,6 +13,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.local_info import LocalInfo
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
+from tests.support.protocol.simulation import World
 
 
 class Recorded:

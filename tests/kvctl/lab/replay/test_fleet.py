@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_device import HostDevice
 
 from kvctl.cli import run
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import DeviceError
 from kvctl_agent.protocol import recording
+from tests.support.host_device import HostDevice
 
 ROOMS = 40
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recorded
-from simulation import SECOND, Broken, mixed
 
 from kvctl.lab.replay import play
 from kvctl.lab.replay.messages import AgentVerdict
@@ -24,6 +22,8 @@ from kvctl_agent.protocol.recv_room import RecvRoom
 from kvctl_agent.protocol.ring import Position, Region, Ring
 from kvctl_agent.protocol.ring_gate import RingGate
 from kvctl_agent.protocol.send_room import PeerTransfer
+from tests.kvctl.lab.replay import recorded
+from tests.support.protocol.simulation import SECOND, Broken, mixed
 
 ROOMS = 6
 MOST = 20  # inputs that are enough for any of these

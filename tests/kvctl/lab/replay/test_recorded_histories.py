@@ -6,9 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from recorded import RecordedWorld, header, recording_of
-from scenarios import SHAPES, open_and_compute
-from simulation import SECOND, mixed
 
 from kvctl.lab.replay import play
 from kvctl.lab.replay.messages import ReplayRequest
@@ -18,6 +15,9 @@ from kvctl_agent.errors import RecordingError
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.recording import InputLog
+from tests.kvctl.lab.replay.recorded import RecordedWorld, header, recording_of
+from tests.support.protocol.scenarios import SHAPES, open_and_compute
+from tests.support.protocol.simulation import SECOND, mixed
 
 
 def harm(found: RecordedWorld, dice: random.Random, rooms: list[int]) -> None:

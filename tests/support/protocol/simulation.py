@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from forwards import forwards
-from oracle import PAGE_SIZE, UNIT, Broken, Expected, Instance, Oracle, Write, place_of
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -29,6 +27,8 @@ from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
+from tests.support.protocol.forwards import forwards
+from tests.support.protocol.oracle import PAGE_SIZE, UNIT, Broken, Expected, Instance, Oracle, Write, place_of
 
 __all__ = ["UNIT", "Broken", "Instance", "World", "Write"]
 
@@ -386,7 +386,7 @@ class World(Oracle):  # type: ignore[misc]
         self.pool.append(Item("event", write.writer, write.writer, done))
 
     def _begin(self, write: Write) -> None:
-        if write.order.cancel.cancelled:
+        if write.order.fence.raised:
             self._over(write, dropped=True)
             return
         self.begun(write)

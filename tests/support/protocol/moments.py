@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from simulation import SECOND, Item, World
 
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
@@ -11,6 +10,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.send_room import Part
 from kvctl_agent.protocol.tag import PartKey
+from tests.support.protocol.simulation import SECOND, Item, World
 
 
 def asked(pages: int = 2, *, ring: int = 4, prefill: ParallelConfig | None = None) -> World:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from oracle import Instance
-from simulation import SHAPE, World, direct, mixed, staged
-
 from kvctl_agent.layout.context_parallel import CP_MODES
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
+from tests.support.protocol.oracle import Instance
+from tests.support.protocol.simulation import SHAPE, World, direct, mixed, staged
 
 SHAPES = {
     "plain": SHAPE,

@@ -1,8 +1,0 @@
-"""The fuzzers' modules, by their own names: atheris runs them outside of pytest, too."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
