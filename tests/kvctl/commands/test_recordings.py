@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.client import recordings, replayer
+from kvctl.client import process, recordings
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
@@ -188,7 +188,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Any:
             asked.append(json.loads(kwargs["input"]))
             return subprocess.CompletedProcess(args, 0, json.dumps(reply).encode())
 
-        monkeypatch.setattr(replayer.subprocess, "run", run)
+        monkeypatch.setattr(process.subprocess, "run", run)
         return asked
 
     return make

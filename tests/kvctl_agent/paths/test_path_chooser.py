@@ -90,7 +90,7 @@ class TestAuto:
         assert made.choose(RING, SAME, 8, RUN) == "bulk"
         assert made.choose(RING, SAME, 8, SCATTERED) == "staged"
 
-    @pytest.mark.parametrize("lane", [FREE_DESCRIPTORS, DEAR_DESCRIPTORS])
+    @pytest.mark.parametrize("connection", [FREE_DESCRIPTORS, DEAR_DESCRIPTORS])
     @pytest.mark.parametrize("copy", [FREE_COPIES, DEAR_COPIES])
     @pytest.mark.parametrize("share", [SAME, CUT])
     @pytest.mark.parametrize("pages", [RUN, SCATTERED, RUN[:1]])
