@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.client import process, recordings
+from kvctl.client import recordings
+from kvctl.lab.replay import process
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
