@@ -305,11 +305,12 @@ def test_the_package_never_imports_torch() -> None:
         "import sys, pkgutil, importlib, kvctl_agent.memory as m\n"
         "names = [i.name for i in pkgutil.iter_modules(m.__path__)]\n"
         "[importlib.import_module(f'kvctl_agent.memory.{n}') for n in names]\n"
-        "from kvctl_agent.layout.local_shard import held\n"
+        "from kvctl_agent.layout.local_shard import local_shards\n"
         "from kvctl_agent.layout.shape import ModelShape\n"
-        "from kvctl_agent.layout.parallel import Coord, Side\n"
+        "from kvctl_agent.layout.parallel import ParallelConfig, RankCoord\n"
         "from kvctl_agent.memory.pool import KVPool\n"
-        "KVPool.allocate(held(ModelShape(1, 1, 8, 8, 2), 4, Side(), Coord(0, 0, 0, 0)), 4, 1).close()\n"
+        "here = local_shards(ModelShape(1, 1, 8, 8, 2), 4, ParallelConfig(), RankCoord(0, 0, 0, 0))\n"
+        "KVPool.allocate(here, 4, 1).close()\n"
         "assert len(names) >= 8 and 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=250)

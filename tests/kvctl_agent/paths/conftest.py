@@ -137,7 +137,7 @@ class Ends:
             assert pool.aux is not None
             pool.aux[:] = POISON
 
-    def lane(self, share: TransferSlice) -> PeerConnection:
+    def connection(self, share: TransferSlice) -> PeerConnection:
         pool, theirs = self.writers[share.writer], self.readers[share.reader].addresses()
         return PeerConnection("reader", self.here, pool, theirs, self.ring.addr)
 
@@ -212,7 +212,7 @@ class Ends:
 
     def fly(self, path: Path, share: TransferSlice, src: Any, dst: Any, **more: Any) -> Flight:
         """Move one part to its end and hear its tag."""
-        flight = path.start(more.pop("lane", None) or self.lane(share), self.order(share, src, dst, **more))
+        flight = path.start(more.pop("connection", None) or self.connection(share), self.order(share, src, dst, **more))
         land(flight, self.there)
         assert self.tags(1) == [b"tag"]
         return flight

@@ -55,7 +55,7 @@ def exports(pool: KVPool) -> list[Export]:
     return [Export(region.addr, region.nbytes, "ipc", b"", "HOST") for region in pool.regions()]
 
 
-def lane(made: Any, share: Any) -> tuple[PeerConnection, HostMapping]:
+def connection(made: Any, share: Any) -> tuple[PeerConnection, HostMapping]:
     """A connection whose peer's memory is mapped, as the stand-in does it."""
     reader = made.readers[share.reader]
     mapping = HostMapping(exports(reader), "nvlink")
@@ -76,7 +76,7 @@ def send_all(made: Any, device: HostDevice) -> None:
     path = DirectPath(device.copies())
     for share in made.geometry.shares() + made.geometry.state_shares():
         src, dst = moved(made, share)
-        way, mapping = lane(made, share)
+        way, mapping = connection(made, share)
         kind = PartKind.STATE if made.geometry.inputs().segments[share.segment].state else PartKind.KV
         cuts = sorted({share.layer_lo, min(share.layer_lo + 1, share.layer_hi), share.layer_hi})
         for layers in pairwise(cuts):
@@ -113,7 +113,7 @@ def test_planes_of_one_geometry_go_in_one_kernel_and_whole_pages_as_one_row(
     for tp, rows, kernels in ((1, 1, 1), (2, 4, 1)):
         made = ends(geometry(prefill_tp=tp))
         share = made.geometry.shares()[0]
-        flight = made.fly(DirectPath(device.copies()), share, [1, 2], [3, 4], connection=lane(made, share)[0])
+        flight = made.fly(DirectPath(device.copies()), share, [1, 2], [3, 4], connection=connection(made, share)[0])
         assert flight.posts == kernels
         (batch,) = device.begun[-1].batches
         assert (batch.geometry.rows, batch.geometry.src_paged, batch.geometry.dst_paged) == (rows, True, True)
@@ -124,7 +124,7 @@ def test_it_takes_as_many_multiprocessors_as_it_is_told(ends: Any, geometry: Any
     made = ends(geometry())
     share = made.geometry.shares()[0]
     for given, taken in ((None, PROGRAMS), (8, 8)):
-        made.fly(DirectPath(device.copies(), given), share, [1], [1], connection=lane(made, share)[0])
+        made.fly(DirectPath(device.copies(), given), share, [1], [1], connection=connection(made, share)[0])
         assert device.begun[-1].programs == taken
 
 
@@ -136,7 +136,7 @@ class TestFlight:
         share = made.geometry.shares()[0]
         told: list[bytes] = []
         monkeypatch.setattr(made.here, "tell", lambda peer, tag: (made.check(), told.append(tag)))
-        flight = DirectPath(device.copies()).start(lane(made, share)[0], made.order(share, [1], [1]))
+        flight = DirectPath(device.copies()).start(connection(made, share)[0], made.order(share, [1], [1]))
         assert not flight.advance()
         assert not flight.advance()
         made.check()
@@ -153,7 +153,7 @@ class TestFlight:
         made = ends(geometry())
         share = made.geometry.shares()[0]
         order = made.order(share, [1], [1])
-        way, mapping = lane(made, share)
+        way, mapping = connection(made, share)
         flight = DirectPath(device.copies()).start(way, order)
         order.cancel.cancelled = True
         way.close()
@@ -169,7 +169,7 @@ class TestFlight:
     ) -> None:
         made = ends(geometry())
         share = made.geometry.shares()[0]
-        way, mapping = lane(made, share)
+        way, mapping = connection(made, share)
         device.fail_next = 1
         flight = DirectPath(device.copies()).start(way, made.order(share, [1], [1]))
         assert not flight.advance()
@@ -185,7 +185,7 @@ class TestFlight:
     ) -> None:
         made = ends(geometry())
         share = made.geometry.shares()[0]
-        way, mapping = lane(made, share)
+        way, mapping = connection(made, share)
         copies = device.copies()
 
         def refuse(*args: Any, **named: Any) -> Any:
@@ -202,7 +202,7 @@ class TestMapping:
     def test_it_is_unmapped_behind_the_last_of_its_kernels(self, ends: Any, geometry: Any, device: HostDevice) -> None:
         made = ends(geometry())
         share = made.geometry.shares()[0]
-        way, mapping = lane(made, share)
+        way, mapping = connection(made, share)
         paths = [DirectPath(device.copies()) for _ in range(2)]  # of two workers
         flights = [path.start(way, made.order(share, [1], [1])) for path in paths]
         way.close()
@@ -258,18 +258,18 @@ class TestRefusals:
         made = ends(geometry())
         share = made.geometry.shares()[0]
         with pytest.raises(MemoryLayoutError, match=r"kv: pages -?\d+ to -?\d+ are not all in a pool of 40"):
-            DirectPath(device.copies()).start(lane(made, share)[0], made.order(share, src, dst))
+            DirectPath(device.copies()).start(connection(made, share)[0], made.order(share, src, dst))
         assert not device.begun
 
     def test_layers_that_one_side_does_not_have(self, ends: Any, geometry: Any, device: HostDevice) -> None:
         made = ends(geometry(prefill=ParallelConfig(pp=3), decode=ParallelConfig()))
         share = made.geometry.shares()[1]
         with pytest.raises(MemoryLayoutError, match="kv: layers 0-1 are not those"):
-            DirectPath(device.copies()).start(lane(made, share)[0], made.order(share, [1], [1], (0, 2)))
+            DirectPath(device.copies()).start(connection(made, share)[0], made.order(share, [1], [1], (0, 2)))
 
     def test_a_rank_that_owes_nothing(self, ends: Any, geometry: Any, device: HostDevice) -> None:
         made = ends(geometry())
-        way = lane(made, made.geometry.shares()[0])[0]
+        way = connection(made, made.geometry.shares()[0])[0]
         with pytest.raises(MemoryLayoutError, match="owes no heads"):
             DirectPath(device.copies()).start(way, made.order(None, [1], [1]))
 
@@ -287,7 +287,7 @@ def test_building_a_launch_costs_microseconds(ends: Any, geometry: Any, engine: 
 
     made = ends(geometry(layers=80, pages=70, prefill_tp=4))
     share = made.geometry.shares()[0]
-    way, path = lane(made, share)[0], DirectPath(Nowhere())  # type: ignore[arg-type]
+    way, path = connection(made, share)[0], DirectPath(Nowhere())  # type: ignore[arg-type]
     order = made.order(share, np.arange(64), np.arange(64)[::-1])
     best = min(timeit.repeat(lambda: path.start(way, order), number=100, repeat=20)) / 100
     assert best < 100e-6, f"{best * 1e6:.1f} µs"

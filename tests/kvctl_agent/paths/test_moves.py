@@ -95,7 +95,7 @@ def test_bulk_refuses_what_only_differs_in_heads(ends: Any, geometry: Any) -> No
     share = made.geometry.shares()[0]
     for wrong in (share, None):
         with pytest.raises(MemoryLayoutError, match="bulk needs the same heads on both sides"):
-            BulkPath().start(made.lane(share), made.order(wrong, [1], [1]))
+            BulkPath().start(made.connection(share), made.order(wrong, [1], [1]))
 
 
 class TestSlice:
@@ -116,14 +116,14 @@ class TestSlice:
             monkeypatch.setattr(
                 made.here, name, lambda *args, real=real, name=name: (prepared.append(name), real(*args))[1]
             )
-        path, connection, other = SlicePath(), made.lane(first), made.lane(second)
+        path, connection, other = SlicePath(), made.connection(first), made.connection(second)
         for turn in range(4):
             made.fly(path, first, [turn], [turn], connection=connection)
         assert prepared == ["prepare_local", "prepare_remote"]
         for turn in range(4):
             made.fly(path, second, [turn], [turn], connection=other)
         assert prepared == ["prepare_local", "prepare_remote"] * 2
-        made.fly(path, first, [9], [9], connection=made.lane(first))  # the peer came back: only its side is new
+        made.fly(path, first, [9], [9], connection=made.connection(first))  # the peer came back: only its side is new
         assert prepared[4:] == ["prepare_remote"]
 
     def test_neighbours_reach_the_engine_next_to_each_other(
@@ -147,7 +147,7 @@ class TestSlice:
     def test_a_rank_that_owes_nothing_is_a_local_error(self, ends: Any, geometry: Any) -> None:
         made = ends(geometry())
         with pytest.raises(MemoryLayoutError, match="owes no heads"):
-            SlicePath().start(made.lane(made.geometry.shares()[0]), made.order(None, [1], [1]))
+            SlicePath().start(made.connection(made.geometry.shares()[0]), made.order(None, [1], [1]))
 
 
 class TestAux:
@@ -157,7 +157,7 @@ class TestAux:
         wanted = made.readers[0].aux.copy()
         wanted[3] = made.writers[0].aux[1]
         order = made.order(None, [1], [3], kind=PartKind.AUX)
-        landed(AuxPath().start(made.lane(share), order), made.there)
+        landed(AuxPath().start(made.connection(share), order), made.there)
         assert made.tags(1) == [b"tag"]
         assert np.array_equal(made.readers[0].aux, wanted)
         made.check()
@@ -167,4 +167,4 @@ class TestAux:
         made = ends(geometry())
         order = made.order(None, [row], [3], kind=PartKind.AUX)
         with pytest.raises(MemoryLayoutError, match=r"give finish\(\) an aux row"):
-            AuxPath().start(made.lane(made.geometry.shares()[0]), order)
+            AuxPath().start(made.connection(made.geometry.shares()[0]), order)

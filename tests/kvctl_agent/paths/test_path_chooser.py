@@ -129,7 +129,7 @@ class TestDirect:
     def made(
         self, path: str = "auto", staging: str = "auto", cost: DirectCost | None = None, **costs: Any
     ) -> PathChooser:
-        made = chooser(path, staging, **({"lane": DEAR_DESCRIPTORS, "copy": FREE_COPIES} | costs))
+        made = chooser(path, staging, **({"connection": DEAR_DESCRIPTORS, "copy": FREE_COPIES} | costs))
         made.direct = cost
         return made
 
