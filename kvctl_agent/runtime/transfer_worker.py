@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 from msgspec.structs import replace
 
-from kvctl_agent.errors import DeviceError, KvctlError, TransportError
+from kvctl_agent.errors import DeviceError, KvctlError, PeerDisconnected, TransportError
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
 from kvctl_agent.paths.base import Flight, Path, PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
@@ -267,8 +267,11 @@ class TransferWorker:
                 self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
 
     def _failed(self, order: Transfer, error: Exception, *, in_flight: bool) -> None:
-        code = "KV_DEVICE" if isinstance(error, DeviceError) else "KV_TRANSPORT"
-        if code == "KV_TRANSPORT":
+        if isinstance(error, DeviceError):
+            code = "KV_DEVICE"
+        else:
+            # The engine may notice the end of a peer before its heartbeats are missed.
+            code = "KV_PEER_LOST" if isinstance(error, PeerDisconnected) else "KV_TRANSPORT"
             self._metrics.add("kvctl_transport_errors_total", 1)
         where = f"{order.key} to {order.peer} by {order.path}"
         self._report(

@@ -43,7 +43,10 @@ def ours() -> Redaction:
             "at 12:34:56 3/8 of prefill/decode, GB/s, 1.5.1, std::string",
         ),
         ("Adams said adapt", "Adams said adapt"),
-        ("/srv/kvctl_agent/runtime/control_loop.py:12 run: self.x()", "kvctl_agent.runtime.control_loop:12 run: self.x()"),
+        (
+            "/srv/kvctl_agent/runtime/control_loop.py:12 run: self.x()",
+            "kvctl_agent.runtime.control_loop:12 run: self.x()",
+        ),
         ("/usr/lib/python3.11/threading.py:9 f: open('/etc/x')", "threading:9 f: open('path-3')"),
         ("/x/site-packages/zmq/poll.py:3 poll", "zmq.poll:3 poll"),
         ("/homes/ada/my app/run.py:4 <module>", "path-3:4 <module>"),

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvctl_agent.errors import DeviceError, MemoryLayoutError, TransportError
+from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
 from kvctl_agent.paths.base import Flight, PeerConnection
 from kvctl_agent.protocol.events import CancelToken, Event, Lease, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.tag import PartKey, PartKind
@@ -283,6 +283,13 @@ class TestFailure:
         assert failed.text == "writer 0 chunk 0 layers 0-1 to bad by bulk: nixl: the connection broke"
         assert telemetry.metrics.total("kvctl_transport_errors_total") == 1
         assert bench.nothing_reported()
+
+    def test_a_peer_that_the_engine_finds_gone_is_a_lost_peer(self, bench: Bench, telemetry: Telemetry) -> None:
+        bench.wires["bad"].error = PeerDisconnected("nixl: peer 'bad' is gone")
+        bench.order("bad", 1)
+        failed = bench.report()
+        assert (failed.code, failed.text.split(": ")[-1]) == ("KV_PEER_LOST", "peer 'bad' is gone")
+        assert telemetry.metrics.total("kvctl_transport_errors_total") == 1
 
     def test_a_device_that_fails_is_no_error_of_the_engine(self, bench: Bench, telemetry: Telemetry) -> None:
         bench.wires["bad"].error = DeviceError("an illegal address was met")
