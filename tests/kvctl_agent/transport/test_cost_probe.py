@@ -12,7 +12,7 @@ import pytest
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import TransportError
-from kvctl_agent.transport import Region
+from kvctl_agent.transport import Region, cost_probe
 from kvctl_agent.transport.cost_probe import measure_connection
 
 
@@ -53,29 +53,47 @@ def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best:
     assert two.collect(1, timeout_s=0.05) == []
 
 
-class Recorder:
-    """A transport whose writes are done at once, or take a while."""
+class Clock:
+    """Time in which nothing happens but what the test says, and 1 µs for each look at it."""
 
-    def __init__(self, gb_per_s: float) -> None:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Recorder:
+    """A transport whose writes take the time that their bytes take at a rate."""
+
+    def __init__(self, gb_per_s: float, clock: Clock) -> None:
         self._gb_per_s = gb_per_s
+        self._clock = clock
         self.largest = 0
 
     def write(self, peer: str, here: np.ndarray, there: np.ndarray, sizes: np.ndarray, tag: bytes | None) -> Any:
         nbytes = int(sizes.sum())
         self.largest = max(self.largest, nbytes)
-        until = time.perf_counter() + nbytes / self._gb_per_s / 1e9
-        return SimpleNamespace(poll=lambda: time.perf_counter() >= until, release=lambda: True)
+        self._clock.sleep(nbytes / self._gb_per_s / 1e9)
+        return SimpleNamespace(poll=lambda: True, release=lambda: True)
 
 
 @pytest.mark.parametrize(
     ("device", "gb_per_s", "largest"), [(0, 300.0, 256 << 20), (0, 1.0, 16 << 20), (HOST, 300.0, 16 << 20)]
 )
-def test_between_gpus_the_large_write_is_larger_where_the_lane_is_fast(
-    device: int, gb_per_s: float, largest: int
+def test_between_gpus_the_large_write_is_larger_where_the_connection_is_fast(
+    monkeypatch: pytest.MonkeyPatch, device: int, gb_per_s: float, largest: int
 ) -> None:
-    lane = Recorder(gb_per_s)
-    cost = measure_connection(lane, "two", Region(1 << 40, 1 << 30, device), Region(1 << 41, 1 << 30), None, 1)
-    assert (lane.largest, cost.big_bytes) == (largest, largest)
+    clock = Clock()
+    monkeypatch.setattr(cost_probe, "time", clock)
+    recorder = Recorder(gb_per_s, clock)
+    cost = measure_connection(recorder, "two", Region(1 << 40, 1 << 30, device), Region(1 << 41, 1 << 30), None, 1)
+    assert (recorder.largest, cost.big_bytes) == (largest, largest)
+    assert cost.write_gb_per_s == pytest.approx(gb_per_s, rel=0.01)
 
 
 def test_too_little_memory_is_refused(crew: Any) -> None:
