@@ -30,7 +30,7 @@ NOTE = "<!-- Written by docs/render.py from what the code declares: `make docs`.
 HELP_COLUMNS = 100
 HELP_NAMES = ["-h", "--help"]  # as every command has them when the program runs
 # A wrong byte is no matter of a minute.
-AT_ONCE = ("KV_DIGEST_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION")
+AT_ONCE = ("KV_CHECKSUM_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION")
 
 
 def configuration() -> str:

@@ -294,7 +294,7 @@ class Agent:
                 self.transport.progress,
                 self._mailbox.put,
                 self.telemetry.metrics,
-                self.settings["digest"],
+                self.settings["checksum"],
                 self.pool.device is not None,
             )
             worker.start()

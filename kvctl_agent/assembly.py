@@ -87,8 +87,10 @@ def check_settings(settings: Settings, pool: KVPool) -> None:
     if (text := shortage(_DESCRIPTORS)) is not None:
         raise ConfigError(f"this process cannot hold an agent: {text}")
     check_path(settings["path"], pool)
-    if pool.device is not None and settings["digest"]:
-        raise ConfigError("digest: on a GPU parts have none, because it would read every byte back; set digest = false")
+    if pool.device is not None and settings["checksum"]:
+        raise ConfigError(
+            "checksum: on a GPU parts have none, because it would read every byte back; set checksum = false"
+        )
 
 
 def threads(configured: int | None, most: int) -> int:

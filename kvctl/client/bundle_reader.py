@@ -120,8 +120,8 @@ def checked(file: IO[bytes]) -> dict[str, Any]:
 
 def check(manifest: dict[str, Any], name: str, data: bytes) -> None:
     """Raises RecordingError where `data` is not what the manifest says."""
-    digests = {each["name"]: each["sha256"] for each in manifest["files"]}
-    if digests.get(name) != hashlib.sha256(data).hexdigest():
+    checksums = {each["name"]: each["sha256"] for each in manifest["files"]}
+    if checksums.get(name) != hashlib.sha256(data).hexdigest():
         raise RecordingError(f"it is damaged: {name} is not what its manifest says")
 
 

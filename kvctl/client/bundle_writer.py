@@ -48,13 +48,13 @@ class Archive:
         file = io.BytesIO(data) if isinstance(data, bytes) else data
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
-        digest = hashlib.sha256()
+        checksum = hashlib.sha256()
         while piece := file.read(_PIECE):
-            digest.update(piece)
+            checksum.update(piece)
         file.seek(0)
         with undisturbed():
             self._write(name, file, size)
-            self.entries.append(Entry(name, size, digest.hexdigest(), what))
+            self.entries.append(Entry(name, size, checksum.hexdigest(), what))
 
     def end(self, about: dict[str, Any]) -> None:
         """Adds the manifest, which says `about` besides what is in the bundle, and closes it."""

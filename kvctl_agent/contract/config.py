@@ -138,7 +138,7 @@ KEYS: tuple[Key, ...] = (
         sglang="SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",
     ),
     Key(
-        "digest",
+        "checksum",
         bool,
         False,
         "Prefill: send with every part a CRC-32 of its bytes, which the decode rank compares with what is in its "

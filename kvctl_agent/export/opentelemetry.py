@@ -138,8 +138,8 @@ def attributes(record: RoomRecord) -> dict[str, Any]:
 
 def numbers(room: int, nonce: int) -> tuple[int, int]:
     """The trace's number (128 bits) and the root span's (64 bits)."""
-    digest = hashlib.blake2b(f"{room}/{nonce}".encode(), digest_size=24).digest()
-    return int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1
+    checksum = hashlib.blake2b(f"{room}/{nonce}".encode(), digest_size=24).digest()
+    return int.from_bytes(checksum[:16]) or 1, int.from_bytes(checksum[16:]) or 1
 
 
 def _ids() -> Any:

@@ -1,4 +1,4 @@
-"""The digest of a part: CRC-32 of its bytes as they would lie in staging, whichever path it takes.
+"""The checksum of a part: CRC-32 of its bytes as they would lie in staging, whichever path it takes.
 
 Both sides read it out of their own pages, so it says that what was sent is what is there: wrong bytes on the wire, in
 staging or in either copy show, and so does a part that went into another's pages.
@@ -36,10 +36,10 @@ def part_checksum(pool: KVPool, share: TransferSlice, pages: npt.ArrayLike, head
     rows = RowIndex(memory, pages, head, share.heads)
     pieces = memory.part_layout(lo, hi, len(rows), share.heads).pieces(_PIECE_BYTES)
     scratch = np.empty(max(piece.nbytes for piece in pieces), np.uint8)
-    digest = 0
+    checksum = 0
     for piece in pieces:
-        digest = crc32(scratch.data[: gather_piece(piece, rows, scratch)], digest)
-    return digest
+        checksum = crc32(scratch.data[: gather_piece(piece, rows, scratch)], checksum)
+    return checksum
 
 
 def aux_checksum(pool: KVPool, row: int) -> int:

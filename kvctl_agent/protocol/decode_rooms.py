@@ -22,12 +22,12 @@ from kvctl_agent.protocol.grant_table import GrantedRegion, GrantTable, RegionSt
 from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import FormerIncarnation, Peer, PeerState
-from kvctl_agent.protocol.recv_room import PartDigest, RecvRoom, WriterTransfer
+from kvctl_agent.protocol.recv_room import PartChecksum, RecvRoom, WriterTransfer
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
 from kvctl_agent.telemetry.hub import Telemetry
 
-DIGEST = "KV_DIGEST_MISMATCH"
+CHECKSUM = "KV_CHECKSUM_MISMATCH"
 IN_PLACE = "in-place"
 """What parts are shown by that went straight to their pages: by which path is their writer's affair alone."""
 
@@ -72,8 +72,8 @@ class DecodeRooms(Machine):
     def knows(self, room: int) -> bool:
         return room in self.rooms
 
-    def on_retime(self, event: ev.SetTimeouts) -> None:
-        super().on_retime(event)
+    def on_set_timeouts(self, event: ev.SetTimeouts) -> None:
+        super().on_set_timeouts(event)
         self._graves.keep_for(event.bootstrap_ns)
 
     def on_unsendable(self, event: ev.Unsendable) -> None:
@@ -244,8 +244,8 @@ class DecodeRooms(Machine):
         elif not room.grantable(key) if holding is None else holding.state is RegionState.LANDED:
             return "duplicate"
         room.land(key)
-        if tag.digest is not None:
-            room.checks[tag.kind, key] = PartDigest(tag.digest, {}, IN_PLACE)
+        if tag.checksum is not None:
+            room.checks[tag.kind, key] = PartChecksum(tag.checksum, {}, IN_PLACE)
         self._begun(room)
         if holding is not None and tag.serial:
             self.book.land(holding, at_ns)
@@ -263,8 +263,8 @@ class DecodeRooms(Machine):
             return "duplicate" if final in room.finals_landed else "unplanned"
         room.record.event("aux" if tag.kind is PartKind.AUX else "state", at_ns, writer=tag.key.writer)
         self._begun(room)
-        if tag.digest is not None and room.failure is None:
-            room.checks[final] = PartDigest(tag.digest, {}, IN_PLACE)
+        if tag.checksum is not None and room.failure is None:
+            room.checks[final] = PartChecksum(tag.checksum, {}, IN_PLACE)
             share, pages = room.final_parts[final]
             self.act(ev.Check(room.room, room.nonce, *final, share, pages))
         self._complete(room)
@@ -277,14 +277,14 @@ class DecodeRooms(Machine):
             self._state(room, RoomState.TRANSFERRING)
 
     def _in_pages(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
-        """A part is in its pages; where its writer sent a digest of it, that is compared first."""
+        """A part is in its pages; where its writer sent a checksum of it, that is compared first."""
         final = PartKind.KV, key
         check = room.checks.get(final)
         if check is None or room.failure is not None:
             room.checks.pop(final, None)
             self._settled(room, key, moments, path)
             return
-        room.checks[final] = PartDigest(check.digest, moments, path)
+        room.checks[final] = PartChecksum(check.checksum, moments, path)
         self.act(ev.Check(room.room, room.nonce, *final, room.share_of(key), room.pages_at(key)))
 
     def on_scatter_failed(self, event: ev.ScatterFailed) -> None:
@@ -306,10 +306,12 @@ class DecodeRooms(Machine):
         check = room.checks.pop((event.kind, event.key), None)
         if check is None:
             return
-        if event.found is not None and event.found != check.digest:
+        if event.found is not None and event.found != check.checksum:
             part = "the aux row" if event.kind is PartKind.AUX else str(event.key)
-            text = f"{part} from {room.writers[event.key.writer]} ({check.path}) was sent with digest "
-            self._fail(room, self.failure(DIGEST, f"{text}{check.digest:08x}, in the pages it is {event.found:08x}"))
+            text = f"{part} from {room.writers[event.key.writer]} ({check.path}) was sent with checksum "
+            self._fail(
+                room, self.failure(CHECKSUM, f"{text}{check.checksum:08x}, in the pages it is {event.found:08x}")
+            )
         elif event.kind is PartKind.KV:
             self._settled(room, event.key, check.moments, check.path)
         else:

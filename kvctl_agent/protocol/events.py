@@ -211,7 +211,7 @@ class SetTimeouts(Event, frozen=True):
 
 
 class PartSent(Event, frozen=True):
-    """A transfer worker is done with a part: written, with the digest that its tag has, or dropped as cancelled."""
+    """A transfer worker is done with a part: written, with the checksum that its tag has, or dropped as cancelled."""
 
     peer: str
     room: int
@@ -220,7 +220,7 @@ class PartSent(Event, frozen=True):
     key: PartKey
     moments: dict[str, int] = {}  # stage → when it ended, monotonic ns
     dropped: bool = False
-    digest: int | None = None
+    checksum: int | None = None
 
 
 class PartFailed(Event, frozen=True):
@@ -275,7 +275,7 @@ class ScatterFailed(Event, frozen=True):
 
 
 class Checked(Event, frozen=True):
-    """A part that is in its pages was compared with its digest; `found` is what its bytes have, None where they are on
+    """A part in its pages was compared with its checksum; `found` is that of its bytes, None where they are on
     a device and were not read."""
 
     room: int
@@ -368,7 +368,7 @@ class Scatter(Action, frozen=True):
 
 
 class Check(Action, frozen=True):
-    """Take the digest of a part that is in its pages; answered by Checked. Pages and share are as in Transfer."""
+    """Take the checksum of a part that is in its pages; answered by Checked. Pages and share are as in Transfer."""
 
     room: int
     nonce: int

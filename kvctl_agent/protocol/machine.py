@@ -147,7 +147,7 @@ class Machine:
             self.note("peer-ended", f"{peer.name} (incarnation {event.incarnation:016x}): {event.text}", peer=peer.name)
             self.on_former_ended(peer, event.incarnation)
 
-    def on_leave(self, event: ev.Shutdown) -> None:
+    def on_shutdown(self, event: ev.Shutdown) -> None:
         for peer in self.peers.values():
             if peer.usable or peer.state is PeerState.LOST:
                 self.act(ev.Send(peer.name, msg.Bye(event.drained)))
@@ -171,7 +171,7 @@ class Machine:
     def on_drain(self, event: ev.Drain) -> None:
         self.draining = event.on
 
-    def on_retime(self, event: ev.SetTimeouts) -> None:
+    def on_set_timeouts(self, event: ev.SetTimeouts) -> None:
         self.timing = msgspec.structs.replace(self.timing, bootstrap_ns=event.bootstrap_ns, waiting_ns=event.waiting_ns)
         for peer in self.peers.values():
             peer.timing = self.timing

@@ -154,12 +154,12 @@ class PrefillMachine(PrefillOpenings):
         if not event.dropped:
             if event.kind is PartKind.KV:
                 part = leg.parts[event.key]
-                part.digest = event.digest
+                part.checksum = event.checksum
                 self._part_sent(room, leg, part, event.moments)
             else:
                 leg.to_send -= 1
                 final = leg.finals[event.kind, event.key]
-                final.digest = event.digest
+                final.checksum = event.checksum
                 final.state = PartState.SENT
             if not leg.resend_ns:
                 leg.resend_ns = self.now_ns + 2 * self.timing.resend_ns

@@ -87,8 +87,8 @@ class PrefillRooms(Machine):
     def knows(self, room: int) -> bool:
         return room in self.rooms
 
-    def on_retime(self, event: ev.SetTimeouts) -> None:
-        super().on_retime(event)
+    def on_set_timeouts(self, event: ev.SetTimeouts) -> None:
+        super().on_set_timeouts(event)
         self._graves.keep_for(event.bootstrap_ns)
         self._deadlines_due_ns = 0
 
@@ -289,11 +289,11 @@ class PrefillRooms(Machine):
     def _tag(self, leg: PeerTransfer, part: Part) -> bytes:
         serial = part.grant.serial if part.grant and part.path == STAGED else 0
         incarnation = self.peers[leg.peer].incarnation
-        return Tag(PartKind.KV, incarnation, leg.room, leg.nonce, serial, part.key, part.digest).pack()
+        return Tag(PartKind.KV, incarnation, leg.room, leg.nonce, serial, part.key, part.checksum).pack()
 
     def _final_tag(self, leg: PeerTransfer, final: Final) -> bytes:
         incarnation = self.peers[leg.peer].incarnation
-        return Tag(final.kind, incarnation, leg.room, leg.nonce, 0, final.key, final.digest).pack()
+        return Tag(final.kind, incarnation, leg.room, leg.nonce, 0, final.key, final.checksum).pack()
 
     def _park(self, room: SendRoom, leg: PeerTransfer, part: Part) -> None:
         parked = self._parked[leg.peer]

@@ -23,10 +23,10 @@ Cell = tuple[int, int]  # (writer, chunk)
 Final = tuple[PartKind, PartKey]
 
 
-class PartDigest(NamedTuple):
+class PartChecksum(NamedTuple):
     """What a part's writer says of its bytes, and what is to be said of the part once it is found to be true."""
 
-    digest: int
+    checksum: int
     moments: dict[str, int]  # stage → when it ended, monotonic ns
     path: str
 
@@ -94,7 +94,7 @@ class RecvRoom:
         self.instance = instance
         self.finals: set[Final] = set()  # that have not landed
         self.finals_landed: set[Final] = set()
-        self.checks: dict[Final, PartDigest] = {}  # parts in their pages whose digest is being taken
+        self.checks: dict[Final, PartChecksum] = {}  # parts in their pages whose checksum is being taken
         self.final_parts: dict[Final, tuple[TransferSlice | None, Pages]] = {}  # ours of the final parts
         self.record = record
         self.state = RoomState.BOOTSTRAPPING
@@ -224,10 +224,10 @@ class RecvRoom:
                 return f"chunk {chunk} layers {layer_range(first, last)} of {self.writers[writer]} did not arrive"
         for (writer, chunk), wanted in self.wanted.items():
             if self.scattered.get((writer, chunk), 0) != wanted:
-                where = "its digest was not taken" if self.checks else "is not in its pages"
+                where = "its checksum was not taken" if self.checks else "is not in its pages"
                 return f"writer {writer} chunk {chunk} landed but {where}"
         for kind, key in sorted(self.finals):
             state = f"state (segment {key.chunk}) layers {layer_range(key.lo, key.hi)}"
             what = "the aux row" if kind is PartKind.AUX else state
             return f"{what} of {self.writers[key.writer]} did not arrive"
-        return "the digests of final parts were not taken" if self.checks else "nothing is missing"
+        return "the checksums of final parts were not taken" if self.checks else "nothing is missing"

@@ -35,10 +35,10 @@ class Part:
     __slots__ = (
         "asked_ns",
         "asks",
+        "checksum",
         "chunk",
         "confirmed",
         "counted",
-        "digest",
         "grant",
         "key",
         "nbytes",
@@ -59,7 +59,7 @@ class Part:
         self.path = ""  # chosen when staging is asked for or when its pages are ready
         self.state = PartState.PLANNED
         self.confirmed = False  # the reader has said that it knows of it
-        self.digest: int | None = None  # of its bytes, once it is sent by a writer that takes one
+        self.checksum: int | None = None  # of its bytes, once it is sent by a writer that takes one
         self.grant: Grant | None = None
         self.requested = False
         self.asks = 0  # how often a grant was asked for, and since when: for people, as long as none has come
@@ -78,14 +78,14 @@ class Part:
 class Final:
     """What follows a leg's KV: the aux row (`share` None), or one state component's items."""
 
-    __slots__ = ("digest", "dst", "key", "kind", "share", "state")
+    __slots__ = ("checksum", "dst", "key", "kind", "share", "state")
 
     def __init__(self, kind: PartKind, key: PartKey, share: TransferSlice | None, dst: Pages) -> None:
         self.kind = kind
         self.key = key
         self.share = share
         self.dst = dst  # of aux one row, of a state its items
-        self.digest: int | None = None  # as of a part
+        self.checksum: int | None = None  # as of a part
         self.state = PartState.PLANNED
 
 

@@ -14,9 +14,9 @@ from kvctl_agent.errors import RemoteProtocolError
 
 _MAGIC = 0xC7
 _LAYOUT = struct.Struct("<BBQQQQIIHH")
-_DIGEST = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<I")
 TAG_BYTES = _LAYOUT.size
-DIGEST_BYTES = _DIGEST.size
+CHECKSUM_BYTES = _CHECKSUM.size
 
 
 class PartKind(IntEnum):
@@ -45,7 +45,7 @@ class PartKey(NamedTuple):
 class Tag(NamedTuple):
     """`incarnation` is the reader's; `serial` is 0 for a part that went straight to its pages.
 
-    `digest` is that of the bytes as the writer had them (see `memory.digest`), None where it takes none; a tag
+    `checksum` is that of the bytes as the writer had them (see `memory.checksum`), None where it takes none; a tag
     without one is that much shorter.
     """
 
@@ -55,11 +55,11 @@ class Tag(NamedTuple):
     nonce: int
     serial: int
     key: PartKey
-    digest: int | None = None
+    checksum: int | None = None
 
     def pack(self) -> bytes:
         data = _LAYOUT.pack(_MAGIC, self.kind, self.incarnation, self.room, self.nonce, self.serial, *self.key)
-        return data if self.digest is None else with_digest(data, self.digest)
+        return data if self.checksum is None else with_checksum(data, self.checksum)
 
     @classmethod
     def unpack(cls, data: bytes) -> Tag:
@@ -68,8 +68,8 @@ class Tag(NamedTuple):
         Raises:
             RemoteProtocolError: wrong length, magic, kind or an empty layer range.
         """
-        if len(data) not in (TAG_BYTES, TAG_BYTES + DIGEST_BYTES):
-            raise RemoteProtocolError(f"tag of {len(data)} bytes, expected {TAG_BYTES} or {DIGEST_BYTES} more")
+        if len(data) not in (TAG_BYTES, TAG_BYTES + CHECKSUM_BYTES):
+            raise RemoteProtocolError(f"tag of {len(data)} bytes, expected {TAG_BYTES} or {CHECKSUM_BYTES} more")
         magic, kind, incarnation, room, nonce, serial, writer, chunk, lo, hi = _LAYOUT.unpack_from(data)
         if magic != _MAGIC:
             raise RemoteProtocolError(f"tag starts with {magic:#x}, expected {_MAGIC:#x}")
@@ -77,10 +77,10 @@ class Tag(NamedTuple):
             raise RemoteProtocolError(f"tag of unknown kind {kind}")
         if kind != PartKind.AUX and lo >= hi:
             raise RemoteProtocolError(f"tag with empty layer range {layer_range(lo, hi)}")
-        digest = _DIGEST.unpack_from(data, TAG_BYTES)[0] if len(data) > TAG_BYTES else None
-        return cls(PartKind(kind), incarnation, room, nonce, serial, PartKey(writer, chunk, lo, hi), digest)
+        checksum = _CHECKSUM.unpack_from(data, TAG_BYTES)[0] if len(data) > TAG_BYTES else None
+        return cls(PartKind(kind), incarnation, room, nonce, serial, PartKey(writer, chunk, lo, hi), checksum)
 
 
-def with_digest(packed: bytes, digest: int) -> bytes:
+def with_checksum(packed: bytes, checksum: int) -> bytes:
     """A packed tag that has none, with one."""
-    return packed + _DIGEST.pack(digest)
+    return packed + _CHECKSUM.pack(checksum)

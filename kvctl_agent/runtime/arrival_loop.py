@@ -1,4 +1,4 @@
-"""The arrival loop of a decode rank: hears tags, scatters landed parts, takes digests of what is in its pages.
+"""The arrival loop of a decode rank: hears tags, scatters landed parts, takes checksums of what is in its pages.
 
 Engines have no way to wake us, so it looks: often while bytes are expected, seldom otherwise. Looking costs about
 10 µs, and several ranks share a core, so the pause grows with the time since the last arrival. The pause is part of a
@@ -88,7 +88,7 @@ class ArrivalLoop:
         self._rooms = 0
         self._stopping = False
         self._record_ns = 0
-        self._unread = False  # a digest that came was not compared
+        self._unread = False  # a checksum that came was not compared
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -182,7 +182,7 @@ class ArrivalLoop:
         return True
 
     def _serve(self, orders: list[Scatter | Check]) -> None:
-        """Scatter together what goes together; digests are taken one by one."""
+        """Scatter together what goes together; checksums are taken one by one."""
         together: list[Scatter] = []
         for order in orders:
             if isinstance(order, Check):
@@ -204,8 +204,8 @@ class ArrivalLoop:
             found = part_checksum(self._pool, share, order.pages, share.dst_head, key.lo, key.hi)
         elif not self._unread:
             self._unread = True
-            text = "writers send digests; those of parts on a GPU are not compared: it would read every byte back"
-            self._telemetry.recorder.record("digest", text, "warning")
+            text = "writers send checksums; those of parts on a GPU are not compared: it would read every byte back"
+            self._telemetry.recorder.record("checksum", text, "warning")
         self._report(Checked(order.room, order.nonce, order.kind, key, found, time.monotonic_ns()))
 
     def _scatter(self, orders: list[Scatter]) -> None:

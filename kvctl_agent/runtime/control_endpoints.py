@@ -39,9 +39,9 @@ def control_address(bootstrap: str, name: str) -> str:
         ConfigError: the bootstrap endpoint is neither ipc:// nor tcp://, or its directory makes the path too long.
     """
     if bootstrap.startswith("ipc://"):
-        # Names may be long and sockets' paths may not, so the file name is a digest of the name.
-        digest = hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
-        path = Path(bootstrap.removeprefix("ipc://")).parent / f"c-{digest}"
+        # Names may be long and sockets' paths may not, so the file name is a checksum of the name.
+        checksum = hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
+        path = Path(bootstrap.removeprefix("ipc://")).parent / f"c-{checksum}"
         return f"ipc://{path}"
     return f"tcp://{_tcp(bootstrap)[0]}:*"
 

@@ -24,7 +24,7 @@ from kvctl_agent.errors import DeviceError, KvctlError, PeerDisconnected, Transp
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
 from kvctl_agent.paths.base import Flight, Path, PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
-from kvctl_agent.protocol.tag import PartKind, Tag, with_digest
+from kvctl_agent.protocol.tag import PartKind, Tag, with_checksum
 from kvctl_agent.runtime.timer_slack import minimize_timer_slack
 from kvctl_agent.telemetry.metrics import Metrics
 
@@ -56,7 +56,7 @@ class TransferWorker:
         connections: by peer; written by the control loop, an entry is replaced and never changed.
         progress: lets the engine work; called now and then while there is nothing else to do.
         report: puts events into the control loop's mailbox.
-        digest: send with every part the digest of its bytes.
+        checksum: send with every part the checksum of its bytes.
         on_device: parts are moved by a GPU: look for their end often.
     """
 
@@ -69,10 +69,10 @@ class TransferWorker:
         progress: Callable[[], None],
         report: Callable[[Event], None],
         metrics: Metrics,
-        digest: bool = False,
+        checksum: bool = False,
         on_device: bool = False,
     ) -> None:
-        self._digest = digest
+        self._checksum = checksum
         self._on_device = on_device
         self._most_active = _ACTIVE_ON_DEVICE if on_device else _ACTIVE
         self._paths = paths
@@ -222,8 +222,8 @@ class TransferWorker:
             return
         path = self._aux if order.kind is PartKind.AUX else self._paths[order.path]
         try:
-            if self._digest:
-                order = replace(order, tag=with_digest(order.tag, _digest(connection, order)))
+            if self._checksum:
+                order = replace(order, tag=with_checksum(order.tag, _checksum(connection, order)))
             self._active.append(path.start(connection, order))
         except Exception as error:
             self._failed(order, error, in_flight=False)
@@ -252,8 +252,8 @@ class TransferWorker:
             self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
             return
         moments = flight.moments()
-        digest = Tag.unpack(order.tag).digest if self._digest else None
-        self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, digest=digest))
+        checksum = Tag.unpack(order.tag).checksum if self._checksum else None
+        self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, checksum=checksum))
         if order.kind is PartKind.KV:
             self._metrics.add("kvctl_writes_total", 1, order.path)
             self._metrics.add("kvctl_descriptors_total", flight.descriptors, order.path)
@@ -288,7 +288,7 @@ class TransferWorker:
         )
 
 
-def _digest(connection: PeerConnection, order: Transfer) -> int:
+def _checksum(connection: PeerConnection, order: Transfer) -> int:
     """Of a part's bytes as our pool has them: it is computed, so they change no more."""
     share, key = order.share, order.key
     if share is None:

@@ -23,12 +23,12 @@ MAX_GROUPS = 1024
 class _Group:
     """Aggregate of one layer group on one path."""
 
-    __slots__ = ("bytes", "compared", "digests", "exposed_ns", "overlapped_ns", "parts")
+    __slots__ = ("bytes", "compared", "exposed_ns", "histograms", "overlapped_ns", "parts")
 
     def __init__(self) -> None:
         self.parts = 0
         self.bytes = 0
-        self.digests: dict[str, LogHistogram] = {}
+        self.histograms: dict[str, LogHistogram] = {}
         self.compared = 0  # parts whose forward-done moment was known
         self.exposed_ns = 0
         self.overlapped_ns = 0
@@ -47,10 +47,10 @@ class _Group:
             if first is None:
                 first = at
             if last is not None:
-                digest = self.digests.get(stage)
-                if digest is None:
-                    digest = self.digests[stage] = LogHistogram()
-                digest.add(at - last)
+                histogram = self.histograms.get(stage)
+                if histogram is None:
+                    histogram = self.histograms[stage] = LogHistogram()
+                histogram.add(at - last)
             last = at
         if forward_done_ns is not None and first is not None and last is not None:
             self.compared += 1
@@ -58,14 +58,14 @@ class _Group:
             self.overlapped_ns += max(0, min(last, forward_done_ns) - first)
 
     def row(self, agent: str, layers: tuple[int, int], path: str) -> LayerRow:
-        digests = self.digests.copy()
+        histograms = self.histograms.copy()
         return {
             "agent": agent,
             "layers": list(layers),
             "path": path,
             "parts": self.parts,
             "bytes": self.bytes,
-            "stages": {stage: _summary(digests.get(stage)) for stage in STAGES},
+            "stages": {stage: _summary(histograms.get(stage)) for stage in STAGES},
             "exposed_ns": self.exposed_ns // self.compared if self.compared else None,
             "overlapped_ns": self.overlapped_ns // self.compared if self.compared else None,
         }
@@ -167,8 +167,8 @@ def _forward_done(record: RoomRecord, clock: Clock) -> int | None:
     return clock.now_ns() if record.finished_at is None else record.finished_at
 
 
-def _summary(digest: LogHistogram | None) -> LayerStage:
-    if digest is None:
+def _summary(histogram: LogHistogram | None) -> LayerStage:
+    if histogram is None:
         return {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
-    p50, p90, p99 = digest.quantiles(0.50, 0.90, 0.99)
-    return {"p50_ns": p50, "p90_ns": p90, "p99_ns": p99, "count": digest.count}
+    p50, p90, p99 = histogram.quantiles(0.50, 0.90, 0.99)
+    return {"p50_ns": p50, "p90_ns": p90, "p99_ns": p99, "count": histogram.count}

@@ -231,8 +231,8 @@ def _replacement_answers_for_the_replaced(patch: Patch) -> None:
 
 
 def _goodbye_always_drained(patch: Patch) -> None:
-    on_leave = Machine.on_leave
-    patch.setattr(Machine, "on_leave", lambda machine, event: on_leave(machine, ev.Shutdown(True)))
+    on_shutdown = Machine.on_shutdown
+    patch.setattr(Machine, "on_shutdown", lambda machine, event: on_shutdown(machine, ev.Shutdown(True)))
 
 
 def _not_asked_after_a_silence(patch: Patch) -> None:

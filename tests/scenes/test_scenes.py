@@ -45,15 +45,15 @@ def test_a_dead_peer(demo: Start) -> None:
 def test_bytes_that_change_on_the_wire(demo: Start) -> None:
     fleet = demo("--fault", "corrupt")
     fleet.said("prefill-1 has a wrong byte")
-    found = fleet.diagnosed("KV_DIGEST_MISMATCH")
+    found = fleet.diagnosed("KV_CHECKSUM_MISMATCH")
     assert "prefill-1" in found["subject"]
     assert found["severity"] == "critical"
     assert re.search(
-        r"from prefill-1 \((direct|staged)\) was sent with digest [0-9a-f]{8}", found["evidence"]["latest"]
+        r"from prefill-1 \((direct|staged)\) was sent with checksum [0-9a-f]{8}", found["evidence"]["latest"]
     )
-    fleet.shows(found, "KV_DIGEST_MISMATCH", "prefill-1")
+    fleet.shows(found, "KV_CHECKSUM_MISMATCH", "prefill-1")
     history = json.loads(fleet.kvctl("rooms", "history", "--filter", "state=Failed", "-o", "json").stdout)["data"]
-    assert {row["failure"]["code"] for row in history} == {"KV_DIGEST_MISMATCH"}
+    assert {row["failure"]["code"] for row in history} == {"KV_CHECKSUM_MISMATCH"}
 
 
 def test_a_writer_whose_layers_lag(demo: Start) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvctl.health.codes.corruption import DIGEST_MISMATCH, PAGE_REUSED, READY_VIOLATION
+from kvctl.health.codes.corruption import CHECKSUM_MISMATCH, PAGE_REUSED, READY_VIOLATION
 from kvctl.health.codes.devices import DEVICE
 from kvctl.health.codes.draining import DRAINING
 from kvctl.health.codes.fit import COMPAT_MISMATCH, PLAN_MISMATCH
@@ -22,7 +22,7 @@ from kvctl.health.codes.traffic import IDLE, ROOM_DUPLICATE
 from kvctl.health.finding import Code
 
 CODES: tuple[Code, ...] = (
-    DIGEST_MISMATCH,
+    CHECKSUM_MISMATCH,
     PAGE_REUSED,
     READY_VIOLATION,
     DEVICE,

@@ -71,21 +71,21 @@ def _ever(code: str, what: str, remedy: str, agent: Agent, count: float) -> Find
 
 _SAVE = "save `kvctl debug bundle bundle.tar.zst` and report it: this must never happen"
 
-DIGEST_MISMATCH = Code(
-    name="KV_DIGEST_MISMATCH",
+CHECKSUM_MISMATCH = Code(
+    name="KV_CHECKSUM_MISMATCH",
     sees="wrong text with HTTP 200, or rooms that fail although everything arrived",
-    means="With digest on, the writer sends a checksum of each part's bytes beside them and the reader compares it "
+    means="With checksum on, the writer sends a checksum of each part's bytes beside them and the reader compares it "
     "with what is in its pages. They differ: the bytes changed between the writer's memory and the reader's pages, or "
     "pages were computed again while they were sent. The room fails rather than answer with wrong text.",
     remedy="See which writer and which path the parts share: one writer points to its host's memory or network card, "
     "one path (staged, slice) to a bug. Take that rank out of service first.",
     severity=Severity.CRITICAL,
     find=_find(
-        "KV_DIGEST_MISMATCH",
+        "KV_CHECKSUM_MISMATCH",
         "bytes that arrived are not those that were sent,",
         "take the writer out of service until its memory and network card are checked",
     ),
-    alert=f'sum by (instance) (increase({_FAILURES}{{code="KV_DIGEST_MISMATCH"}}[10m])) > 0',
+    alert=f'sum by (instance) (increase({_FAILURES}{{code="KV_CHECKSUM_MISMATCH"}}[10m])) > 0',
 )
 
 PAGE_REUSED = Code(

@@ -115,7 +115,7 @@ def fd_low(stage: ScenarioContext) -> Iterator[float]:
 
 
 def corrupt(stage: ScenarioContext) -> Iterator[float]:
-    """Flipped after the digest was taken, as a bad cable or a bad page of memory would."""
+    """Flipped after the checksum was taken, as a bad cable or a bad page of memory would."""
     writer = stage.prefill[-1]
     stage.traffic.fault(writer, _WRONG, _FOR_GOOD_S)
     stage.say(f"one write in twenty of {writer} has a wrong byte")

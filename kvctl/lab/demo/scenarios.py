@@ -78,10 +78,10 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "corrupt",
         "One write in twenty of a prefill rank has a wrong byte.",
-        "KV_DIGEST_MISMATCH",
+        "KV_CHECKSUM_MISMATCH",
         ("kvctl doctor", "kvctl rooms history", "kvctl events"),
         scenario_actions.corrupt,
-        config={"digest": True},
+        config={"checksum": True},
     ),
     Scenario(
         "compat",

@@ -165,8 +165,8 @@ FAULTS: tuple[FaultKind, ...] = (
         "corrupt-write",
         "agent",
         "share",
-        "Writes of which one byte is wrong on the wire; with digest on, the reader notices.",
-        explains=("KV_DIGEST_MISMATCH",),
+        "Writes of which one byte is wrong on the wire; with checksum on, the reader notices.",
+        explains=("KV_CHECKSUM_MISMATCH",),
     ),
     FaultKind(
         "clock-jump",

@@ -32,7 +32,7 @@ class DecodeInvariants:
         self._who: dict[str, msg.PeerInfo] = {}
         self._lives: dict[str, int] = {}
         self._gone: set[str] = set()
-        self._checks: set[tuple[int, int, PartKind, PartKey]] = set()  # digests that are being taken
+        self._checks: set[tuple[int, int, PartKind, PartKey]] = set()  # checksums that are being taken
         for name, peer in machine.peers.items():
             self._lives[name] = peer.incarnation
             if peer.who is not None:

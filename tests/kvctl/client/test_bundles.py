@@ -55,8 +55,8 @@ def packed(*infos: tuple[tarfile.TarInfo, bytes]) -> bytes:
     return zstandard.compress(file.getvalue())
 
 
-def manifest(version: Any = 1, digest: str = hashlib.sha256(RECORDED).hexdigest()) -> bytes:
-    files = [{"name": RECORDING, "bytes": len(RECORDED), "sha256": digest, "what": ""}]
+def manifest(version: Any = 1, checksum: str = hashlib.sha256(RECORDED).hexdigest()) -> bytes:
+    files = [{"name": RECORDING, "bytes": len(RECORDED), "sha256": checksum, "what": ""}]
     return orjson.dumps({"bundle": version, "kvctl": "9", "files": files})
 
 
@@ -107,7 +107,7 @@ def test_a_bundle_is_read_and_any_tar_can_unpack_it(tmp_path: Path) -> None:
         (lambda: packed((info(MANIFEST), manifest("x" * 999)), (info(RECORDING), RECORDED)), "version 'xxx", 6),
         (lambda: packed((info(MANIFEST), b"{"), (info(RECORDING), RECORDED)), "manifest cannot be read", 1),
         (lambda: packed((info(MANIFEST), b'{"bundle":1,"files":[5]}'), (info(RECORDING), b"")), "manifest", 1),
-        (lambda: packed((info(MANIFEST), manifest(digest="0")), (info(RECORDING), RECORDED)), "is not what its", 1),
+        (lambda: packed((info(MANIFEST), manifest(checksum="0")), (info(RECORDING), RECORDED)), "is not what its", 1),
         (lambda: packed((info("../etc/passwd"), b"x")), "'../etc/passwd', which none does", 1),
         (lambda: packed((info(RECORDING, tarfile.SYMTYPE, "/etc/passwd"), b"")), "which none does", 1),
         (lambda: packed((info("pipe", tarfile.FIFOTYPE), b"")), "which none does", 1),

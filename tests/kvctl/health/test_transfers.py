@@ -8,10 +8,10 @@ from kvctl.health.finding import Severity
 from tests.kvctl.health.fleets import MIB, Fleet, S
 
 
-@pytest.mark.parametrize("code", ["KV_DIGEST_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION"])
+@pytest.mark.parametrize("code", ["KV_CHECKSUM_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION"])
 def test_what_must_never_be_comes_first(code):
     fleet = Fleet()
-    text = "part (prefill-1, chunk 2, layers 0-3) by staged: digest 1f ≠ 2e"
+    text = "part (prefill-1, chunk 2, layers 0-3) by staged: checksum 1f ≠ 2e"
     fleet.failed(["decode-0", "prefill-0", "prefill-1"], "7", code, "decode-0", text, ago_s=20)
     fleet.failed(["decode-1", "prefill-0", "prefill-1"], "6", code, "decode-1", text, ago_s=50)
     fleet.peer("decode-1", "prefill-0", state="lost", last_error="peer prefill-0 (incarnation 0f) lost: silent")
@@ -25,7 +25,7 @@ def test_what_must_never_be_comes_first(code):
 
 def test_corruption_is_not_forgotten_with_the_history():
     fleet = Fleet()
-    fleet.metric("decode-0", "kvctl_room_failures_total", 3, code="KV_DIGEST_MISMATCH")
+    fleet.metric("decode-0", "kvctl_room_failures_total", 3, code="KV_CHECKSUM_MISMATCH")
     (found,) = fleet.examine()
     assert (found.subject, found.severity, found.weight) == ("decode-0", Severity.WARNING, 3)
 

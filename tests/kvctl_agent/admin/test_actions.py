@@ -336,7 +336,7 @@ class TestProbe:
     def test_a_lane_is_measured_and_shown_from_then_on(self, make_fleet: Any, desk: Desk, transport: str) -> None:
         fleet = make_fleet(transport, prefill=(1, 1), decode=(2, 1)).start()
         writer = fleet.prefill[0]
-        until(lambda: len(writer.lanes.by_peer) == 2)
+        until(lambda: len(writer.connections.by_peer) == 2)
         assert {row["lane_gb_per_s"] for row in desk.ask(writer, "peers")} == {None}
 
         def probed() -> Any:
@@ -394,9 +394,9 @@ class TestProbe:
         assert until(lambda: probed(2 << 20))[-1]["bytes"] == 2 << 20
         monkeypatch.setattr("kvctl_agent.admin.actions._UNCLAIMED_NS", 0)
         left()
-        stale = writer.lanes.measured["decode-0"]
+        stale = writer.connections.measured["decode-0"]
         until(lambda: probed(1 << 20))
-        assert writer.lanes.measured["decode-0"] is not stale
+        assert writer.connections.measured["decode-0"] is not stale
 
     def test_nothing_is_written_to_a_peer_that_is_silent(self, make_fleet: Any, desk: Desk) -> None:
         """What it has registered may be gone with it."""

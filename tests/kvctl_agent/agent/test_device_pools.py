@@ -117,6 +117,6 @@ def test_an_agent_that_cannot_be_made_gives_its_memory_back(
     assert (pool._closed, staging._closed) == (False, True)
 
 
-def test_digests_are_refused(make_fleet: Any) -> None:
-    with pytest.raises(ConfigError, match="digest"):
-        make_fleet("loopback", device={"prefill": HostDevice()}, digest=True).start()
+def test_checksums_are_refused(make_fleet: Any) -> None:
+    with pytest.raises(ConfigError, match="checksum"):
+        make_fleet("loopback", device={"prefill": HostDevice()}, checksum=True).start()

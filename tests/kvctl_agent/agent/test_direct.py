@@ -202,7 +202,7 @@ class TestLifetime:
         wait(lambda: gate.begun)
         fleet.decode[0].close(1.0)
         wait(lambda: room.sends[0].error)
-        wait(lambda: not writer.lanes.reaches("decode-0"))
+        wait(lambda: not writer.connections.reaches("decode-0"))
         (mapping,) = devices["prefill"].mappings
         assert writer.machine.rooms, "its pages are held as long as they are read"
         assert not mapping.closed
@@ -220,7 +220,7 @@ class TestLifetime:
         wait(lambda: lost.sends[0].error)
         fleet.decode.append(fleet.decode_agent(0).start())
         fleet.decode[0].wait_ready(60)
-        wait(lambda: writer.lanes.reaches("decode-0"))
+        wait(lambda: writer.connections.reaches("decode-0"))
         old, new = devices["prefill"].mappings
         assert not old.closed
         gate.open.set()

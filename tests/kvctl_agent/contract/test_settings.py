@@ -201,7 +201,7 @@ def test_numbers_of_numpy_become_pythons(nowhere: dict[str, str], key: str, valu
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("digest", np.bool_(True)), ("chunk_tokens", np.bool_(True)), ("chunk_tokens", np.float64(64))]
+    ("key", "value"), [("checksum", np.bool_(True)), ("chunk_tokens", np.bool_(True)), ("chunk_tokens", np.float64(64))]
 )
 def test_what_is_no_integer_is_refused_by_name(nowhere: dict[str, str], key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{key} = np\..* \(argument\) is not allowed: it takes "):

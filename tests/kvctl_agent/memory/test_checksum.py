@@ -1,4 +1,4 @@
-"""The digest of a part: the same on both sides, whatever their pages, heads and layouts; another one for any byte."""
+"""The checksum of a part: the same on both sides, whatever their pages, heads and layouts; another one for any byte."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pools() -> Iterator[tuple[KVPool, KVPool]]:
     reader.close()
 
 
-def digests(writer: KVPool, reader: KVPool, lo: int = 0, hi: int = 3) -> tuple[int, int]:
+def checksums(writer: KVPool, reader: KVPool, lo: int = 0, hi: int = 3) -> tuple[int, int]:
     return (
         part_checksum(writer, SHARE, np.array(HERE, np.int32), SHARE.src_head, lo, hi),
         part_checksum(reader, SHARE, np.array(THERE, np.int32), SHARE.dst_head, lo, hi),
@@ -50,7 +50,7 @@ def digests(writer: KVPool, reader: KVPool, lo: int = 0, hi: int = 3) -> tuple[i
 
 @pytest.mark.parametrize(("lo", "hi"), [(0, 3), (1, 2), (1, 3)])
 def test_both_sides_find_the_same(pools: tuple[KVPool, KVPool], lo: int, hi: int) -> None:
-    here, there = digests(*pools, lo, hi)
+    here, there = checksums(*pools, lo, hi)
     assert here == there
 
 
@@ -59,21 +59,21 @@ def test_one_bit_anywhere_is_found(pools: tuple[KVPool, KVPool], layer: int, pla
     writer, reader = pools
     width = (16, 12)[plane]
     reader.segments[0].block(layer, plane).reshape(16, 4, 4, width)[THERE[1], 2, 3, byte] ^= 1
-    here, there = digests(writer, reader)
+    here, there = checksums(writer, reader)
     assert here != there
 
 
 def test_what_lies_beside_the_part_does_not_matter(pools: tuple[KVPool, KVPool]) -> None:
     writer, reader = pools
-    before = digests(writer, reader)
+    before = checksums(writer, reader)
     reader.segments[0].block(0, 0).reshape(16, 4, 4, 16)[:, :, :2] ^= 255
     writer.segments[0].block(0, 0).reshape(8, 4, 2, 16)[0] ^= 255
-    assert digests(writer, reader) == before
+    assert checksums(writer, reader) == before
 
 
 def test_pages_in_another_order_are_found(pools: tuple[KVPool, KVPool]) -> None:
     writer, reader = pools
-    assert part_checksum(reader, SHARE, np.array(THERE[::-1], np.int32), 2, 0, 3) != digests(writer, reader)[0]
+    assert part_checksum(reader, SHARE, np.array(THERE[::-1], np.int32), 2, 0, 3) != checksums(writer, reader)[0]
 
 
 def test_an_aux_row_is_its_bytes(pools: tuple[KVPool, KVPool]) -> None:

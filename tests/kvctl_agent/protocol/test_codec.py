@@ -15,7 +15,7 @@ from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
-from kvctl_agent.protocol.tag import DIGEST_BYTES, TAG_BYTES, PartKey, PartKind, Tag
+from kvctl_agent.protocol.tag import CHECKSUM_BYTES, TAG_BYTES, PartKey, PartKind, Tag
 
 WHO = msg.PeerInfo(
     "d",
@@ -170,13 +170,13 @@ u64 = st.integers(0, 2**64 - 1)
 keys = st.builds(PartKey, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 65534), st.just(65535))
 
 
-digests = st.none() | st.integers(0, 2**32 - 1)
+checksums = st.none() | st.integers(0, 2**32 - 1)
 
 
-@given(st.builds(Tag, st.sampled_from(PartKind), u64, u64, u64, u64, keys, digests))
+@given(st.builds(Tag, st.sampled_from(PartKind), u64, u64, u64, u64, keys, checksums))
 def test_a_tag_survives_the_round_trip(tag: Tag) -> None:
     assert Tag.unpack(tag.pack()) == tag
-    assert len(tag.pack()) == TAG_BYTES + (0 if tag.digest is None else DIGEST_BYTES)
+    assert len(tag.pack()) == TAG_BYTES + (0 if tag.checksum is None else CHECKSUM_BYTES)
 
 
 @given(st.one_of(st.binary(max_size=80), st.binary(min_size=TAG_BYTES, max_size=TAG_BYTES)))

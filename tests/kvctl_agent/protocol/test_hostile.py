@@ -73,7 +73,9 @@ who = st.builds(
     cp_mode=text | st.sampled_from(CP_MODES),
 )
 tags = st.builds(
-    lambda kind, numbers, key, digest: Tag._make([kind, *(n % 2**64 for n in numbers), PartKey(*key), digest]).pack(),
+    lambda kind, numbers, key, checksum: Tag._make(
+        [kind, *(n % 2**64 for n in numbers), PartKey(*key), checksum]
+    ).pack(),
     st.sampled_from(PartKind),
     st.tuples(number, number, number, number),
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(1, 65535)),

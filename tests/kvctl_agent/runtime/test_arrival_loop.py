@@ -334,13 +334,13 @@ class TestOnADevice:
             rig.tags.waiting = [TAG.pack()]
             assert isinstance(rig.report(), Arrived)
 
-    def test_digests_are_not_compared(self, on_device: Rig, telemetry: Telemetry) -> None:
+    def test_checksums_are_not_compared(self, on_device: Rig, telemetry: Telemetry) -> None:
         """Writers in host memory may send them: their parts are taken as they are, and that is said once."""
         order = scatter()
         for _ in range(2):
             on_device.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, np.array([3, 9], np.int32)))
             assert on_device.report().found is None
-        said = [row["text"] for row in telemetry.recorder.since(None, 100)["events"] if row["kind"] == "digest"]
+        said = [row["text"] for row in telemetry.recorder.since(None, 100)["events"] if row["kind"] == "checksum"]
         assert len(said) == 1
 
     def test_close_waits_for_what_was_begun(self, telemetry: Telemetry, device: HostDevice) -> None:

@@ -31,7 +31,7 @@ def who() -> PeerInfo:
 
 @pytest.mark.parametrize(("pid", "same_process"), [(os.getpid(), True), (os.getpid() + 1, False)])
 def test_a_peer_of_this_host_is_mapped(who: PeerInfo, pid: int, same_process: bool) -> None:
-    device = Spy(connection="nvlink")
+    device = Spy(lane="nvlink")
     mapping, why_not = map_peer_memory(device, replace(who, pid=pid))
     assert mapping is not None
     assert (mapping.lane, why_not) == ("nvlink", "")
@@ -41,7 +41,7 @@ def test_a_peer_of_this_host_is_mapped(who: PeerInfo, pid: int, same_process: bo
 
 
 def test_one_of_another_host_only_by_fabric_handles(who: PeerInfo) -> None:
-    device = Spy(connection="fabric")
+    device = Spy(lane="fabric")
     away = replace(who, host="another")
     mapping, why_not = map_peer_memory(device, away)
     assert mapping is None

@@ -1,4 +1,4 @@
-"""A digest's quantiles are within 1/32 of the true ones, over the whole range of durations."""
+"""A histogram's quantiles are within 1/32 of the true ones, over the whole range of durations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvctl_agent.telemetry.log_histogram import LogHistogram
 
 
-def digest(*durations: int) -> LogHistogram:
+def histogram(*durations: int) -> LogHistogram:
     made = LogHistogram()
     for duration in durations:
         made.add(duration)
@@ -18,19 +18,19 @@ def digest(*durations: int) -> LogHistogram:
 
 
 def test_empty() -> None:
-    assert digest().quantiles(0.5, 0.99) == [None, None]
+    assert histogram().quantiles(0.5, 0.99) == [None, None]
 
 
 @given(st.integers(0, 2**40))
 def test_one_value_comes_back(duration: int) -> None:
-    (found,) = digest(duration).quantiles(0.5)
+    (found,) = histogram(duration).quantiles(0.5)
     assert found is not None
     assert abs(found - duration) <= duration / 32
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=200))
 def test_quantiles_are_near_the_true_ones(durations: list[int]) -> None:
-    made = digest(*durations)
+    made = histogram(*durations)
     assert made.count == len(durations)
     wanted = (0.5, 0.9, 0.99, 1.0)
     for quantile, found in zip(wanted, made.quantiles(*wanted), strict=True):
@@ -40,7 +40,7 @@ def test_quantiles_are_near_the_true_ones(durations: list[int]) -> None:
 
 
 def test_out_of_range_is_the_nearest_in_range() -> None:
-    assert digest(-5).quantiles(0.5) == [0]
-    (found,) = digest(1 << 60).quantiles(0.5)
+    assert histogram(-5).quantiles(0.5) == [0]
+    (found,) = histogram(1 << 60).quantiles(0.5)
     assert found is not None
     assert found < 1 << 41

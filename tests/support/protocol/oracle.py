@@ -190,7 +190,7 @@ class Oracle:
         return sum(share.num_layers for share in owed) * sum(cell.count for cell in cells)
 
     def begun(self, write: Write) -> None:
-        """A write begins that no fence stops."""
+        """A write begins that no cancellation stops."""
         order = write.order
         if self.sent.get((write.writer, order.room)) is RoomState.FAILED:
             raise Broken(f"{order.key} of room {order.room} begins after the room has failed: it was to be dropped")

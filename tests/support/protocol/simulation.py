@@ -381,12 +381,12 @@ class World(Oracle):  # type: ignore[misc]
     def _over(self, write: Write, *, dropped: bool) -> None:
         order = write.order
         moments = {"ready": order.ready_ns, "queue": order.opened_ns, "wire": self.now_ns}
-        digest = None if dropped else Tag.unpack(order.tag).digest
-        done = ev.PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, dropped, digest)
+        checksum = None if dropped else Tag.unpack(order.tag).checksum
+        done = ev.PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, dropped, checksum)
         self.pool.append(Item("event", write.writer, write.writer, done))
 
     def _begin(self, write: Write) -> None:
-        if write.order.fence.raised:
+        if write.order.cancel.cancelled:
             self._over(write, dropped=True)
             return
         self.begun(write)

@@ -1,4 +1,4 @@
-"""Parts with digests: a room succeeds when what is in its pages is what was sent, and fails by name when it is not."""
+"""Parts with checksums: a room succeeds when its pages hold what was sent, and fails by name otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import build, pack, take, unpack
-from kvctl_agent.protocol.tag import PartKey, PartKind, with_digest
+from kvctl_agent.protocol.tag import PartKey, PartKind, with_checksum
 from tests.kvctl_agent.protocol.test_finals import HYBRID
 from tests.support.protocol.oracle import Write
 from tests.support.protocol.simulation import Item, World, direct, staged
@@ -20,8 +20,8 @@ SENT = 0xC0FFEE01
 WRONG = 0xBAD
 
 
-class Digesting(World):  # type: ignore[misc]
-    """Writers send a digest with every part; readers find it, or `WRONG` in the parts in `wrong`."""
+class WithChecksums(World):  # type: ignore[misc]
+    """Writers send a checksum with every part; readers find it, or `WRONG` in the parts in `wrong`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.wrong: set[tuple[PartKind, PartKey]] = set()
@@ -32,7 +32,7 @@ class Digesting(World):  # type: ignore[misc]
 
     def _act(self, name: str, action: ev.Action) -> None:
         if isinstance(action, ev.Transfer):
-            action = replace(action, tag=with_digest(action.tag, SENT))
+            action = replace(action, tag=with_checksum(action.tag, SENT))
         elif isinstance(action, ev.Check):
             self.checks.append(action)
             if not self.held_back:
@@ -49,13 +49,13 @@ class Digesting(World):  # type: ignore[misc]
         return ev.Checked(check.room, check.nonce, check.kind, check.key, found, self.now_ns)
 
 
-def world_of(choose: Any, prefill: ParallelConfig | None = None) -> Digesting:
-    world = Digesting(prefill or ParallelConfig(tp=2), ParallelConfig(), choose=choose, shape=HYBRID, ring=64)
+def world_of(choose: Any, prefill: ParallelConfig | None = None) -> WithChecksums:
+    world = WithChecksums(prefill or ParallelConfig(tp=2), ParallelConfig(), choose=choose, shape=HYBRID, ring=64)
     world.connect()
     return world
 
 
-def move(world: Digesting) -> Any:
+def move(world: WithChecksums) -> Any:
     world.receive(7, 4, states=(1, 2, 3), aux=3)
     world.flush()
     world.send(7, 4, states=(1, 2, 3))
@@ -91,12 +91,12 @@ def test_a_part_that_differs_fails_its_room_everywhere_and_is_named(choose: Any,
     room = move(world)
     assert room.state is RoomState.FAILED
     assert {name: record["failure"]["code"] for name, record in failures(world).items()} == dict.fromkeys(
-        ["decode-0", "prefill-0", "prefill-1"], "KV_DIGEST_MISMATCH"
+        ["decode-0", "prefill-0", "prefill-1"], "KV_CHECKSUM_MISMATCH"
     )
     text = failures(world)["decode-0"]["failure"]["text"]
     part = "the aux row" if kind is PartKind.AUX else str(key)
     assert text.startswith(f"{part} from prefill-{key.writer} ")
-    assert "sent with digest c0ffee01, in the pages it is 00000bad" in text
+    assert "sent with checksum c0ffee01, in the pages it is 00000bad" in text
     assert ("staged" in text) == (choose is staged and kind is PartKind.KV)
     world.check_empty()
 
@@ -111,7 +111,7 @@ def failures(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choose", [direct, staged])
-def test_a_room_waits_for_the_last_digest(choose: Any) -> None:
+def test_a_room_waits_for_the_last_checksum(choose: Any) -> None:
     world = world_of(choose)
     world.held_back = True
     room = move(world)
@@ -126,7 +126,7 @@ def test_a_room_waits_for_the_last_digest(choose: Any) -> None:
 
 
 @pytest.mark.parametrize("choose", [direct, staged])
-def test_a_checkpoint_holds_the_digests_that_are_being_taken(choose: Any) -> None:
+def test_a_checkpoint_holds_the_checksums_that_are_being_taken(choose: Any) -> None:
     world = world_of(choose)
     world.held_back = True
     move(world)
@@ -148,7 +148,7 @@ def test_a_part_whose_tag_was_lost_is_compared_too(choose: Any) -> None:
     world.check_empty()
 
 
-def test_a_digest_that_comes_late_or_twice_changes_nothing() -> None:
+def test_a_checksum_that_comes_late_or_twice_changes_nothing() -> None:
     world = world_of(direct)
     world.held_back = True
     room = move(world)
