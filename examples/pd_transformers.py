@@ -187,7 +187,7 @@ class PagedKV:
     """
 
     def __init__(self, shape: ModelShape, rank: Rank, num_pages: int, page_size: int, slots: int, seed: int) -> None:
-        here = local_shards(shape, page_size, rank.side, rank.coord)[0]
+        here = local_shards(shape, page_size, rank.parallel_config, rank.coord)[0]
         rows = num_pages * page_size
         self.latent = shape.kind == "mla"
         self.heads = slice(here.head_lo, here.head_hi)
@@ -515,7 +515,7 @@ def parse(arguments: Sequence[str] | None, directory: str) -> Options:
     )
     try:
         for rank in options.prefill_ranks:
-            local_shards(options.shape, options.page_size, rank.side, rank.coord)
+            local_shards(options.shape, options.page_size, rank.parallel_config, rank.coord)
     except LayoutError as error:
         parser.error(str(error))
     return options

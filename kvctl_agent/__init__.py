@@ -1,4 +1,7 @@
-"""The library embedded in each prefill and decode worker; importing it alone is light (no torch, no engine)."""
+"""KV transfer library embedded in prefill and decode workers.
+
+Names are imported on first use: `import kvctl_agent` alone loads neither torch nor a transfer engine.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
     from kvctl_agent.rank import Rank
 
-_WHERE = {
+_MODULES = {
     "Agent": "kvctl_agent.agent",
     "DraftKV": "kvctl_agent.memory.pool",
     "ForwardInfo": "kvctl_agent.layout.layer_grouping",
@@ -47,6 +50,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

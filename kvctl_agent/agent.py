@@ -131,7 +131,7 @@ class Agent:
         if model is None and rank.pp_size > 1:
             raise ConfigError("with pipeline stages a rank's pool is not the whole model: give the agent model=")
         self.shape = model or pool.shape()
-        held = layout_of(self.shape, pool.page_size, rank.side, rank.coord)
+        held = layout_of(self.shape, pool.page_size, rank.parallel_config, rank.coord)
         pool.place(held)
         assembly.check_settings(settings, pool)
         self.chooser = PathChooser(self.shape, pool.page_size, settings["path"], settings["staging"])

@@ -181,7 +181,7 @@ def local_of(
         name=name,
         role=role,
         coord=rank.coord,
-        side=rank.side,
+        side=rank.parallel_config,
         shape=shape,
         page_size=pool.page_size,
         chunk_pages=chunk_pages(settings["chunk_tokens"], pool.page_size),

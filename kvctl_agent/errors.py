@@ -1,24 +1,24 @@
-"""Every exception kvctl_agent raises on purpose, drawn once.
+"""Exceptions of kvctl_agent.
 
 ```
 KvctlError
-├── ConfigError            a configuration key, its value or its source is wrong
-│   └── UnknownModel         no geometry preset has that name
-├── LayoutError            two layouts cannot exchange KV (the arithmetic is in the message)
-├── MemoryLayoutError      a pool, slab or buffer has a shape we do not serve
+├── ConfigError            a configuration key, value or source is invalid
+│   └── UnknownModel         no geometry preset has this name
+├── LayoutError            two layouts cannot exchange KV
+├── MemoryLayoutError      a pool, slab or buffer has an unsupported shape
 ├── ProtocolError
-│   ├── LocalProtocolError   our own caller broke the order of calls
-│   └── RemoteProtocolError  a peer sent what it must not; carries nothing we act on
-├── DeviceError            a device (a GPU), its driver or its memory failed or cannot do what is asked
-│   └── DeviceUnavailable    there is none, or what drives it is not installed
-├── TransportError         an engine failed
-│   ├── TransportUnavailable the engine or a system library it needs is not installed
-│   └── PeerDisconnected     the engine says that the peer is gone
+│   ├── LocalProtocolError   the caller called methods in the wrong order
+│   └── RemoteProtocolError  a peer sent an invalid message
+├── DeviceError            a GPU, its driver or its memory failed, or does not support the operation
+│   └── DeviceUnavailable    the device or its driver library is missing
+├── TransportError         a transfer engine failed
+│   ├── TransportUnavailable the engine or a system library that it needs is not installed
+│   └── PeerDisconnected     the engine reports that the peer is gone
 ├── AdminError             the admin socket cannot be served
-│   └── RequestRefused       one admin request is refused; carries the code the client sees
-├── RecordingError         a recording cannot be read: no recording, cut short, damaged
-│   └── RecordingVersionError it is one of another version or build
-└── DeadlineExceeded       a wait ran out; the message names what was waited for
+│   └── RequestRefused       one admin request is refused
+├── RecordingError         a recording cannot be read
+│   └── RecordingVersionError the recording has another version or build
+└── DeadlineExceeded       a wait timed out
 ```
 """
 
@@ -26,43 +26,43 @@ from __future__ import annotations
 
 
 class KvctlError(Exception):
-    """Root of all errors raised on purpose; its text says what, to what, and what to do next."""
+    """Base class of all exceptions of kvctl_agent; the message names the object, the problem and the remedy."""
 
 
 class ConfigError(KvctlError):
-    """A configuration key, value or source is wrong."""
+    """A configuration key, value or source is invalid."""
 
 
 class UnknownModel(ConfigError, ValueError):
-    """No geometry preset has that name; the message suggests the nearest ones."""
+    """No geometry preset has this name; the message suggests similar names."""
 
 
 class LayoutError(KvctlError, ValueError):
-    """Two layouts cannot exchange KV; the message carries the arithmetic."""
+    """Two layouts cannot exchange KV; the message contains the arithmetic."""
 
 
 class MemoryLayoutError(KvctlError, ValueError):
-    """A pool, slab or buffer has a shape, dtype or alignment that is not served."""
+    """A pool, slab or buffer has an unsupported shape, dtype or alignment."""
 
 
 class ProtocolError(KvctlError):
-    """The agent-to-agent protocol was broken."""
+    """The protocol between agents, or the order of API calls, was violated."""
 
 
 class LocalProtocolError(ProtocolError):
-    """Our own caller broke the order of calls (for example pages after finish)."""
+    """The caller of the public API called methods in the wrong order, for example `pages` after `finish`."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """A peer sent something malformed, oversized, unknown or out of place."""
+    """A peer sent a message that is malformed, oversized, unknown or unexpected; it is ignored."""
 
 
 class DeviceError(KvctlError):
-    """A device, its driver or its memory failed, or cannot do what was asked; says what to change."""
+    """A device, its driver or its memory failed, or does not support the operation; the message names the remedy."""
 
 
 class DeviceUnavailable(DeviceError):
-    """There is no such device here, or what drives it is not installed; says which and how to get it."""
+    """The device or its driver library is missing; the message says how to install it."""
 
 
 class TransportError(KvctlError):
@@ -70,11 +70,11 @@ class TransportError(KvctlError):
 
 
 class TransportUnavailable(TransportError):
-    """The engine, or a system library it needs, is not installed; says which and how to get it."""
+    """The transfer engine or a system library that it needs is not installed; the message says how to install it."""
 
 
 class PeerDisconnected(TransportError):
-    """The engine reports that the peer is gone."""
+    """The transfer engine reports that the peer is gone."""
 
 
 class AdminError(KvctlError):
@@ -85,7 +85,7 @@ class RequestRefused(AdminError):
     """One admin request is refused.
 
     Attributes:
-        code: a `contract.admin.ErrorCode`.
+        code: the `contract.admin.ErrorCode` sent to the client.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -94,12 +94,12 @@ class RequestRefused(AdminError):
 
 
 class RecordingError(KvctlError):
-    """A recording cannot be read: it is none, was cut short, or is damaged."""
+    """A recording cannot be read: the file is not a recording, or is truncated or damaged."""
 
 
 class RecordingVersionError(RecordingError):
-    """A recording of another version, or of machines that are built otherwise than these."""
+    """The recording was made by another version, or by a build with different state machines."""
 
 
 class DeadlineExceeded(KvctlError, TimeoutError):
-    """A wait ran out; the message names what was waited for."""
+    """A wait timed out; the message names the awaited event."""

@@ -1,4 +1,4 @@
-"""Where a worker stands in its instance: what an engine author states once."""
+"""Coordinates of a worker in its instance, as passed to `Agent`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from kvctl_agent.layout.sizes import check_sizes, set_sizes
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A point (dp, pp, cp, tp) of an instance of the given sizes; `tp_size` is the attention TP size.
+    """Coordinates (dp, pp, cp, tp) of a worker and the sizes of its instance; `tp_size` is the attention TP size.
 
-    `stages` is the number of layers of each pipeline stage; empty where they are even.
+    Attributes:
+        stages: number of layers in each pipeline stage; empty if the layers are divided evenly.
 
     Raises:
-        LayoutError: a coordinate or size is no whole number, or a coordinate lies outside its size.
+        LayoutError: a coordinate or size is not an integer, or a coordinate is not below its size.
     """
 
     dp: int = 0
@@ -34,14 +35,16 @@ class Rank:
         set_sizes(self, *(f"{axis}_size" for axis in RankCoord._fields))
         object.__setattr__(self, "stages", check_sizes("layers of a stage", self.stages))
         for axis in RankCoord._fields:
-            place, size = getattr(self, axis), getattr(self, f"{axis}_size")
-            if place >= size:
-                raise LayoutError(f"rank {axis}={place} is outside {axis}_size={size}")
+            coordinate, size = getattr(self, axis), getattr(self, f"{axis}_size")
+            if coordinate >= size:
+                raise LayoutError(f"rank {axis}={coordinate} is outside {axis}_size={size}")
 
     @property
     def coord(self) -> RankCoord:
+        """The coordinates alone."""
         return RankCoord(self.dp, self.pp, self.cp, self.tp)
 
     @property
-    def side(self) -> ParallelConfig:
+    def parallel_config(self) -> ParallelConfig:
+        """The sizes of the instance."""
         return ParallelConfig(self.dp_size, self.pp_size, self.cp_size, self.tp_size, self.stages)

@@ -65,7 +65,7 @@ class Side:
         self.agents: list[Agent] = []
         for number in range(sizes[role]):
             rank = Rank(tp=number, tp_size=sizes[role])
-            pool = KVPool.allocate(local_shards(SHAPE, PAGE_SIZE, rank.side, rank.coord), PAGE_SIZE, PAGES)
+            pool = KVPool.allocate(local_shards(SHAPE, PAGE_SIZE, rank.parallel_config, rank.coord), PAGE_SIZE, PAGES)
             self._pools.append(pool)
             self.agents.append(
                 Agent(

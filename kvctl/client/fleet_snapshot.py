@@ -15,7 +15,7 @@ from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer
 from kvctl_agent.contract import recording as form
-from kvctl_agent.contract.recording import EndpointBody, FaultBody, MomentBody, RecordingError, SeenBody
+from kvctl_agent.contract.recording import AnswersBody, EndpointBody, FaultBody, MomentBody, RecordingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def encode(moment: FleetSnapshot, number: int) -> Iterator[bytes]:
         body, dropped = _fitting(seen)
         left_out += dropped
         about = {"moment": number, "agent": seen.endpoint.name}
-        agents.append(form.frame(form.SEEN, about, zlib.compress(body)))
+        agents.append(form.encode_frame(form.ANSWERS, about, zlib.compress(body)))
     told = _moment_body(moment)
     told["left_out"] = [utf8(text) for text in left_out]
     about = {
@@ -76,7 +76,7 @@ def encode(moment: FleetSnapshot, number: int) -> Iterator[bytes]:
         "agents": len(agents),
         "form": form.MOMENT_VERSION,
     }
-    yield form.frame(form.MOMENT, about, zlib.compress(orjson.dumps(told)))
+    yield form.encode_frame(form.MOMENT, about, zlib.compress(orjson.dumps(told)))
     yield from agents
 
 
@@ -94,12 +94,12 @@ def decode(at_ns: int, body: bytes, agents: Sequence[bytes]) -> FleetSnapshot:
         raise RecordingError(f"it is damaged: a moment lacks {error}") from None
 
 
-def bodies(moment: FleetSnapshot) -> tuple[MomentBody, list[SeenBody]]:
+def bodies(moment: FleetSnapshot) -> tuple[MomentBody, list[AnswersBody]]:
     """A moment as plain data."""
     return _moment_body(moment), [_seen_body(seen) for seen in moment.seen]
 
 
-def of_bodies(at_ns: int, told: MomentBody, agents: Sequence[SeenBody]) -> FleetSnapshot:
+def of_bodies(at_ns: int, told: MomentBody, agents: Sequence[AnswersBody]) -> FleetSnapshot:
     """The moment of which these are the `bodies`.
 
     Raises:
@@ -119,7 +119,7 @@ def _fitting(seen: AgentSnapshot) -> tuple[bytes, list[str]]:
     """What is written of one agent, and what had to go."""
     dropped: list[str] = []
     name = seen.endpoint.name
-    while len(body := orjson.dumps(_seen_body(seen))) > form.MAX_SEEN_BYTES:
+    while len(body := orjson.dumps(_seen_body(seen))) > form.MAX_ANSWERS_BYTES:
         if seen.layers or seen.rooms:
             dropped.append(f"{name}: timelines and layers of {len(seen.rooms)} rooms, which were too large")
             seen = replace(seen, rooms={}, layers={})
@@ -146,7 +146,7 @@ def _moment_body(moment: FleetSnapshot) -> MomentBody:
     }
 
 
-def _seen_body(seen: AgentSnapshot) -> SeenBody:
+def _seen_body(seen: AgentSnapshot) -> AnswersBody:
     answer = seen.answer
     return {
         "endpoint": _endpoint_body(seen.endpoint),
@@ -161,7 +161,7 @@ def _seen_body(seen: AgentSnapshot) -> SeenBody:
     }
 
 
-def _seen(body: SeenBody) -> AgentSnapshot:
+def _seen(body: AnswersBody) -> AgentSnapshot:
     endpoint = _endpoint(body["endpoint"])
     hello = body["hello"]
     if hello is None:
@@ -207,7 +207,7 @@ def _fault(body: Mapping[str, Any]) -> Fault:
 
 
 def _document(body: bytes) -> Any:
-    document = orjson.loads(form.unpacked(body, form.MAX_SEEN_BYTES))
+    document = orjson.loads(form.decompress(body, form.MAX_ANSWERS_BYTES))
     if not isinstance(document, dict):
         raise TypeError("its description")
     return document

@@ -104,15 +104,15 @@ def understood(path: Path) -> Iterator[None]:
 def _moments(file: IO[bytes]) -> list[_Packed]:
     found: list[_Packed] = []
     kept = 0
-    for kind, about, body in form.frames(file):
-        if kind not in {form.MOMENT, form.SEEN}:
+    for kind, about, body in form.read_frames(file):
+        if kind not in {form.MOMENT, form.ANSWERS}:
             continue
         kept += len(body)
         if kept > _MOST_KEPT_BYTES:
             raise RecordingError(f"its moments have more than {_MOST_KEPT_BYTES >> 20} MiB, more than kvctl writes")
-        if about.get("moment") != len(found) - (kind == form.SEEN):
+        if about.get("moment") != len(found) - (kind == form.ANSWERS):
             raise RecordingError("it is damaged: its moments do not follow each other")
-        if kind == form.SEEN:
+        if kind == form.ANSWERS:
             found[-1].agents.append(body)
             continue
         version, at_ns, expected = about.get("form"), about.get("at_ns"), about.get("agents")

@@ -140,8 +140,8 @@ class _Writer:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._frames = 0
-        self.nbytes = file.write(form.opening())
-        self.add([form.frame(form.HEAD, {"made_at_ns": time.time_ns(), "version": VERSION})])
+        self.nbytes = file.write(form.file_header())
+        self.add([form.encode_frame(form.HEAD, {"made_at_ns": time.time_ns(), "version": VERSION})])
 
     def add(self, frames: Iterable[bytes]) -> int:
         """Adds frames of which each needs the others; returns their bytes."""
@@ -159,7 +159,7 @@ class _Writer:
 
     def end(self) -> None:
         self.forget_half()
-        self._file.write(form.frame(form.DONE, {"frames": self._frames}))
+        self._file.write(form.encode_frame(form.DONE, {"frames": self._frames}))
 
 
 def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) -> None:
@@ -215,13 +215,13 @@ def _take_page(each: _Progress, reply: Reply, writer: _Writer) -> Fault | None:
         page, header, saved = reply.data, reply.data["header"], each.saved
         if each.since is None:
             about = {"agent": each.number, "header": header, "dropped": page["dropped"]}
-            writer.add([form.frame(form.AGENT, about)])
+            writer.add([form.encode_frame(form.AGENT, about)])
         saved.missed, saved.fault = header["missed"], header["fault"]
         saved.dropped += page["dropped"]
         for blob in page["blobs"]:
             data = base64.b64decode(blob["data"], validate=True)
             about = {"agent": each.number, **{name: blob[name] for name in ("number", "kind", "first", "count")}}
-            saved.nbytes += writer.add([form.frame(form.BLOB, about, data)])
+            saved.nbytes += writer.add([form.encode_frame(form.BLOB, about, data)])
             saved.inputs += blob["count"]
         if not isinstance(page["next"], int) or (each.since is not None and page["next"] <= each.since):
             raise ValueError("its pages do not come to an end")

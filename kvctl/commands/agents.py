@@ -62,7 +62,7 @@ def _prune(directory: Path) -> list[str]:
     except OSError as error:
         raise CliError(f"{directory}: {error.strerror}", ExitCode.NOT_PERMITTED) from None
     try:
-        with stale_sockets.turn(descriptor, _TURN_TIMEOUT_S):
+        with stale_sockets.directory_lock(descriptor, _TURN_TIMEOUT_S):
             return stale_sockets.prune(directory)
     except TimeoutError:
         raise CliError(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from kvctl_agent.contract.action_results import Done, Probe, ProbeRow, Result
+from kvctl_agent.contract.action_results import ActionResult, Probe, ProbeRow, Result
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import Settings
@@ -85,14 +85,14 @@ class AdminActions:
         )
         return {act.__name__: lambda args, act=act: act(**args) for act in acts}  # type: ignore[misc]
 
-    def abort(self, room: int, reason: str = "") -> list[Done]:
+    def abort(self, room: int, reason: str = "") -> list[ActionResult]:
         text = f"aborted by an operator{f': {reason}' if reason else ''}"
         answer = self._ask(lambda ticket: ev.AbortRoom(room, text, ticket))
         if answer.result == "unknown":
             return [self._done(f"room {room}", "unchanged", self._ended(room))]
         return [self._told(f"room {room}", answer, room)]
 
-    def release(self, serial: int | None = None, room: int | None = None, force: bool = False) -> list[Done]:
+    def release(self, serial: int | None = None, room: int | None = None, force: bool = False) -> list[ActionResult]:
         if self._agent.role != "decode":
             raise self._refusal(f"{self._agent.name} is a prefill rank: rings are on decode ranks")
         if (serial is None) == (room is None):
@@ -102,7 +102,7 @@ class AdminActions:
             return [self._done(f"room {room}", "unchanged", self._ended(room))]
         return [self._told(f"allocation {serial}" if room is None else f"room {room}", answer, room)]
 
-    def drain(self) -> list[Done]:
+    def drain(self) -> list[ActionResult]:
         before = self._agent.draining
         try:
             self._agent.begin_drain()
@@ -112,7 +112,7 @@ class AdminActions:
         text = f"takes no new rooms; {f'{left} in flight: kvctl wait --for drained' if left else 'none in flight'}"
         return [self._done("rooms", "unchanged" if before else "draining", text)]
 
-    def resume(self) -> list[Done]:
+    def resume(self) -> list[ActionResult]:
         before = self._agent.draining
         try:
             self._agent.resume()
@@ -120,7 +120,7 @@ class AdminActions:
             raise self._refusal(str(error)) from None
         return [self._done("rooms", "accepting" if before else "unchanged", "takes new rooms")]
 
-    def set(self, key: str, value: str) -> list[Done]:
+    def set(self, key: str, value: str) -> list[ActionResult]:
         agent = self._agent
         try:
             settings = agent.settings.changed(key, value, f"admin {self._asker()}")
@@ -234,10 +234,10 @@ class AdminActions:
                 return f"room {room} ended {ago_s:.1f} s ago as {record.state_now.label}"
         raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
 
-    def _told(self, subject: str, answer: ev.Answered, room: int | None) -> Done:
+    def _told(self, subject: str, answer: ev.Answered, room: int | None) -> ActionResult:
         return self._done(subject, answer.result, answer.text, room)  # type: ignore[arg-type]
 
-    def _done(self, subject: str, result: Result, text: str, room: int | None = None) -> Done:
+    def _done(self, subject: str, result: Result, text: str, room: int | None = None) -> ActionResult:
         if result != "unchanged":
             self._record(f"{result}: {text}", room)
         return {"agent": self._agent.name, "subject": subject, "result": result, "text": text}

@@ -45,7 +45,7 @@ class AdminEndpoint(Protocol):
     def poll_key(self) -> zmq.Socket[bytes] | int: ...
 
     @property
-    def patience_ms(self) -> int | None:
+    def max_wait_ms(self) -> int | None:
         """How long `receive` may stay uncalled although nothing arrives; None: for ever."""
 
     def receive(self) -> ClientRequest | None:
@@ -67,8 +67,8 @@ class UnixEndpoint:
         return self._router.fileno()
 
     @property
-    def patience_ms(self) -> int | None:
-        return self._router.patience_ms
+    def max_wait_ms(self) -> int | None:
+        return self._router.max_wait_ms
 
     def receive(self) -> ClientRequest | None:
         try:
@@ -93,7 +93,7 @@ class UnixEndpoint:
 class CurveEndpoint:
     """Clients on other machines, known by their keys."""
 
-    patience_ms = None
+    max_wait_ms = None
 
     def __init__(self, socket: zmq.Socket[bytes], level: Callable[[bytes], Level | None]) -> None:
         """Takes a ROUTER that is not bound yet; `level`: what the owner of a public key may do."""

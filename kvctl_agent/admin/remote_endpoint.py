@@ -67,7 +67,7 @@ def open_remote_endpoint(
     try:
         door = CurveEndpoint(context.socket(zmq.ROUTER), clients.level)
         door.socket.ipv6 = "[" in remote.endpoint
-        curve.guard(door.socket, remote.keys)
+        curve.configure_server(door.socket, remote.keys)
         door.socket.bind(remote.endpoint)
     except zmq.ZMQError as error:
         gatekeeper.close()

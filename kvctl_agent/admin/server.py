@@ -202,10 +202,10 @@ class AdminServer:
                 poller.register(door.poll_key, zmq.POLLIN)
             poller.register(wake, zmq.POLLIN)
             while not self._stopping:
-                patience = [door.patience_ms for door in doors if door.patience_ms is not None]
+                patience = [door.max_wait_ms for door in doors if door.max_wait_ms is not None]
                 ready = dict(poller.poll(min(patience, default=None)))
                 for door in doors:
-                    if door.poll_key in ready or door.patience_ms is not None:
+                    if door.poll_key in ready or door.max_wait_ms is not None:
                         self._turn(door)
         finally:
             if gatekeeper is not None:

@@ -21,7 +21,7 @@ import orjson
 import zmq
 
 from kvctl_agent.contract.admin import LOCK_SUFFIX, MAGIC, SOCKET_SUFFIX, socket_dir, socket_path
-from kvctl_agent.contract.stale_sockets import prune, turn
+from kvctl_agent.contract.stale_sockets import directory_lock, prune
 from kvctl_agent.errors import AdminError
 
 PING_TIMEOUT_MS = 1000
@@ -212,7 +212,7 @@ def _turn(directory: Path) -> Iterator[None]:
     """Alone among the agents of `directory`, for the few milliseconds that a claim or a release takes."""
     with _opened(directory) as descriptor, contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(turn(descriptor, TURN_TIMEOUT_S))
+            stack.enter_context(directory_lock(descriptor, TURN_TIMEOUT_S))
         except TimeoutError:
             raise AdminError(
                 f"another process holds the lock on {directory} for over {TURN_TIMEOUT_S:g} s: "

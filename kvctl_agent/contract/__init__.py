@@ -1,7 +1,7 @@
-"""What the operator's tool and the agent agree on: names, types and wire constants.
+"""Interface between the agent and the command line: names, types and wire constants.
 
-Torch-free and standard-library only, so that `kvctl` can import it in milliseconds. Every name that appears in
-help, JSON, metrics, completions or docs is declared in here once.
+Uses the standard library only, so that `kvctl` imports it in milliseconds. Every name that appears in help, JSON,
+metrics, completions or docs is declared here once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the admin commands that act answer: what was done, and to what.
+"""Types of the replies to admin commands that change something.
 
-What is not done because it would not be safe, or makes no sense, is an error (`ErrorCode.REFUSED`) that says why.
+An action that would be unsafe, or is not applicable, is refused with `ErrorCode.REFUSED` and a message with the reason.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from typing import Literal, TypedDict
 
 Result = Literal[
     "aborted",  # the room has failed
-    "released",  # free at once, on the operator's word
-    "revoking",  # its writer was asked to give it back
-    "aside",  # others go past it, and its bytes stay its writer's
-    "draining",  # takes no new rooms
-    "accepting",  # takes new rooms
+    "released",  # freed at once, because the operator vouches for it
+    "revoking",  # the writer was asked to give the region back
+    "aside",  # the watermark passes the region, but nobody else gets its bytes
+    "draining",  # accepts no new rooms
+    "accepting",  # accepts new rooms
     "set",
-    "unchanged",  # it was so already
+    "unchanged",  # the state was already as requested
 ]
 
 
-class Done(TypedDict):
+class ActionResult(TypedDict):
     """One row of `abort`, `release`, `drain`, `resume` and `set`."""
 
     agent: str
@@ -29,19 +29,19 @@ class Done(TypedDict):
 
 
 class ProbeRow(TypedDict):
-    """What writes of one size cost, the best of several; the last row is one large contiguous write."""
+    """Cost of writes with descriptors of one size, best of several; the last row is one large contiguous write."""
 
     agent: str
     peer: str
-    bytes: int  # of one descriptor
-    descriptors: int  # in one write
-    write_ns: int  # from its post to its completion
-    descriptor_ns: int  # that each descriptor adds to what every write takes; of 64 bytes, what a write takes
-    gb_per_s: float  # 10⁹ bytes a second of the whole write
+    bytes: int  # size of one descriptor
+    descriptors: int  # descriptors in one write
+    write_ns: int  # from post to completion
+    descriptor_ns: int  # cost of each descriptor beyond the fixed cost of a write; at 64 bytes, the fixed cost
+    gb_per_s: float  # 10⁹ bytes per second over the whole write
 
 
 class Probe(TypedDict):
-    """Answer to `probe`; while it is running there are no rows yet, and the same request waits on for them."""
+    """Answer to `probe`; `rows` is empty while the probe runs, and the same request later returns them."""
 
     agent: str
     peer: str

@@ -1,13 +1,14 @@
-"""The admin socket's wire constants and where sockets live.
+"""Wire constants of the admin socket, and the paths of sockets.
 
-Request (DEALER): frames `[MAGIC, request id, JSON {"cmd", "args"}]`; reply: `[MAGIC, request id, JSON]` with one of
+A request (from a DEALER socket) has the frames `[MAGIC, request id, JSON {"cmd", "args"}]`, a reply
+`[MAGIC, request id, JSON]`, where the JSON object is one of
 
 - `{"ok": true, "data": ..., "generated_at_ns": wall clock, "sequence": int}`
 - `{"ok": false, "error": {"code", "message"}, "generated_at_ns": wall clock, "sequence": int}`
 
-`sequence` grows by one with every reply of one life of the agent, whoever asked: of two snapshots the higher one is
-the newer. The request id comes back as it was sent, or empty where the request had none that could be read. A
-client that does not read its replies loses them. A frame far above `MAX_REQUEST_BYTES` closes the connection.
+`sequence` grows by one with every reply of one incarnation of the agent, to any client: of two snapshots the one with
+the higher number is newer. A reply repeats the request id, or has an empty one if it could not be read. A client that
+does not read its replies loses them. A frame far larger than `MAX_REQUEST_BYTES` closes the connection.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PROTOCOL_MAX = 1
 MAX_REQUEST_BYTES = 1 << 20
 MAX_REQUEST_ID_BYTES = 64
 MAX_REPLY_BYTES = 64 << 20
-# sun_path holds 108 bytes with its NUL; libzmq refuses longer paths with a text nobody understands.
+# sun_path holds 108 bytes including the NUL; libzmq's error for longer paths does not name the cause.
 MAX_SOCKET_PATH_BYTES = 107
 SOCKET_SUFFIX = ".sock"
 LOCK_SUFFIX = ".lock"
@@ -37,7 +38,7 @@ class ErrorCode(StrEnum):
     UNKNOWN_COMMAND = "unknown-command"
     UNKNOWN_ROOM = "unknown-room"
     NOT_PERMITTED = "not-permitted"
-    REFUSED = "refused"  # it would not be safe, or makes no sense here and now: the message says why
+    REFUSED = "refused"  # the action is unsafe or not applicable now; the message gives the reason
     TIMEOUT = "timeout"
     TOO_LARGE = "too-large"
     PROTOCOL = "protocol"
@@ -45,10 +46,10 @@ class ErrorCode(StrEnum):
 
 
 def socket_dir() -> Path:
-    """Where agents put and the operator's tool looks for admin sockets.
+    """Returns the directory of the admin sockets.
 
-    `KVCTL_SOCKET_DIR` if set; else `$XDG_RUNTIME_DIR/kvctl`; else `/run/kvctl` where it exists and is ours to
-    write; else `/tmp/kvctl-<uid>`.
+    The first that applies: `KVCTL_SOCKET_DIR` if set, `$XDG_RUNTIME_DIR/kvctl` if that variable is set, `/run/kvctl`
+    if it exists and is writable, `/tmp/kvctl-<uid>`.
     """
     if explicit := os.environ.get(SOCKET_DIR_VARIABLE):
         return Path(explicit)
@@ -61,15 +62,15 @@ def socket_dir() -> Path:
 
 
 def lock_path(socket: Path) -> Path:
-    """The lock file beside an admin socket: held by the agent that serves it, whose pid it contains."""
+    """Returns the path of the lock file of an admin socket; the agent that serves the socket holds the lock."""
     return socket.with_name(socket.name.removesuffix(SOCKET_SUFFIX) + LOCK_SUFFIX)
 
 
 def socket_path(name: str, directory: Path | None = None) -> Path:
-    """Path of the admin socket of agent `name`.
+    """Returns the path of the admin socket of agent `name`.
 
     Raises:
-        ValueError: the name is empty or would leave the directory, or the path exceeds 107 bytes.
+        ValueError: the name is empty or not a file name, or the path exceeds 107 bytes.
     """
     if not name or name in {".", ".."} or "/" in name or "\0" in name:
         raise ValueError(f"agent name {name!r} cannot be a file name: it must be non-empty and without '/' or NUL")

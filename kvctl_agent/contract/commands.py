@@ -1,4 +1,4 @@
-"""Every admin command, once: the server registers exactly these and the CLI checks itself against them."""
+"""Declares the admin commands: the agent's server registers exactly these, and tests check the CLI against them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvctl_agent.contract.states import STATE_LABELS
 
 
 class Level(IntEnum):
-    """What a client may do; each level includes the ones below it."""
+    """Permission of an admin client; each level includes the ones below it."""
 
     READ = 1
     OPERATE = 2
@@ -18,6 +18,7 @@ class Level(IntEnum):
 
     @property
     def label(self) -> str:
+        """Name of the level in client files and output: read, operate or admin."""
         return self.name.lower()
 
 
@@ -25,8 +26,8 @@ class Level(IntEnum):
 class Arg:
     """One argument of an admin command.
 
-    `int` is from 0 to 2**63 - 1; `room` is a decimal string of an unsigned 64-bit number, which handlers get as an
-    int; `choices` limits a `str`. JSON null means that the argument is not given.
+    Type `int` ranges from 0 to 2**63 - 1. Type `room` is an unsigned 64-bit number as a decimal string, which handlers
+    receive as an int. `choices` restricts a `str`. JSON null means that the argument is absent.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Arg:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One admin command."""
+    """One admin command: its name, help, required level and arguments."""
 
     name: str
     help: str
@@ -46,81 +47,84 @@ class Command:
     args: tuple[Arg, ...] = ()
 
 
-_LIMIT = Arg("limit", "int", "at most this many rows (default 1000)")
+_LIMIT = Arg("limit", "int", "maximum number of rows (default 1000)")
 _STATE = Arg("state", "str", "only rooms in this state", choices=STATE_LABELS)
 
 COMMANDS: tuple[Command, ...] = (
-    Command("hello", "who answers, which protocol range, what this client may do"),
+    Command("hello", "the agent's name and role, its admin protocol versions, and this client's level"),
     Command("commands", "every command with its arguments, level and help"),
-    Command("config", "every configuration value with its origin"),
-    Command("status", "rank, transport, rooms by state, rates, ring use"),
+    Command("config", "every configuration value with its source"),
+    Command("status", "rank, transport, rooms by state, transfer rates, ring use"),
     Command("rooms", "active rooms", args=(_STATE, _LIMIT)),
     Command(
         "room",
-        "one room with its timeline, active or finished lately",
+        "one active or recently finished room, with its timeline",
         args=(Arg("room", "room", "room number", required=True),),
     ),
     Command("slow", "slowest finished rooms", args=(_LIMIT,)),
     Command("history", "latest finished rooms", args=(_LIMIT,)),
-    Command("failed", "latest failed rooms, kept apart from the others, and how many are gone", args=(_LIMIT,)),
+    Command("failed", "latest failed rooms, stored separately, and how many were dropped", args=(_LIMIT,)),
     Command("staging", "ring, watermark, live allocations, gated parts, staging buffers"),
     Command("layers", "stage times per layer group", args=(Arg("room", "room", "only this room"),)),
     Command("peers", "connection, clock, watermark and errors per peer"),
     Command(
         "events",
         "the flight recorder",
-        args=(Arg("since", "int", "first sequence number wanted"), _LIMIT),
+        args=(Arg("since", "int", "first sequence number to return"), _LIMIT),
     ),
     Command(
         "inputs",
-        "what the machines were told, to be run again; with it the addresses of our memory, hence the level",
+        "recorded inputs of the protocol state machine; level operate because they contain memory addresses",
         Level.OPERATE,
         args=(
-            Arg("since", "int", "first piece wanted; none: the oldest"),
-            Arg("until", "int", "number after the last piece wanted; none: up to now"),
+            Arg("since", "int", "number of the first blob to return (default: the oldest)"),
+            Arg("until", "int", "number after the last blob to return (default: up to now)"),
         ),
     ),
     Command("metrics", "counters, gauges and histograms with help and unit"),
     Command("stacks", "Python stacks of all threads"),
-    Command("bootstrap", "what the registries of prefill instances say: who has registered, who is missing"),
+    Command("bootstrap", "registered and missing ranks of each prefill instance, as its registry reports them"),
     Command(
         "abort",
-        "fail a room, here and on its other ranks",
+        "fail a room on this rank and on its other ranks",
         Level.OPERATE,
         args=(
             Arg("room", "room", "room number", required=True),
-            Arg("reason", "str", "goes into the room's failure on every rank"),
+            Arg("reason", "str", "text of the room's failure on every rank"),
         ),
     ),
     Command(
         "release",
-        "decode: free one allocation of the ring, or what a failed room holds for writers that are gone",
+        "decode: free one ring allocation, or the memory that a failed room holds for writers that are gone",
         Level.OPERATE,
         args=(
-            Arg("serial", "int", "the allocation's number, see staging"),
-            Arg("room", "room", "instead: a failed room, with its pages"),
-            Arg("force", "bool", "also where nothing proves that its writer has ended: you have made sure"),
+            Arg("serial", "int", "serial number of the allocation, as shown by staging"),
+            Arg("room", "room", "number of a failed room, instead of serial: frees its allocations and pages"),
+            Arg("force", "bool", "free also without proof that the writer has ended; the operator has made sure of it"),
         ),
     ),
-    Command("drain", "take no new rooms; those in flight go on to their end", Level.OPERATE),
-    Command("resume", "take new rooms again", Level.OPERATE),
+    Command("drain", "accept no new rooms; active rooms run to their end", Level.OPERATE),
+    Command("resume", "accept new rooms again", Level.OPERATE),
     Command(
         "probe",
-        "prefill: measure the connection to a peer between parts; answers while it runs, ask again for the result",
+        "prefill: measure the connection to a peer between parts; replies at once, and the same request later returns "
+        "the result",
         Level.OPERATE,
         args=(
-            Arg("peer", "str", "name of the decode rank; none: the first one connected"),
+            Arg("peer", "str", "name of the decode rank (default: the first one connected)"),
             Arg("bytes", "int", "size of the largest write, 1 to 64 MiB (default 16 MiB)"),
-            Arg("busy", "bool", "also while rooms are open: their parts wait for a fraction of a second"),
+            Arg(
+                "busy", "bool", "measure also while rooms are open, which delays their parts by a fraction of a second"
+            ),
         ),
     ),
     Command(
         "set",
-        "change a configuration value that can change while running, until the agent ends",
+        "change a configuration value that can change at run time; the change lasts until the agent stops",
         Level.ADMIN,
         args=(
-            Arg("key", "str", "its name, see config", required=True),
-            Arg("value", "str", "as an environment variable would say it", required=True),
+            Arg("key", "str", "configuration key, as shown by config", required=True),
+            Arg("value", "str", "new value, in the syntax of an environment variable", required=True),
         ),
     ),
 )

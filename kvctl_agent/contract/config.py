@@ -1,4 +1,4 @@
-"""Every configuration key of the agent, once: type, unit, default, help, and whether it can change while running."""
+"""Declares the agent's configuration keys: type, unit, default, help, and whether a key can change at run time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ Value = str | int | float | bool | None
 class Key:
     """One configuration key.
 
-    `default` None means automatic; `minimum` and `maximum` are inclusive; `sglang` is the name people who come from
-    SGLang know it by.
+    Attributes:
+        default: None means that the agent chooses the value ("automatic").
+        minimum, maximum: inclusive bounds of a number.
+        runtime: whether `kvctl config set` can change the value while the agent runs.
+        sglang: the flag or environment variable of SGLang with the same purpose; "" if there is none.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Key:
 
     @property
     def environment(self) -> str:
+        """Name of the environment variable that sets this key."""
         return f"KVCTL_{self.name.upper()}"
 
 
@@ -38,7 +42,7 @@ KEYS: tuple[Key, ...] = (
         "transport",
         str,
         "nixl",
-        "Engine that moves the bytes.",
+        "Transfer engine that moves the bytes.",
         choices=("nixl", "mooncake", "loopback"),
         sglang="--disaggregation-transfer-backend",
     ),
@@ -46,22 +50,23 @@ KEYS: tuple[Key, ...] = (
         "transport_params",
         str,
         "",
-        "Engine parameters, as name=value pairs joined by commas. nixl: backend, and that backend's own. mooncake: "
-        "protocol (tcp, rdma, nvlink, nvlink_intra, efa), device (joined by +), host. loopback: directory.",
+        "Engine parameters: name=value pairs separated by commas. nixl: backend, and the parameters of that backend. "
+        "mooncake: protocol (tcp, rdma, nvlink, nvlink_intra, efa), device (several joined by +), host. loopback: "
+        "directory.",
         sglang="SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS",
     ),
     Key(
         "path",
         str,
         "auto",
-        "How parts move: fixed, or chosen per part by the calibrated cost model.",
+        "Transfer path of every part; auto: the calibrated cost model chooses a path for each part.",
         choices=("auto", "bulk", "slice", "staged", "direct"),
     ),
     Key(
         "direct_sms",
         int,
         None,
-        "Multiprocessors of the GPU that kernels of the direct path may use; automatic: 64.",
+        "GPU multiprocessors that the kernels of the direct path may use; automatic: 64.",
         minimum=1,
         maximum=1024,
     ),
@@ -69,8 +74,8 @@ KEYS: tuple[Key, ...] = (
         "mem_pool",
         str,
         "default",
-        "Memory of staging and ring on a GPU: plain, or made by cuMemCreate so that other hosts of a multi-node NVLink "
-        "domain can map it (CUDA IPC handles do not cover that).",
+        "Allocator of the staging buffers and the ring on a GPU: default (cudaMalloc), or vmm (cuMemCreate), which "
+        "other hosts of a multi-node NVLink domain can map; CUDA IPC handles work on one host only.",
         choices=("default", "vmm"),
         sglang="SGLANG_MOONCAKE_CUSTOM_MEM_POOL",
     ),
@@ -78,7 +83,8 @@ KEYS: tuple[Key, ...] = (
         "staging",
         str,
         "auto",
-        "Staged path: never, always, or where the cost model finds it faster.",
+        "When to use the staged path: off (never), on (always), or auto (where the cost model predicts that it is "
+        "faster).",
         choices=("off", "on", "auto"),
         sglang="SGLANG_DISAGG_STAGING_BUFFER",
     ),
@@ -86,7 +92,7 @@ KEYS: tuple[Key, ...] = (
         "staging_buffer_mb",
         int,
         None,
-        "Staging buffer of each transfer worker; automatic: 64, on a GPU 512.",
+        "Size of each transfer worker's staging buffer; automatic: 64 on the host, 512 on a GPU.",
         unit="MiB",
         minimum=1,
         maximum=1 << 20,
@@ -96,7 +102,7 @@ KEYS: tuple[Key, ...] = (
         "staging_ring_mb",
         int,
         4096,
-        "Decode rank's ring that staged parts land in.",
+        "Size of the decode rank's staging ring, into which staged parts are written.",
         unit="MiB",
         minimum=1,
         maximum=1 << 20,
@@ -106,7 +112,7 @@ KEYS: tuple[Key, ...] = (
         "workers",
         int,
         None,
-        "Transfer workers per prefill rank; automatic: 1 on up to 4 cores or with a pool on a GPU, else 4.",
+        "Transfer workers per prefill rank; automatic: 1 with at most 4 cores or a KV pool on a GPU, otherwise 4.",
         minimum=1,
         maximum=64,
         sglang="SGLANG_DISAGGREGATION_QUEUE_SIZE",
@@ -115,7 +121,7 @@ KEYS: tuple[Key, ...] = (
         "copy_threads",
         int,
         None,
-        "Threads that gather or scatter one part; automatic: 1 on up to 4 cores, else 2.",
+        "Threads that gather or scatter one part; automatic: 1 with at most 4 cores, otherwise 2.",
         minimum=1,
         maximum=16,
     ),
@@ -123,7 +129,7 @@ KEYS: tuple[Key, ...] = (
         "chunk_tokens",
         int,
         8192,
-        "Tokens per chunk of the fixed chunk grid.",
+        "Tokens per cell of the fixed chunk grid.",
         unit="tokens",
         minimum=1,
         maximum=1 << 24,
@@ -133,7 +139,8 @@ KEYS: tuple[Key, ...] = (
         "cp_mode",
         str,
         "rank0",
-        "Which context-parallel prefill ranks send: the first; all, a share of each room or chunk; or one per room.",
+        "Which context-parallel prefill ranks send a room: rank0 (the first one), all (each sends a share of the "
+        "room), all-chunk (each sends a share of every chunk), or room-hash (one, chosen by the room number).",
         choices=("rank0", "all", "all-chunk", "room-hash"),
         sglang="SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",
     ),
@@ -141,21 +148,23 @@ KEYS: tuple[Key, ...] = (
         "checksum",
         bool,
         False,
-        "Prefill: send with every part a CRC-32 of its bytes, which the decode rank compares with what is in its "
-        "pages; a room that differs fails and names writer and part. Costs a pass over the bytes on both sides.",
+        "Prefill: send a CRC-32 with every part, which the decode rank compares with the CRC-32 of the bytes in its "
+        "pages. On a difference the room fails, and the error names the writer and the part. Costs one pass over the "
+        "bytes on each side.",
     ),
     Key(
         "pp_early_send",
         bool,
         True,
-        "Pipeline stages but the last send as soon as their own forward is done.",
+        "Every pipeline stage except the last sends as soon as its own forward is done.",
         sglang="--enable-pp-disagg-pipeline-kv-transfer",
     ),
     Key(
         "pipeline",
         str,
         "off",
-        "Send layer groups while the next are computed: never, in groups by the formula, or by what was measured.",
+        "Send layer groups while later layers are computed: off (never), on (group size by the formula), or measured "
+        "(group size by the measured compute and transfer times).",
         choices=PIPELINE_MODES,
         runtime=True,
         sglang="SGLANG_PIPELINED_KV_TRANSFER",
@@ -164,7 +173,7 @@ KEYS: tuple[Key, ...] = (
         "pipeline_min_tokens",
         int,
         3072,
-        "Average tokens per request from which a forward is pipelined; 0 means 1.",
+        "Smallest average of tokens per request at which a forward is pipelined; 0 means 1.",
         unit="tokens",
         minimum=0,
         maximum=1 << 24,
@@ -175,7 +184,7 @@ KEYS: tuple[Key, ...] = (
         "pipeline_max_iters",
         int,
         10,
-        "Layer groups of the shortest pipelined prompts.",
+        "Number of layer groups for the shortest pipelined prompts.",
         minimum=1,
         maximum=1024,
         runtime=True,
@@ -185,7 +194,7 @@ KEYS: tuple[Key, ...] = (
         "pipeline_min_iters",
         int,
         4,
-        "Layer groups of long prompts.",
+        "Number of layer groups for long prompts.",
         minimum=1,
         maximum=1024,
         runtime=True,
@@ -195,7 +204,7 @@ KEYS: tuple[Key, ...] = (
         "pipeline_group_size",
         int,
         None,
-        "Layers per group, in place of pipeline_min_tokens and the formula; automatic: by the formula.",
+        "Layers per group; overrides pipeline_min_tokens and the formula. Automatic: by the formula.",
         unit="layers",
         minimum=1,
         maximum=1024,
@@ -206,7 +215,7 @@ KEYS: tuple[Key, ...] = (
         "pipeline_sat_multiplier",
         float,
         3.0,
-        "Prompts of pipeline_min_tokens times this are long: from there on there are pipeline_min_iters groups.",
+        "A prompt of at least pipeline_min_tokens times this value counts as long and gets pipeline_min_iters groups.",
         minimum=1,
         maximum=1000,
         runtime=True,
@@ -227,7 +236,7 @@ KEYS: tuple[Key, ...] = (
         "waiting_timeout_s",
         float,
         300.0,
-        "Longest time a room may wait for input or for its bytes.",
+        "Longest time a room may stay in WaitingForInput or Transferring.",
         unit="s",
         minimum=0.1,
         maximum=86400,
@@ -248,7 +257,7 @@ KEYS: tuple[Key, ...] = (
         "suspect_s",
         float,
         3.0,
-        "Silence after which a peer gets no new grants.",
+        "Time without a message from a peer after which it gets no new grants.",
         unit="s",
         minimum=0.1,
         maximum=600,
@@ -257,7 +266,7 @@ KEYS: tuple[Key, ...] = (
         "lost_s",
         float,
         15.0,
-        "Silence after which a peer is lost and its rooms fail.",
+        "Time without a message from a peer after which it counts as lost and its rooms fail.",
         unit="s",
         minimum=0.2,
         maximum=3600,
@@ -266,7 +275,7 @@ KEYS: tuple[Key, ...] = (
         "resend_s",
         float,
         1.0,
-        "Time before an unanswered control message is sent again.",
+        "Time after which an unacknowledged control message is sent again.",
         unit="s",
         minimum=0.02,
         maximum=60,
@@ -275,46 +284,47 @@ KEYS: tuple[Key, ...] = (
         "fleet_key",
         str,
         "",
-        "File of the key pair that all agents of a fleet share (kvctl key new): with it every control and registry "
-        "socket on TCP is encrypted and lets nobody else in.",
+        "File with the key pair that all agents of a fleet share (made by kvctl key new). If set, every control and "
+        "registry socket on TCP is encrypted and accepts only agents with this key.",
     ),
     Key(
         "admin_endpoint",
         str,
         "",
-        "tcp://address:port where kvctl may ask from other machines; needs fleet_key and admin_clients.",
+        "tcp://address:port on which the agent accepts kvctl from other machines; needs fleet_key and admin_clients.",
     ),
     Key(
         "admin_clients",
         str,
         "",
-        "File of those who may use admin_endpoint, a line each: read, operate or admin, public key, comment. A change "
-        "counts at once.",
+        "File that lists the clients of admin_endpoint, one per line: level (read, operate or admin), public key, "
+        "comment. Changes to the file take effect at once.",
     ),
     Key(
         "metrics_endpoint",
         str,
         "",
-        "address:port where Prometheus may scrape this agent, such as 127.0.0.1:9400; with a + behind it the first "
-        "free port from there on, for several ranks of one host. Needs kvctl[prometheus].",
+        "address:port on which Prometheus can scrape this agent, such as 127.0.0.1:9400. With a trailing + the agent "
+        "takes the first free port from that one upwards, for several ranks on one host. Needs kvctl[prometheus].",
     ),
     Key(
         "otel_endpoint",
         str,
         "",
-        "Where a span per room is sent as OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces. Needs kvctl[otel].",
+        "URL to which one span per finished room is sent as OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces. "
+        "Needs kvctl[otel].",
     ),
     Key(
         "insecure",
         bool,
         False,
-        "Allow control sockets on addresses that others can reach, without keys.",
+        "Allow control sockets without keys on addresses that other machines can reach.",
     ),
     Key(
         "history_rooms",
         int,
         256,
-        "Finished rooms kept for `history` and `slow`, each.",
+        "Finished rooms kept for the command history, and as many for slow.",
         minimum=0,
         maximum=65536,
     ),
@@ -322,7 +332,8 @@ KEYS: tuple[Key, ...] = (
         "failed_rooms",
         int,
         256,
-        "Failed rooms kept for `failed`, in 16 MiB at most; the oldest of the most frequent code go first.",
+        "Failed rooms kept for the command failed, at most 16 MiB of them; the oldest rooms of the most frequent "
+        "failure code are dropped first.",
         minimum=0,
         maximum=16384,
     ),
@@ -332,7 +343,7 @@ KEYS: tuple[Key, ...] = (
         "record_inputs",
         int,
         65536,
-        "Inputs of the protocol's machine kept for kvctl record and replay; 0: none.",
+        "Inputs of the protocol state machine kept for kvctl record and kvctl replay; 0: none.",
         minimum=0,
         maximum=1 << 22,
     ),
@@ -340,8 +351,8 @@ KEYS: tuple[Key, ...] = (
 
 KEYS_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}
 
-# Environment variables of the operator's tool. They share the prefix with the keys, so the loader must know them to
-# call every other KVCTL_ name a mistake.
+# Environment variables of the command line. They share the prefix KVCTL_ with the keys; the loader reports every
+# KVCTL_ variable that is neither a key nor in this list as an error.
 TOOL_VARIABLES: tuple[str, ...] = (
     "KVCTL_COLOR",
     "KVCTL_COLUMNS",

@@ -1,4 +1,4 @@
-"""What a lane costs: agents measure it and choose paths by it, `kvctl tune` predicts with it."""
+"""Cost model of one peer connection: agents measure it to choose paths, `kvctl tune` predicts with it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 
 class ConnectionCost(NamedTuple):
-    """Costs of one lane.
+    """Measured costs of writes over one peer connection.
 
     Attributes:
-        write_gb_per_s: rate of one large contiguous write, 10⁹ bytes a second.
-        us_per_write: post and completion of a write, whatever it holds.
+        write_gb_per_s: rate of one large contiguous write, 10⁹ bytes per second.
+        us_per_write: fixed cost of posting and completing a write, µs.
         us_by_bytes: (bytes, µs) of one descriptor, by ascending size.
-        counts: how many descriptors were in one write of each of these sizes.
+        counts: number of descriptors in the measured write of each size in `us_by_bytes`.
         big_bytes: size of the large write.
-        us_taken: by whole writes as they were measured: one of each of these sizes, and the large one.
+        us_taken: µs of each measured write: one per size in `us_by_bytes`, then the large one.
     """
 
     write_gb_per_s: float
@@ -26,7 +26,10 @@ class ConnectionCost(NamedTuple):
     us_taken: tuple[float, ...] = ()
 
     def descriptor_us(self, nbytes: float) -> float:
-        """Predicted µs of one descriptor: flat below the smallest size, the large rate above the largest."""
+        """Predicts the µs of one descriptor of `nbytes` bytes.
+
+        Interpolates between the measured sizes; constant below the smallest, at `write_gb_per_s` above the largest.
+        """
         points = self.us_by_bytes
         if nbytes <= points[0][0]:
             return points[0][1]
@@ -37,5 +40,5 @@ class ConnectionCost(NamedTuple):
         return us + (nbytes - largest) / (self.write_gb_per_s * 1e3)
 
     def write_us(self, descriptors: int, nbytes: float) -> float:
-        """Predicted µs of a write of `nbytes` bytes in `descriptors` equal descriptors."""
+        """Predicts the µs of a write of `nbytes` bytes in `descriptors` equal descriptors."""
         return self.us_per_write + descriptors * self.descriptor_us(nbytes / max(descriptors, 1))

@@ -1,4 +1,4 @@
-"""File descriptors that are still free: libzmq and the engines abort the process where one is missing."""
+"""Checks for free file descriptors: libzmq and the transfer engines abort the process if they cannot open one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 
 def shortage(wanted: int) -> str | None:
-    """Why `wanted` more descriptors cannot be opened, with the limit; None where they can."""
+    """Returns an error text if `wanted` more descriptors cannot be opened; None if they can."""
     opened: list[int] = []
     try:
         for _ in range(wanted):

@@ -1,6 +1,6 @@
-"""Where memory is: numbers that every layer and both sides mean alike."""
+"""Device number of host memory, used by all layers and by both ends of a transfer."""
 
 from __future__ import annotations
 
 HOST = -1
-"""In place of a device's number: the host's memory."""
+"""Device number that stands for host memory."""

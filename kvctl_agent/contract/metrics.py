@@ -1,6 +1,6 @@
-"""Every metric, once: the agent counts these, `kvctl metrics` and the Prometheus endpoint print them.
+"""Declares the agent's metrics, which `kvctl metrics` and the Prometheus endpoint report.
 
-Names carry base units, counters end in `_total`, labels stay few and never hold a room.
+Names contain the base unit, counters end in `_total`, and labels have few values: never a room number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SECONDS = (
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric family; `labels` are the label names, each with few values."""
+    """One metric family; `labels` are the label names, `buckets` the upper bounds of a histogram."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -42,15 +42,15 @@ class Metric:
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("kvctl_rooms_active", "gauge", "", "Rooms not finished, by state.", ("state",)),
-    Metric("kvctl_rooms_finished_total", "counter", "", "Rooms finished, by result.", ("result",)),
+    Metric("kvctl_rooms_active", "gauge", "", "Active rooms, by state.", ("state",)),
+    Metric("kvctl_rooms_finished_total", "counter", "", "Finished rooms, by result.", ("result",)),
     Metric("kvctl_rooms_opened_total", "counter", "", "Rooms opened."),
-    Metric("kvctl_room_failures_total", "counter", "", "Failed rooms, by first cause.", ("code",)),
+    Metric("kvctl_room_failures_total", "counter", "", "Failed rooms, by code of the first failure.", ("code",)),
     Metric(
         "kvctl_room_seconds",
         "histogram",
         "seconds",
-        "Decode: open to success. Prefill: first part ready to sent.",
+        "Decode: time from open to success. Prefill: time from the first ready part until the room is sent.",
         (),
         _SECONDS,
     ),
@@ -62,13 +62,13 @@ METRICS: tuple[Metric, ...] = (
         "KV bytes sent (prefill) or landed (decode), by path.",
         ("path",),
     ),
-    Metric("kvctl_descriptors_total", "counter", "", "Descriptors handed to the engine, by path.", ("path",)),
+    Metric("kvctl_descriptors_total", "counter", "", "Descriptors posted to the transfer engine, by path.", ("path",)),
     Metric("kvctl_writes_total", "counter", "", "Tagged writes: one per part, by path.", ("path",)),
     Metric(
         "kvctl_engine_posts_total",
         "counter",
         "",
-        "Submissions to the engine, pieces of staged parts included, by path.",
+        "Submissions to the transfer engine, by path; each piece of a staged part counts.",
         ("path",),
     ),
     Metric("kvctl_stage_seconds", "histogram", "seconds", "Time a part spent in a stage.", ("stage",), _SECONDS),
@@ -76,14 +76,14 @@ METRICS: tuple[Metric, ...] = (
         "kvctl_pipeline_decisions_total",
         "counter",
         "",
-        "Prefill forwards, by why their layers were grouped or not.",
+        "Prefill forwards, by the reason for grouping their layers or not.",
         ("reason",),
     ),
     Metric(
         "kvctl_transfer_hidden_seconds",
         "histogram",
         "seconds",
-        "Prefill: transfer time of a sent room that its forward hid.",
+        "Prefill: transfer time of a sent room that overlapped its forward.",
         (),
         _SECONDS,
     ),
@@ -91,7 +91,7 @@ METRICS: tuple[Metric, ...] = (
         "kvctl_transfer_exposed_seconds",
         "histogram",
         "seconds",
-        "Prefill: transfer time of a sent room after its forward was done.",
+        "Prefill: transfer time of a sent room after the end of its forward.",
         (),
         _SECONDS,
     ),
@@ -99,7 +99,7 @@ METRICS: tuple[Metric, ...] = (
         "kvctl_fallbacks_total",
         "counter",
         "",
-        "Parts that took another path than the chosen one, by reason.",
+        "Parts sent on another path than the chosen one, by reason.",
         ("reason",),
     ),
     Metric("kvctl_parts_parked", "gauge", "", "Parts waiting for a grant or for the watermark."),
@@ -108,17 +108,22 @@ METRICS: tuple[Metric, ...] = (
         "kvctl_ring_used_bytes",
         "gauge",
         "bytes",
-        "Ring bytes with a live owner; more than the ring has where regions are granted ahead.",
+        "Bytes of all live ring allocations; exceeds the size of the ring while regions are granted ahead.",
     ),
-    Metric("kvctl_ring_high_water_bytes", "gauge", "bytes", "Most ring bytes ever in use at once."),
+    Metric("kvctl_ring_high_water_bytes", "gauge", "bytes", "Largest number of ring bytes in use at once."),
     Metric("kvctl_ring_grants_total", "counter", "", "Staging grants given."),
-    Metric("kvctl_ring_refusals_total", "counter", "", "Staging requests that can never fit the ring."),
-    Metric("kvctl_ring_revokes_total", "counter", "", "Unwritten grants taken back."),
+    Metric(
+        "kvctl_ring_refusals_total",
+        "counter",
+        "",
+        "Staging requests refused because the part can never fit into the ring.",
+    ),
+    Metric("kvctl_ring_revokes_total", "counter", "", "Unwritten grants revoked."),
     Metric(
         "kvctl_quarantined_bytes",
         "gauge",
         "bytes",
-        "Memory kept from reuse because a write may be in flight.",
+        "Quarantined memory: not reused because a write to it may still be in flight.",
     ),
     Metric("kvctl_peers", "gauge", "", "Peers, by state.", ("state",)),
     Metric("kvctl_peer_lost_total", "counter", "", "Peers lost."),
@@ -134,31 +139,34 @@ METRICS: tuple[Metric, ...] = (
         "kvctl_control_resends_total",
         "counter",
         "",
-        "Control messages sent again for want of an answer, by type.",
+        "Control messages resent because no acknowledgement arrived, by type.",
         ("type",),
     ),
     Metric(
         "kvctl_tags_dropped_total",
         "counter",
         "",
-        "Arrival tags that changed nothing, by reason.",
+        "Arrival tags ignored (duplicate, late or invalid), by reason.",
         ("reason",),
     ),
     Metric(
         "kvctl_internal_errors_total",
         "counter",
         "",
-        "Bugs that cost an event or an action of the control loop: the flight recorder says which.",
+        "Internal errors that lost an event or an action of the control loop; the flight recorder names it.",
     ),
-    Metric("kvctl_transport_errors_total", "counter", "", "Errors raised by the engine."),
+    Metric("kvctl_transport_errors_total", "counter", "", "Errors raised by the transfer engine."),
     Metric(
         "kvctl_connections_refused_total",
         "counter",
         "",
-        "Connections of clients without a key, or with an unknown one.",
+        "Connections refused because the client has no key or an unknown key.",
     ),
     Metric(
-        "kvctl_spans_dropped_total", "counter", "", "Rooms of which no span was sent, because too many were waiting."
+        "kvctl_spans_dropped_total",
+        "counter",
+        "",
+        "OpenTelemetry spans of rooms dropped because the export queue was full.",
     ),
     Metric("kvctl_admin_requests_total", "counter", "", "Admin requests, by command.", ("command",)),
     Metric("kvctl_admin_errors_total", "counter", "", "Admin requests refused, by code.", ("code",)),

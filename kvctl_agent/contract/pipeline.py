@@ -1,4 +1,4 @@
-"""Modes of the layer-pipelined path, and why a forward is pipelined or not: counted by the agent, said by kvctl."""
+"""Modes of layer pipelining, and the reasons for pipelining a forward or not, which the agent counts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PipelineMode = Literal["off", "on", "measured"]
 PIPELINE_MODES: tuple[PipelineMode, ...] = get_args(PipelineMode)
 
 FEW_LAYERS = 4
-"""Up to so many layers there is nothing to gain from cutting them."""
+"""A rank with at most this many layers does not pipeline: grouping them gains nothing."""
 
 REASONS = MappingProxyType(
     {
-        "formula": "cut as the group-size formula says",
-        "override": "cut into groups of pipeline_group_size layers",
-        "measured": "cut as the compute and transfer times of recent forwards suggest",
+        "formula": "groups sized by the formula",
+        "override": "groups of pipeline_group_size layers",
+        "measured": "groups sized by the compute and transfer times of recent forwards",
         "off": "pipeline is off",
         "few-tokens": "fewer tokens per request than pipeline_min_tokens, on average",
         "few-layers": f"this rank has {FEW_LAYERS} layers or fewer",
@@ -25,12 +25,12 @@ REASONS = MappingProxyType(
         "attention-dp": "the prefill instance runs attention data parallel",
         "expert-balancing": "expert load balancing is on",
         "draft": "a draft or speculative worker runs the forward",
-        "input-embeddings": "a request gives embeddings in place of tokens",
+        "input-embeddings": "a request has embeddings instead of tokens",
         "prefill-only": "a request is prefill-only",
         "one-group": "a single group would hold every layer",
     }
 )
-"""Every reason of a decision, the ones for it first, with the words that explain it."""
+"""Reasons of a pipelining decision with their explanations; the reasons for pipelining come first."""
 
 PIPELINED: frozenset[str] = frozenset({"formula", "override", "measured"})
-"""The reasons that come with layer groups; every other one is a reason against."""
+"""Reasons for pipelining; all others are reasons against it."""

@@ -1,17 +1,17 @@
-"""A recording of a fleet as a file of frames, and the pages in which an agent hands its part of it out.
+"""File format of a fleet recording, and the types of the admin command `inputs` that supplies it.
 
-File: `MAGIC`, the format's version (4 bytes, little-endian), then frames until `DONE`. A frame is its kind (4 letters),
-three lengths-and-check words, a JSON object and a body. Readers skip kinds they do not know, so that a recording may
-hold more than inputs. Everything is checked before it is used: sizes are bounded and each frame has a checksum.
+A file is `MAGIC`, the format version (4 bytes, little-endian), then frames up to `DONE`. A frame is its kind (4
+letters), three 32-bit words (object size, body size, CRC-32 of both), a JSON object and a body. Readers skip unknown
+kinds. Sizes and checksums are verified before a frame is used.
 
 | kind | object | body |
 | --- | --- | --- |
-| `HEAD` | when and by which kvctl it was made | |
-| `AGNT` | an agent's number in this file, and its `InputHeader` | |
-| `BLOB` | that number, and what an `InputBlob` says of its data | the data |
-| `MOMT` | a moment at which the fleet was asked what reading commands ask; its form's version | `MomentBody` |
-| `SEEN` | that moment's number, and an agent's name | `SeenBody`: all that this agent answered |
-| `DONE` | how many frames precede it | |
+| `HEAD` | time of the recording and version of kvctl | |
+| `AGNT` | number of an agent in this file, and its `InputHeader` | |
+| `BLOB` | that number, and the fields of an `InputBlob` except `data` | the data |
+| `MOMT` | a moment at which the whole fleet was queried; version of the body | `MomentBody` |
+| `SEEN` | number of the moment, and name of an agent | `AnswersBody`: the answers of this agent |
+| `DONE` | number of frames before this one | |
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from kvctl_agent.errors import RecordingVersionError as RecordingVersionError
 MAGIC = b"KVCTLREC"
 FORMAT_VERSION = 1
 HEAD, AGENT, BLOB, DONE = b"HEAD", b"AGNT", b"BLOB", b"DONE"
-MOMENT, SEEN = b"MOMT", b"SEEN"
+MOMENT, ANSWERS = b"MOMT", b"SEEN"
 MOMENT_VERSION = 1
 
 MAX_OBJECT_BYTES = 1 << 20
 MAX_BODY_BYTES = 64 << 20
-MAX_UNPACKED_BYTES = 512 << 20  # of one body
-MAX_SEEN_BYTES = 64 << 20  # of what one agent answered at one moment, unpacked
+MAX_UNPACKED_BYTES = 512 << 20  # one body, decompressed
+MAX_ANSWERS_BYTES = 64 << 20  # the answers of one agent at one moment, decompressed
 
 _FRAME = struct.Struct("<4sIII")
 _VERSION = struct.Struct("<I")
 
 
 class InputHeader(TypedDict):
-    """Whose inputs they are, and what is needed to run them again."""
+    """Identifies the agent that recorded the inputs, and the versions that a replay must match."""
 
     name: str
     role: str
@@ -52,15 +52,15 @@ class InputHeader(TypedDict):
     protocol_version: int
     plan_version: int
     clock_offset_ns: int  # wall clock minus the clock of the inputs
-    taken: int  # inputs in this life
-    missed: int  # of them, those that were not recorded
-    fault: str  # why recording has ended; empty
+    taken: int  # inputs processed in this incarnation
+    missed: int  # inputs of these that were not recorded
+    fault: str  # why recording stopped; empty while it runs
 
 
 class InputBlob(TypedDict):
-    """One piece: a checkpoint of the machine before input number `first`, or `count` inputs from that number on."""
+    """A checkpoint of the state machine before input number `first`, or `count` inputs from that number on."""
 
-    number: int  # grows by one from piece to piece
+    number: int  # consecutive
     kind: str  # checkpoint, inputs
     first: int
     count: int
@@ -72,13 +72,13 @@ class InputPage(TypedDict):
 
     header: InputHeader
     blobs: list[InputBlob]
-    next: int  # give as `since` next time
-    end: int  # give as `until` next time; there is no more when `next` has reached it
-    dropped: int  # pieces from `since` on that are no longer kept
+    next: int  # value of `since` for the next request
+    end: int  # value of `until` for the next request; nothing is left when `next` has reached it
+    dropped: int  # blobs from `since` on that are no longer stored
 
 
 class FaultBody(TypedDict):
-    """What kept an agent from answering."""
+    """Error of an agent that did not answer."""
 
     agent: str
     code: str
@@ -86,97 +86,103 @@ class FaultBody(TypedDict):
 
 
 class MomentBody(TypedDict):
-    """What is known of a moment besides the answers; JSON, compressed with zlib."""
+    """Facts about a moment other than the agents' answers; JSON, compressed with zlib."""
 
-    directory: str  # where sockets were looked for
-    stale: list[EndpointBody]  # sockets of processes that are gone
-    faults: list[FaultBody]  # of agents that were asked for and not found
-    left_out: list[str]  # what there was no room or time for, in words
+    directory: str  # socket directory that was searched
+    stale: list[EndpointBody]  # sockets of processes that have ended
+    faults: list[FaultBody]  # agents that were requested but not found
+    left_out: list[str]  # descriptions of data omitted for lack of space or time
 
 
 class EndpointBody(TypedDict):
-    """Where an agent was asked."""
+    """Address at which an agent was queried: a socket path, or a remote endpoint."""
 
     name: str
     path: str | None
     remote: str
 
 
-class SeenBody(TypedDict):
-    """What one agent answered at one moment; JSON, compressed with zlib."""
+class AnswersBody(TypedDict):
+    """All answers of one agent at one moment; JSON, compressed with zlib."""
 
     endpoint: EndpointBody
-    fault: FaultBody | None  # it did not greet: nothing else is known
+    fault: FaultBody | None  # the agent did not answer `hello`: every other field is empty
     hello: Hello | None
     rtt_ns: int
-    clock: tuple[int, int]  # offset and its error, ns
+    clock: tuple[int, int]  # clock offset and its error, ns
     answers: dict[str, Any]  # by command
     refused: dict[str, FaultBody]  # by command
-    rooms: dict[str, list[RoomDetail]]  # by room; one that finished earlier in the file is there
+    rooms: dict[str, list[RoomDetail]]  # by room; a finished room is stored once, at the first moment that has it
     layers: dict[str, list[LayerRow]]  # by room
 
 
 class Frame(NamedTuple):
-    """One frame, checked; `body` as it is in the file."""
+    """One frame whose sizes and checksum are verified.
+
+    Attributes:
+        kind: 4 letters.
+        about: the JSON object.
+        body: the body as stored, compressed for some kinds.
+    """
 
     kind: bytes
     about: dict[str, Any]
     body: bytes
 
 
-def opening() -> bytes:
-    """What a file begins with."""
+def file_header() -> bytes:
+    """Returns the magic bytes and format version at the start of a file."""
     return MAGIC + _VERSION.pack(FORMAT_VERSION)
 
 
-def frame(kind: bytes, about: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """One frame as bytes."""
-    told = json.dumps(about, separators=(",", ":")).encode()
-    return _FRAME.pack(kind, len(told), len(body), zlib.crc32(body, zlib.crc32(told))) + told + body
+def encode_frame(kind: bytes, about: Mapping[str, Any], body: bytes = b"") -> bytes:
+    """Encodes one frame."""
+    header = json.dumps(about, separators=(",", ":")).encode()
+    return _FRAME.pack(kind, len(header), len(body), zlib.crc32(body, zlib.crc32(header))) + header + body
 
 
-def frames(file: IO[bytes]) -> Iterator[Frame]:
-    """The frames of a file, up to and without `DONE`.
+def read_frames(file: IO[bytes]) -> Iterator[Frame]:
+    """Yields the frames of a file up to `DONE`, which is not yielded.
 
     Raises:
-        RecordingError: it is no recording, ends too early, or is damaged.
-        RecordingVersionError: it is one of another format.
+        RecordingError: the file is not a recording, ends too early, or is damaged.
+        RecordingVersionError: the file has another format version.
     """
     if file.read(len(MAGIC)) != MAGIC:
-        raise RecordingError("it is no recording of kvctl: kvctl record makes one")
+        raise RecordingError("it is not a kvctl recording: create one with kvctl record")
     (version,) = _VERSION.unpack(_exactly(file, _VERSION.size))
     if version != FORMAT_VERSION:
         raise RecordingVersionError(f"its format is version {version}, this kvctl reads version {FORMAT_VERSION}")
     count = 0
     while True:
-        kind, told_bytes, body_bytes, check = _FRAME.unpack(_exactly(file, _FRAME.size))
-        if told_bytes > MAX_OBJECT_BYTES or body_bytes > MAX_BODY_BYTES:
-            raise RecordingError(f"it is damaged: frame {count} claims {told_bytes} and {body_bytes} bytes")
-        told, body = _exactly(file, told_bytes), _exactly(file, body_bytes)
-        if zlib.crc32(body, zlib.crc32(told)) != check:
+        kind, header_bytes, body_bytes, check = _FRAME.unpack(_exactly(file, _FRAME.size))
+        if header_bytes > MAX_OBJECT_BYTES or body_bytes > MAX_BODY_BYTES:
+            raise RecordingError(f"it is damaged: frame {count} claims {header_bytes} and {body_bytes} bytes")
+        header, body = _exactly(file, header_bytes), _exactly(file, body_bytes)
+        if zlib.crc32(body, zlib.crc32(header)) != check:
             raise RecordingError(f"it is damaged: the checksum of frame {count} is wrong")
         try:
-            about = json.loads(told)
+            about = json.loads(header)
         except (ValueError, RecursionError):
             about = None
         if not isinstance(about, dict):
-            raise RecordingError(f"it is damaged: frame {count} is not described")
+            raise RecordingError(f"it is damaged: frame {count} has no JSON object")
         if kind == DONE:
             if about.get("frames") != count:
-                raise RecordingError(f"it is damaged: {count} frames, and it says {about.get('frames')!r:.20}")
+                raise RecordingError(f"it is damaged: it has {count} frames, expected {about.get('frames')!r:.20}")
             return
         yield Frame(kind, about, body)
         count += 1
 
 
-def unpacked(body: bytes, most: int | None = None) -> bytes:
-    """A body without its compression.
+def decompress(body: bytes, most: int | None = None) -> bytes:
+    """Decompresses a body.
 
     Args:
-        most: bytes that it may become; None for `MAX_UNPACKED_BYTES`.
+        most: maximum size of the result in bytes; None for `MAX_UNPACKED_BYTES`.
 
     Raises:
-        RecordingError: it is not compressed, or becomes far too large.
+        RecordingError: the body is not zlib data, or the result is larger than `most`.
     """
     reader = zlib.decompressobj()
     try:
@@ -184,12 +190,12 @@ def unpacked(body: bytes, most: int | None = None) -> bytes:
     except zlib.error as error:
         raise RecordingError(f"it is damaged: {error}") from None
     if not reader.eof:
-        raise RecordingError("it is damaged: a body ends too early, or is larger than any that is written")
+        raise RecordingError("it is damaged: a body ends too early or exceeds the size limit")
     return data
 
 
 def _exactly(file: IO[bytes], size: int) -> bytes:
     data = file.read(size)
     if len(data) != size:
-        raise RecordingError("it was cut short: it has no end")
+        raise RecordingError("it is truncated: the end of the file is missing")
     return data

@@ -1,7 +1,7 @@
-"""Loads the configuration: every value with where it came from, every mistake with where it was made.
+"""Loads the configuration and records the source of every value.
 
-Sources, weakest first: defaults, file, environment, arguments. A key nobody declared is an error in each of them,
-because a misspelt setting that is silently ignored costs its owner a day.
+Sources, in increasing precedence: defaults, file, environment, arguments. An undeclared key is an error in every
+source: a misspelt setting that is silently ignored is expensive to find.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _FALSE = ("0", "false", "off", "no")
 
 
 class Setting(NamedTuple):
-    """A value and where it came from: "default", "file <path>", "environment KVCTL_X" or "argument"."""
+    """A value and its source: "default", "file <path>", "environment KVCTL_X" or "argument"."""
 
     value: Value
     origin: str
 
 
 class Settings(Mapping[str, Any]):
-    """Every key with its value; immutable.
+    """Immutable mapping from every configuration key to its value.
 
-    Items are typed Any: `workers: int | None = settings["workers"]` states the key's declared type, which the
-    loader has checked.
+    Values are typed Any: write `workers: int | None = settings["workers"]`; the loader has checked that the value has
+    the key's declared type.
     """
 
     def __init__(self, entries: Mapping[str, Setting]) -> None:
@@ -53,14 +53,19 @@ class Settings(Mapping[str, Any]):
         return len(self._entries)
 
     def origin(self, name: str) -> str:
-        """Where the value of key `name` came from."""
+        """Returns the source of the value of key `name`."""
         return self._entry(name).origin
 
     def changed(self, name: str, text: str, origin: str) -> Settings:
-        """These settings with one changed while the agent runs, to what the text of an environment variable would say.
+        """Returns a copy of these settings in which key `name` has a new value.
+
+        Args:
+            name: a key that can change at run time.
+            text: the new value, in the syntax of an environment variable.
+            origin: the source to record.
 
         Raises:
-            ConfigError: no such key, one that cannot change while running, or a value that is not allowed.
+            ConfigError: the key is unknown or cannot change at run time, or the value is not allowed.
         """
         key = _key(name, origin)
         if not key.runtime:
@@ -73,7 +78,7 @@ class Settings(Mapping[str, Any]):
         return Settings(entries)
 
     def rows(self) -> list[ConfigRow]:
-        """Answer to the admin command `config`, in the order of declaration."""
+        """Returns the answer to the admin command `config`, in order of declaration."""
         return [
             {
                 "key": key.name,
@@ -99,13 +104,13 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> Settings:
-    """Settings from all sources.
+    """Loads the settings from all sources.
 
     Args:
-        arguments: values by key, of the key's own type; None asks for automatic where that is the default.
-        environ: environment to read; None is the process's own.
-        file: configuration file that must exist; None means `KVCTL_CONFIG` (which must exist, too) or
-            `$XDG_CONFIG_HOME/kvctl/agent.toml` (which need not).
+        arguments: values by key, of the key's declared type; None means automatic for keys whose default is automatic.
+        environ: environment to read; None means `os.environ`.
+        file: configuration file, which must exist. None means the file named by `KVCTL_CONFIG`, which must exist, or
+            else `$XDG_CONFIG_HOME/kvctl/agent.toml`, which may be missing.
 
     Raises:
         ConfigError: an unknown key, a wrong value, values that contradict each other, or an unreadable file.
@@ -120,7 +125,7 @@ def load_settings(
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`, did you mean ...?` for the closest of `known` whatever their case, or "" when none is close."""
+    """Returns `, did you mean A or B?` for the names closest to `word`, ignoring case; "" if none is close."""
     by_folded = {name.casefold(): name for name in known}
     matches = difflib.get_close_matches(word.casefold(), by_folded, n=3, cutoff=0.6)
     return f", did you mean {' or '.join(by_folded[match] for match in matches)}?" if matches else ""
@@ -181,7 +186,7 @@ def _key(name: str, origin: str) -> Key:
 
 
 def _parsed(key: Key, text: str, origin: str) -> Value:
-    """The value that the text of an environment variable stands for; its range is checked elsewhere."""
+    """Parses the text of an environment variable; `_setting` checks the range."""
     if key.default is None and text == AUTOMATIC:
         return None
     if key.type is str:
@@ -198,13 +203,16 @@ def _parsed(key: Key, text: str, origin: str) -> Value:
 
 
 def _is_plain_number(text: str) -> bool:
-    # int() and float() also take " 6_4 ", other scripts' digits, nan and inf: nobody who writes those means them.
+    # int() and float() also accept " 6_4 ", digits of other scripts, nan and inf: mistakes in a configuration.
     return bool(text) and len(text) <= 32 and set(text) <= set("0123456789+-.eE")
 
 
 def _setting(key: Key, value: object, origin: str) -> Setting:
-    """Checks type, choices and range. An int key takes integers of any type, a float key those and subclasses of float
-    (numpy's float64); nothing else is converted."""
+    """Checks type, choices and range.
+
+    An int key accepts any integer type, a float key also integers and subclasses of float (numpy.float64); nothing
+    else is converted.
+    """
     if value is None and key.default is None:
         return Setting(None, origin)
     if key.type in (int, float) and (number := integer(value)) is not None:
@@ -217,7 +225,7 @@ def _setting(key: Key, value: object, origin: str) -> Setting:
     if isinstance(value, str):
         fine = not key.choices or value in key.choices
     else:
-        # Numeric keys have both bounds (the contract's tests see to it), which also keeps out nan and inf.
+        # Every numeric key has both bounds (a test checks this), which also excludes nan and inf.
         fine = key.type is bool or (
             key.minimum is not None and key.maximum is not None and key.minimum <= value <= key.maximum
         )
@@ -232,7 +240,7 @@ def _wrong(key: Key, value: object, origin: str) -> ConfigError:
 
 
 def allowed(key: Key) -> str:
-    """What a key takes, in words: "an int from 1 to 64, or auto"."""
+    """Describes the values that a key accepts, for example "an int from 1 to 64, or auto"."""
     if key.choices:
         text = "one of " + ", ".join(key.choices)
     elif key.type is bool:
@@ -251,7 +259,7 @@ def allowed(key: Key) -> str:
 
 
 def _check_together(entries: Mapping[str, Setting]) -> None:
-    """Checks what one key alone cannot tell: each of these times must be shorter than the next, fewest below most."""
+    """Checks constraints between keys: heartbeat_s < suspect_s < lost_s, pipeline_min_iters <= pipeline_max_iters."""
     for shorter, longer in itertools.pairwise(("heartbeat_s", "suspect_s", "lost_s")):
         low, high = entries[shorter], entries[longer]
         assert isinstance(low.value, float)

@@ -1,8 +1,8 @@
-"""Shapes of what the admin socket answers; built by the agent, read by the operator's tool.
+"""Types of the admin socket's replies: the agent builds them, the command line reads them.
 
-Rules: times are integer nanoseconds (`_ns`; wall clock for `*_at_ns`, durations otherwise), sizes integer bytes
-(`_bytes`), counts end in `_total` when they only grow. Room ids and nonces are decimal strings, because 64-bit
-integers break in jq and JavaScript. A value that is not known is None, never 0.
+Times are integers in nanoseconds (`_ns`): wall clock for `*_at_ns`, durations otherwise. Sizes are integers in bytes
+(`_bytes`). Names of counts that only grow end in `_total`. Room numbers and nonces are decimal strings, because jq and
+JavaScript lose digits of 64-bit integers. An unknown value is None, never 0.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Hello(TypedDict):
     version: str
     protocol: list[int]  # [lowest, highest] admin protocol served
     incarnation: str
-    level: str  # what this client may do: read, operate, admin
+    level: str  # permission of this client: read, operate, admin
     capabilities: list[str]
     uptime_ns: int
-    draining: bool  # told to take no new rooms
-    now_ns: int  # the agent's wall clock when it answered: the client's clock-offset estimate
+    draining: bool  # accepts no new rooms
+    now_ns: int  # the agent's wall clock when it replied; the client estimates the clock offset from it
 
 
 class CommandArg(TypedDict):
@@ -67,7 +67,10 @@ class Failure(TypedDict):
 
 
 class RateWindow(TypedDict):
-    """Bytes over the wall-clock union of transfer spans of the last seconds; of a reader, of the spans of its rooms."""
+    """Transfer rate of the last seconds: bytes divided by the wall-clock union of the transfer spans.
+
+    On a decode rank the spans are those of its rooms.
+    """
 
     window_ns: int
     bytes: int
@@ -84,13 +87,13 @@ class LatencySummary(TypedDict):
 
 class RingUse(TypedDict):
     size_bytes: int
-    used_bytes: int  # what is granted ahead of the ring's free bytes left out
+    used_bytes: int  # at most size_bytes: without the regions granted ahead
     high_water_bytes: int
     live: int
 
 
 class PipelineUse(TypedDict):
-    """How a prefill rank groups layers, and what came of it."""
+    """Layer grouping of a prefill rank: its settings, and its decisions so far."""
 
     mode: str  # off, on, measured
     min_tokens: int
@@ -99,13 +102,13 @@ class PipelineUse(TypedDict):
 
 
 class ProcessUse(TypedDict):
-    """What the agent's process, worker and engine included, takes of its host."""
+    """Host resources used by the agent's process, including the worker and its engine."""
 
     fds: int
     fds_limit: int | None  # None: no limit
     threads: int
     rss_bytes: int
-    cpu_ns: int  # of all threads, since the process began
+    cpu_ns: int  # CPU time of all threads since the process started
 
 
 class Status(TypedDict):
@@ -130,18 +133,18 @@ class Status(TypedDict):
     peers: dict[str, int]  # peers by state
     pipeline: PipelineUse | None  # prefill only
     pool: dict[str, int]  # pages, page_size, bytes, layers, heads
-    metrics_url: str | None  # where Prometheus may scrape it
+    metrics_url: str | None  # URL for Prometheus
     waiting_for: str | None  # e.g. "6 of 8 prefill ranks registered, missing tp=2,3"
-    accepting: bool  # its engine may begin rooms: started, not draining, not closed
-    draining: bool  # told to take no new rooms; drained once no room is active
-    draining_age_ns: int | None  # since it was last told to, whether or not it has been resumed; None: never
-    resumed_age_ns: int | None  # since it takes new rooms again; None: it drains, or was never told to
-    memory_gb_per_s: float | None  # one thread's memcpy, the floor of any rate; prefill, where `auto` measured it
+    accepting: bool  # accepts new rooms: started, not draining, not closed
+    draining: bool  # accepts no new rooms; drained once no room is active
+    draining_age_ns: int | None  # since the last drain, even if it was resumed later; None: never drained
+    resumed_age_ns: int | None  # since it accepts new rooms again; None: it is draining, or was never drained
+    memory_gb_per_s: float | None  # memcpy rate of one thread; prefill only, measured with path auto
     process: ProcessUse
 
 
 class Coverage(TypedDict):
-    """Cells of the room's ledger; on a prefill rank landed and scattered are None."""
+    """Cells (writer, chunk, layer) of the room's ledger; on a prefill rank landed and scattered are None."""
 
     planned: int
     sent: int | None
@@ -154,12 +157,12 @@ class RoomRow(TypedDict):
 
     room: str
     nonce: str
-    nonces: NotRequired[list[str]]  # prefill: those of all the decode ranks that opened the room here
+    nonces: NotRequired[list[str]]  # prefill: one for each decode rank that opened the room here
     agent: str
     role: Role
     state: str
     state_age_ns: int
-    age_ns: int  # to now, or to the end when finished
+    age_ns: int  # from open until now, or until the end of a finished room
     opened_at_ns: int
     finished_at_ns: int | None
     peers: list[str]
@@ -171,25 +174,25 @@ class RoomRow(TypedDict):
     paths: dict[str, int]  # parts by path
     parked: int  # gated parts
     latency_ns: int | None
-    forward_done_at_ns: int | None  # prefill only, as the two below
-    hidden_ns: int | None  # parts were on their way before the forward was done; overlaps of parts count once
-    exposed_ns: int | None  # the same, after it
-    missing: list[str]  # agents whose next word ends this state: to accept, to say drained, or how the room ended
-    owed: dict[str, int]  # decode: cells not landed, by the name of their writer; active rooms only
-    unscattered: int | None  # decode: cells landed and not in their pages
+    forward_done_at_ns: int | None  # prefill only, like hidden_ns and exposed_ns
+    hidden_ns: int | None  # transfer time before the end of the forward; parts that overlap count once
+    exposed_ns: int | None  # transfer time after the end of the forward
+    missing: list[str]  # agents whose message ends this state: accept, drained, or the result of the room
+    owed: dict[str, int]  # decode: cells not landed, by name of the writer; active rooms only
+    unscattered: int | None  # decode: cells that landed but are not in their pages yet
     failure: Failure | None
 
 
 class FailedRooms(TypedDict):
-    """Answer to `failed`: the latest first, those included that still wait for their peers."""
+    """Answer to `failed`: latest first, including failed rooms that still wait for their peers."""
 
     rooms: list[RoomRow]
-    kept: int  # as many as there are to be had, above the limit, too
-    dropped_total: int  # failed rooms that are no longer kept
+    kept: int  # failed rooms stored, including those beyond the limit of this request
+    dropped_total: int  # failed rooms no longer stored
 
 
 class TimelineEvent(TypedDict):
-    """One moment of a room: `part` is None for what concerns the room as a whole."""
+    """One timeline entry of a room; writer, chunk and layers are None for an event of the whole room."""
 
     at_ns: int
     agent: str
@@ -202,24 +205,24 @@ class TimelineEvent(TypedDict):
 
 
 class OwedParts(TypedDict):
-    """Parts of an active room that a writer still owes a decode rank, and that wait for the same."""
+    """Parts of an active room that a writer still owes a decode rank, grouped by what they wait for."""
 
-    writer: str  # agent name, as the next one
-    decode: str
+    writer: str  # agent name
+    decode: str  # agent name
     cells: int
-    chunks: list[int]  # [first, last + 1) of those with something missing; empty: final parts alone
-    layers: list[int]  # [lo, hi), likewise
-    finals: int  # aux row and state components
-    waits_for: str  # in words; empty on a decode rank, which sees only what has not arrived
-    age_ns: int  # since they were ready; of what is not, since the room's state began or anything of it moved
+    chunks: list[int]  # [lo, hi) of the chunks with missing cells; empty: only final parts are missing
+    layers: list[int]  # [lo, hi) of the layers with missing cells
+    finals: int  # missing final parts: aux row and state components
+    waits_for: str  # text; empty on a decode rank, which does not know the reason
+    age_ns: int  # since they were ready; if not ready, since the room's state or its last part changed
 
 
 class RoomDetail(RoomRow):
-    """One row of `room`, which answers with a list: a number used again, or one room towards several decode ranks."""
+    """One row of `room`, which returns a list: a number may be reused, or opened by several decode ranks."""
 
     timeline: list[TimelineEvent]
     timeline_dropped: int
-    owed_parts: NotRequired[list[OwedParts]]  # of an active room
+    owed_parts: NotRequired[list[OwedParts]]  # active rooms only
 
 
 class RingAllocation(TypedDict):
@@ -232,11 +235,11 @@ class RingAllocation(TypedDict):
     offset: int
     end: int
     round: int
-    age_ns: int  # since it was granted
+    age_ns: int  # since the grant
     state: str  # granted, landed, revoking, quarantined
-    posted: bool  # its writer has said that it was too late to give it back: it is being written
-    room_state: str  # of its room here; "gone" for a room that is not known any more, which would be a bug
-    aside: bool  # its writer is silent: the watermark has passed it, nobody else gets its bytes
+    posted: bool  # the writer refused to give the region back: its write is already posted
+    room_state: str  # state of the room on this rank; "gone" if the room is unknown, which would be a bug
+    aside: bool  # the writer does not answer: the watermark has passed the region, and nobody else gets its bytes
 
 
 class GatedPart(TypedDict):
@@ -246,9 +249,9 @@ class GatedPart(TypedDict):
     layers: list[int]
     bytes: int
     waiting_for: str  # "grant" or "watermark round 3 tail 1048576"
-    age_ns: int  # since it was ready
-    requests: int  # how often its grant was asked for, resends included
-    asked_age_ns: int | None  # since the first of them; None: not asked yet, it waits for its turn to ask
+    age_ns: int  # since the part was ready
+    requests: int  # grant requests sent, including resends
+    asked_age_ns: int | None  # since the first request; None: not requested yet
 
 
 class Watermark(TypedDict):
@@ -258,25 +261,25 @@ class Watermark(TypedDict):
 
 
 class CopyUse(TypedDict):
-    """What a decode rank's arrival thread does with what has landed in the ring."""
+    """Copies from the ring to the pages, made by a decode rank's arrival thread."""
 
-    waiting: int  # landed parts of which no copy to their pages has ended
-    copying_age_ns: int | None  # since the oldest copy that has not ended was begun; None: none runs
-    turn_age_ns: int | None  # since the thread last began to look for work; None: it has not
+    waiting: int  # landed parts that are not copied yet
+    copying_age_ns: int | None  # age of the oldest running copy; None: no copy runs
+    turn_age_ns: int | None  # since the thread last began an iteration of its loop; None: it has not begun one
 
 
 class RingView(TypedDict):
     size_bytes: int
     head_bytes: int
     round: int
-    used_bytes: int  # of all allocations: more than the size where later rounds are granted ahead
+    used_bytes: int  # of all allocations; exceeds size_bytes while regions of later rounds are granted ahead
     high_water_bytes: int
     watermark: Watermark
     allocations: list[RingAllocation]  # oldest first
     copies: CopyUse
     granted_total: int
     refused_total: int
-    refused_largest_bytes: int | None  # the largest part that was ever refused; None: none was
+    refused_largest_bytes: int | None  # size of the largest part ever refused; None: none was refused
     revoked_total: int
 
 
@@ -308,7 +311,7 @@ class LayerStage(TypedDict):
 
 
 class LayerRow(TypedDict):
-    """Stage times of one layer group, aggregated or of one room (then with its moments)."""
+    """Stage times of one layer group, over all rooms or for one room (then with the times of its parts)."""
 
     agent: str
     layers: list[int]  # [lo, hi)
@@ -317,8 +320,8 @@ class LayerRow(TypedDict):
     bytes: int
     stages: dict[str, LayerStage]  # duration of each stage, by STAGES name
     moments: NotRequired[list[dict[str, int | None]]]  # per part, room only: stage -> wall clock ns
-    exposed_ns: int | None  # mean per part: on its way after the forward was done
-    overlapped_ns: int | None  # mean per part: on its way before, hidden behind compute
+    exposed_ns: int | None  # mean transfer time of a part after the end of the forward
+    overlapped_ns: int | None  # mean transfer time of a part before the end of the forward
 
 
 class PeerRow(TypedDict):
@@ -334,24 +337,24 @@ class PeerRow(TypedDict):
     rtt_ns: int | None
     clock_offset_ns: int | None
     clock_error_ns: int | None
-    control_queue: int  # messages to it that have not left, or found no place in its socket since that took one
+    control_queue: int  # messages queued for the peer, or rejected by its full socket since it last took one
     watermark_sent: list[int] | None  # decode: [round, tail, sequence] last sent to this peer
-    watermark_seen: list[int] | None  # prefill: same, last heard from this peer
+    watermark_seen: list[int] | None  # prefill: [round, tail, sequence] last received from this peer
     lane: str
-    lane_gb_per_s: float | None  # prefill: of one large write, where this lane was measured
-    lane_descriptor_ns: int | None  # prefill: of one scattered descriptor of 512 bytes, likewise
+    lane_gb_per_s: float | None  # prefill: rate of one large write; None: not measured
+    lane_descriptor_ns: int | None  # prefill: cost of one scattered descriptor of 512 bytes; None: not measured
     lane_measured_age_ns: int | None
-    lane_kind: str | None  # prefill, pool on a GPU: cuda_ipc, rdma, "tcp through the host"; inferred from its rate
-    lane_expected: str | None  # what it could be on this hardware
-    lane_direct: str | None  # prefill, pool on a GPU: how the peer's memory is mapped here: nvlink, same device, pcie
-    lane_why_not: str | None  # why it is not
-    same_host: bool | None  # its processes can be seen from here, so its death can be proven; None: not met
-    process: str | None  # "process 4711 on node-3"; None: not met
-    former: list[str]  # earlier processes of this name that may still write here, each with its incarnation
+    lane_kind: str | None  # prefill, pool on a GPU: cuda_ipc, rdma, "tcp through the host"; inferred from the rate
+    lane_expected: str | None  # the fastest kind that this hardware allows
+    lane_direct: str | None  # prefill, pool on a GPU: mapping of the peer's memory: nvlink, same device, pcie
+    lane_why_not: str | None  # why the peer's memory is not mapped
+    same_host: bool | None  # the peer's process is visible here, so its death can be proven; None: not connected yet
+    process: str | None  # "process 4711 on node-3"; None: not connected yet
+    former: list[str]  # earlier processes with this name that may still write here, with their incarnations
     rooms: int
     errors_total: int
     last_error: str | None
-    differences: list[str]  # incompatible factors, "page_size 64 ≠ 32"
+    differences: list[str]  # incompatible settings, such as "page_size 64 ≠ 32"
 
 
 class EventRow(TypedDict):
@@ -371,8 +374,8 @@ class Events(TypedDict):
     """Answer to `events`."""
 
     events: list[EventRow]
-    next: int  # give as `since` next time
-    dropped: int  # entries after `since` that the bounded ring had already lost
+    next: int  # value of `since` for the next request
+    dropped: int  # entries from `since` on that the bounded recorder has already overwritten
 
 
 class MetricSample(TypedDict):
@@ -394,7 +397,7 @@ class MetricFamily(TypedDict):
 
 
 class RegisteredRank(TypedDict):
-    """A prefill rank as it registered itself."""
+    """Registration of one prefill rank."""
 
     name: str
     endpoint: str
@@ -403,15 +406,15 @@ class RegisteredRank(TypedDict):
 
 
 class Bootstrap(TypedDict):
-    """One row of `bootstrap`: a prefill instance, as its registry has described it to this agent."""
+    """One row of `bootstrap`: a prefill instance, as its registry describes it."""
 
     agent: str
     registry: str  # endpoint
-    expected: int | None  # ranks; None while nobody has registered, or the registry has not answered
+    expected: int | None  # number of ranks; None: no rank has registered, or the registry has not answered
     sizes: dict[str, int] | None  # dp, pp, cp, tp of the instance
     registered: list[RegisteredRank]
-    missing: list[dict[str, int]]  # coordinates, 256 at most
-    text: str  # what is missing or refused, in words; empty when complete
+    missing: list[dict[str, int]]  # coordinates of the ranks not registered, at most 256
+    text: str  # describes the ranks that are missing or refused; empty when complete
 
 
 class ThreadStack(TypedDict):

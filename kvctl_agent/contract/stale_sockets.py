@@ -1,7 +1,7 @@
-"""Removes what killed agents leave in a socket directory: socket and lock file of a process that has provably ended.
+"""Removes socket and lock files that killed agents leave in the socket directory.
 
-The proof is the kernel's: nobody holds the lock that an agent holds as long as it lives, and the socket refuses
-connections. What has no lock file, belongs to another user, or is no socket is left alone.
+A process has provably ended if nobody holds its file lock, which an agent holds as long as it runs, and its socket
+refuses connections. Files without a lock file, files of other users, and files that are not sockets are left alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ _MOST = 4096
 
 
 @contextlib.contextmanager
-def turn(directory: int, timeout_s: float) -> Iterator[None]:
-    """Alone among those who add or remove agents of a directory, given as a descriptor; ends when that is closed.
+def directory_lock(directory: int, timeout_s: float) -> Iterator[None]:
+    """Locks a socket directory against processes that add or remove agents.
+
+    Args:
+        directory: open file descriptor of the directory; closing it releases the lock.
+        timeout_s: longest time to wait for the lock.
 
     Raises:
-        TimeoutError: another process has its turn for longer than that.
+        TimeoutError: another process holds the lock for longer than `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -41,7 +45,7 @@ def turn(directory: int, timeout_s: float) -> Iterator[None]:
 
 
 def prune(directory: Path) -> list[str]:
-    """Removes what agents that are gone have left; returns their names. The caller has its `turn`.
+    """Removes the files of agents that have ended; returns their names. The caller holds `directory_lock`.
 
     Raises:
         OSError: the directory cannot be read or written.
@@ -54,7 +58,7 @@ def _removed(directory: Path, name: str) -> bool:
     lock, path = directory / f"{name}{LOCK_SUFFIX}", directory / f"{name}{SOCKET_SUFFIX}"
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # gone, or not ours
+    except OSError:  # removed meanwhile, or owned by another user
         return False
     try:
         status = os.fstat(descriptor)
@@ -65,7 +69,7 @@ def _removed(directory: Path, name: str) -> bool:
             return False
         path.unlink(missing_ok=True)
         lock.unlink(missing_ok=True)
-    except BlockingIOError:  # it lives
+    except BlockingIOError:  # the agent runs
         return False
     finally:
         os.close(descriptor)
@@ -73,5 +77,5 @@ def _removed(directory: Path, name: str) -> bool:
 
 
 def _refuses(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as knock:
-        return knock.connect_ex(os.fspath(path)) == errno.ECONNREFUSED
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+        return client.connect_ex(os.fspath(path)) == errno.ECONNREFUSED

@@ -1,4 +1,4 @@
-"""Room states, with SGLang's KVPoll names and numbers."""
+"""Room states (with SGLang's KVPoll names and numbers), and the stages of a part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class RoomState(IntEnum):
-    """State of one room on one rank; ranks combine by `min`, which lets `FAILED` win."""
+    """State of one room on one rank; the state over several ranks is the minimum, so that `FAILED` wins."""
 
     FAILED = 0
     BOOTSTRAPPING = 1
@@ -16,11 +16,12 @@ class RoomState(IntEnum):
 
     @property
     def label(self) -> str:
-        """The name people see: `WaitingForInput`, not `WAITING_FOR_INPUT`."""
+        """Name in output and JSON: `WaitingForInput` for `WAITING_FOR_INPUT`."""
         return _LABELS[self]
 
     @property
     def finished(self) -> bool:
+        """Whether the state is final."""
         return self is RoomState.SUCCESS or self is RoomState.FAILED
 
 
@@ -34,8 +35,8 @@ _LABELS = {
 
 STATE_LABELS: tuple[str, ...] = tuple(state.label for state in RoomState)
 
-# The life of one part, in order; timeline events, `kvctl layers` and the bench use these names.
-# ready: KV computed; gate: grant, watermark and lease allow it; queue: a worker took it; gather: copied into
-# staging; post: handed to the engine;
-# wire: the engine reports it complete; arrive: the decode rank heard of it; scatter: in its pages.
+# Stages of one part, in order; timeline events, `kvctl layers` and the bench use these names. A stage ends when:
+# ready: its KV is computed; gate: grant, watermark and lease permit the write; queue: a transfer worker took the part;
+# gather: it is copied into staging; post: it is posted to the transfer engine; wire: the engine reports completion;
+# arrive: the decode rank received its tag; scatter: it is in its pages.
 STAGES: tuple[str, ...] = ("ready", "gate", "queue", "gather", "post", "wire", "arrive", "scatter")

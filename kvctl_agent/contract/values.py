@@ -1,4 +1,4 @@
-"""Reads values that callers of the public API hand over: integers of any type, text that can be encoded."""
+"""Converts arguments of the public API: integers of any type, values for error texts, text without surrogates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _repr.maxstring = _repr.maxother = _SHOWN
 
 
 def integer(value: object) -> int | None:
-    """The integer that `value` is, whatever type of integer it has (numpy's and torch's too); None for anything else.
+    """Converts an integer of any type, including numpy and torch, to int; returns None for any other value.
 
-    A boolean is no integer here. Neither is a number on a GPU: to read it the caller would wait for the device.
+    Booleans are rejected, and so are numbers on a GPU, because reading one would wait for the device.
     """
     if type(value) is int:
         return value
@@ -23,19 +23,19 @@ def integer(value: object) -> int | None:
         if "bool" in str(getattr(value, "dtype", "")):
             return None
         return int(operator.index(value))  # type: ignore[arg-type]
-    except Exception:  # the caller's own type may raise anything
+    except Exception:  # a type defined by the caller may raise anything
         return None
 
 
 def shown(value: object) -> str:
-    """`value` as an error message repeats it: short, one line, and never an exception."""
+    """Formats `value` for an error text: one short line; never raises."""
     try:
         text = " ".join(_repr.repr(value).split())
-    except Exception:  # an int of more digits than Python prints, or the caller's own type
+    except Exception:  # an int with more digits than Python prints, or a type defined by the caller
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def encodable(text: str) -> str:
-    """`text` with lone surrogates, which UTF-8 does not have, written as \\udXXX."""
+    """Replaces lone surrogates in `text`, which UTF-8 cannot encode, with the escape \\udXXX."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

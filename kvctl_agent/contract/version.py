@@ -1,4 +1,4 @@
-"""The one version of both packages."""
+"""Version of both packages."""
 
 from __future__ import annotations
 

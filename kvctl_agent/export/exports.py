@@ -1,4 +1,4 @@
-"""What an agent's configuration says about monitoring systems, checked early and opened late."""
+"""Prometheus endpoint and OpenTelemetry export of one agent, according to its configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvctl_agent.telemetry.hub import Telemetry
 
 
 class Exports:
-    """The metrics endpoint and the spans of one agent, where it is to have them.
+    """Owns the exporters that the configuration enables: checks it when constructed, starts them in `start`.
 
     Raises:
-        ConfigError: an address is none, or one that others can reach without `insecure`.
+        ConfigError: an address is invalid, or other machines can reach it and `insecure` is not set.
     """
 
     def __init__(self, settings: Mapping[str, Any], name: str, role: Role) -> None:
@@ -26,19 +26,23 @@ class Exports:
         self._address = Address(text) if (text := settings["metrics_endpoint"]) else None
         if self._address is not None and not self._address.local and not settings["insecure"]:
             raise ConfigError(
-                f"metrics_endpoint = {text} can be reached by others and speaks plain HTTP: use a loopback address "
-                "with a proxy in front, or set insecure"
+                f"metrics_endpoint = {text} can be reached from other machines over plain HTTP: use a loopback address "
+                "behind a proxy, or set insecure"
             )
         self._endpoint: PrometheusEndpoint | None = None
         self._spans: RoomSpans | None = None
 
     @property
     def metrics_url(self) -> str:
-        """Where to scrape; "" for nowhere."""
+        """URL for Prometheus; "" if there is no endpoint."""
         return self._endpoint.url if self._endpoint is not None else ""
 
     def start(self, families: Families, telemetry: Telemetry) -> None:
-        """Opens what there is to be.
+        """Starts the configured exporters.
+
+        Args:
+            families: returns the agent's current metrics.
+            telemetry: source of the finished rooms.
 
         Raises:
             ConfigError: no port is free, or a package is not installed.
@@ -51,7 +55,7 @@ class Exports:
             self._spans.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops the exporters; idempotent."""
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None

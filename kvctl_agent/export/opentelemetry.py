@@ -1,8 +1,9 @@
-"""A span per room and rank for OpenTelemetry, over OTLP: both ends of a room are one trace without talking about it.
+"""Exports one OpenTelemetry span per room and rank over OTLP; the spans of a room form one trace.
 
-The trace's and the root's numbers are made of the room's number and nonce, which both ends know. The decode rank that
-opened the room has the root; the prefill ranks' spans are its children. The control thread only appends the finished
-room to a bounded queue; a thread of its own makes the spans, and OpenTelemetry's batches send them.
+Trace id and root span id are derived from the room's number and nonce, which both ends know, so that no ids need to be
+exchanged. The span of the decode rank is the root, those of the prefill ranks are its children. The control thread
+only appends finished rooms to a bounded queue; a separate thread creates the spans, and OpenTelemetry sends them in
+batches.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ _CLOSE_S = 2.0
 
 
 class RoomSpans:
-    """Turns finished rooms into spans.
+    """Exports finished rooms as spans.
 
     Args:
-        endpoint: `http://collector:4318/v1/traces`.
-        exporter: in place of the one for that endpoint.
+        endpoint: URL such as `http://collector:4318/v1/traces`.
+        name: agent name.
+        role: role of the agent.
+        telemetry: source of the finished rooms.
+        exporter: replaces the OTLP exporter, for tests.
 
     Raises:
-        ConfigError: the endpoint is no URL, or OpenTelemetry is not installed.
+        ConfigError: the endpoint is not a URL, or OpenTelemetry is not installed.
     """
 
     def __init__(
@@ -65,18 +69,19 @@ class RoomSpans:
         self._thread = threading.Thread(target=self._run, name=f"kvctl-spans-{name}", daemon=True)
 
     def start(self) -> None:
+        """Starts the export of rooms that finish from now on."""
         self._telemetry.on_finish = self.take
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what is there, as far as two seconds reach."""
+        """Sends the queued rooms for at most two seconds, then stops."""
         self._telemetry.on_finish = None
-        # On a thread of its own, since OpenTelemetry waits for a collector that does not answer, batch by batch.
+        # On a separate thread: OpenTelemetry waits for a collector that does not answer, for each batch again.
         ending = threading.Thread(target=self._end, name=f"{self._thread.name}-end", daemon=True)
         ending.start()
         ending.join(_CLOSE_S)
         if ending.is_alive():
-            self._exporter.shutdown()  # which drops the batches behind the one that is on its way
+            self._exporter.shutdown()  # drops all batches after the current one
 
     def _end(self) -> None:
         if self._thread.is_alive():
@@ -85,7 +90,7 @@ class RoomSpans:
         self._provider.shutdown()
 
     def take(self, record: RoomRecord) -> None:
-        """A room has ended; on the control thread, so nothing here waits."""
+        """Queues a finished room; runs on the control thread and never waits."""
         try:
             self._rooms.put_nowait(record)
         except queue.Full:
@@ -93,13 +98,13 @@ class RoomSpans:
 
     def _run(self) -> None:
         while (record := self._rooms.get()) is not None:
-            self._tell(record)
+            self._export(record)
 
-    def _tell(self, record: RoomRecord) -> None:
+    def _export(self, record: RoomRecord) -> None:
         from opentelemetry import trace
 
         clock = self._telemetry.clock
-        trace_id, root = numbers(record.room, record.nonce)
+        trace_id, root = trace_ids(record.room, record.nonce)
         context = None
         if self._role == "prefill":
             flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
@@ -123,7 +128,7 @@ class RoomSpans:
 
 
 def attributes(record: RoomRecord) -> dict[str, Any]:
-    """What a span says of its room. The number is text: it has 64 bits, attributes have a sign."""
+    """Returns the attributes of a room's span; the room number is a string because integer attributes are signed."""
     return {
         "kvctl.room": str(record.room),
         "kvctl.state": record.state_now.label,
@@ -136,22 +141,22 @@ def attributes(record: RoomRecord) -> dict[str, Any]:
     }
 
 
-def numbers(room: int, nonce: int) -> tuple[int, int]:
-    """The trace's number (128 bits) and the root span's (64 bits)."""
+def trace_ids(room: int, nonce: int) -> tuple[int, int]:
+    """Returns the trace id (128 bits) and the root span id (64 bits) of a room."""
     checksum = hashlib.blake2b(f"{room}/{nonce}".encode(), digest_size=24).digest()
     return int.from_bytes(checksum[:16]) or 1, int.from_bytes(checksum[16:]) or 1
 
 
 def _ids() -> Any:
-    """Numbers at random, but for the next span where they are given."""
+    """Returns a generator of random ids whose attribute `next` sets the ids of the next span."""
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class Ids(RandomIdGenerator):
         next: tuple[int, int] | None = None
 
         def generate_span_id(self) -> int:
-            given, self.next = self.next, None
-            return super().generate_span_id() if given is None else given[1]
+            preset, self.next = self.next, None
+            return super().generate_span_id() if preset is None else preset[1]
 
         def generate_trace_id(self) -> int:
             return super().generate_trace_id() if self.next is None else self.next[0]

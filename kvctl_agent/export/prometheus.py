@@ -1,6 +1,6 @@
-"""An endpoint for Prometheus: the same families as the admin command `metrics`, and the process's own figures.
+"""HTTP endpoint for Prometheus: the metrics of the admin command `metrics`, and process metrics.
 
-One thread serves one scrape at a time, so that whoever dawdles costs the next scrape seconds and the agent nothing.
+One thread serves one scrape at a time: a slow client delays the next scrape by a few seconds, but never the agent.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ _TOTAL = "_total"
 
 
 class Address:
-    """Where an endpoint listens: `127.0.0.1:9400`, or `127.0.0.1:9400+` for the first free port from there on.
+    """Address of an endpoint: `127.0.0.1:9400`, or `127.0.0.1:9400+` for the first free port from 9400 upwards.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text has another form.
     """
 
     def __init__(self, text: str) -> None:
-        wrong = (
-            f"metrics_endpoint = {text!r}: write address:port, or address:port+ for the first free port from there on"
-        )
+        wrong = f"metrics_endpoint = {text!r}: write address:port, or address:port+ for the first free port upwards"
         host, separator, port = text.removesuffix("+").rpartition(":")
         try:
             self.ip = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
@@ -53,13 +51,13 @@ class Address:
 
     @property
     def local(self) -> bool:
-        """Nobody on another machine can reach it."""
+        """Whether the address is a loopback address."""
         return self.ip.is_loopback
 
 
 class _Handler(WSGIRequestHandler):
     def handle(self) -> None:
-        """One scrape, cut off in time: a limit on each read alone could be drawn out byte by byte."""
+        """Serves one scrape with a total time limit: a limit per read alone allows a client to send single bytes forever."""
         cut = threading.Timer(_CLIENT_S, self._cut)
         cut.daemon = True
         cut.start()
@@ -69,23 +67,23 @@ class _Handler(WSGIRequestHandler):
             cut.cancel()
 
     def _cut(self) -> None:
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the connection has just ended
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape is no news."""
+        """Does not log requests."""
 
 
 class _Server(WSGIServer):
     def server_bind(self) -> None:
-        """Without asking a resolver for our name, which may take it many seconds."""
+        """Binds without looking up the host name, which can take many seconds."""
         TCPServer.server_bind(self)
         host, self.server_port = self.server_address[:2]
         self.server_name = str(host)
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no news, and standard error is the engine's."""
+        """Ignores errors of a connection: standard error belongs to the engine."""
 
 
 class _Server6(_Server):
@@ -96,9 +94,9 @@ class PrometheusEndpoint:
     """Serves `http://address:port/metrics`.
 
     Args:
-        address: where.
-        labels: on every sample: who it is about.
-        families: the agent's metrics as of now; called on the endpoint's thread.
+        address: address to listen on.
+        labels: labels added to every sample.
+        families: returns the agent's current metrics; runs on the endpoint's thread.
 
     Raises:
         ConfigError: no port is free, or prometheus-client is not installed.
@@ -120,16 +118,17 @@ class PrometheusEndpoint:
 
     @property
     def url(self) -> str:
-        """Where to scrape."""
+        """URL of the metrics."""
         host, port = self._server.server_address[:2]
         shown = str(host)
         return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/metrics"
 
     def start(self) -> None:
+        """Starts serving."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stops serving; waits for a scrape in progress, which is cut off in time."""
+        """Stops serving, after at most a few seconds for a scrape in progress."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join(2 * _CLIENT_S)
@@ -152,7 +151,7 @@ def _register(registry: CollectorRegistry, labels: dict[str, str], families: Fam
     from prometheus_client.registry import Collector
 
     class Agent(Collector):
-        """Reads the agent at each scrape."""
+        """Collects the agent's metrics at each scrape."""
 
         def collect(self) -> Iterable[Metric]:
             return [_metric(family, labels) for family in families() if family["samples"]]

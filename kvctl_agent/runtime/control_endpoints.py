@@ -86,7 +86,7 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int,
         socket = context.socket(zmq.ROUTER)
         try:
             _options(socket, max_bytes)
-            curve.guard(socket, keys)
+            curve.configure_server(socket, keys)
             socket.bind(endpoint)
         except zmq.ZMQError:
             socket.close(_LINGER_MS)
@@ -133,7 +133,7 @@ def connect(
     socket = context.socket(zmq.DEALER)
     _options(socket, max_bytes)
     if not endpoint.startswith("ipc://"):
-        curve.introduce(socket, keys)
+        curve.configure_client(socket, keys)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.connect(endpoint)
     return socket

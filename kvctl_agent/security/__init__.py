@@ -1,1 +1,1 @@
-"""Keys of an agent's sockets: CURVE, and the thread that decides who is let in."""
+"""Authentication and encryption of an agent's sockets: CURVE keys, ZAP, and Unix sockets restricted to one user."""

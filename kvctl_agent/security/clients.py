@@ -1,4 +1,4 @@
-"""Who may use an agent's admin endpoint, read anew when the file changes: a key that is taken out is out at once."""
+"""Clients permitted on an agent's admin endpoint; the client file is read again whenever it changes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from kvctl_agent.contract.keys import Client, KeyFileError, read_clients
 
 
 class Clients:
-    """The file of clients; `level` may be asked from any thread."""
+    """Permissions from the client file; any thread may call `level`."""
 
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
         """Reads the file.
 
         Args:
-            complain: told in words, once per change, when the file cannot be used any more.
+            path: the client file.
+            complain: called with an error text, once per change, if the changed file cannot be used.
 
         Raises:
-            KeyFileError: it cannot be used now.
+            KeyFileError: the file cannot be used.
         """
         self._path = path
         self._complain = complain
         self._lock = threading.Lock()
-        self._version = self._look()
+        self._version = self._file_version()
         self._known: Mapping[bytes, Client] = read_clients(path)
 
     def level(self, public: bytes) -> Level | None:
-        """What the owner of this key may do; None for nothing."""
+        """Returns the level of the client with this public key; None if it is not listed."""
         with self._lock:
-            version = self._look()
+            version = self._file_version()
             if version != self._version:
                 self._version = version
                 self._known = self._read_again()
@@ -42,10 +43,10 @@ class Clients:
         try:
             return read_clients(self._path)
         except KeyFileError as error:
-            self._complain(f"{error}; until it is mended no key is let in")
+            self._complain(f"{error}; no client is accepted until the file is corrected")
             return {}
 
-    def _look(self) -> tuple[int, ...]:
+    def _file_version(self) -> tuple[int, ...]:
         try:
             status = self._path.stat()
         except OSError:

@@ -1,7 +1,7 @@
-"""CURVE on the sockets of one fleet: every agent has the same key pair, and only its owners are let in.
+"""CURVE encryption of the sockets between the agents of a fleet, which all share one key pair.
 
-One key for the fleet, because that is what can be handed out with the rest of a job's configuration: a rank knows its
-peers only once the registry has told it, and the registry is behind the same lock.
+One key pair can be distributed with the rest of a job's configuration. With a key pair per rank, a rank would need its
+peers' public keys, but it learns of its peers only from the registry, whose socket is encrypted with the same key.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ DOMAIN = b"kvctl"
 
 
 def load_fleet_key(path: str) -> KeyPair | None:
-    """The fleet's key, or None where there is none.
+    """Loads the fleet's key pair from a file; returns None if `path` is empty.
 
     Raises:
-        ConfigError: `fleet_key` names a file that cannot be used, or this libzmq was built without CURVE.
+        ConfigError: the file named by `fleet_key` cannot be used, or libzmq was built without CURVE.
     """
     if not path:
         return None
     if not zmq.has("curve"):
-        raise ConfigError("fleet_key needs libzmq with CURVE, and this one was built without: pip install pyzmq")
+        raise ConfigError("fleet_key needs libzmq with CURVE, but the installed one lacks it: pip install pyzmq")
     try:
         pair = read_pair(Path(path).expanduser())
     except KeyFileError as error:
         raise ConfigError(f"fleet_key: {error}") from None
     if _public_of(pair) != pair.public:
-        raise ConfigError(f"fleet_key: the two keys in {path} do not belong together; make new ones: kvctl key new")
+        raise ConfigError(f"fleet_key: the two keys in {path} are not a pair: create a new one with kvctl key new")
     return pair
 
 
-def guard(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
-    """Before a bind: let in only whom the context's gatekeeper knows."""
+def configure_server(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
+    """Makes a socket, before it is bound, accept only clients that the context's ZAP authenticator admits."""
     if pair is None:
         return
     socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -45,8 +45,8 @@ def guard(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
 
 
-def introduce(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
-    """Before a connect: talk only to an owner of the fleet's key, and show that we are one."""
+def configure_client(socket: zmq.Socket[bytes], pair: KeyPair | None) -> None:
+    """Makes a socket, before it connects, authenticate with the fleet's key and require the same key of the server."""
     if pair is None:
         return
     socket.setsockopt(zmq.CURVE_SERVERKEY, pair.public)

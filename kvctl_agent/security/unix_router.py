@@ -1,8 +1,8 @@
-"""A ZMQ ROUTER on a Unix socket that accepts its connections itself.
+"""A ZMQ ROUTER on a Unix socket, implemented without libzmq.
 
-libzmq 4.3.5 accepts on a Unix socket with an assertion that fails on EMFILE (`ipc_listener.cpp`), so that whoever may
-connect can end the process. Here connections are limited in number, come from our own user only, and descriptors are
-kept in reserve, so that a client is still answered when the rest of the process has used up its own.
+When libzmq 4.3.5 accepts a connection on a Unix socket, an assertion fails on EMFILE (`ipc_listener.cpp`): any client
+that may connect can end the process. `UnixRouter` limits the number of connections, accepts only processes of the same
+user (or root), and keeps descriptors in reserve so that it still answers when the process has used up all others.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kvctl_agent.security import zmtp
 
 MAX_CONNECTIONS = 128
 _RESERVE = 3
-# Of the descriptors that the process may have, one socket's connections take an eighth, or a few.
+# One router uses at most an eighth of the process's descriptor limit, but always allows a few connections.
 _SHARE = 8
 _FEWEST = 16
-# With fewer descriptors left than this, connections that have not said anything for so long are closed.
+# With fewer free descriptors than this, connections that have not sent a message within this time are closed.
 _SCARCE = 32
 _SOON_NS = 500_000_000
 _BACKLOG = 128
 _ACCEPTS_A_TURN = 64
 _READ_BYTES = 256 << 10
-# Of one peer that does not read; one message may always be queued, however large.
+# Limit per peer that does not read; one message of any size can always be queued.
 _MAX_QUEUED_BYTES = 16 << 20
 _REPLENISH_MS = 1000
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -50,13 +50,13 @@ class _Connection:
         self.decoder = zmtp.Decoder(max_bytes)
         self.queue: collections.deque[memoryview] = collections.deque()
         self.queued_bytes = 0
-        self.waits = False  # for room in the peer's socket
-        self.spoken = False  # has sent a message
+        self.waits = False  # for space in the socket's send buffer
+        self.spoken = False  # the peer has sent a message
         self.active_ns = time.monotonic_ns()
 
 
 class UnixRouter:
-    """Has those methods of a `zmq.Socket` that a ROUTER's owner needs; used by one thread.
+    """ROUTER socket with the subset of `zmq.Socket`'s methods that the agent uses; for a single thread.
 
     Attributes:
         address: ipc:// and the path.
@@ -72,18 +72,19 @@ class UnixRouter:
         *,
         peers_choose_names: bool = False,
     ) -> None:
-        """Binds and listens; nothing may be at `path`.
+        """Binds to `path`, which must not exist, and listens.
 
         Args:
-            max_bytes: of one frame from a peer; one that sends a larger one is disconnected.
-            limit: connections at one time, fewer where the process may have few descriptors. One more closes the
-                one that has been quiet longest.
-            refused: told, in words, of each connection that is refused or closed.
-            peers_choose_names: a peer is known by the routing id that it brings, and a new connection takes the place
-                of an older one of the same name. Without it each connection gets a name of its own.
+            path: path of the socket file.
+            max_bytes: maximum size of a received frame; a peer that sends a larger one is disconnected.
+            limit: maximum number of connections, lowered if the process's descriptor limit is low. Another connection
+                closes the one that has been idle longest.
+            refused: called with a description of each connection that is refused or closed.
+            peers_choose_names: peers are identified by the routing id that they send, and a new connection replaces an
+                older one with the same id. Otherwise each connection gets a unique id.
 
         Raises:
-            OSError: the path cannot be bound, or there are too few descriptors.
+            OSError: the path cannot be bound, or too few descriptors are free.
         """
         self.address = f"ipc://{path}"
         self.closed = False
@@ -103,7 +104,7 @@ class UnixRouter:
                 socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             )
             self._epoll = undo.enter_context(select.epoll())
-            # Readable while messages wait that were read together with one that has been given out.
+            # Readable while decoded messages wait in `_arrived`, which the sockets in the epoll set do not show.
             self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             undo.callback(os.close, self._signal)
             undo.callback(self._release_reserve)
@@ -111,59 +112,61 @@ class UnixRouter:
                 self._reserve.append(_spare())
             self._listener.bind(os.fspath(path))
             undo.callback(path.unlink, missing_ok=True)
-            path.chmod(0o600)  # before anybody can connect
+            path.chmod(0o600)  # before listen, so that no other user can connect
             self._listener.listen(_BACKLOG)
             self._epoll.register(self._listener, select.EPOLLIN)
             self._epoll.register(self._signal, select.EPOLLIN)
             undo.pop_all()
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there is something to do here: for pollers."""
+        """Returns a descriptor for pollers that is readable when `recv_multipart` should be called."""
         return self._epoll.fileno()
 
     @property
-    def patience_ms(self) -> int | None:
-        """How long the owner may wait for `fileno` before it calls `recv_multipart` anyway; None: for ever."""
+    def max_wait_ms(self) -> int | None:
+        """Longest time to poll `fileno` before calling `recv_multipart` anyway; None: no limit."""
         return _REPLENISH_MS if len(self._reserve) < _RESERVE else None
 
     @property
     def connections(self) -> int:
+        """Number of open connections."""
         return len(self._by_fd)
 
     def poll(self, timeout_ms: int) -> bool:
-        """Waits until `recv_multipart` has a message; False when `timeout_ms` is over."""
+        """Waits until `recv_multipart` has a message; returns False after `timeout_ms`."""
         deadline = time.monotonic() + timeout_ms / 1000
         while not self._arrived:
             left = deadline - time.monotonic()
-            self._turn(max(0, left))
+            self._process_events(max(0, left))
             if left <= 0:
                 break
-        self._tell()
+        self._update_signal()
         return bool(self._arrived)
 
     def recv_multipart(self, flags: int = zmq.NOBLOCK) -> list[bytes]:
-        """The peer's name and the frames of its message.
+        """Returns the peer's routing id followed by the frames of its message.
 
         Raises:
-            zmq.Again: there is none; never waits.
+            zmq.Again: no message is available; the method never waits.
         """
         if not self._arrived:
-            self._turn(0)
+            self._process_events(0)
             if not self._arrived:
                 raise zmq.Again
         message = self._arrived.popleft()
-        self._tell()
+        self._update_signal()
         return message
 
     def send_multipart(self, frames: Sequence[bytes], flags: int = zmq.NOBLOCK, timeout_ms: int = 0) -> None:
-        """Sends to the peer that the first frame names.
+        """Sends a message to the peer whose routing id is the first frame.
 
         Args:
-            timeout_ms: how long to wait where the peer does not read.
+            frames: routing id, then the frames of the message.
+            timeout_ms: longest time to wait for a peer that does not read.
 
         Raises:
-            zmq.Again: it has not read so much that no more is queued for it.
-            zmq.ZMQError: nobody of that name is connected.
+            zmq.Again: the peer's queue is full.
+            zmq.ZMQError: no peer with this routing id is connected.
         """
         connection = self._by_name.get(frames[0])
         if connection is None:
@@ -180,7 +183,7 @@ class UnixRouter:
             raise zmq.ZMQError(errno.EHOSTUNREACH)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Closes all connections, after at most `linger_ms` for what is queued; leaves the path. Idempotent."""
+        """Sends queued messages for at most `linger_ms`, then closes all connections; keeps the path. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -196,13 +199,13 @@ class UnixRouter:
         os.close(self._signal)
         self._release_reserve()
 
-    def _turn(self, timeout_s: float) -> None:
+    def _process_events(self, timeout_s: float) -> None:
         for fd, events in self._epoll.poll(timeout_s):
             if fd == self._listener.fileno():
                 self._accept()
                 continue
             connection = self._by_fd.get(fd)
-            if connection is None:  # the signal, or one that was closed in this turn
+            if connection is None:  # the signal, or a connection that was closed in this iteration
                 continue
             if events & select.EPOLLOUT:
                 self._write(connection)
@@ -210,8 +213,8 @@ class UnixRouter:
                 self._read(connection)
         self._replenish()
 
-    def _tell(self) -> None:
-        """Keep the signal readable exactly while messages wait."""
+    def _update_signal(self) -> None:
+        """Makes the signal readable if messages wait, and unreadable if not."""
         if bool(self._arrived) != self._signalled:
             self._signalled = not self._signalled
             if self._signalled:
@@ -227,9 +230,9 @@ class UnixRouter:
                 return
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTORS:
-                    continue  # that client has gone
+                    continue  # the client has disconnected
                 if not self._free_descriptor():
-                    # Another thread took all of them. The listener stays readable, so that it must not be watched.
+                    # Another thread took the descriptor. The listener stays readable, so stop polling it.
                     self._watch_listener(False)
                     return
                 continue
@@ -253,19 +256,19 @@ class UnixRouter:
         limit = self._limit
         if descriptors != resource.RLIM_INFINITY:
             limit = min(limit, max(_FEWEST, descriptors // _SHARE))
-            # The kernel gives out the lowest free number.
+            # The kernel assigns the lowest free descriptor, so a high number means that few are free.
             if connection.fd >= descriptors - _SCARCE:
                 since_ns = connection.active_ns - _SOON_NS
                 for silent in [each for each in self._by_fd.values() if not each.spoken and each.active_ns < since_ns]:
                     self._drop(silent)
         if len(self._by_fd) >= limit:
-            self._drop(self._quietest())
-            self._refused(f"more than {limit} connections to {self.address}: closed the quietest")
+            self._drop(self._longest_idle())
+            self._refused(f"more than {limit} connections to {self.address}: closed the one idle longest")
         self._by_fd[connection.fd] = connection
         self._queue(connection, zmtp.OPENING)
 
-    def _quietest(self) -> _Connection:
-        """What is closed first: connections that have said nothing, the oldest of them; then the longest quiet one."""
+    def _longest_idle(self) -> _Connection:
+        """Returns the connection to close: the oldest that never sent a message, else the one idle longest."""
         return min(self._by_fd.values(), key=lambda each: (each.spoken, each.active_ns))
 
     def _read(self, connection: _Connection) -> None:
@@ -341,11 +344,11 @@ class UnixRouter:
         connection.socket.close()
 
     def _free_descriptor(self) -> bool:
-        """Make a descriptor free for the connection that waits; False where there is nothing to close."""
+        """Frees a descriptor for a pending connection; returns False if there is nothing to close."""
         if self._reserve:
             os.close(self._reserve.pop())
         elif self._by_fd:
-            self._drop(self._quietest())
+            self._drop(self._longest_idle())
         else:
             return False
         return True

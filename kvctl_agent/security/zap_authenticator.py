@@ -1,6 +1,6 @@
-"""Decides who may finish a CURVE handshake with the sockets of one ZMQ context (ZAP, RFC 27).
+"""ZAP authenticator (ZeroMQ RFC 27): decides which CURVE clients may connect to the sockets of one ZMQ context.
 
-Without an answer libzmq would let every key in. The thread ends with `close`, which comes before the context's end.
+Without an authenticator libzmq accepts every key. Call `close` before the context is terminated.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _FRAMES = 7  # version, request id, domain, address, identity, mechanism, public
 
 
 class ZapAuthenticator:
-    """Answers libzmq's questions about the keys of clients.
+    """Thread that answers libzmq's authentication requests.
 
-    Messages of a client that was let in carry its public key as their `User-Id`, in hexadecimal digits.
+    Messages of an accepted client have its public key, in hexadecimal digits, as their `User-Id`.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class ZapAuthenticator:
         admits: Callable[[bytes], bool],
         refused: Callable[[str], None],
     ) -> None:
-        """Serves at once.
+        """Starts the thread.
 
         Args:
-            context: whose sockets are guarded; made by the caller and ended by it, after `close`.
-            name: of the thread.
-            admits: whether the owner of a public key may come in; called on the thread of this gatekeeper.
-            refused: told of each that may not, in words; called likewise.
+            context: context of the sockets to protect; the caller terminates it after `close`.
+            name: name of the thread.
+            admits: returns whether a public key is accepted; runs on the authenticator's thread.
+            refused: called with a description of each refused client, on the authenticator's thread.
         """
         self._admits = admits
         self._refused = refused
@@ -46,7 +46,7 @@ class ZapAuthenticator:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, at once, since it waits for nothing but us; idempotent."""
+        """Stops the thread; idempotent."""
         if self._wake < 0:
             return
         os.eventfd_write(self._wake, 1)
@@ -62,7 +62,7 @@ class ZapAuthenticator:
             while self._wake not in (ready := dict(poller.poll())):
                 if self._socket in ready:
                     self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
-        except zmq.ContextTerminated:  # the context went first
+        except zmq.ContextTerminated:  # the context was terminated before `close`
             pass
         finally:
             self._socket.close()
@@ -72,11 +72,11 @@ class ZapAuthenticator:
         key, address = frames[-1], frames[3].decode("ascii", "replace")
         try:
             admitted = len(frames) == _FRAMES and frames[5] == b"CURVE" and self._admits(key)
-            reason = f"key {key.hex()} is not among those let in"
+            reason = f"key {key.hex()} is not permitted"
         except Exception as error:
-            # Whatever went wrong, nobody comes in by it, and the next one is asked about again.
+            # An error refuses this client; later requests are answered as usual.
             admitted, reason = False, f"{type(error).__name__}: {error}"
         if admitted:
             return [version, request, b"200", b"OK", key.hex().encode(), b""]
         self._refused(f"refused a client at {address or 'ipc'}: {reason}")
-        return [version, request, b"400", b"not let in", b"", b""]
+        return [version, request, b"400", b"not permitted", b"", b""]

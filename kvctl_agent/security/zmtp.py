@@ -1,6 +1,6 @@
-"""ZMTP 3.1 (ZeroMQ RFC 37), the ROUTER's end of one connection with mechanism NULL: bytes in, messages out, no I/O.
+"""ZMTP 3.1 framing (ZeroMQ RFC 37) for the ROUTER end of a connection with mechanism NULL; does no I/O.
 
-Enough for the DEALER and REQ sockets of any libzmq since 4.0, and for nothing else.
+Supports the DEALER, REQ and ROUTER sockets of libzmq 4.0 and later as peers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _MAX_NAME_BYTES = 255
 _MAX_COMMAND_BYTES = 4096
 _PEERS = (b"DEALER", b"REQ", b"ROUTER")
-# No protocol of ours has more; what is beyond is dropped, so that a message of many frames takes no more memory.
+# No message of the agent's protocols has more frames; further ones are dropped to bound the memory of a message.
 MAX_FRAMES = 8
 
 
@@ -28,14 +28,14 @@ def _command(name: bytes, body: bytes) -> bytes:
     return bytes([_COMMAND, len(content)]) + content
 
 
-# Greeting (signature, version, mechanism, "not the server" of PLAIN and CURVE, filler) and READY, sent at once.
+# Greeting (signature, version, mechanism, as-server flag 0, filler) followed by READY; sent together.
 OPENING = (b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)) + _command(
     b"READY", _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b"")
 )
 
 
 def encode(frames: Sequence[bytes]) -> bytes:
-    """One message as bytes for the wire."""
+    """Encodes one message."""
     wire: list[bytes] = []
     for index, frame in enumerate(frames):
         flags = _MORE if index < len(frames) - 1 else 0
@@ -48,15 +48,15 @@ def encode(frames: Sequence[bytes]) -> bytes:
 
 
 class Decoder:
-    """Reads what one peer sends.
+    """Decodes the bytes received from one peer.
 
     Attributes:
-        identity: the name that the peer gave itself; None before its handshake is complete.
-        answers: bytes to send back (PONG); the caller takes them.
+        identity: routing id sent by the peer; None until the handshake is complete.
+        answers: bytes to send to the peer (PONG); the caller sends and clears them.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: of one frame."""
+        """Creates a decoder; `max_bytes` is the maximum size of a frame."""
         self.identity: bytes | None = None
         self.answers = b""
         self._max_bytes = max_bytes
@@ -65,19 +65,19 @@ class Decoder:
         self._frames: list[bytes] = []
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """Takes what has arrived; returns the messages that are complete with it.
+        """Adds received bytes; returns the messages that they complete.
 
         Raises:
-            RemoteProtocolError: the peer does not speak this protocol, or sends a frame that is too large. Nothing
-                more can be read from it.
+            RemoteProtocolError: the peer violates the protocol or sends a frame that is too large. The decoder cannot
+                be used afterwards.
         """
         self._buffer += data
         if not self._greeted and not self._greet():
             return []
         messages = []
-        for flags, body in self._taken():
+        for flags, body in self._take_frames():
             if flags & _COMMAND:
-                self._obey(body)
+                self._handle_command(body)
             elif self.identity is None:
                 raise RemoteProtocolError("a message before the handshake")
             else:
@@ -89,7 +89,7 @@ class Decoder:
         return messages
 
     def _greet(self) -> bool:
-        """True once the peer's greeting is read."""
+        """Reads the peer's greeting; returns False while it is incomplete."""
         buffer = self._buffer
         if (buffer and buffer[0] != 0xFF) or (len(buffer) >= _SIGNATURE_BYTES and not buffer[9] & 1):
             raise RemoteProtocolError("not ZMTP")
@@ -104,7 +104,7 @@ class Decoder:
         self._greeted = True
         return True
 
-    def _taken(self) -> Iterator[tuple[int, bytes]]:
+    def _take_frames(self) -> Iterator[tuple[int, bytes]]:
         """Removes the complete frames from the buffer."""
         buffer, at = self._buffer, 0
         while len(buffer) - at >= 2:
@@ -123,7 +123,7 @@ class Decoder:
             at += header + size
         del buffer[:at]
 
-    def _obey(self, body: bytes) -> None:
+    def _handle_command(self, body: bytes) -> None:
         length = body[0] if body else 0
         name, rest = body[1 : 1 + length], body[1 + length :]
         if name == b"READY" and self.identity is None:
@@ -131,7 +131,7 @@ class Decoder:
             if properties.get(b"socket-type") not in _PEERS:
                 raise RemoteProtocolError(f"a socket of type {properties.get(b'socket-type')!r}")
             self.identity = properties.get(b"identity", b"")[:_MAX_NAME_BYTES]
-        elif name == b"PING":  # two bytes of time to live, then a context to give back
+        elif name == b"PING":  # two bytes of time to live, then a context to return in PONG
             self.answers += _command(b"PONG", rest[2:18])
         elif name == b"ERROR":
             raise RemoteProtocolError("the peer refuses the connection")

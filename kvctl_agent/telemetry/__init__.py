@@ -1,7 +1,7 @@
-"""What an agent remembers about itself, kept so that remembering costs the hot path next to nothing.
+"""Counters, timelines and rates of an agent, collected at negligible cost to the hot path.
 
-One rule holds throughout: writers may wait for each other for the length of a few bytecodes, and never for a
-reader. Readers (the admin thread) copy without a lock and accept a value that is one update old.
+Writers never wait for a reader, and for each other only for the duration of a few bytecodes. Readers (the admin
+thread) copy without a lock and accept values that are one update old.
 """
 
 from __future__ import annotations

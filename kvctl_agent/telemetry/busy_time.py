@@ -1,6 +1,6 @@
-"""Time that something took, overlaps counted once: what of a room's transfer was hidden behind its forward.
+"""Union of time intervals, used for the part of a room's transfer time that overlaps its forward.
 
-Parts of one room move at once, so their times must not be added up; the union is what an operator could have waited.
+Parts of one room are transferred concurrently, so adding their durations would count the same time repeatedly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 class BusyTime:
     """Union of intervals in monotonic ns; one thread adds, any thread reads.
 
-    Readers see one complete list or the other: adding puts a new list in place of the old one's end.
+    `add` replaces the tuple of intervals as a whole, so that readers always see a consistent one.
     """
 
     __slots__ = ("_spans",)
@@ -18,24 +18,24 @@ class BusyTime:
         self._spans: tuple[tuple[int, int], ...] = ()
 
     def add(self, start: int, end: int) -> None:
-        """One more interval; in about the order of time, so that what it touches is near the end."""
+        """Adds an interval; fast if intervals arrive roughly in order of time."""
         spans = self._spans
-        place = len(spans)
+        index = len(spans)
         later: tuple[tuple[int, int], ...] = ()
-        while place and spans[place - 1][1] >= start:
-            place -= 1
-            first, last = spans[place]
+        while index and spans[index - 1][1] >= start:
+            index -= 1
+            first, last = spans[index]
             if first > end:
-                later = (spans[place], *later)
+                later = (spans[index], *later)
             else:
                 start, end = min(start, first), max(end, last)
-        self._spans = (*spans[:place], (start, end), *later)
+        self._spans = (*spans[:index], (start, end), *later)
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def split(self, moment: int) -> tuple[int, int]:
-        """Length before and after `moment`."""
+        """Returns the total length before and after `moment`, in ns."""
         before = after = 0
         for start, end in self._spans:
             before += max(0, min(end, moment) - start)

@@ -1,7 +1,7 @@
-"""One clock per agent: all moments are taken monotonic and become wall time only when they are shown.
+"""Clock of an agent: times are measured with the monotonic clock and converted to wall time for output.
 
-A wall clock that is stepped in the middle of a room would give negative stages. The offset is taken once, so the
-distance between two moments that an agent shows is always the distance it measured.
+A wall clock that is stepped while a room is active would give negative durations. The offset between the clocks is
+measured once, so differences between reported wall times equal the measured durations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        # The tightest of a few readings: a thread switch between the three calls must not become the offset.
+        # The best of five readings: a thread switch between the three calls must not distort the offset.
         best: tuple[int, int] | None = None
         for _ in range(5):
             before = time.monotonic_ns()
@@ -28,9 +28,9 @@ class Clock:
         assert best is not None
         self.offset_ns: int = best[1]
 
-    # Bound at class level: the hot path calls the C function directly.
+    # A class attribute, so that the hot path calls the C function directly.
     now_ns = staticmethod(time.monotonic_ns)
 
     def wall_ns(self, moment_ns: int) -> int:
-        """Wall clock (ns since the epoch) of the monotonic moment `moment_ns`."""
+        """Converts a monotonic time to wall clock time (ns since the epoch)."""
         return moment_ns + self.offset_ns

@@ -1,7 +1,6 @@
-"""The flight recorder: the last few thousand things that happened to this agent, numbered without gaps.
+"""Flight recorder: a bounded log of the agent's latest events, with consecutive numbers.
 
-Numbers let a reader that comes back ask for what is new and be told how much it missed, instead of being shown an
-incomplete story as a complete one.
+With the numbers a returning reader can request the new events and learn how many were dropped in between.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class FlightRecorder:
 
     def __init__(self, clock: Clock, agent_name: str, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(f"a flight recorder needs room for at least one event, got {capacity}")
+            raise ValueError(f"the capacity of a flight recorder must be at least 1, got {capacity}")
         self._clock = clock
         self._agent = agent_name
-        # Taken by writers only, so that numbers and places agree; a reader copies the ring without it.
+        # Taken by writers only, to keep the entries in the order of their numbers; readers copy without it.
         self._writers = threading.Lock()
         self._next = 0
         self._ring: deque[_Entry] = deque(maxlen=capacity)
@@ -42,13 +41,13 @@ class FlightRecorder:
     def record(
         self, kind: str, text: str, severity: Severity = "info", room: int | None = None, peer: str | None = None
     ) -> None:
-        """Appends one event; the oldest makes room.
+        """Appends one event; a full recorder drops its oldest.
 
         Args:
-            kind: a short word to filter by: room, peer, ring, admin ...
-            text: what happened, to what; one line.
-            room: the room's number where it concerns one.
-            peer: the peer's agent name where it concerns one.
+            kind: category to filter by: room, peer, ring, admin ...
+            text: one line that describes the event.
+            room: number of the room that the event is about, if any.
+            peer: agent name of the peer that the event is about, if any.
         """
         now = self._clock.now_ns()
         with self._writers:
@@ -56,10 +55,10 @@ class FlightRecorder:
             self._next += 1
 
     def since(self, sequence: int | None, limit: int) -> Events:
-        """Events numbered `sequence` and up, oldest first, at most `limit`; with None the latest `limit`.
+        """Returns events from number `sequence` on, oldest first, at most `limit`; None returns the latest `limit`.
 
-        `dropped` counts events from `sequence` on that the ring had already lost. A `sequence` from another life
-        of the agent (above what was ever given out) answers nothing and the right `next`.
+        `dropped` counts the events from `sequence` on that the recorder no longer has. A `sequence` beyond the last
+        number, for example from an earlier incarnation of the agent, returns no events and the correct `next`.
         """
         ring = self._copy()
         end = ring[-1].sequence + 1 if ring else 0
@@ -76,7 +75,7 @@ class FlightRecorder:
         return {"events": [self._row(entry) for entry in chosen], "next": follow, "dropped": dropped}
 
     def _copy(self) -> list[_Entry]:
-        # A writer may append while we iterate; the interpreter notices and we start over.
+        # If a writer appends during the iteration, it raises RuntimeError and the copy starts over.
         while True:
             try:
                 return list(self._ring)

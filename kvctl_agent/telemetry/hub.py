@@ -1,4 +1,4 @@
-"""Everything one agent remembers about itself, under one name."""
+"""The telemetry objects of one agent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ RATE_WINDOW_NS = 10_000_000_000
 
 
 class Telemetry:
-    """Built once per agent; written by its threads, read by the admin thread.
+    """Telemetry of one agent; written by its threads, read by the admin thread.
 
     Attributes:
-        copying_since_ns, arrival_turn_ns: decode, monotonic: when the oldest copy that runs was begun, and when the
-            arrival thread last began to look for work; 0: no copy runs, or it has not looked.
-        drain_began_ns, drain_ended_ns: monotonic: when the agent was last told to take no new rooms, and when it was
-            told to take them again; 0: never, or not yet.
-        on_finish: told of every room that has ended, on the control thread: it must only enqueue.
+        copying_since_ns: decode, monotonic: start of the oldest running copy; 0: no copy runs.
+        arrival_turn_ns: decode, monotonic: start of the arrival thread's latest iteration; 0: none yet.
+        drain_began_ns, drain_ended_ns: monotonic: time of the last drain, and of the last resume; 0: never.
+        on_finish: callback for every finished room; runs on the control thread, so it must only enqueue.
     """
 
     def __init__(
@@ -48,10 +47,10 @@ class Telemetry:
         self.on_finish: Callable[[RoomRecord], None] | None = None
         self.copying_since_ns = self.arrival_turn_ns = 0
         self.drain_began_ns = self.drain_ended_ns = 0
-        self._arrived_ns = 0  # reader: when the last part was in its pages
+        self._arrived_ns = 0  # decode: time at which the latest part was in its pages
 
     def drain(self, on: bool) -> None:
-        """The agent was told to take no new rooms, or to take them again; told twice, the first time counts."""
+        """Records that the agent starts or stops draining; of repeated calls the first one counts."""
         draining, now = self.drain_began_ns > self.drain_ended_ns, time.monotonic_ns()
         if on and not draining:
             self.drain_began_ns = now
@@ -59,7 +58,7 @@ class Telemetry:
             self.drain_ended_ns = now
 
     def finish(self, record: RoomRecord, now_ns: int) -> None:
-        """A room has ended: count it, and move its record to the finished ones."""
+        """Counts a finished room and moves its record to the finished rooms."""
         record.finish(now_ns)
         self.metrics.add("kvctl_rooms_finished_total", 1, record.state_now.label)
         latency, overlap = record.latency_ns, record.overlap(now_ns)
@@ -85,12 +84,16 @@ class Telemetry:
         moments: Mapping[str, int],
         forward_done_ns: int | None = None,
     ) -> None:
-        """A part is through this rank: its stages, its bytes, its place on the room's timeline.
+        """Records a part that this rank has sent or received.
 
         Args:
+            record: record of the part's room.
             key: writer, chunk and layers [lo, hi).
-            moments: stage name to the monotonic ns at which it ended, in the order of the stages.
-            forward_done_ns: prefill: when the forward was done, or now while it still runs.
+            peer: agent name at the other end.
+            path: transfer path.
+            nbytes: KV bytes of the part.
+            moments: monotonic end of each stage by name, in order of the stages.
+            forward_done_ns: prefill: end of the forward, or the current time while it runs; None on a decode rank.
         """
         record.part(path, nbytes)
         last = 0
@@ -111,8 +114,8 @@ class Telemetry:
             first = min(moments.values())
             record.moved.add(first, last)
         else:
-            # A reader does not see a write begin, and of one into the pages it sees a single moment: its bytes are
-            # those of the time since the part before, or since nobody waited for any.
+            # A decode rank does not see the start of a write, and of a write directly into the pages only its end.
+            # The part's bytes are spread over the time since the previous part, or since the room was opened.
             first = max(record.opened_at, self._arrived_ns)
             self._arrived_ns = max(last, self._arrived_ns)
         self.rate.add(min(first, last), last, nbytes)

@@ -1,8 +1,8 @@
-"""Counters, gauges and histograms of the declared metrics, cheap enough for every part.
+"""Counters, gauges and histograms of the declared metrics, cheap enough to update for every part.
 
-`counter[key] += 1` reads and writes in separate bytecodes: two threads on one dict lose counts. So each thread
-counts in a shard of its own and `snapshot` adds the shards up. A thread that ended leaves its shard to the common
-one at the next snapshot, so threads that come and go do not pile up. Gauges are last-write-wins and need no shard.
+`counter[key] += 1` reads and writes in separate bytecodes, so two threads that share a dict lose counts. Each thread
+therefore counts in its own shard, and `snapshot` adds up the shards. The next snapshot merges the shard of a thread
+that has ended into a common shard, so that shards do not accumulate. Gauges are last-write-wins and need no shard.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvctl_agent.contract.snapshots import MetricFamily, MetricSample
 _Key = tuple[str, tuple[str, ...]]
 
 OTHER = "other"
-_MOST_SERIES = 1024  # some labels are what a peer said: it must not be able to fill our memory with them
+_MOST_SERIES = 1024  # peers supply the values of some labels and must not be able to exhaust the memory
 
 
 class _Histogram:
-    """Observations of one thread: a count per bucket (the last one above every bound), and their sum."""
+    """Observations of one thread: a count per bucket (the last bucket has no upper bound), and their sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -32,14 +32,14 @@ class _Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def take(self, other: _Histogram) -> None:
-        for place, count in enumerate(other.counts):
-            self.counts[place] += count
+    def merge(self, other: _Histogram) -> None:
+        for bucket, count in enumerate(other.counts):
+            self.counts[bucket] += count
         self.sum += other.sum
 
 
 class _Shard:
-    """What one thread counted."""
+    """Counters and histograms of one thread."""
 
     __slots__ = ("counters", "histograms", "owner")
 
@@ -48,14 +48,14 @@ class _Shard:
         self.counters: dict[_Key, float] = {}
         self.histograms: dict[_Key, _Histogram] = {}
 
-    def take(self, other: _Shard) -> None:
+    def merge(self, other: _Shard) -> None:
         for key, value in other.counters.copy().items():
             self.counters[key] = self.counters.get(key, 0) + value
         for key, histogram in other.histograms.copy().items():
-            mine = self.histograms.get(key)
-            if mine is None:
-                mine = self.histograms[key] = _Histogram(histogram.bounds)
-            mine.take(histogram)
+            total = self.histograms.get(key)
+            if total is None:
+                total = self.histograms[key] = _Histogram(histogram.bounds)
+            total.merge(histogram)
 
 
 class _Local(threading.local):
@@ -63,16 +63,16 @@ class _Local(threading.local):
 
 
 class Metrics:
-    """Registry over the declared metrics.
+    """Values of the declared metrics.
 
-    A name that is not declared raises KeyError; a wrong kind, label count or sign raises ValueError. Both are
-    mistakes of our own code, found by the first call of the line.
+    An undeclared name raises KeyError; a wrong kind, number of labels or sign raises ValueError. Both are programming
+    errors that the first execution of the line reveals.
     """
 
     def __init__(self, declared: Mapping[str, Metric] = METRICS_BY_NAME) -> None:
         self._declared = declared
         self._local = _Local()
-        self._register = threading.Lock()  # guards the list of shards, taken once per thread and per snapshot
+        self._register = threading.Lock()  # guards the list of shards; taken once per thread and once per snapshot
         self._shards: list[_Shard] = []
         self._ended = _Shard(None)
         self._gauges: dict[_Key, float | None] = {}
@@ -92,16 +92,16 @@ class Metrics:
             counters[key] = counters.get(key, 0) + value
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
-        """Sets a gauge; None means that the value is not known."""
+        """Sets a gauge; None means that the value is unknown."""
         key = (name, labels)
         if key not in self._gauges:
             self._check("gauge", name, labels)
         self._gauges[key] = value
 
     def observe(self, name: str, value_seconds: float, *labels: str) -> None:
-        """Counts one observation of a histogram, in seconds; below zero counts as zero.
+        """Counts one observation of a histogram, in seconds; a negative one counts as zero.
 
-        Two moments that different threads took may be a tick out of order: no reason to fail a transfer.
+        The difference of two times measured by different threads may be slightly negative, which is no error.
         """
         value_seconds = max(0.0, value_seconds)
         histograms = (self._local.shard or self._new_shard()).histograms
@@ -114,7 +114,7 @@ class Metrics:
         histogram.sum += value_seconds
 
     def total(self, name: str, *labels: str) -> float:
-        """Value of a counter: of one label set, or over all of them when no label is given."""
+        """Returns the value of a counter for the given labels; without labels, the sum over all label values."""
         totals = self.totals(name)
         if labels:
             self._check("counter", name, labels)
@@ -122,7 +122,7 @@ class Metrics:
         return sum(totals.values())
 
     def totals(self, name: str) -> dict[tuple[str, ...], float]:
-        """Values of a counter by label set; only those that were counted."""
+        """Returns the values of a counter by label values; only those that were counted."""
         declared = self._declared[name]
         if declared.kind != "counter":
             raise ValueError(f"{name} is a {declared.kind}, not a counter")
@@ -130,9 +130,9 @@ class Metrics:
         return {labels: value for (counter, labels), value in counters.items() if counter == name}
 
     def snapshot(self) -> list[MetricFamily]:
-        """Every declared family, in the order of declaration; clears nothing.
+        """Returns all declared families in order of declaration; resets nothing.
 
-        A counter without labels that was never touched is 0; whatever else was never touched has no sample.
+        A counter without labels that was never incremented is 0; other metrics without a value have no samples.
         """
         total = self._sum()
         samples: dict[str, list[MetricSample]] = {name: [] for name in self._declared}
@@ -162,11 +162,11 @@ class Metrics:
         total = _Shard(None)
         with self._register:
             for shard in [shard for shard in self._shards if shard.owner and not shard.owner.is_alive()]:
-                self._ended.take(shard)
+                self._ended.merge(shard)
                 self._shards.remove(shard)
-            total.take(self._ended)
+            total.merge(self._ended)
             for shard in self._shards:
-                total.take(shard)
+                total.merge(shard)
         return total
 
     def _check(self, kind: str, name: str, labels: tuple[str, ...]) -> Metric:
@@ -184,14 +184,14 @@ class Metrics:
 
     def _histogram_sample(self, name: str, labels: tuple[str, ...], histogram: _Histogram) -> MetricSample:
         buckets: list[list[float | None]] = []
-        seen = 0
+        cumulative = 0
         for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
-            seen += count
-            buckets.append([None if bound == math.inf else bound, seen])
+            cumulative += count
+            buckets.append([None if bound == math.inf else bound, cumulative])
         return {
             "labels": self._labels(name, labels),
             "value": None,
             "buckets": buckets,
             "sum": histogram.sum,
-            "count": seen,
+            "count": cumulative,
         }

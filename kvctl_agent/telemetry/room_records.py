@@ -1,7 +1,7 @@
-"""What an agent remembers of each room: its row in `rooms`, its timeline, and what is kept of finished rooms.
+"""Records of active and finished rooms: the data behind `rooms`, `room`, `history`, `slow` and `failed`.
 
-A `RoomRecord` belongs to the thread that runs the room. It only stores; the admin thread reads the fields as they
-are and does all the arithmetic and text. A row may therefore be one update old, never torn in a single value.
+The control thread writes a `RoomRecord` and only stores values; the admin thread reads them and does all arithmetic
+and formatting. A row may therefore be one update old, but no single value is torn.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvctl_agent.telemetry.clock import Clock
 _T = TypeVar("_T")
 
 FAILED_BYTES = 16 << 20
-_RECORD_BYTES, _ITEM_BYTES = (
-    4096,
-    512,
-)  # what a record takes, and one item of what it lists; both above what is measured
+_RECORD_BYTES, _ITEM_BYTES = 4096, 512  # size of a record, and of one item of its lists; both above measured sizes
 
 
 class Event(NamedTuple):
-    """One moment of a room; monotonic `at_ns`, `layers` is [lo, hi), `path` and `nbytes` where a part moved."""
+    """One timeline event of a room.
+
+    `at_ns` is monotonic, `layers` is [lo, hi); `path` is "" and `nbytes` is 0 unless a part was transferred.
+    """
 
     stage: str
     at_ns: int
@@ -44,20 +44,20 @@ _BareEvent = tuple[str, int, int | None, int | None, tuple[int, int] | None, str
 
 
 class RoomRecord:
-    """One room on this rank. Set the plain fields directly; use the methods where more than one field moves.
+    """One room on this rank. Callers set single fields directly and use the methods to change several.
 
     Attributes:
         room, nonce: unsigned 64-bit numbers.
-        nonces: of a prefill rank: those of all the decode ranks that opened the room here.
-        planned, sent, landed, scattered: ledger cells; `planned` 0 until the plan is known. `sent` stays None on
-            a decode rank, `landed` and `scattered` on a prefill rank.
+        nonces: prefill: one nonce for each decode rank that opened the room here.
+        planned, sent, landed, scattered: ledger cells. `planned` is 0 until the plan is known. `sent` is None on a
+            decode rank; `landed` and `scattered` are None on a prefill rank.
         bytes, parts: KV bytes and parts sent (prefill) or landed (decode).
-        paths: parts by path.
-        parked: parts that wait for a grant or the watermark right now.
-        peers: agent names on the other side.
-        first_ready_at: monotonic moment of the first `ready`, where a prefill rank's latency begins.
-        forward_begun_at, forward_done_at: monotonic moments between which a prefill rank computed the room; None where
-            the engine did not say.
+        paths: number of parts by path.
+        parked: parts that currently wait for a grant or the watermark.
+        peers: agent names at the other end.
+        first_ready_at: prefill, monotonic: time of the first `ready`; the latency is measured from here.
+        forward_begun_at, forward_done_at: prefill, monotonic: start and end of the forward; None if the engine did
+            not report it.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class RoomRecord:
         self.room = room
         self.nonce = nonce
         self.nonces: list[int] = []
-        self.key = (room, nonce)  # its place in the book; a prefill rank learns the nonce later
+        self.key = (room, nonce)  # key in RoomRecords; a prefill rank learns the nonce later
         self.opened_at = opened_at
         self.finished_at: int | None = None
         self.state_now = RoomState.BOOTSTRAPPING
@@ -122,7 +122,7 @@ class RoomRecord:
         self._event_limit = event_limit
 
     def state(self, new_state: RoomState, at: int) -> None:
-        """The room entered `new_state` at monotonic `at`."""
+        """Records that the room entered `new_state` at monotonic `at`."""
         self.state_now = new_state
         self.state_at = at
 
@@ -138,11 +138,11 @@ class RoomRecord:
         path: str = "",
         nbytes: int = 0,
     ) -> None:
-        """Adds a moment to the timeline; beyond the limit it is only counted, so the beginning is what stays."""
+        """Adds an event to the timeline; events beyond the limit are only counted, so the earliest ones are kept."""
         if stage == "ready" and self.first_ready_at is None:
             self.first_ready_at = at
         if len(self._events) < self._event_limit:
-            # A bare tuple costs half of a named one; `events` names the fields for readers.
+            # A plain tuple costs half as much as a named tuple; the property `events` converts them.
             self._events.append((stage, at, writer, chunk, layers, peer, detail, path, nbytes))
         else:
             self.events_dropped += 1
@@ -154,27 +154,28 @@ class RoomRecord:
         self.paths[path] = self.paths.get(path, 0) + 1
 
     def fail(self, failure: Failure, at: int) -> None:
-        """Keeps the cause, unless an earlier one is known: the first cause is the one to show.
+        """Stores the cause of the failure, unless there is one already: the first cause is reported.
 
         Args:
-            at: monotonic ns, when this rank learnt of it.
+            failure: the cause.
+            at: monotonic ns at which this rank learned of it.
         """
         if self.failure is not None:
             return
         self.failure = failure
-        if self._event_limit:  # beyond the limit, too: no event of the room matters more
+        if self._event_limit:  # stored even beyond the limit: no other event of the room matters more
             text = f"{failure['rank']}: {failure['code']}: {failure['text']}"
             self._events.append(("fail", at, None, None, None, None, text, "", 0))
 
     def finish(self, at: int) -> None:
-        """The room ended at monotonic `at`; its ages stop growing."""
+        """Records that the room ended at monotonic `at`; its ages stop growing."""
         if self.finished_at is None:
             self.finished_at = at
 
     def overlap(self, now: int) -> tuple[int, int] | None:
-        """How long parts were on their way (hidden, exposed): before and after the end of the forward.
+        """Returns the transfer time before (hidden) and after (exposed) the end of the forward, in ns.
 
-        A forward that still runs hides whatever has been sent. None where no part was sent, and on decode ranks.
+        While the forward runs, all transfer time is hidden. None if no part was sent, and on decode ranks.
         """
         if not self.moved:
             return None
@@ -182,19 +183,19 @@ class RoomRecord:
 
     @property
     def events(self) -> list[Event]:
-        """The timeline so far, in the order in which moments were told."""
+        """The timeline, in the order in which events were added."""
         return [Event._make(event) for event in self._events.copy()]
 
     @property
     def nbytes(self) -> int:
-        """What the record takes of memory, at most."""
+        """Upper bound of the record's memory in bytes."""
         items = len(self._events) + len(self.chunks_ready) + len(self.peers) + len(self.moved) + len(self.paths)
         text = len(self.failure["text"]) if self.failure is not None else 0
         return _RECORD_BYTES + _ITEM_BYTES * items + 8 * text
 
     @property
     def latency_ns(self) -> int | None:
-        """Decode: open to success. Prefill: first part ready to sent. None unless the room succeeded."""
+        """Decode: from open to success. Prefill: from the first ready part to sent. None unless the room succeeded."""
         if self.finished_at is None or self.state_now is not RoomState.SUCCESS:
             return None
         begin = self.opened_at if self.sent is None else self.first_ready_at
@@ -202,13 +203,13 @@ class RoomRecord:
 
 
 class _FailedRecords:
-    """Failed rooms, bounded by their number and their bytes.
+    """Failed rooms, bounded in number and bytes.
 
-    Where one must go, it is the oldest of the code of which there are most: a burst of one cause does not drive out
-    what failed for another. `add` belongs to one thread; everything else may be called from any.
+    A full store drops the oldest room of the most frequent failure code, so that a burst of one cause does not evict
+    rooms that failed for another. One thread calls `add`; any thread may call the other methods.
 
     Attributes:
-        dropped: how many had to go.
+        dropped: number of rooms dropped.
     """
 
     def __init__(self, limit: int) -> None:
@@ -232,16 +233,16 @@ class _FailedRecords:
             self.dropped += 1
 
     def records(self) -> list[RoomRecord]:
-        """Those that are kept, the latest first."""
+        """Returns the stored records, latest first."""
         kept = [record for ring in _copy(self._by_code.values()) for record, _ in _copy(ring)]
         return sorted(kept, key=lambda record: record.state_at, reverse=True)
 
 
 class RoomRecords:
-    """Active rooms, and bounded numbers of the latest, the slowest and the failed ones of those that have finished.
+    """Active rooms, and bounded numbers of the latest, slowest and failed finished rooms.
 
-    Several records may share a room number: the decode ranks of one prefill rank, or a number used again. They
-    differ by nonce. `open` and `close` belong to one thread; everything else may be called from any.
+    Several records may have the same room number and different nonces: on a prefill rank one per decode rank, or of a
+    reused number. One thread calls `open` and `close`; any thread may call the other methods.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class RoomRecords:
         self._timeline_events = timeline_events
         self._active: dict[tuple[int, int], RoomRecord] = {}
         self._latest: deque[RoomRecord] = deque(maxlen=history)
-        # Min-heap: the fastest of the slowest is on top and is the one to go.
+        # Min-heap: the fastest of the slowest rooms is at the top and is evicted first.
         self._slowest: list[tuple[int, int, RoomRecord]] = []
         self._slowest_limit = history
         self._failed = _FailedRecords(failed)
@@ -263,21 +264,21 @@ class RoomRecords:
         """Starts the record of an active room.
 
         Raises:
-            ValueError: this room with this nonce is active already.
+            ValueError: a room with this number and nonce is already active.
         """
         key = (room, nonce)
         if key in self._active:
-            raise ValueError(f"room {room} with nonce {nonce} is open already")
+            raise ValueError(f"room {room} with nonce {nonce} is already open")
         record = RoomRecord(room, nonce, self._role, self._clock.now_ns(), self._timeline_events)
         self._active[key] = record
         return record
 
     def close(self, record: RoomRecord) -> None:
-        """Moves a record from the active ones to the rings; finishes it now if nobody did. Idempotent."""
+        """Moves a record from the active to the finished rooms, and finishes it if necessary. Idempotent."""
         if self._active.get(record.key) is not record:
             return
         record.finish(self._clock.now_ns())
-        # First into the ring, then out of the active ones: a reader in between may see it twice, never miss it.
+        # Added to the finished rooms before it is removed: a concurrent reader may see it twice but never misses it.
         self._latest.append(record)
         if record.failure is not None:
             self._failed.add(record, record.failure["code"])
@@ -291,11 +292,11 @@ class RoomRecords:
         del self._active[record.key]
 
     def active(self) -> list[RoomRecord]:
-        """Active records, oldest first."""
+        """Returns the active records, oldest first."""
         return list(self._active.copy().values())
 
     def find(self, room: int) -> list[RoomRecord]:
-        """Every record with this number that is still known: active ones first, then the latest finished."""
+        """Returns all stored records with this room number: active ones first, then finished ones, latest first."""
         found = [record for record in self.active() if record.room == room]
         latest, slowest = reversed(_copy(self._latest)), (record for _, _, record in self._slow())
         for record in (*latest, *slowest, *self._failed.records()):
@@ -304,7 +305,7 @@ class RoomRecords:
         return found
 
     def states(self) -> dict[str, int]:
-        """Active rooms by state label, as `status` shows them."""
+        """Returns the number of active rooms by state label."""
         counts: dict[str, int] = {}
         for record in self.active():
             label = record.state_now.label
@@ -312,16 +313,16 @@ class RoomRecords:
         return counts
 
     def rows(self, state: str | None, limit: int) -> list[RoomRow]:
-        """Rows of active rooms, oldest first; `state` is a state label."""
+        """Returns rows of active rooms, oldest first; `state` is a state label, or None for all."""
         chosen = (record for record in self.active() if state is None or record.state_now.label == state)
         return [self.row(record) for record in itertools.islice(chosen, limit)]
 
     def history(self, limit: int) -> list[RoomRow]:
-        """Rows of the latest finished rooms, latest first."""
+        """Returns rows of finished rooms, latest first."""
         return [self.row(record) for record in itertools.islice(reversed(_copy(self._latest)), limit)]
 
     def failed(self, limit: int) -> FailedRooms:
-        """Rows of the rooms that failed last, those still active included, the latest first; and how many are gone."""
+        """Returns rows of failed rooms, latest first, including active ones, and how many were dropped."""
         dropped, kept = self._failed.dropped, self._failed.records()
         active = [record for record in self.active() if record.failure is not None]
         found = list(dict.fromkeys([*active, *kept]))
@@ -333,11 +334,11 @@ class RoomRecords:
         }
 
     def slow(self, limit: int) -> list[RoomRow]:
-        """Rows of the rooms that took longest to succeed, slowest first; failed rooms have no latency."""
+        """Returns rows of the rooms with the highest latency, slowest first; failed rooms have no latency."""
         return [self.row(record) for _, _, record in self._slow()[:limit]]
 
     def detail(self, room: int) -> list[RoomDetail]:
-        """Row and timeline of every record with this number, in the order of `find`; empty when unknown."""
+        """Returns row and timeline of every record with this room number, in the order of `find`."""
         return [
             {
                 **self.row(record),
@@ -349,7 +350,7 @@ class RoomRecords:
         ]
 
     def row(self, record: RoomRecord) -> RoomRow:
-        """The row of one record as of now."""
+        """Returns the current row of one record."""
         finished_at, done_at = record.finished_at, record.forward_done_at
         until = finished_at if finished_at is not None else self._clock.now_ns()
         hidden, exposed = record.overlap(until) or (None, None)
@@ -405,7 +406,7 @@ class RoomRecords:
 
 
 def _copy(items: Collection[_T]) -> list[_T]:
-    """A copy for another thread than the owner's; where the owner changes it meanwhile, it is begun anew."""
+    """Copies a collection that another thread may change; a change during the copy restarts it."""
     while True:
         try:
             return list(items)

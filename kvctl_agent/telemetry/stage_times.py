@@ -1,8 +1,8 @@
-"""Where the time of a part goes, per layer group and path: the data behind `kvctl layers`.
+"""Durations of the stages of parts, by layer group and path: the data behind `kvctl layers`.
 
-A stage's duration is the distance from the end of the stage before it *that this rank saw*: a part that was never
-gated has no gate time, and a writer knows nothing of arrival. `ready` counts from where the chunk's first layer group
-was ready: how much later the compute of this one ended.
+The duration of a stage is the time since the end of the previous stage that this rank observed: a part that was never
+gated has no gate time, and a writer does not observe arrival. The duration of `ready` is the time since the first
+layer group of the same chunk was ready.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvctl_agent.telemetry.log_histogram import LogHistogram
 from kvctl_agent.telemetry.room_records import RoomRecord
 
 MAX_GROUPS = 1024
-"""Most (layer group, path) pairs kept: far above what any grouping gives, so only a runaway meets it."""
+"""Limit of (layer group, path) pairs, far above the number that any grouping produces."""
 
 
 class _Group:
@@ -29,7 +29,7 @@ class _Group:
         self.parts = 0
         self.bytes = 0
         self.histograms: dict[str, LogHistogram] = {}
-        self.compared = 0  # parts whose forward-done moment was known
+        self.compared = 0  # parts for which the end of the forward is known
         self.exposed_ns = 0
         self.overlapped_ns = 0
 
@@ -74,11 +74,11 @@ class _Group:
 class StageTimes:
     """Stage times of all parts so far, by (layer group, path).
 
-    `exposed_ns` and `overlapped_ns` of a row are means per part: how much of the time from the part's first moment
-    to its last lay after, or before, the end of the forward. They do not add up over parts that ran at once.
+    `exposed_ns` and `overlapped_ns` of a row are means per part: the time between the first and the last event of the
+    part that lies after, or before, the end of the forward. Over concurrent parts they must not be added up.
 
     Attributes:
-        dropped: parts not counted because `MAX_GROUPS` different groups were known.
+        dropped: parts not counted because there were `MAX_GROUPS` groups already.
     """
 
     def __init__(self, agent_name: str) -> None:
@@ -102,9 +102,9 @@ class StageTimes:
             layers: [lo, hi).
             path: bulk, slice, staged, direct; on a decode rank staged, or in-place for all others.
             nbytes: KV bytes of the part.
-            moments: stage name to the monotonic ns at which it *ended*; stages not seen are absent.
-            forward_done_ns: when the compute that the part ran beside was done, where that is known.
-            first_ready_ns: when the first layer group of its chunk was ready, where that is known.
+            moments: monotonic end of each stage by name; stages not observed are absent.
+            forward_done_ns: end of the forward, if known.
+            first_ready_ns: time at which the first layer group of the chunk was ready, if known.
         """
         with self._writers:
             group = self._groups.get((layers, path))
@@ -116,16 +116,16 @@ class StageTimes:
             group.add(nbytes, moments, forward_done_ns, first_ready_ns)
 
     def rows(self) -> list[LayerRow]:
-        """One row per (layer group, path), by first layer."""
+        """Returns one row per (layer group, path), ordered by first layer."""
         groups = self._groups.copy()
         return [groups[key].row(self._agent, *key) for key in sorted(groups)]
 
 
 def room_rows(records: list[RoomRecord], clock: Clock, agent_name: str) -> list[LayerRow]:
-    """Stage times of one room, read from the timelines of its records, with the moments of each part.
+    """Returns the stage times of one room, computed from the timelines of its records, with the times of each part.
 
-    A part that is still under way shows the moments it has; its path is "" until an event named it. Moments are
-    wall clock, None for a stage the part has not reached or does not have.
+    `moments` are wall clock; None for a stage that the part has not reached or does not have. The path of a part is ""
+    until an event contains it.
     """
     parts: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], dict[str, int]] = {}
     moved: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], tuple[str, int]] = {}
@@ -159,7 +159,7 @@ def room_rows(records: list[RoomRecord], clock: Clock, agent_name: str) -> list[
 
 
 def _forward_done(record: RoomRecord, clock: Clock) -> int | None:
-    """When a prefill rank's forward was done, now while it still runs; None on decode ranks, which do not know."""
+    """Returns the end of a prefill rank's forward, or the current time while it runs; None on a decode rank."""
     if record.sent is None:
         return None
     if record.forward_done_at is not None:

@@ -100,7 +100,7 @@ class InputSegment:
     @property
     def start(self) -> Start:
         """Where it begins."""
-        return Start(unpack(form.unpacked(self._checkpoint.body)), self._clock_offset_ns)
+        return Start(unpack(form.decompress(self._checkpoint.body)), self._clock_offset_ns)
 
     @property
     def count(self) -> int:
@@ -110,7 +110,7 @@ class InputSegment:
         """All inputs up to the first that could not be written."""
         for piece in self.pieces:
             last = piece.first - 1
-            for item in decoded(piece.first, form.unpacked(piece.body)):
+            for item in decoded(piece.first, form.decompress(piece.body)):
                 yield item
                 last = item.number
             if last != piece.first + piece.count - 1:
@@ -127,7 +127,7 @@ def load(path: Path) -> list[AgentRecording]:
     agents: dict[int, AgentRecording] = {}
     try:
         with path.open("rb") as file:
-            for kind, about, body in form.frames(file):
+            for kind, about, body in form.read_frames(file):
                 if kind == form.AGENT:
                     agents[about.get("agent", -1)] = AgentRecording(_header(about), int(about.get("dropped", 0)))
                 elif kind == form.BLOB and about.get("agent") in agents:
@@ -158,11 +158,11 @@ def save(path: Path, header: InputHeader, start: Start, inputs: Sequence[Input])
         ({"agent": 0, "number": 1, "kind": "inputs", "first": first, "count": len(rows)}, encode((asked, rows))),
     ]
     with path.open("wb") as file:
-        file.write(form.opening())
-        file.write(form.frame(form.AGENT, {"agent": 0, "header": header, "dropped": 0}))
+        file.write(form.file_header())
+        file.write(form.encode_frame(form.AGENT, {"agent": 0, "header": header, "dropped": 0}))
         for about, data in blobs:
-            file.write(form.frame(form.BLOB, about, zlib.compress(data)))
-        file.write(form.frame(form.DONE, {"frames": 1 + len(blobs)}))
+            file.write(form.encode_frame(form.BLOB, about, zlib.compress(data)))
+        file.write(form.encode_frame(form.DONE, {"frames": 1 + len(blobs)}))
 
 
 def _header(about: dict[str, Any]) -> InputHeader:

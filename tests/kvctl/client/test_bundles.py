@@ -26,13 +26,13 @@ from kvctl_agent.contract.recording import RecordingError
 
 RECORDED = b"".join(
     [
-        form.opening(),
-        form.frame(
+        form.file_header(),
+        form.encode_frame(
             form.MOMENT,
             {"moment": 0, "at_ns": 1, "agents": 0, "form": 1},
             zlib.compress(b'{"directory":"/run","stale":[],"faults":[],"left_out":[]}'),
         ),
-        form.frame(form.DONE, {"frames": 1}),
+        form.encode_frame(form.DONE, {"frames": 1}),
     ]
 )
 

@@ -59,8 +59,12 @@ def saved(path: Path, *moments: FleetSnapshot) -> Path:
 
 def back(one: FleetSnapshot) -> FleetSnapshot:
     frames = list(
-        form.frames(
-            io.BytesIO(form.opening() + b"".join(encode(one, 0)) + form.frame(form.DONE, {"frames": 1 + len(one.seen)}))
+        form.read_frames(
+            io.BytesIO(
+                form.file_header()
+                + b"".join(encode(one, 0))
+                + form.encode_frame(form.DONE, {"frames": 1 + len(one.seen)})
+            )
         )
     )
     return decode(one.at_ns, frames[0].body, [frame.body for frame in frames[1:]])
@@ -95,11 +99,11 @@ def test_an_agent_that_says_too_much_loses_timelines_first_then_its_largest_answ
         seen(canned, status=canned.status("decode-0"), rooms=[canned.room_row("decode-0")] * 9),
         rooms={"7": [canned.room_detail("decode-0")] * 9},
     )
-    monkeypatch.setattr(form, "MAX_SEEN_BYTES", 12_000)
+    monkeypatch.setattr(form, "MAX_ANSWERS_BYTES", 12_000)
     found = back(moment(told))
     assert found.seen[0].rooms == {}
     assert found.seen[0].answer == told.answer
-    monkeypatch.setattr(form, "MAX_SEEN_BYTES", 3_000)
+    monkeypatch.setattr(form, "MAX_ANSWERS_BYTES", 3_000)
     found = back(moment(told))
     assert told_by(found.seen[0]).keys() == {"status"}
     assert found.seen[0].refused["rooms"].code == "not-captured"
@@ -313,25 +317,25 @@ FIELDS = (
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
 @given(field=st.sampled_from(FIELDS), value=JSON)
 def test_whatever_a_well_made_frame_says_is_checked(field: str, value: Any, canned: Any, tmp_path: Path) -> None:
-    frames = list(form.frames(io.BytesIO(saved(tmp_path / "a.kvrec", moment(seen(canned))).read_bytes())))
-    body = orjson.loads(form.unpacked(frames[-1].body))
+    frames = list(form.read_frames(io.BytesIO(saved(tmp_path / "a.kvrec", moment(seen(canned))).read_bytes())))
+    body = orjson.loads(form.decompress(frames[-1].body))
     outer, _, inner = field.partition(".")
     if inner:
         body[outer][inner] = value
     else:
         body[outer] = value
-    made = [form.frame(*frame) for frame in frames[:-1]]
-    made.append(form.frame(form.SEEN, frames[-1].about, zlib.compress(orjson.dumps(body))))
+    made = [form.encode_frame(*frame) for frame in frames[:-1]]
+    made.append(form.encode_frame(form.ANSWERS, frames[-1].about, zlib.compress(orjson.dumps(body))))
     path = tmp_path / "b.kvrec"
-    path.write_bytes(form.opening() + b"".join(made) + form.frame(form.DONE, {"frames": len(made)}))
+    path.write_bytes(form.file_header() + b"".join(made) + form.encode_frame(form.DONE, {"frames": len(made)}))
     look(path)
 
 
 def test_a_body_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form, "MAX_SEEN_BYTES", 1000)
+    monkeypatch.setattr(form, "MAX_ANSWERS_BYTES", 1000)
     path = tmp_path / "bomb.kvrec"
     about = {"moment": 0, "at_ns": 1, "agents": 0, "form": 1}
-    bomb = form.frame(form.MOMENT, about, zlib.compress(bytes(1 << 20)))
-    path.write_bytes(form.opening() + bomb + form.frame(form.DONE, {"frames": 1}))
+    bomb = form.encode_frame(form.MOMENT, about, zlib.compress(bytes(1 << 20)))
+    path.write_bytes(form.file_header() + bomb + form.encode_frame(form.DONE, {"frames": 1}))
     with pytest.raises(CliError, match="larger than any"):
         RecordingSource(path).survey()

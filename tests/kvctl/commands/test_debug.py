@@ -60,8 +60,8 @@ def test_a_bundle_holds_what_its_manifest_says(fleet: Any, kvctl: Any, tmp_path:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [each.name for each in tmp_path.iterdir()] == ["b.tar.zst"]
     with io.BytesIO(files[RECORDING]) as file:
-        kinds = {frame.kind for frame in form.frames(file)}
-    assert kinds == {form.HEAD, form.MOMENT, form.SEEN, form.AGENT, form.BLOB}
+        kinds = {frame.kind for frame in form.read_frames(file)}
+    assert kinds == {form.HEAD, form.MOMENT, form.ANSWERS, form.AGENT, form.BLOB}
 
 
 def test_its_tables_are_those_that_live_agents_and_the_file_itself_show(
@@ -178,7 +178,7 @@ def test_redaction_leaves_no_name_of_a_machine_a_person_a_place_or_a_key(
         assert secret not in text
     assert all(f"{kind}-1" in text for kind in ("host", "user", "path", "key", "address"))
     with io.BytesIO(unpacked(path)[RECORDING]) as file:
-        assert form.BLOB not in {frame.kind for frame in form.frames(file)}
+        assert form.BLOB not in {frame.kind for frame in form.read_frames(file)}
     assert "left out: what the machines were told" in outcome.err
     shown = kvctl("agents", "--from", str(path), "--columns", "agent,state", "-o", "tsv")
     assert (shown.code, shown.out) == (0, "agent\tstate\ndecode-0\tok\nhost-2-prefill-0\tok\n")

@@ -167,23 +167,23 @@ def _newer_file(data: bytes) -> bytes:
 def _newer_moment(data: bytes) -> bytes:
     return b"".join(
         [
-            form.opening(),
-            form.frame(form.MOMENT, {"moment": 0, "at_ns": 1, "agents": 0, "form": 2}),
-            form.frame(form.DONE, {"frames": 1}),
+            form.file_header(),
+            form.encode_frame(form.MOMENT, {"moment": 0, "at_ns": 1, "agents": 0, "form": 2}),
+            form.encode_frame(form.DONE, {"frames": 1}),
         ]
     )
 
 
 def _inputs_only(data: bytes) -> bytes:
-    return form.opening() + form.frame(form.DONE, {"frames": 0})
+    return form.file_header() + form.encode_frame(form.DONE, {"frames": 0})
 
 
 @pytest.mark.parametrize(
     ("change", "code", "told"),
     [
-        (_cut, 1, "it was cut short"),
-        (lambda data: b"", 1, "it is no recording of kvctl"),
-        (lambda data: b"hello", 1, "it is no recording of kvctl"),
+        (_cut, 1, "it is truncated"),
+        (lambda data: b"", 1, "it is not a kvctl recording"),
+        (lambda data: b"hello", 1, "it is not a kvctl recording"),
         (lambda data: data[:300] + b"\0" + data[301:], 1, "it is damaged"),
         (_newer_file, 6, "version 9, this kvctl reads version 1"),
         (_newer_moment, 6, "moments are of version 2, this kvctl reads version 1"),

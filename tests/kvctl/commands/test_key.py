@@ -174,7 +174,7 @@ class TestMistakes:
         kvctl("key", "new")
         outcome = kvctl("-e", self.ADDRESS, "--server-key", "abc", "status")
         assert outcome.code == ExitCode.USAGE
-        assert "'abc' is no public key (64 hexadecimal digits)" in outcome.err
+        assert "'abc' is neither a public key (64 hexadecimal digits)" in outcome.err
 
     def test_a_secret_that_others_can_read(self, home: Path, kvctl: Any) -> None:
         kvctl("key", "new")

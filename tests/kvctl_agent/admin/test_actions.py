@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.contract.action_results import Done, Probe
+from kvctl_agent.contract.action_results import ActionResult, Probe
 from kvctl_agent.contract.admin import socket_path
 from kvctl_agent.contract.config import KEYS
 from kvctl_agent.contract.snapshots import ConfigRow
@@ -44,12 +44,12 @@ class Desk:
         assert reply["ok"], reply
         return reply["data"]
 
-    def done(self, agent: Any, cmd: str, **args: Any) -> Done:
+    def done(self, agent: Any, cmd: str, **args: Any) -> ActionResult:
         """The one thing that a command did."""
         (row,) = self.ask(agent, cmd, **args)
-        assert row.keys() == Done.__annotations__.keys()
+        assert row.keys() == ActionResult.__annotations__.keys()
         assert row["agent"] == agent.name
-        found: Done = row
+        found: ActionResult = row
         return found
 
     def refusal(self, agent: Any, cmd: str, **args: Any) -> tuple[str, str]:

@@ -45,7 +45,7 @@ class Worker:
         self.heads = HEADS // tp
         self.lo = number * self.heads if role == "prefill" else 0
         rank = Rank(tp=number, tp_size=size) if role == "prefill" else Rank(dp=number, dp_size=size)
-        self.pool = KVPool.allocate(local_shards(SHAPE, PAGE_SIZE, rank.side, rank.coord), PAGE_SIZE, PAGES)
+        self.pool = KVPool.allocate(local_shards(SHAPE, PAGE_SIZE, rank.parallel_config, rank.coord), PAGE_SIZE, PAGES)
         if role == "prefill":
             for layer in range(LAYERS):
                 for kv in (0, 1):

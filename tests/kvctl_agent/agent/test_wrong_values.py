@@ -332,7 +332,7 @@ def test_any_value_for_any_field_of_a_rank(field: str) -> None:
     def check(value: Any) -> None:
         try:
             rank = Rank(**{field: value})
-            side = rank.side
+            side = rank.parallel_config
         except LayoutError:
             return
         assert {type(number) for number in (*rank.coord, *side.stages, side.dp, side.tp)} == {int}

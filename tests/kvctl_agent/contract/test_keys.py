@@ -84,7 +84,7 @@ class TestPublic:
         assert read_public(OTHER) == read_public(OTHER.upper()) == bytes.fromhex(OTHER)
 
     def test_a_secret_file_is_no_public_one(self, tmp_path: Path) -> None:
-        with pytest.raises(KeyFileError, match="is no public key file") as refused:
+        with pytest.raises(KeyFileError, match="is not a public key file") as refused:
             read_public(str(write(tmp_path / "a.key", secret_text("a", PAIR))))
         assert PAIR.secret.hex() not in str(refused.value)
 
@@ -113,9 +113,9 @@ class TestClients:
             read_clients(path)
 
     def test_one_key_with_two_levels_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(KeyFileError, match="line 2: the key of an earlier line"):
+        with pytest.raises(KeyFileError, match="line 2: an earlier line has the same key"):
             read_clients(write(tmp_path / "clients", f"read {OTHER} a\nadmin {OTHER.upper()} a\n"))
 
     def test_a_file_that_others_can_change_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(KeyFileError, match="can be changed by others"):
+        with pytest.raises(KeyFileError, match="other users can write"):
             read_clients(write(tmp_path / "clients", f"read {OTHER} a\n", 0o666))

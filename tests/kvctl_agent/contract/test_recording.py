@@ -10,34 +10,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl_agent.contract import recording as form
-from kvctl_agent.contract.recording import Frame, frame, frames, opening, unpacked
+from kvctl_agent.contract.recording import Frame, decompress, encode_frame, file_header, read_frames
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 
 BODY = zlib.compress(b"inputs" * 100)
 WHOLE = b"".join(
     [
-        opening(),
-        frame(form.HEAD, {"version": "0.1.0"}),
-        frame(b"SNAP", {"later": True}, b"what this build does not know"),
-        frame(form.BLOB, {"agent": 0}, BODY),
-        frame(form.DONE, {"frames": 3}),
+        file_header(),
+        encode_frame(form.HEAD, {"version": "0.1.0"}),
+        encode_frame(b"SNAP", {"later": True}, b"what this build does not know"),
+        encode_frame(form.BLOB, {"agent": 0}, BODY),
+        encode_frame(form.DONE, {"frames": 3}),
     ]
 )
 
 
 def read(data: bytes) -> list[Frame]:
-    return list(frames(io.BytesIO(data)))
+    return list(read_frames(io.BytesIO(data)))
 
 
 def test_frames_come_back_and_unknown_ones_are_passed_on() -> None:
     assert [found.kind for found in read(WHOLE)] == [form.HEAD, b"SNAP", form.BLOB]
     assert read(WHOLE)[2] == Frame(form.BLOB, {"agent": 0}, BODY)
-    assert unpacked(BODY) == b"inputs" * 100
+    assert decompress(BODY) == b"inputs" * 100
 
 
 @pytest.mark.parametrize("end", range(0, len(WHOLE), 7))
 def test_a_file_that_was_cut_short_says_so(end: int) -> None:
-    with pytest.raises(RecordingError, match=r"no recording|cut short"):
+    with pytest.raises(RecordingError, match=r"not a kvctl recording|truncated"):
         read(WHOLE[:end])
 
 
@@ -56,7 +56,7 @@ def test_no_byte_can_change_unseen(place: int, by: int) -> None:
 @given(st.binary(max_size=200))
 def test_anything_else_is_refused(data: bytes) -> None:
     with pytest.raises(RecordingError):
-        read(opening() + data)
+        read(file_header() + data)
 
 
 def test_another_format_is_named() -> None:
@@ -66,9 +66,9 @@ def test_another_format_is_named() -> None:
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecordingError, match="claims"):
-        read(opening() + form._FRAME.pack(form.BLOB, 2, form.MAX_BODY_BYTES + 1, 0) + b"{}")
+        read(file_header() + form._FRAME.pack(form.BLOB, 2, form.MAX_BODY_BYTES + 1, 0) + b"{}")
     monkeypatch.setattr(form, "MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(RecordingError, match="larger"):
-        unpacked(zlib.compress(bytes(100_000)))
+        decompress(zlib.compress(bytes(100_000)))
     with pytest.raises(RecordingError, match="damaged"):
-        unpacked(b"not compressed")
+        decompress(b"not compressed")

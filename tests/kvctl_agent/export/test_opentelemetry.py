@@ -13,7 +13,7 @@ from opentelemetry.trace import StatusCode
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.export.opentelemetry import RoomSpans, numbers
+from kvctl_agent.export.opentelemetry import RoomSpans, trace_ids
 from kvctl_agent.telemetry.hub import Telemetry
 
 URL = "http://127.0.0.1:4318/v1/traces"
@@ -46,10 +46,10 @@ def test_both_ends_of_a_room_are_one_trace() -> None:
     (child,) = told("prefill", (ROOM, NONCE))
     assert root.context is not None
     assert child.context is not None
-    assert (root.context.trace_id, root.context.span_id) == numbers(ROOM, NONCE)
+    assert (root.context.trace_id, root.context.span_id) == trace_ids(ROOM, NONCE)
     assert root.parent is None
     assert child.parent is not None
-    assert (child.context.trace_id, child.parent.span_id) == numbers(ROOM, NONCE)
+    assert (child.context.trace_id, child.parent.span_id) == trace_ids(ROOM, NONCE)
     assert child.context.span_id != root.context.span_id
 
 

@@ -263,14 +263,14 @@ class TestOutOfDescriptors:
         begun = time.process_time()
         assert not router.poll(300)
         assert time.process_time() - begun < 0.25, "it does not sleep"
-        assert router.patience_ms is not None
+        assert router.max_wait_ms is not None
         for _ in range(10):
             os.close(taken.pop())
         deadline = time.monotonic() + WAIT_MS / 1000
         while not router.connections:
             assert time.monotonic() < deadline, "the client is not accepted"
             router.poll(10)
-        assert router.patience_ms is None
+        assert router.max_wait_ms is None
         first.close()
 
 
