@@ -57,7 +57,7 @@ class Address:
 
 class _Handler(WSGIRequestHandler):
     def handle(self) -> None:
-        """Serves one scrape within a time limit: with a limit per read only, a client could send single bytes forever."""
+        """Serves one scrape within a total time limit; a limit per read would allow a client to send byte by byte."""
         cut = threading.Timer(_CLIENT_S, self._cut)
         cut.daemon = True
         cut.start()
