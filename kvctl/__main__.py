@@ -1,19 +1,20 @@
-"""Where the process begins: `kvctl`, and `python -m kvctl` for environments whose scripts are not on PATH."""
+"""Entry point of `kvctl` and of `python -m kvctl`."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-TYPE_CHECKING = False  # what is imported before `main` runs cannot be interrupted quietly: little is
+# Not imported from typing: Ctrl-C during imports before `main` prints a traceback, so this module imports little.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
     from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Runs `kvctl` and ends the process. Ctrl-C ends it quietly from here on, also while modules are imported."""
-    # An exception in the middle of an import is told as a traceback, and now and then it is swallowed.
+    """Runs `kvctl` and exits; Ctrl-C ends the process without a traceback, even while modules are imported."""
+    # KeyboardInterrupt during an import prints a traceback, or is swallowed: exit from the signal handler instead.
     catch = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if catch:
         signal.signal(signal.SIGINT, _leave)

@@ -1,4 +1,4 @@
-"""The root command and the process's ends: every way out of `kvctl` goes through `main` and has an exit code."""
+"""Root command of `kvctl`; converts every exception to an error message and an exit code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvctl_agent.contract.version import VERSION
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# What writing data can meet besides a reader that has gone; files that commands write are named in their errors.
+# Errors of writing to stdout other than a closed pipe. Errors of files that commands write contain the file name.
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT})
 _COMPLETE = "_KVCTL_COMPLETE"  # set by the scripts of `kvctl completion`
 
 
 class _Root(KvctlGroup):
-    """Lists commands from the registry and imports the one that is called."""
+    """Lists the commands of the registry and imports only the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -34,7 +34,7 @@ class _Root(KvctlGroup):
         return load(cmd_name)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """From the registry: asking each command for its help would import all of them."""
+        """Completes from the registry, because getting the help from the commands would import all of them."""
         from click.shell_completion import CompletionItem
 
         if incomplete.startswith("-"):
@@ -47,7 +47,7 @@ class _Root(KvctlGroup):
         widest = max(map(len, COMMANDS))
         for title, names in SECTIONS.items():
             with formatter.section(title):
-                # As wide in each section, so that the helps stand in one column.
+                # The same width in every section, so that the descriptions are aligned.
                 formatter.write_dl([(name.ljust(widest), COMMANDS[name].help) for name in names])
 
     def format_global_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -87,7 +87,7 @@ def run(args: list[str]) -> int:
     """Runs `kvctl` and returns the exit code."""
     stand_in_for_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        # A terminal without UTF-8 shows a question mark, rather than a traceback, where a bar would be.
+        # On a terminal without UTF-8, print a question mark for unencodable characters instead of raising an error.
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
@@ -109,7 +109,7 @@ def run(args: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # A command that only prints ends quietly in Output.write; here something more was cut short.
+        # Output.write handles a closed pipe of a command that only prints; here the command had more to do.
         silence_stdout()
         return ExitCode.FAILED
     except OSError as error:
@@ -122,6 +122,6 @@ def run(args: list[str]) -> int:
 
 
 def _explain(error: click.ClickException) -> None:
-    complain(" ".join(error.format_message().split()))  # click lists what may be chosen one below the other
+    complain(" ".join(error.format_message().split()))  # click prints choices on separate lines
     if isinstance(error, click.UsageError) and error.ctx is not None:
         tell(f"Try '{error.ctx.command_path} --help'.")

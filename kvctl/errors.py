@@ -1,7 +1,7 @@
-"""The one exception by which the tool ends on purpose: a sentence for people and a number for scripts.
+"""Exception with which a command ends: an error message and an exit code.
 
-`kvctl` may import nothing of the agent but its contract, so this tree is separate from `kvctl_agent.errors`. Wrong
-usage is `click.UsageError` (exit 2), because click prints the usage line with it.
+`kvctl` imports only `kvctl_agent.contract` of the agent, so its errors are separate from `kvctl_agent.errors`. Usage
+errors are `click.UsageError` (exit code 2), for which click also prints the usage line.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from kvctl.exit_codes import ExitCode
 
 
 class CliError(Exception):
-    """The command cannot go on.
+    """The command failed.
 
     Args:
-        message: what happened, to what, and the next step.
-        code: what the process exits with.
+        message: one line with the problem, the object, and the next step.
+        code: exit code of the process.
     """
 
     def __init__(self, message: str, code: ExitCode = ExitCode.FAILED) -> None:

@@ -1,4 +1,4 @@
-"""What `kvctl` exits with: scripts and cron jobs rely on these numbers, so they live in one place and never change."""
+"""Exit codes of `kvctl`. Scripts and cron jobs rely on these numbers: do not change them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
 
 
 class CheckState(IntEnum):
-    """Exit status of `kvctl check`, as monitoring plugins have it."""
+    """Exit status of `kvctl check`, according to the monitoring-plugin guidelines."""
 
     OK = 0
     WARNING = 1
@@ -29,11 +29,12 @@ class CheckState(IntEnum):
 
     @property
     def label(self) -> str:
+        """Name in output and JSON."""
         return self.name.lower()
 
     @property
     def gravity(self) -> int:
-        """Larger is worse: not to know is worse than a warning, and better than to know of a disaster."""
+        """Rank for comparison, larger is worse; UNKNOWN ranks between WARNING and CRITICAL."""
         return (CheckState.OK, CheckState.WARNING, CheckState.UNKNOWN, CheckState.CRITICAL).index(self)
 
 
@@ -44,4 +45,4 @@ FINDING_EXITS: tuple[tuple[str, ExitCode, CheckState], ...] = (
     ("an agent that does not answer", ExitCode.FAILED, CheckState.CRITICAL),
     ("no agent", ExitCode.NO_AGENT, CheckState.CRITICAL),
 )
-"""What commands that judge the fleet exit with: the situation, `kvctl doctor` and `kvctl health`, `kvctl check`."""
+"""Exit codes by situation: description, code of `kvctl doctor` and `kvctl health`, code of `kvctl check`."""

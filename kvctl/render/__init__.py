@@ -1,3 +1,3 @@
-"""One declared view per kind of data; tables, TSV, CSV, JSON and YAML are all rendered from it."""
+"""Views: the columns of each kind of data, from which tables, TSV, CSV, JSON and YAML are rendered."""
 
 from __future__ import annotations

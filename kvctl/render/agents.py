@@ -1,4 +1,4 @@
-"""View of who is there, and of what this tool and the agents are built from."""
+"""Views of `kvctl agents` and `kvctl version`."""
 
 from __future__ import annotations
 

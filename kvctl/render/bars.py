@@ -1,4 +1,4 @@
-"""Bars made of glyphs that differ in shape, not only in colour: readable without colour and by colour-blind people."""
+"""Bars drawn with glyphs that differ in shape and not only in colour, so that they are readable without colour."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvctl.render.report import Line, Span
 
-# What each stage looks like. `ready` is the moment a life begins: until then there is nothing to draw.
+# Glyph of each stage. `ready` has none: it is the point at which a part's bar begins.
 STAGE_GLYPHS: dict[str, Span] = {
     "gate": ("·", "yellow"),
     "queue": ("░", "yellow"),
@@ -22,7 +22,7 @@ HIDDEN, EXPOSED = "■", "□"
 
 
 def split(share: float, width: int) -> list[Span]:
-    """Hidden and exposed time side by side, `■■■■■□□□`; a share that is not nothing gets a cell."""
+    """Draws hidden and exposed time side by side, `■■■■■□□□`; every share above zero gets at least one cell."""
     hidden = round(share * width)
     hidden = max(hidden, 1) if share > 0 else 0
     hidden = min(hidden, width - 1) if share < 1 else width
@@ -30,7 +30,7 @@ def split(share: float, width: int) -> list[Span]:
 
 
 def filled(ratio: float, width: int) -> str:
-    """A gauge: `█████░░░░░`."""
+    """Draws a gauge: `█████░░░░░`."""
     full = round(max(0.0, min(1.0, ratio)) * width)
     return "█" * full + "░" * (width - full)
 
@@ -39,7 +39,9 @@ def segments(pieces: Sequence[tuple[float, float, Span]], end: float, width: int
     """Draws intervals on a common axis from 0 to `end`.
 
     Args:
-        pieces: (start, stop, glyph), later ones on top; one that is not empty gets a cell at least.
+        pieces: (start, stop, glyph); later ones cover earlier ones; a non-empty one gets at least one cell.
+        end: length of the axis.
+        width: of the bar, in cells.
     """
     cells: list[Span] = [(" ", "")] * width
     for start, stop, glyph in pieces:
@@ -52,7 +54,7 @@ def segments(pieces: Sequence[tuple[float, float, Span]], end: float, width: int
 
 
 def merged(cells: Sequence[Span]) -> list[Span]:
-    """Neighbours of one style become one span."""
+    """Merges neighbouring cells of the same style into one span."""
     spans: list[Span] = []
     for text, style in cells:
         if spans and spans[-1][1] == style:
@@ -63,7 +65,7 @@ def merged(cells: Sequence[Span]) -> list[Span]:
 
 
 def legend() -> Line:
-    """What the stages' glyphs mean."""
+    """Returns the legend of the stages' glyphs."""
     spans: list[Span] = []
     for stage, (glyph, style) in STAGE_GLYPHS.items():
         spans += [(glyph, style), (f" {stage}  ", "dim")]

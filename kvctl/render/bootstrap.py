@@ -1,4 +1,4 @@
-"""View of bootstrap: one row per prefill instance, as its registry and the agents around it describe it."""
+"""View of bootstrap: one row per prefill instance, combined from its registry and the answering agents."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ RANKS = View(
 def instances(
     answers: Iterable[Mapping[str, Any]], peers: Iterable[Mapping[str, Any]], roles: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Joins what all agents were told of each registry; the fullest answer counts, for the others are older.
+    """Combines the registries' states that all agents report; the one with the most ranks counts, since others are
+    older.
 
     Args:
         answers: rows of `bootstrap`.
         peers: rows of `peers`.
-        roles: of the agents that answered.
+        roles: roles of the agents that answered, by name.
     """
     by_registry: dict[str, list[Mapping[str, Any]]] = {}
     for row in answers:
@@ -75,7 +76,7 @@ def _instance(
         "sizes": best["sizes"],
         "decode_ranks": len(decode),
         "decode_connected": len(connected),
-        # Those that registered and do not answer us: they died since, or run where kvctl does not look.
+        # Registered ranks that did not answer: they have ended, or run where kvctl does not look.
         "unanswered": [name for name in names if name not in roles],
         "text": best["text"],
         "names": names,
@@ -113,6 +114,6 @@ def _ranks(row: Mapping[str, Any], decode: list[str], links: set[tuple[str, str]
 
 
 def place(rank: Mapping[str, int], sizes: Mapping[str, int] | None) -> str:
-    """`tp=2`, `dp=1 tp=0`: the axes of which the instance has more than one."""
+    """Formats coordinates as `tp=2` or `dp=1 tp=0`: only the axes of size 2 or more."""
     axes = [f"{axis}={number}" for axis, number in rank.items() if sizes is None or sizes.get(axis, 0) > 1]
     return " ".join(axes) or "the only rank"

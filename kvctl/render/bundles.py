@@ -1,4 +1,4 @@
-"""View of what a debug bundle holds, or would."""
+"""View of the contents of a debug bundle."""
 
 from __future__ import annotations
 

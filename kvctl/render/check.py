@@ -1,4 +1,4 @@
-"""What `kvctl check` prints: a monitoring plugin's line with performance data, rows, and gauges for Prometheus."""
+"""Output of `kvctl check`: a monitoring plugin's text with performance data, rows, and Prometheus gauges."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SUFFIX = {Unit.COUNT: "", Unit.SECONDS: "_seconds", Unit.RATIO: "_ratio", Unit.
 
 
 def rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One row for each area; values are in seconds, ratios, bytes and counts."""
+    """Returns one row per area; values are in seconds, ratios, bytes and counts."""
     return [
         {
             "check": verdict.area,
@@ -45,10 +45,12 @@ def rows(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
 
 
 def plugin(name: str, verdicts: Sequence[Verdict], thresholds: Mapping[str, Threshold]) -> str:
-    """The text a monitoring plugin prints: one line, performance data after a bar, then the other problems.
+    """Formats the output of a monitoring plugin: one line with performance data, then the remaining problems.
 
     Args:
-        name: of the check; "all" goes without saying.
+        name: of the check; "all" is left out of the text.
+        verdicts: verdict of each area.
+        thresholds: by name of the measure.
     """
     state = worst(verdict.state for verdict in verdicts)
     problems = _each_once(verdicts)
@@ -66,12 +68,12 @@ def plugin(name: str, verdicts: Sequence[Verdict], thresholds: Mapping[str, Thre
 
 
 def unknown(text: str) -> str:
-    """The line of a check that could not be made."""
+    """Returns the output of a check that could not be carried out."""
     return f"KVCTL {CheckState.UNKNOWN.name} - {_plain(text)}\n"
 
 
 def _each_once(verdicts: Sequence[Verdict]) -> list[Problem]:
-    """Who does not answer is a problem of every area, and is told once."""
+    """Returns the problems, worst first; an agent that does not answer is a problem of every area but listed once."""
     found = dict.fromkeys(problem for verdict in verdicts for problem in verdict.problems)
     return sorted(found, key=lambda problem: -problem.state.gravity)
 
@@ -85,10 +87,13 @@ def _summary(values: Mapping[str, float | None]) -> str:
 
 
 def _performance(measure: Measure, value: float | None, thresholds: Mapping[str, Threshold]) -> str:
-    """`'ring'=24.4%;80;95;0;` as the guidelines have it; U is not known. No most: rings are granted ahead."""
+    """Formats performance data as the plugin guidelines require: `'ring'=24.4%;80;95;0;`; U is unknown.
+
+    There is no maximum, because ring use can exceed 100 % while regions are granted ahead.
+    """
     threshold = thresholds.get(measure.name, Threshold())
     scale = 100 if measure.unit is Unit.RATIO else 1
-    # A plugin's range is what is well: "4:" warns of less than 4.
+    # A plugin's range contains the acceptable values: "4:" warns below 4.
     colon = ":" if measure.least else ""
     warn, crit = (
         "" if limit is None else f"{_number(limit * scale)}{colon}" for limit in (threshold.warn, threshold.crit)
@@ -102,12 +107,12 @@ def _number(value: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line, without the bar that would begin performance data, and nothing a terminal would obey."""
+    """Formats text as one safe line without the bar, which would start performance data."""
     return one_line(text).replace("|", "/")
 
 
 def exposition(verdicts: Sequence[Verdict]) -> str:
-    """The same as gauges, for node_exporter's directory of text files."""
+    """Formats the verdicts as Prometheus gauges, for node_exporter's textfile collector."""
     found = Counter(
         (problem.code, problem.state.label) for verdict in verdicts for problem in verdict.problems if problem.code
     )

@@ -1,4 +1,4 @@
-"""Views of the agents' configuration: one row per value, with the agents that share it; and one key explained."""
+"""Views of the agents' configuration: one row per value with the agents that have it, and one key in detail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = View(
     sort=("key",),
 )
 
-# The same rows for those who ask who set what: the origin first, and never hidden.
+# The same rows with the origin first and never hidden, for the question of who set a value.
 ORIGINS = View(
     "config",
     (
@@ -61,10 +61,10 @@ EXPLAINED = View(
 
 
 def shared(answers: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> list[dict[str, Any]]:
-    """Rows of all agents, those of agents that agree in value and origin as one.
+    """Returns the rows of all agents; agents with the same value and source of a key share a row.
 
     Args:
-        answers: (agent, its answer to `config`).
+        answers: (agent name, its answer to `config`).
     """
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for agent, values in answers:
@@ -75,7 +75,7 @@ def shared(answers: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> list[d
 
 
 def declared(key: Key) -> dict[str, Any]:
-    """What is declared of a key, for the rows of EXPLAINED."""
+    """Returns the declaration of a key, for the rows of EXPLAINED."""
     return {
         "key": key.name,
         "value": None,
@@ -95,10 +95,11 @@ def declared(key: Key) -> dict[str, Any]:
 
 
 def page(key: Key, allowed: str) -> list[Line]:
-    """A key for people: what it does, what it takes, how it is set.
+    """Describes a key for a terminal: its purpose, its allowed values and how to set it.
 
     Args:
-        allowed: what it takes, in words.
+        key: the key.
+        allowed: description of the allowed values.
     """
     default = "automatic" if key.default is None else str(key.default) or "empty"
     lines: list[Line] = [[(key.name, "bold"), (f"  {key.help}", "")], [("", "")]]
@@ -106,7 +107,7 @@ def page(key: Key, allowed: str) -> list[Line]:
         ("takes", allowed),
         ("default", f"{default} {key.unit}".strip() if key.default is not None else default),
         ("set by", f"{key.name} in agent.toml, {key.environment}, or an argument of Agent"),
-        ("while running", f"kvctl config set {key.name} VALUE" if key.runtime else "no: the agent has to be restarted"),
+        ("while running", f"kvctl config set {key.name} VALUE" if key.runtime else "no: restart the agent"),
         *([("in SGLang", key.sglang)] if key.sglang else []),
     ]
     return [*lines, *([(f"{name:<15}", "dim"), (text, "")] for name, text in facts)]

@@ -1,4 +1,4 @@
-"""View of the contexts: the fleets that have a name."""
+"""View of the contexts: named fleets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders a view for programs: TSV, CSV, JSON, JSON lines, YAML; whole numbers in the unit that their name ends in."""
+"""Renders a view for programs: TSV, CSV, JSON, JSON lines, YAML; integers in the unit that the column name ends in."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from kvctl.render.view import Column, Row, View
 
 
 def tsv(columns: Sequence[Column], rows: Iterable[Row], header: bool = True) -> str:
-    """Tab-separated lines; backslashes and unprintable characters in a value are escaped, as `\\t` and `\\u202e`."""
+    """Formats rows as tab-separated lines; backslashes and unprintable characters are escaped, as in `\\t` and
+    `\\u202e`.
+    """
     lines = ["\t".join(column.machine for column in columns)] if header else []
     lines += ["\t".join(escaped(column.raw(row)) for column in columns) for row in rows]
     return "".join(f"{line}\n" for line in lines)
 
 
 def comma_separated(columns: Sequence[Column], rows: Iterable[Row], header: bool = True) -> str:
-    """CSV as RFC 4180 quotes it, with plain newlines; other unprintable characters become U+FFFD: CSV cannot escape."""
+    """Formats rows as CSV with the quoting of RFC 4180 and plain newlines; unprintable characters become U+FFFD."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     if header:
@@ -33,22 +35,22 @@ def comma_separated(columns: Sequence[Column], rows: Iterable[Row], header: bool
 
 
 def projected(columns: Sequence[Column] | None, rows: Iterable[Row]) -> list[Any]:
-    """Whole rows, or only the named columns of them."""
+    """Returns whole rows, or only the named columns of them."""
     if columns is None:
         return list(rows)
     return [{column.machine: column.value(row) for column in columns} for row in rows]
 
 
 def json_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int, indent: bool) -> str:
-    """The envelope every command shares."""
+    """Formats the JSON envelope that all commands share."""
     return _json(_envelope(view, data, faults, now_ns), orjson.OPT_INDENT_2 if indent else 0)
 
 
 def yaml_document(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: int) -> str:
-    """The same envelope as one YAML document, which begins with `---` so that several can follow each other."""
+    """Formats the same envelope as a YAML document; it begins with `---`, so that documents can be concatenated."""
     from kvctl.render.yaml_text import dumped  # PyYAML takes 30 ms to import
 
-    # By way of JSON, so that both formats have the same types.
+    # Converted to JSON and back, so that both formats have the same types.
     return dumped(orjson.loads(orjson.dumps(_envelope(view, data, faults, now_ns))))
 
 
@@ -62,7 +64,7 @@ def _envelope(view: View, data: Sequence[Any], faults: Iterable[Fault], now_ns: 
 
 
 def json_lines(data: Iterable[Any]) -> str:
-    """One object a line."""
+    """Formats one JSON object per line."""
     return "".join(_json(item) for item in data)
 
 

@@ -1,4 +1,4 @@
-"""Views of a fleet that is harmed on purpose: a line a second, and what remains to be said in the end."""
+"""Views of `kvctl demo`: one line per second, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FAULTS = View(
 
 
 def blocks(summary: Mapping[str, Any]) -> list[Block]:
-    """The summary as people read it: what was done, what became of it, what each rank has left."""
+    """Formats the summary: injected faults, results of the rooms and remaining resources of each rank."""
     rooms, restarts = summary["rooms"], summary["restarts"]
     serving = restarts["serving_s"]
     lines: list[Line] = [
@@ -113,7 +113,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def totals(summary: Mapping[str, Any]) -> Sequence[str]:
-    """What TSV readers would miss: the figures that are no rank's."""
+    """Returns the fleet-wide figures, which the rows of TSV do not contain."""
     rooms = summary["rooms"]
     return [
         f"{rooms['done']} rooms done, {rooms['failed_expected']} failed as expected, {rooms['failed_unexpected']} "

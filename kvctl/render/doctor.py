@@ -1,4 +1,4 @@
-"""What `kvctl doctor` says: what is wrong, ranked, each with the next command; then the host it runs on."""
+"""View of `kvctl doctor`: ranked problems, each with the next command, then the checks of this host."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ DOCTOR = View(
 
 
 def rows(findings: Iterable[Finding], silent: Iterable[Silence], facts: Sequence[Fact]) -> list[dict[str, Any]]:
-    """Ranked, the worst first; facts of the host that are well come last and have no rank."""
+    """Returns the rows, most severe first; passed host checks come last and have no rank."""
     unheard = [_silent(each) for each in silent]
     found = [_found(finding) for finding in findings]
     bad = [_of_host(fact) for fact in facts if fact.severity > Severity.INFO]
-    # A process that hangs explains more than anything others say of it.
+    # A process that hangs explains more than the findings that other agents report about it.
     problems = sorted([*unheard, *found, *bad], key=lambda each: -Severity[each["severity"].upper()])
     ranked = [{**each, "rank": number} for number, each in enumerate(problems, 1)]
     return [*ranked, *(_of_host(fact) for fact in facts if fact.severity is Severity.INFO)]
 
 
 def is_problem(each: Row) -> bool:
-    """More than something to know."""
+    """Whether the row is more severe than info."""
     return each["rank"] is not None and Severity[each["severity"].upper()] > Severity.INFO
 
 
 def next_step(remedy: str) -> str | None:
-    """The first command of a remedy, to be pasted into a shell; None where it names none."""
+    """Returns the first command of a remedy, ready to paste into a shell; None if it has no command."""
     command = _COMMAND.search(remedy)
     return command[1] if command else None
 
@@ -81,11 +81,13 @@ def _of_host(fact: Fact) -> dict[str, Any]:
 
 
 def blocks(kept: Sequence[Row], width: int, looked_at: str, quiet: int) -> list[Block]:
-    """Paragraphs for what is ranked, a table of the host's facts, and the one line to go on with.
+    """Formats a paragraph per ranked row, a table of the host checks, and the command to continue with.
 
     Args:
-        looked_at: what the verdict is about.
-        quiet: findings that are muted.
+        kept: the rows.
+        width: of the terminal.
+        looked_at: describes what was examined.
+        quiet: number of muted findings.
     """
     problems = [each for each in kept if each["rank"] is not None]
     facts = [each for each in kept if each["rank"] is None]
@@ -109,5 +111,5 @@ def _fact(each: Row, width: int) -> list[Line]:
 
 
 def _as_told(each: Row) -> Row:
-    """A fact of the host says what was found and what it means in one sentence: no need for it again."""
+    """Leaves out the summary of a host check, whose cause already contains it."""
     return {**each, "evidence": {}} if set(each["evidence"]) == {"found", "means"} else each

@@ -1,8 +1,8 @@
-"""The filter language: `column operator value`, nothing else — no code, no regular expressions, so nothing to exploit.
+"""The filter language of `--filter`: `column operator value`, without code or regular expressions.
 
-A column is called by its name, its header or its JSON name. `age>5s`, `bytes>=64MiB`, `state=Failed`, `peers=decode-0`
-(one of a list), `text~timeout` (contains), `error=-` (unknown). A filter that compares with an unknown value does not
-match, except by `!=`.
+A column is given by its name, its header or its JSON name. `age>5s`, `bytes>=64MiB`, `state=Failed`, `peers=decode-0`
+(one element of a list), `text~timeout` (contains), `error=-` (unknown). A comparison with an unknown value is false,
+except with `!=`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _EQUAL = frozenset({"=", "=="})
 
 
 class ExpressionError(ValueError):
-    """A filter, a column or an order that cannot be understood; the text says what would be."""
+    """A filter, column or sort order is invalid; the message names valid ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """One comparison, ready to test rows."""
+    """One parsed comparison."""
 
     column: Column
     operator: str
@@ -44,7 +44,7 @@ class Filter:
     number: float | None
 
     def matches(self, row: Row) -> bool:
-        """Whether the row passes."""
+        """Whether the row passes the filter."""
         value = self.column.value(row)
         unknown = value is None or value == ""
         if self.text == UNKNOWN and self.operator in _EQUAL | {"!="}:
@@ -76,7 +76,7 @@ def _comparable(column: Column, value: Any, against: Filter) -> tuple[Any, Any]:
 
 
 def sort_key(column: Column, value: Any) -> tuple[int, Any]:
-    """Orders values of one column: numbers and numeric ids by size, the rest by text; the unknown come last."""
+    """Returns a sort key for values of one column: numbers and numeric ids by size, other values by text, None last."""
     if value is None or value == "":
         return (2, 0)
     if isinstance(value, int | float):
@@ -90,7 +90,7 @@ def sort_key(column: Column, value: Any) -> tuple[int, Any]:
 
 
 def _span(value: Any) -> tuple[int, int] | None:
-    """[lo, hi) of a range as rows have it, or as tables print it; None for other text."""
+    """Parses a range, [lo, hi) in rows and `0-3` in tables, to (lo, hi); None for other values."""
     if not isinstance(value, str):
         return (value[0], value[1])
     found = _RANGE.fullmatch(value)
@@ -98,10 +98,10 @@ def _span(value: Any) -> tuple[int, int] | None:
 
 
 def parse_filter(view: View, text: str) -> Filter:
-    """Reads one filter for the rows of `view`.
+    """Parses one filter for the rows of `view`.
 
     Raises:
-        ExpressionError: not a comparison, no such column, or a value that the column cannot have.
+        ExpressionError: the text is not a comparison, the column is unknown, or it cannot have the value.
     """
     found = _GRAMMAR.fullmatch(text)
     if found is None or not found[3]:
@@ -117,7 +117,7 @@ def _number(column: Column, name: str, op: str, value: str) -> float | None:
     rules = column.kind.value
     if rules.parse is None or op in {"~", "!~"} or value == UNKNOWN:
         return None
-    # `age_ns>5000` names its unit in the column, `age>5` names it nowhere.
+    # `age_ns>5000` has a unit in the column's name; `age>5` has none and is rejected.
     bare = re.fullmatch(r"-?\d+(\.\d+)?", value)
     if bare and (not rules.unit or _names_unit(column, name) or float(value) == 0):
         return float(value)
@@ -136,12 +136,12 @@ def _names_unit(column: Column, name: str) -> bool:
 
 
 def is_comparison(text: str) -> bool:
-    """Whether this is meant as a filter: an operator stands behind some text."""
+    """Whether the text is meant as a filter: it contains an operator after some text."""
     return _BEGINNING.match(text) is not None
 
 
 def contains(view: View, row: Row, text: str) -> bool:
-    """Whether a column of the row contains the text, upper or lower case, as people or as programs read it."""
+    """Whether any column of the row contains the text, in its human or its machine form; ignores case."""
     wanted = text.casefold()
     for column in view.columns:
         value = column.value(row)
@@ -151,10 +151,10 @@ def contains(view: View, row: Row, text: str) -> bool:
 
 
 def find_column(view: View, name: str) -> Column:
-    """The column of that name.
+    """Returns the column with this name.
 
     Raises:
-        ExpressionError: there is none; names near matches and all columns.
+        ExpressionError: there is none; the message lists similar names and all columns.
     """
     column = view.column(name)
     if column is None:

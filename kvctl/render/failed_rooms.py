@@ -1,4 +1,4 @@
-"""Failed rooms of a fleet: one row for each, whichever ranks tell of it, with the first cause."""
+"""View of failed rooms: one row per room with its first cause, combined from all ranks that report it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvctl.render.view import Column, Row, View, Width
 from kvctl_agent.contract.snapshots import RoomDetail
 
 _ROLES = ("prefill", "decode")
-_NAMED = 4  # agents in one remark
+_NAMED = 4  # maximum number of agents named in one note
 
 FAILED = View(
     "failed",
@@ -38,11 +38,12 @@ FAILED = View(
 
 
 def failed_rows(answers: Iterable[Row], clocks: Mapping[str, ClockOffset], now_ns: int) -> list[Row]:
-    """A row for each failed room, by our clock.
+    """Returns one row per failed room, with times by this machine's clock.
 
     Args:
         answers: rows of all agents' answers to `failed`.
-        now_ns: our wall clock when they answered.
+        clocks: clock offsets by agent name.
+        now_ns: this machine's wall clock when they answered.
     """
     by_number: dict[str, list[RoomDetail]] = {}
     for row in answers:
@@ -72,7 +73,7 @@ def _row(room: RoomTimeline, now_ns: int) -> dict[str, Any]:
 
 
 def causes(rows: Sequence[Row]) -> Line:
-    """How many failed, by code, the most frequent first."""
+    """Returns the number of failed rooms by code, most frequent first."""
     spans: list[Span] = [(f"{len(rows):,} failed room{'s' * (len(rows) != 1)}", "bold red" if rows else "")]
     for code, count in Counter(row["code"] for row in rows).most_common():
         spans.append((f"   {code} {count:,}", ""))
@@ -80,10 +81,10 @@ def causes(rows: Sequence[Row]) -> Line:
 
 
 def dropped(answers: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Which agents no longer have all of their failed rooms; "" where each has.
+    """Returns a note on the agents that have dropped failed rooms; "" if none has.
 
     Args:
-        answers: agents' names with their answers to `failed`.
+        answers: (agent name, its answer to `failed`).
     """
     gone = [f"{data['dropped_total']:,} of {name}" for name, data in answers if data["dropped_total"]]
     more = f" and {len(gone) - _NAMED} more agents" if len(gone) > _NAMED else ""

@@ -1,4 +1,4 @@
-"""Findings of the health codes, as rows and as paragraphs that explain themselves."""
+"""Formats findings of the health codes as rows and as paragraphs."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ HEALTH = View(
 
 
 def row(finding: Finding, muted_ns: int | None = None) -> dict[str, Any]:
-    """One finding.
+    """Returns the row of one finding.
 
     Args:
-        muted_ns: for how long it is kept quiet yet; None where it is heard.
+        finding: the finding.
+        muted_ns: remaining time of its mute; None if it is not muted.
     """
     return {
         "severity": finding.severity.label,
@@ -61,7 +62,7 @@ def row(finding: Finding, muted_ns: int | None = None) -> dict[str, Any]:
 
 
 def overview(rows: Sequence[Row], agents: int, codes: int, muted: int) -> list[Block]:
-    """The headline and a line for each."""
+    """Formats the headline and one line per finding."""
     head = [headline(rows), (f"   {_many(agents, 'agent')}, {_many(codes, 'code')} looked at", "dim")]
     if muted:
         head.append((f", {muted} muted", "yellow"))
@@ -72,7 +73,7 @@ def overview(rows: Sequence[Row], agents: int, codes: int, muted: int) -> list[B
 
 
 def headline(rows: Iterable[Row]) -> Span:
-    """`✗ 1 critical, 2 warnings`, in the style of the worst."""
+    """Formats `✗ 1 critical, 2 warnings` in the style of the highest severity."""
     counts = Counter(str(each["severity"]) for each in rows)
     if not counts:
         return ("✓ healthy", palette.VERDICTS["ok"])
@@ -87,7 +88,7 @@ def headline(rows: Iterable[Row]) -> Span:
 
 
 def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
-    """The first few of one reading by name, for a line that has other things to say."""
+    """Formats the first few findings by code, for a line that also contains other information."""
     bad = [each for each in findings if each.severity > Severity.INFO]
     spans: list[Span] = [] if bad else [("✓ nothing wrong in one reading", palette.VERDICTS["ok"])]
     if not bad and findings:
@@ -104,12 +105,12 @@ def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
 
 
 def paragraphs(rows: Iterable[Row], width: int) -> list[Block]:
-    """Each finding in full: what, since when, the numbers, the cause and what to do."""
+    """Formats each finding in full: description, duration, evidence, cause and remedy."""
     return [Text(paragraph(each, width)) for each in rows]
 
 
 def paragraph(row: Row, width: int, number: int | None = None) -> list[Line]:
-    """One finding in full."""
+    """Formats one finding in full."""
     style = palette.VERDICTS.get(row["severity"], "")
     title: list[Span] = [
         (f"{number}. " if number else "", "bold"),
@@ -130,7 +131,7 @@ def paragraph(row: Row, width: int, number: int | None = None) -> list[Line]:
 
 
 def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> list[Line]:
-    """A text beside its label, wrapped with a hanging indent; nothing for no text."""
+    """Formats a text next to its label, wrapped with a hanging indent; returns no lines for an empty text."""
     wrapped = textwrap.wrap(
         " ".join(text.split()),
         max(20, min(width, _WIDEST) - indent - 2),
@@ -143,7 +144,7 @@ def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> list[Li
 
 
 def figures(evidence: Mapping[str, Any]) -> list[str]:
-    """`age 41 s`, `held 2 MiB`: the numbers as people read them."""
+    """Formats evidence for people: `age 41 s`, `held 2 MiB`."""
     return [_figure(name, value) for name, value in evidence.items() if value not in (None, "", [], (), {})]
 
 

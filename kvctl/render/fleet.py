@@ -1,8 +1,8 @@
-"""Sums over a fleet that mean what they say.
+"""Totals over a fleet.
 
-A room lives on every rank that takes part in it, so rooms are counted on one rank per decode instance (tp, pp and cp
-0), and bytes on all decode ranks. Where no decode rank answered, prefill ranks stand in. Quantiles of different ranks
-cannot be merged: p50 is the median of the ranks', p99 the worst of them.
+Every rank that takes part in a room reports it, so rooms are counted on one rank per decode instance (tp, pp and cp 0),
+and bytes on all decode ranks. If no decode rank answered, prefill ranks are used. Quantiles of different ranks cannot
+be merged: p50 is the median of the ranks' p50, p99 the maximum of their p99.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Status = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class FleetSummary:
-    """One fleet at one moment; None is unknown.
+    """Totals of one fleet at one moment; None is unknown.
 
     Attributes:
-        prefill_active: rooms that prefill ranks have open; one that no decode rank has opened is among them alone.
-        counted: what rooms, bytes and latency were counted on: "decode" or "prefill".
-        waiting: agents that wait for others, with their words.
-        draining: agents that take no new rooms, with the time since they were told (ns).
-        gb_per_s: sum of the ranks' rates, each over the wall clock of its own transfers.
+        prefill_active: rooms open on prefill ranks, including those that no decode rank has opened.
+        counted: role of the ranks on which rooms, bytes and latency were counted: "decode" or "prefill".
+        waiting: agents that wait for others, with the reason they report.
+        draining: agents that accept no new rooms, with the time since their drain (ns).
+        gb_per_s: sum of the ranks' rates, each over the wall-clock time of its own transfers.
     """
 
     agents: int
@@ -53,7 +53,7 @@ class FleetSummary:
 
 
 def summarise(statuses: Iterable[Status]) -> FleetSummary:
-    """Sums up the answers to `status`."""
+    """Totals the answers to `status`."""
     ranks = list(statuses)
     decode = [rank for rank in ranks if rank["role"] == "decode"]
     counted = decode or ranks
@@ -93,7 +93,7 @@ def summarise(statuses: Iterable[Status]) -> FleetSummary:
 
 
 def _leads(ranks: Sequence[Status]) -> Sequence[Status]:
-    """One rank of each instance and dp group; all ranks where none of those answered."""
+    """Returns one rank of each instance and dp group; all ranks if none of these answered."""
     return [rank for rank in ranks if not any(rank["rank"].get(axis) for axis in ("tp", "pp", "cp"))] or ranks
 
 
@@ -104,7 +104,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened between two summaries, per second of wall clock; None when the counters do not tell."""
+    """Changes between two summaries per second of wall clock; None if the counters cannot tell."""
 
     gb_per_s: float | None = None
     succeeded_per_s: float | None = None
@@ -112,7 +112,7 @@ class Rates:
 
 
 def rates(before: FleetSummary, after: FleetSummary, elapsed_ns: int) -> Rates:
-    """Differences of counters; a counter that went down means ranks came or went, so that nothing is claimed."""
+    """Computes rates from the differences of counters; None if a counter decreased, because ranks joined or left."""
     moved = after.bytes_total - before.bytes_total
     succeeded = after.succeeded_total - before.succeeded_total
     failed = after.failed_total - before.failed_total

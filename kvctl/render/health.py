@@ -1,4 +1,4 @@
-"""Views of the codes themselves, of their pages, and of what is muted."""
+"""Views of the health codes, of the page of one code, and of mutes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MUTES = View(
 
 
 def code_row(code: Code) -> dict[str, Any]:
-    """What is to be known of one code."""
+    """Returns the row of one health code."""
     return {
         "code": code.name,
         "severity": code.severity.label,
@@ -55,7 +55,7 @@ def code_row(code: Code) -> dict[str, Any]:
 
 
 def page(rows: Sequence[Row], width: int) -> list[Block]:
-    """The page of a code."""
+    """Formats the page of a health code."""
     return [
         Text(
             [
@@ -79,7 +79,7 @@ def page(rows: Sequence[Row], width: int) -> list[Block]:
 
 
 def mute_row(mute: Mute, now_ns: int) -> dict[str, Any]:
-    """One mute and what would break it."""
+    """Returns the row of one mute."""
     worst = mute.baseline
     return {
         "target": mute.target,

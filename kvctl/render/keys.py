@@ -1,4 +1,4 @@
-"""View of a key pair: what may be shown of it."""
+"""View of a key pair without its secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a column can hold: how each kind is shown to people, written for programs, compared and read back."""
+"""Kinds of column values: how each is formatted for people and programs, compared and parsed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _layers(value: Any) -> str:
 
 
 def _verdict(value: Any) -> str:
-    """A glyph and a word, so that no colour is needed to tell them apart."""
+    """Formats a verdict as a glyph and a word, distinguishable without colour."""
     return units.UNKNOWN if not value else f"{palette.VERDICT_GLYPHS.get(value, '?')} {value}"
 
 
@@ -41,11 +41,11 @@ def _number_text(value: Any) -> str:
 
 
 def _rate(value: Any) -> str:
-    """Always as many digits, because a rate is read by comparing it with the line above."""
+    """Formats a rate with a constant number of digits, so that successive lines can be compared."""
     if value is None:
         return units.UNKNOWN
     if 0 < value < 0.005:
-        return "<0.01"  # 0.00 is for what stands still
+        return "<0.01"  # 0.00 means no transfer at all
     return f"{value:.2f}" if value < 99.995 else f"{value:,.0f}"
 
 
@@ -55,14 +55,14 @@ def _number(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class KindRules:
-    """Rules of one kind.
+    """Formatting rules of one kind.
 
     Attributes:
-        human: the value as tables show it.
-        raw: the value as TSV and CSV print it.
-        suffix: what the name of the column ends in where raw values are printed.
-        parse: reads a filter's value written with a unit; None where values compare as text.
-        unit: an example with a unit, where a bare number would be ambiguous.
+        human: formats a value for tables.
+        raw: formats a value for TSV and CSV.
+        suffix: unit suffix of the column's name in machine-readable output.
+        parse: parses a filter value with a unit; None if values are compared as text.
+        unit: example of a value with a unit, if a bare number would be ambiguous.
     """
 
     human: Callable[[Any], str]
@@ -77,7 +77,7 @@ class KindRules:
 
 
 class Kind(Enum):
-    """Kind of a column."""
+    """Kind of a column's values."""
 
     TEXT = KindRules(_text)
     ID = KindRules(lambda value: _text(value))  # a number too large for JSON, kept as text, ordered as a number
@@ -102,7 +102,7 @@ def _ratio(text: str) -> float:
 
 
 def raw(value: Any) -> str:
-    """A value as TSV and CSV print it: machine numbers, nothing rounded, nothing for the unknown."""
+    """Formats a value for TSV and CSV: unrounded numbers, and an empty text for None."""
     match value:
         case None:
             return ""

@@ -1,6 +1,6 @@
-"""View of layer groups: how long each stage takes, and how much of a part's way compute hides.
+"""View of layer groups: the duration of each stage, and the share of the transfer time that compute hides.
 
-`ready` is how much later than its chunk's first group a group was computed; the other stages follow one another.
+`ready` is the time since the first layer group of the chunk was ready; each other stage follows the one before it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvctl_agent.contract.states import STAGES
 
 
 def hidden_share(row: Row) -> float | None:
-    """Share of the time on the way that was hidden behind compute."""
+    """Returns the share of the transfer time that was hidden by compute; None if unknown."""
     exposed, overlapped = row.get("exposed_ns"), row.get("overlapped_ns")
     if exposed is None or overlapped is None or exposed + overlapped == 0:
         return None

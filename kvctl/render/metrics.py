@@ -47,7 +47,7 @@ SCHEMA = View(
 
 
 def sample_rows(agent: str, families: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Flattens one agent's families into a row per sample."""
+    """Returns one row per sample of one agent's metric families."""
     return [
         {
             "agent": agent,
@@ -63,7 +63,7 @@ def sample_rows(agent: str, families: Iterable[Mapping[str, Any]]) -> list[dict[
 
 
 def exposition(rows: Sequence[Row]) -> str:
-    """Prometheus text format 0.0.4: each family once, with an `agent` label on every sample."""
+    """Formats rows as Prometheus text format 0.0.4: each family once, with an `agent` label on every sample."""
     families: dict[str, list[Row]] = {}
     for row in rows:
         families.setdefault(_NOT_IN_NAMES.sub("_", row["name"]), []).append(row)

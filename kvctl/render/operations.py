@@ -1,4 +1,4 @@
-"""Views of what commands that act have done, and of what probing a lane has found."""
+"""Views of the results of actions, and of the results of `kvctl peers probe`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROBE = View(
 
 
 def done_lines(rows: Sequence[Row]) -> list[Block]:
-    """What was done, a line each: what is said of it is never cut off."""
+    """Formats the results of actions, one per line and never truncated."""
     widths = {name: max((len(row[name]) for row in rows), default=0) for name in ("agent", "subject", "result")}
     lines: list[Line] = [
         [

@@ -1,4 +1,4 @@
-"""Styles of values that mean the same everywhere. The sixteen terminal colours only, so that themes keep working."""
+"""Terminal styles of values with the same meaning in all views, from the 16 colours that terminal themes define."""
 
 from __future__ import annotations
 

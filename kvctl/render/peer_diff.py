@@ -1,4 +1,4 @@
-"""Two agents side by side: the factors by which they do not fit, and what else differs between them."""
+"""Comparison of two agents: the settings in which they are incompatible, and other differences."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ DIFF = View(
 
 
 def refusals(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, swapped: bool) -> list[dict[str, Any]]:
-    """What stands between two agents.
+    """Returns the incompatible settings of a prefill and a decode agent.
 
     Args:
-        ours: the prefill agent's row of the other; theirs: the other's row of it. What the other says is mostly what
-            it was told by the prefill agent, so it counts only where the prefill agent says nothing.
+        ours: the prefill agent's row about the decode agent.
+        theirs: the decode agent's row about the prefill agent. It mostly repeats what the prefill agent sent, so it
+            counts only if the prefill agent reports nothing.
         swapped: `a` is the decode agent.
     """
     told = list(ours["differences"]) if ours else []
@@ -51,7 +52,7 @@ def refusals(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, s
 
 
 def comparisons(a: Mapping[str, Any], b: Mapping[str, Any], kind: str, keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Values of two agents side by side."""
+    """Returns one row per key with the values of both agents."""
     return [
         {
             "factor": key,
@@ -66,7 +67,7 @@ def comparisons(a: Mapping[str, Any], b: Mapping[str, Any], kind: str, keys: Ite
 
 
 def build(status: Mapping[str, Any]) -> dict[str, Any]:
-    """What an agent is built of, flat."""
+    """Returns the versions and engine of an agent as a flat mapping."""
     transport, pool, sizes = status["transport"], status["pool"], status["sizes"]
     return {
         "version": status["version"],

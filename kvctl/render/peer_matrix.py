@@ -1,7 +1,7 @@
-"""Prefill by decode: one row per pair as both of its ends see it, and a picture that holds many pairs.
+"""Matrix of prefill and decode agents: one row per pair with both ends' states, and a compact picture.
 
-A link has two ends that can disagree, and the disagreement is often the fault that is looked for; so a pair's state is
-the worse of the two, and a link that only one end knows is a state of its own.
+The two ends of a connection can disagree, and the disagreement is often the fault to be found. The state of a pair is
+therefore the worse of the two, and a connection that only one end knows has a state of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvctl.render.view import Column, Row, View, Width
 
 ONE_SIDED = "one-sided"
 NO_LINK = "none"
-# The worst first: what a pair counts as when its ends differ.
+# States, worst first: if the two ends differ, the worse state counts.
 _RANKING = ("refused", "lost", "suspect", "connecting", ONE_SIDED, "ready", NO_LINK)
 _GLYPHS: dict[str, Span] = {
     "ready": ("●", palette.PEER_STATES["ready"]),
@@ -48,10 +48,10 @@ MATRIX = View(
 
 
 def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every pair of a prefill and a decode agent among agents and their peers.
+    """Returns every pair of a prefill and a decode agent.
 
     Args:
-        roles: of the agents that answered; one that is only known as somebody's peer counts, too.
+        roles: roles of the agents that answered, by name; agents known only as a peer are added.
         rows: answers to `peers`.
     """
     seen: dict[tuple[str, str], Mapping[str, Any]] = {}
@@ -90,7 +90,7 @@ def _pair(
 
 
 def draw(rows: Sequence[Row], width: int) -> list[Line]:
-    """The pairs as a grid: a line per prefill rank, a column per decode rank; several grids where one is too wide."""
+    """Draws the pairs as a grid, a line per prefill and a column per decode rank; splits a grid that is too wide."""
     if not rows:
         return [[(MATRIX.empty, "dim")]]
     cells = {(row["prefill"], row["decode"]): row for row in rows}
@@ -124,7 +124,7 @@ def _cell(row: Row | None, lanes: Mapping[str, str], size: int) -> list[Span]:
 
 
 def _letters(lanes: Iterable[str | None]) -> dict[str, str]:
-    """One letter for each lane: of its name, or a digit where the letters are taken."""
+    """Assigns each lane a letter of its name, or a digit if its letters are taken."""
     letters: dict[str, str] = {}
     for lane in sorted({lane for lane in lanes if lane}):
         free = (each for each in (*lane, *"0123456789") if each.isalnum() and each not in letters.values())
@@ -133,7 +133,7 @@ def _letters(lanes: Iterable[str | None]) -> dict[str, str]:
 
 
 def _headings(names: Sequence[str]) -> tuple[list[str], str]:
-    """What stands over the columns, without what all names begin with: that stands above them once."""
+    """Returns the column headings without the prefix that all names share, and that prefix."""
     size = next((i for i, each in enumerate(zip(*names, strict=False)) if len(set(each)) > 1), 0)
     prefix = names[0][:size].rstrip("0123456789")
     return [name[len(prefix) :] or name for name in names], prefix
@@ -166,9 +166,9 @@ def _cut(text: str, size: int) -> str:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts `decode-2` before `decode-10`."""
+    """Sort key that orders `decode-2` before `decode-10`."""
     pieces: list[tuple[int, int, str]] = []
     for each in name.replace("-", " - ").replace("_", " _ ").split():
-        digits = each.lstrip("0") if each.isdecimal() else ""  # int() refuses thousands of them
+        digits = each.lstrip("0") if each.isdecimal() else ""  # int() rejects numbers with thousands of digits
         pieces.append((0, len(digits), digits) if each.isdecimal() else (1, 0, each))
     return pieces

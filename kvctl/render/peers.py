@@ -1,4 +1,4 @@
-"""View of who each agent is connected to."""
+"""View of the peers of each agent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One room as a trace for ui.perfetto.dev: both ends on one clock, a process for each agent, a track for each writer.
+"""Exports one room as a trace for ui.perfetto.dev: both ends on one clock, a process per agent, a track per writer.
 
-The format is Chrome's trace-event JSON, which Perfetto reads as it is. Times are microseconds since the room began.
-Slices of one track may nest but never overlap, and the parts of a writer do overlap; so parts that are on their way at
-once get tracks of their own, beside each other ("writer 0", "writer 0 · 2", …).
+The format is Chrome's trace-event JSON. Times are microseconds since the room was opened. Slices of one track may nest
+but not overlap, whereas the parts of a writer do overlap: concurrent parts get additional tracks ("writer 0", "writer 0
+· 2", …).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from kvctl_agent.contract.states import STAGES
 _INSTANTS_TRACK = 0
 _PREFILL = ("ready", "gate", "queue", "gather", "post", "wire")
 _DECODE = ("arrive", "scatter")
-_ORDER = {"X": 0, "i": 1, "s": 2, "f": 3}  # at one moment: an arrow binds to a slice that has begun
+_ORDER = {"X": 0, "i": 1, "s": 2, "f": 3}  # order of events with equal times: an arrow binds to a slice that has begun
 
 Event = dict[str, Any]
 
 
 def trace(room: RoomTimeline) -> dict[str, Any]:
-    """The whole document: `traceEvents` in order of time, metadata first."""
+    """Returns the whole document: `traceEvents` in order of time, metadata first."""
     agents = {rank["agent"]: number for number, rank in enumerate(room.ranks, 1)}
     roles = {rank["agent"]: rank["role"] for rank in room.ranks}
     writers = _writers(room)
@@ -49,10 +49,10 @@ def trace(room: RoomTimeline) -> dict[str, Any]:
 
 
 class _Tracks:
-    """Gives each part a track on which nothing else is going on meanwhile."""
+    """Assigns each part a track that is free for the part's duration."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, int], list[float]] = {}  # by process and writer, when each track is free again
+        self._ends: dict[tuple[int, int], list[float]] = {}  # by process and writer: time at which each track is free
         self.names: dict[tuple[int, int], str] = {}  # by process and track
 
     def place(self, pid: int, writer: int, begin: float, end: float) -> int:
@@ -65,7 +65,7 @@ class _Tracks:
 
 
 def _writers(room: RoomTimeline) -> dict[int, str]:
-    """Which agent each writer is: its own events are those that only a writer has."""
+    """Returns the agent of each writer, identified by events that only a writer records."""
     return {
         event["writer"]: event["agent"]
         for event in room.timeline
@@ -76,7 +76,7 @@ def _writers(room: RoomTimeline) -> dict[int, str]:
 def _part(
     room: RoomTimeline, part: PartTimeline, agents: Mapping[str, int], writer: str | None, tracks: _Tracks
 ) -> Iterable[Event]:
-    """The part's slices on its writer and on its decode rank, with an arrow from one to the other."""
+    """Returns the slices of a part on its writer and on its decode rank, with an arrow between them."""
     sent = _end(room, part, _PREFILL, agents.get(writer or ""), tracks)
     landed = _end(room, part, _DECODE, agents.get(part.decode), tracks)
     yield from sent
@@ -99,7 +99,7 @@ def _part(
 def _end(
     room: RoomTimeline, part: PartTimeline, stages: Iterable[str], pid: int | None, tracks: _Tracks
 ) -> list[Event]:
-    """One side of a part: an outer slice for the part, and in it one for each stage."""
+    """Returns the slices of a part on one rank: an outer one for the part, and one inside it for each stage."""
     moments = [(stage, _us(part.moments[stage] - room.started_at_ns)) for stage in stages if stage in part.moments]
     if pid is None or not moments:
         return []
@@ -113,7 +113,7 @@ def _end(
     ]
     last = begin
     for stage, at in moments[1:]:
-        at = max(at, last)  # clocks of two ends agree only so well
+        at = max(at, last)  # the clocks of the two ends differ slightly
         found.append({"ph": "X", "name": stage, "ts": last, "dur": at - last, **where})
         last = at
     return found
@@ -134,7 +134,7 @@ def _instant(event: Mapping[str, Any], pid: int) -> Event:
 
 
 def _names(agents: Mapping[str, int], roles: Mapping[str, str], tracks: _Tracks) -> Iterable[Event]:
-    """What processes and tracks are called, prefill ranks on top."""
+    """Names processes and tracks; prefill ranks come first."""
     for agent, pid in agents.items():
         yield _meta("process_name", pid, 0, name=agent)
         yield _meta("process_labels", pid, 0, labels=roles[agent])

@@ -1,4 +1,4 @@
-"""Says how often prefill ranks cut their forwards into layer groups, and why they did not."""
+"""Summarises how many forwards prefill ranks pipelined, and the reasons against it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvctl_agent.contract.pipeline import PIPELINED, REASONS
 
 
 class Decisions:
-    """Decisions of all prefill ranks that answered `status`, each rank's forwards counted."""
+    """Pipelining decisions, summed over all prefill ranks that answered `status`."""
 
     def __init__(self, statuses: Iterable[Mapping[str, Any]]) -> None:
         uses = [use for status in statuses if (use := status.get("pipeline"))]
@@ -24,11 +24,11 @@ class Decisions:
 
     @property
     def off(self) -> bool:
-        """Nobody pipelines, and nobody did."""
+        """Whether pipelining is off on all ranks and no forward was pipelined."""
         return self.modes in ([], ["off"]) and not any(self.by_reason[reason] for reason in PIPELINED)
 
     def summary(self) -> list[Span]:
-        """`on from 3,072 tokens   120 of 132 forwards (on 2 ranks) pipelined, else mostly few-tokens`."""
+        """Formats `on from 3,072 tokens   120 of 132 forwards (on 2 ranks) pipelined, else mostly few-tokens`."""
         spans: list[Span] = [(" or ".join(self.modes), "bold")]
         total = sum(self.by_reason.values())
         if not total:
@@ -43,14 +43,14 @@ class Decisions:
         return spans
 
     def lines(self) -> list[Line]:
-        """The summary, and below it every reason with its words."""
+        """Formats the summary followed by every reason with its explanation."""
         if not self.ranks:
             return []
         head: Line = [("pipeline ", "dim"), *self.summary()]
         if self.off:
             return [head]
         counts = [(units.count(self.by_reason[reason]), reason) for reason in REASONS if self.by_reason[reason]]
-        # An agent newer than this tool may know more reasons.
+        # An agent that is newer than this kvctl may report further reasons.
         counts += [(units.count(self.by_reason[reason]), reason) for reason in sorted(self.by_reason.keys() - REASONS)]
         return [head, *_columns(counts)]
 

@@ -1,4 +1,4 @@
-"""Views of what was recorded and of what came of it when it was run again."""
+"""Views of recordings and of the results of replaying them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ REPLAYED = View(
 
 
 def blocks(rows: Sequence[Row]) -> list[Block]:
-    """The table, and below it the story of each breach."""
+    """Formats the table, followed by the history of each violation."""
     return [Grid(REPLAYED, rows), *(Text(_story(row)) for row in rows if row["breach"] is not None)]
 
 

@@ -1,4 +1,4 @@
-"""What a command hands over to be printed: rows of a view, and optionally how a terminal should show them."""
+"""Result of a command: rows of a view, and optionally blocks that a terminal shows instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table of its own view; `title` stands above it."""
+    """A table with its own view; `title` is printed above it."""
 
     view: View
     rows: Sequence[Row]
@@ -34,16 +34,18 @@ Block = Text | Grid
 
 @dataclass(slots=True)
 class Report:
-    """Outcome of one reading.
+    """Result of one query.
 
     Attributes:
-        rows: what TSV, CSV and tables show, before filters.
-        answered: how many agents contributed.
-        objects: what JSON shows, when that is richer than the rows; gets the rows that passed the filters.
-        blocks: what a terminal shows instead of the plain table; gets those rows and the width in columns.
-        prometheus: the exposition text, where the command has one.
-        failure: why the operation failed although agents answered.
-        wrong: what the command looks for was found, as doctor and health do: exit code 1, and no message.
+        view: view of the rows.
+        rows: rows for TSV, CSV and tables, before filters.
+        answered: number of agents that answered.
+        faults: errors of agents that did not.
+        objects: builds the JSON data from the filtered rows, if JSON contains more than the rows.
+        blocks: builds the terminal output from the filtered rows and the width in columns, instead of a plain table.
+        prometheus: builds Prometheus text, for commands that support it.
+        failure: error text if the command failed although agents answered.
+        wrong: a problem was found, as by doctor and health: exit code 1 without a message.
         notes: remarks for stderr.
         at_ns: wall clock of the answers; None means now.
     """

@@ -1,4 +1,4 @@
-"""Draws a staging ring: who holds which bytes, where the head is, and what holds the watermark back."""
+"""Draws a staging ring: the allocations, the head, and the allocation that holds back the watermark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvctl.render.bars import merged
 from kvctl.render.report import Line, Span
 from kvctl.render.staging import oldest
 
-# Shapes grow darker as data arrives; the two that never end by themselves are letters.
+# Glyphs get darker as data arrives; the two states that do not end without intervention are letters.
 GLYPHS: dict[str, Span] = {
     "granted": ("░", ""),
     "landed": ("▒", "cyan"),
@@ -20,18 +20,18 @@ GLYPHS: dict[str, Span] = {
 }
 _FREE: Span = ("·", "dim")
 _STRANGE: Span = ("?", "bold red")
-# What must not be lost among neighbours in one cell comes last.
+# Later states take precedence when several allocations share a cell.
 _PRECEDENCE = ("granted", "scattering", "landed", "revoking", "quarantined")
 _LABELS = 9
-# Older than this, an allocation is not on its way but stuck.
+# An older allocation counts as stuck.
 _PINNED_NS = 1_000_000_000
 
 
 def draw(answer: Mapping[str, Any], width: int) -> list[Line]:
-    """Picture of one decode rank's ring.
+    """Draws the ring of one decode rank.
 
     Args:
-        answer: what the agent said to `staging`; its `ring` is not None.
+        answer: the agent's answer to `staging`, whose `ring` is not None.
         width: of the terminal.
     """
     ring = answer["ring"]
@@ -62,7 +62,10 @@ def draw(answer: Mapping[str, Any], width: int) -> list[Line]:
         nbytes = sum(each["end"] - each["offset"] for each in aside)
         writers = ", ".join(sorted({each["writer"] for each in aside}))
         lines.append(
-            [("aside", "bold"), (f" {len(aside)} of silent writers ({writers}): {units.size(nbytes)}", "bold red")]
+            [
+                ("aside", "bold"),
+                (f" {len(aside)} of unresponsive writers ({writers}): {units.size(nbytes)}", "bold red"),
+            ]
         )
     pin = oldest(answer)
     if pin is not None:
@@ -73,7 +76,7 @@ def draw(answer: Mapping[str, Any], width: int) -> list[Line]:
 
 
 def legend() -> Line:
-    """What the glyphs mean."""
+    """Returns the legend of the glyphs."""
     spans: list[Span] = [(_FREE[0], _FREE[1]), (" free  ", "dim")]
     for state, (glyph, style) in GLYPHS.items():
         spans += [(glyph, style), (f" {state}  ", "dim")]
@@ -92,7 +95,7 @@ def _bar(allocations: Sequence[Mapping[str, Any]], size: int, cells: int) -> lis
 
 
 def _cells(offset: int, end: int, size: int, cells: int) -> list[tuple[int, int]]:
-    """Cells that [offset, end) touches, one at least; an allocation over the seam gives two runs."""
+    """Returns the cells that [offset, end) covers, at least one; two ranges if it crosses the end of the ring."""
     if size <= 0 or end <= offset:
         return []
     start = offset % size

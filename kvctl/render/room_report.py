@@ -1,4 +1,4 @@
-"""Draws one room: what became of it, who failed first, and the life of each part on one axis."""
+"""Draws one room: its result, its first failure, and the stages of each part on a common axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_DEBTS = 16
 
 
 def blocks(room: RoomTimeline, timeline: Sequence[Row], width: int) -> list[Block]:
-    """Header, ranks, parts and timeline of one room."""
+    """Formats header, ranks, parts and timeline of one room."""
     return [
         Text([*_header(room), *_verdict(room), *_debts(room), *_waits(room)]),
         Grid(RANKS, rank_rows(room)),
@@ -30,7 +30,7 @@ def blocks(room: RoomTimeline, timeline: Sequence[Row], width: int) -> list[Bloc
 
 
 def rank_rows(room: RoomTimeline) -> list[dict[str, Any]]:
-    """A row per rank, with how exactly its clock is known."""
+    """Returns one row per rank, with the error of its clock offset."""
     return [
         {**rank, "clock_error_ns": room.clocks[rank["agent"]].error_ns if rank["agent"] in room.clocks else None}
         for rank in room.ranks
@@ -54,7 +54,7 @@ def _header(room: RoomTimeline) -> list[Line]:
     if latency is not None:
         spans.append((f"  latency {units.duration(latency)}", ""))
     exposed = max((rank["exposed_ns"] for rank in room.ranks if rank["exposed_ns"] is not None), default=None)
-    if exposed is not None:  # the room waits for the slowest of its writers
+    if exposed is not None:  # the room has to wait for its slowest writer
         spans.append((f"  exposed {units.duration(exposed)}", ""))
     return [spans, [(f"nonce {room.nonce}, opened {units.clock_time(room.started_at_ns)}", "dim")]]
 
@@ -78,7 +78,7 @@ def _verdict(room: RoomTimeline) -> list[Line]:
 
 
 def _debts(room: RoomTimeline) -> list[Line]:
-    """Who owes what to whom, since when, waiting for what."""
+    """Formats the parts that are owed: writer, decode rank, age, and what they wait for."""
     lines: list[Line] = []
     for debt in room.debts[:_MOST_DEBTS]:
         what = []
@@ -101,12 +101,12 @@ def _debts(room: RoomTimeline) -> list[Line]:
 
 
 def _range(noun: str, span: tuple[int, int]) -> str:
-    """`chunk 3`, `layers 0-31` of [first, end)."""
+    """Formats [first, end) as `chunk 3` or `layers 0-31`."""
     return f"{noun} {span[0]}" if span[1] - span[0] == 1 else f"{noun}s {Kind.LAYERS.value.human(span)}"
 
 
 def _waits(room: RoomTimeline) -> list[Line]:
-    """What ranks wait for besides parts."""
+    """Formats what ranks wait for other than parts."""
     lines: list[Line] = []
     for rank in room.ranks:
         names, active = ", ".join(rank["missing"]), rank["finished_at_ns"] is None

@@ -1,4 +1,4 @@
-"""Views of rooms: active and finished ones, and the events of one."""
+"""Views of rooms: active and finished ones, and the events of one room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvctl.render.view import Column, Row, View, Width
 
 
 def _progress(row: Row) -> str | None:
-    """Cells done of cells planned: scattered on a decode rank, sent on a prefill rank."""
+    """Returns cells done of cells planned: scattered on a decode rank, sent on a prefill rank."""
     coverage = row.get("coverage")
     if not coverage:
         return None
@@ -24,7 +24,7 @@ def _failure(row: Row) -> str | None:
 
 
 def _state_age(row: Row) -> Any:
-    """Finished rooms stay what they are: how long they have been it tells nothing."""
+    """Returns the time in the state of an active room; None for a finished one, whose state no longer changes."""
     return None if row.get("finished_at_ns") is not None else row.get("state_age_ns")
 
 

@@ -1,7 +1,7 @@
-"""Makes text safe to show: control, bidirectional and zero-width characters are replaced or escaped.
+"""Makes text safe to print: control, bidirectional and zero-width characters are replaced or escaped.
 
-Agents report names, errors and events that came from other machines. A terminal obeys some of those characters, and
-others change what a reader sees. Every text that reaches stdout, stderr or the screen of `kvctl top` passes here.
+Agents report names, errors and events that came from other machines. Some of those characters control the terminal,
+others change the visible text. All text for stdout, stderr and `kvctl top` passes through this module.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ _STYLED = re.compile("(\x1b\\[[0-9;]*m)")
 
 
 def printable(text: str) -> str:
-    """One line of text, each unprintable character replaced by U+FFFD."""
+    """Replaces each unprintable character of one line of text, including line breaks, with U+FFFD."""
     return _NOT_ASCII_PRINTABLE.sub(lambda found: found[0] if found[0].isprintable() else REPLACEMENT, text)
 
 
 def printable_lines(text: str, styled: bool = False) -> str:
-    """The same for several lines, which keep newlines and tabs.
+    """Replaces unprintable characters other than newlines and tabs with U+FFFD.
 
     Args:
-        styled: the text has colours of our own: SGR sequences are kept.
+        text: several lines.
+        styled: keep SGR colour sequences, because kvctl itself made the text.
     """
     if styled:
-        pieces = _STYLED.split(text)  # the sequences are at odd places
+        pieces = _STYLED.split(text)  # the sequences have odd indices
         return "".join(piece if at % 2 else printable_lines(piece) for at, piece in enumerate(pieces))
     return _NOT_ASCII_TEXT.sub(lambda found: found[0] if found[0].isprintable() else REPLACEMENT, text)
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks, runs of white space as one space, unprintable characters replaced."""
+    """Joins lines, collapses white space, and replaces unprintable characters."""
     return printable(" ".join(text.split()))
 
 
 def escaped(text: str) -> str:
-    """One line of text with backslash escapes in place of backslashes and unprintable characters: `\\t`, `\\u202e`."""
+    """Replaces backslashes and unprintable characters of one line with escapes: `\\t`, `\\u202e`."""
     return _NOT_ASCII_PRINTABLE.sub(
         lambda found: found[0] if found[0].isprintable() else found[0].encode("unicode_escape").decode(),
         text.replace("\\", "\\\\"),
@@ -46,7 +47,7 @@ def escaped(text: str) -> str:
 
 
 def json_escaped(document: str) -> str:
-    """A JSON document with its unprintable characters as JSON escapes; it decodes to the same data."""
+    """Replaces unprintable characters of a JSON document with JSON escapes; it decodes to the same data."""
     return _NOT_ASCII_TEXT.sub(
         lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], document
     )

@@ -1,4 +1,4 @@
-"""Which rows and columns of a view are printed, in which order: `--filter`, `--sort-by`, `--columns`."""
+"""Selects and orders the rows and columns of a view: `--filter`, `--sort-by`, `--columns`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvctl.render.view import Column, Row, View, Width
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the user wants of a view.
+    """Parsed selection options for a view.
 
     Attributes:
-        columns: named ones, in that order; None means the view's own.
-        order: (column, descending), the most significant first.
+        columns: selected columns in order; None means the columns of the view.
+        order: (column, descending), most significant first.
     """
 
     columns: tuple[Column, ...] | None
@@ -27,7 +27,7 @@ class Selection:
         return all(each.matches(row) for each in self.filters)
 
     def rows(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows that pass, in order."""
+        """Returns the rows that pass, in order."""
         kept = [row for row in rows if self.passes(row)]
         for column, descending in reversed(self.order):
             known = [row for row in kept if column.value(row) is not None]
@@ -40,10 +40,10 @@ class Selection:
 def select(
     view: View, columns: str | None = None, sort_by: str | None = None, filters: Sequence[str] = ()
 ) -> Selection:
-    """Reads the three options against a view.
+    """Parses the three options for a view.
 
     Raises:
-        ExpressionError: one of them names a column that is not there, or cannot be understood.
+        ExpressionError: an option is invalid or names an unknown column.
     """
     wanted = None if columns is None else tuple(find_column(view, name) for name in _names(columns))
     order = view.sort if sort_by is None else tuple(_names(sort_by))
@@ -59,12 +59,12 @@ def _names(text: str) -> list[str]:
 
 
 def table_columns(view: View, selection: Selection, wide: bool) -> tuple[Column, ...]:
-    """Columns of a table, before it is fitted to the terminal."""
+    """Returns the columns of a table, before it is fitted to the terminal."""
     if selection.columns is not None:
         return selection.columns
     return tuple(column for column in view.columns if wide or column.width is not Width.WIDE)
 
 
 def data_columns(view: View, selection: Selection) -> tuple[Column, ...]:
-    """Columns of TSV and CSV: all of them, because a script cannot widen its window."""
+    """Returns the columns of TSV and CSV: all of them, because scripts have no terminal width."""
     return selection.columns or view.columns

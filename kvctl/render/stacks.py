@@ -1,4 +1,4 @@
-"""View of threads and where each of them is."""
+"""View of threads and their stacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STACKS = View(
 
 
 def traceback(rows: Sequence[Row]) -> list[Line]:
-    """Threads with their frames, the innermost last, as Python prints tracebacks."""
+    """Formats threads and their frames as a Python traceback, innermost frame last."""
     lines: list[Line] = []
     for row in rows:
         if lines:

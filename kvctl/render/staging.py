@@ -11,7 +11,7 @@ from kvctl.render.view import Column, Row, View, Width
 
 
 def oldest(row: Row) -> Mapping[str, Any] | None:
-    """The allocation that holds the watermark back, on a decode rank with any."""
+    """Returns the oldest allocation, which holds back the watermark; None if there is none."""
     ring = row.get("ring")
     allocations = ring["allocations"] if ring else []
     return next((allocation for allocation in allocations if not allocation["aside"]), None)
@@ -33,7 +33,7 @@ def _used(row: Row) -> float | None:
 
 
 def _ahead(row: Row) -> int | None:
-    """Bytes granted in later rounds: their writers wait until the ring comes round."""
+    """Returns the bytes granted for later rounds of the ring, whose writers must wait."""
     ring = row.get("ring")
     return max(0, ring["used_bytes"] - ring["size_bytes"]) if ring else None
 

@@ -1,4 +1,4 @@
-"""Views of status: one row per agent, one line per moment for `-w`, and the fleet's summary as a screen."""
+"""Views of status: one row per agent, one line per interval for `-w`, and the summary of the fleet."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _active(row: Row) -> int | None:
 
 
 def _rank(row: Row) -> str:
-    """Only the axes that the instance really splits: `tp2`, `dp1 tp0`."""
+    """Formats the coordinates on the axes of size 2 or more: `tp2`, `dp1 tp0`."""
     sizes = row.get("sizes", {})
     split = [f"{axis}{row['rank'][axis]}" for axis in ("dp", "pp", "cp", "tp") if sizes.get(axis, 1) > 1]
     return " ".join(split)
 
 
 def _health(row: Row) -> str:
-    """The codes that name this agent, added by whoever looked; an agent that drains is never "ok"."""
+    """Formats the health codes of this agent, which the caller added; an agent that drains is never "ok"."""
     codes = [*row["health"]]
     if row.get("draining") and _DRAINING not in codes:
         codes.append("draining")
@@ -80,7 +80,7 @@ STATUS = View(
     sort=("-role", "agent"),
 )
 
-# Seventy-seven cells, so that a line is a line on every terminal.
+# 77 cells wide, so that a line fits on every terminal.
 MOMENTS = View(
     "status_watch",
     (
@@ -101,7 +101,7 @@ MOMENTS = View(
 
 
 def moment(summary: FleetSummary, change: Rates, now_ns: int, ill: int) -> dict[str, Any]:
-    """One line of `status -w`; `ill` is how much was found."""
+    """Returns one line of `status -w`; `ill` is the number of findings."""
     return {
         "at_ns": now_ns,
         "agents": summary.agents,
@@ -119,11 +119,12 @@ def moment(summary: FleetSummary, change: Rates, now_ns: int, ill: int) -> dict[
 
 
 def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Block]:
-    """The one screen: what the fleet does, then each agent.
+    """Formats the summary of the fleet and the table of agents.
 
     Args:
-        silent: agents that are there but did not answer.
-        health: what was found, in a few words.
+        rows: answers to `status`.
+        silent: number of agents that did not answer.
+        health: short text about the findings.
     """
     answered = [row for row in rows if "rooms" in row]
     if not answered:
@@ -143,7 +144,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span]) -> list[Blo
 
 
 def outline(rows: Sequence[Row]) -> list[Line]:
-    """Ranks, rooms, pipelining and who waits: what `kvctl top` says in words beside its curves."""
+    """Formats ranks, rooms, pipelining and waiting agents, for `kvctl top`."""
     summary = summarise(rows)
     return [
         *_ranks(rows),
@@ -154,7 +155,7 @@ def outline(rows: Sequence[Row]) -> list[Line]:
 
 
 def _kept_from_serving(summary: FleetSummary) -> list[Line]:
-    """Agents that were told to take no new rooms, and agents that wait for others."""
+    """Formats the agents that drain, and those that wait for others."""
     lines = []
     if summary.draining:
         names = ", ".join(name for name, _ in summary.draining)

@@ -1,6 +1,7 @@
-"""Renders reports for people: tables that fit the terminal, pictures, colour where it is wanted.
+"""Renders reports for terminals: tables that fit the width, pictures, colours.
 
-Text is made first and written afterwards, so that a redraw does not flicker and a closed pipe is met in one place.
+The whole text is built before it is written, so that a redraw does not flicker and a closed pipe is handled in one
+place.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from kvctl.render.sanitize import one_line, printable
 from kvctl.render.view import Column, Row, Width
 
 GAP = 2
-# A text that must shrink keeps this much, and one this long is not worth a column of its own being hidden for.
+# Minimum width of a shortened text, and the width above which a text is shortened before a column is hidden.
 _LEAST = 6
 _ENOUGH = 24
 _NO_LIMIT = 100_000
 
 
 def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: int | None, colour: bool) -> str:
-    """Draws blocks one below the other, an empty line between them.
+    """Formats blocks with an empty line between them.
 
     Args:
-        columns: for each block, the columns of its table (ignored for text).
-        width: of the terminal; None cuts nothing off, however long the lines get.
+        blocks: texts and tables.
+        columns: for each block, the columns of its table; ignored for texts.
+        width: of the terminal; None for unlimited.
+        colour: whether to use colours.
     """
     lines: list[Line] = []
     for index, (block, chosen) in enumerate(zip(blocks, columns, strict=True)):
@@ -38,7 +41,7 @@ def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: 
 
 
 def _written(lines: Sequence[Line], colour: bool) -> str:
-    """The lines as text, in colour if wanted; spaces at their ends are left out."""
+    """Formats lines as text without trailing spaces, optionally in colour."""
     safe = [[(printable(text), style) for text, style in line] for line in lines]
     if colour:
         return _coloured(safe)
@@ -46,13 +49,13 @@ def _written(lines: Sequence[Line], colour: bool) -> str:
 
 
 def _coloured(lines: Sequence[Line]) -> str:
-    from rich.console import Console  # 40 ms, which output without colour does not need
+    from rich.console import Console  # takes 40 ms to import; output without colour does not need it
     from rich.text import Text
 
     out = io.StringIO()
     console = Console(
         file=out,
-        width=_NO_LIMIT,  # widths are decided here
+        width=_NO_LIMIT,  # this module determines the widths
         force_terminal=True,
         color_system="standard",
         highlight=False,
@@ -73,16 +76,16 @@ def _table(grid: Grid, columns: Sequence[Column], width: int | None) -> list[Lin
     widths, hidden = fitted(whole, grid.rows, width)
     lines += [table_header(widths), *(table_row(row, widths) for row in grid.rows)]
     cut = [column for column, cells in widths.items() if cells < whole[column]]
-    said = [
-        f"{what} at this width: {', '.join(column.name for column in those)}"
-        for what, those in (("hidden", hidden), ("cut", cut))
-        if those
+    notes = [
+        f"{verb} at this width: {', '.join(column.name for column in affected)}"
+        for verb, affected in (("hidden", hidden), ("cut", cut))
+        if affected
     ]
-    return [*lines, [(f"{'; '.join(said)} (-o wide shows all)", "dim")]] if said else lines
+    return [*lines, [(f"{'; '.join(notes)} (-o wide shows all)", "dim")]] if notes else lines
 
 
 def table_header(widths: Mapping[Column, int], marks: Mapping[Column, str] | None = None) -> Line:
-    """Titles above their columns; `marks` follow some of them."""
+    """Formats the header of a table; `marks` are appended to the titles of some columns."""
     return [
         span
         for column, cells in widths.items()
@@ -91,7 +94,7 @@ def table_header(widths: Mapping[Column, int], marks: Mapping[Column, str] | Non
 
 
 def table_row(row: Row, widths: Mapping[Column, int], texts: Mapping[Column, str] | None = None) -> list[Span]:
-    """One row; `texts` replace what some columns would print."""
+    """Formats one row; `texts` replace the values of some columns."""
     return [
         span
         for column, cells in widths.items()
@@ -102,7 +105,7 @@ def table_row(row: Row, widths: Mapping[Column, int], texts: Mapping[Column, str
 
 
 def _cell(column: Column, text: str, cells: int, style: str) -> list[Span]:
-    """A text in its cells and the gap after it: numbers at the right, what is too long cut."""
+    """Formats a value and the gap after it: numbers right-aligned, long texts truncated."""
     size = cell_len(text)
     if size > cells:
         text, size = set_cell_size(text, cells - 1) + "…", cells
@@ -112,14 +115,14 @@ def _cell(column: Column, text: str, cells: int, style: str) -> list[Span]:
 
 
 def style_of(column: Column, row: Row) -> str:
-    """Terminal style of one value."""
+    """Returns the terminal style of one value."""
     value = column.value(row)
     styles = column.styles or {}
     return styles.get(str(value), styles.get("", "")) if value is not None else "dim"
 
 
 def natural(columns: Sequence[Column], rows: Sequence[Row]) -> dict[Column, int]:
-    """Cells that each column would take if there were no end of them."""
+    """Returns the width of each column without a limit."""
     return {
         column: max([cell_len(column.title), *(cell_len(one_line(column.human(row))) for row in rows)])
         for column in columns
@@ -129,10 +132,10 @@ def natural(columns: Sequence[Column], rows: Sequence[Row]) -> dict[Column, int]
 def fitted(
     widths: Mapping[Column, int], rows: Sequence[Row], width: int | None
 ) -> tuple[dict[Column, int], list[Column]]:
-    """Chooses columns and their widths, given their natural ones: (width by column, hidden columns).
+    """Chooses columns and widths that fit the terminal: returns (width by column, hidden columns).
 
-    Columns that know nothing go first, then ordinary ones, the right before the left; then long texts are shortened.
-    Numbers are never cut: half a number is a wrong number.
+    Empty columns are hidden first, then ordinary ones from right to left; then long texts are shortened. Numbers are
+    never truncated.
     """
     columns, widths = list(widths), dict(widths)
     if width is None:
@@ -146,7 +149,7 @@ def fitted(
         room = widths[longest] - _LEAST
         if not _elastic(longest) or room <= 0:
             break
-        # Down to the next longest, so that texts of similar length share the loss.
+        # Shorten to the length of the next longest, so that texts of similar length are shortened alike.
         others = [widths[column] for column in widths if column is not longest and _elastic(column)]
         widths[longest] -= max(1, min(excess, room, widths[longest] - max(others, default=0)))
     return widths, [column for column in columns if column in hidden]
@@ -164,18 +167,18 @@ def _elastic(column: Column) -> bool:
 
 
 def _needed(widths: Mapping[Column, int], most: int | None = None) -> int:
-    """Cells of a whole row; `most` is what an elastic column counts for at most."""
+    """Returns the width of a whole row; `most` limits the width that an elastic column counts for."""
     cells = (min(size, most) if most and _elastic(column) else size for column, size in widths.items())
     return sum(cells) + GAP * (len(widths) - 1)
 
 
 def stream_header(columns: Sequence[Column], gap: str = " ") -> str:
-    """Header of a stream of lines."""
+    """Formats the header of a stream of lines."""
     return gap.join(_padded(column, column.title) for column in columns).rstrip()
 
 
 def stream_line(columns: Sequence[Column], row: Row, colour: bool, gap: str = " ") -> str:
-    """One line of a stream; columns that do not declare a width follow unpadded."""
+    """Formats one line of a stream; columns without a fixed width are not padded."""
     cells = [(_padded(column, one_line(column.human(row))), style_of(column, row)) for column in columns]
     line = [span for cell in cells for span in (cell, (gap, ""))][:-1]
     return _written([line], colour).removesuffix("\n")

@@ -1,4 +1,4 @@
-"""Views of `kvctl tune`: what could be chosen and what is to be expected of it; predicted against measured."""
+"""Views of `kvctl tune`: the options with their predicted results, and predictions compared with measurements."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONFIRM = View(
 
 
 def blocks(rows: Sequence[Row], facts: Mapping[str, Any], checked: Sequence[Row]) -> list[Block]:
-    """What a terminal shows: what was measured, the options, the settings to paste, and how right that was."""
+    """Formats the measurements, the options, the settings to paste, and the accuracy of the predictions."""
     shown: list[Block] = [Text(_facts(facts)), Grid(TUNE, rows)]
     settings: list[Line] = [[("", "")], [("set on every agent", "bold"), (" (KVCTL_… or agent.toml)", "dim")]]
     settings += [[(f"  {line}", "green")] for line in toml(facts["settings"])]
@@ -60,7 +60,7 @@ def blocks(rows: Sequence[Row], facts: Mapping[str, Any], checked: Sequence[Row]
 
 
 def toml(settings: Mapping[str, Any]) -> list[str]:
-    """Lines of `agent.toml`."""
+    """Formats settings as lines of `agent.toml`."""
     return [f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in settings.items()]
 
 

@@ -1,4 +1,4 @@
-"""Numbers for people, and people's numbers back: durations, sizes, times of day. Unknown is `-`, never 0."""
+"""Formats durations, sizes and times of day for people, and parses them; None is formatted as `-`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _SIZE_UNITS: dict[str, int] = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-# As many digits as any real quantity has; more would overflow on the way to an integer.
+# Enough digits for any real quantity; more would overflow when converted to an integer.
 _NUMBER = r"\d{1,18}(?:\.\d{1,18})?"
 _DURATION = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h|d)")
 _SIZE = re.compile(rf"({_NUMBER})\s*([A-Za-z]+)")
 
 
 def duration(value: float | None) -> str:
-    """`812 ns`, `12.3 µs`, `1.24 ms`, `12.3 s`, `2m03s`, `5h07m`, `3d04h`."""
+    """Formats nanoseconds: `812 ns`, `12.3 µs`, `1.24 ms`, `12.3 s`, `2m03s`, `5h07m`, `3d04h`."""
     if value is None:
         return UNKNOWN
     if value == 0:
         return "0 s"
     sign, size = ("-", -value) if value < 0 else ("", value)
     for limit, divisor, unit in ((1e3, 1, "ns"), (1e6, 1e3, "µs"), (1e9, 1e6, "ms"), (60e9, 1e9, "s")):
-        # The first unit in which three rounded digits stay below its limit: 999,999 ns is 1 ms, not 1,000 µs.
+        # Use the first unit whose limit exceeds the value rounded to three digits: 999,999 ns is 1 ms, not 1,000 µs.
         if size < limit * 0.9995:
             return f"{sign}{three_digits(size / divisor)} {unit}"
     seconds = round(size / 1e9)
@@ -49,12 +49,12 @@ def duration(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """`14.500`: for columns of moments, which align better than they read one by one."""
+    """Formats nanoseconds as milliseconds with fixed decimals, `14.500`, so that columns of times align."""
     return UNKNOWN if value is None else f"{value / 1e6:.3f}"
 
 
 def size(value: float | None) -> str:
-    """`512 B`, `1.5 KiB`, `64 MiB`, `2.25 GiB`."""
+    """Formats bytes: `512 B`, `1.5 KiB`, `64 MiB`, `2.25 GiB`."""
     if value is None:
         return UNKNOWN
     amount = float(value)
@@ -66,7 +66,7 @@ def size(value: float | None) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits at most, without trailing zeros or exponents: `0.72`, `12.3`, `412`, `0.0004`."""
+    """Formats at most three significant digits without trailing zeros or exponents: `0.72`, `12.3`, `412`, `0.0004`."""
     magnitude = abs(value)
     decimals = 0 if magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2 if magnitude >= 0.005 else 4
     text = f"{value:.{decimals}f}"
@@ -74,30 +74,30 @@ def three_digits(value: float) -> str:
 
 
 def count(value: float | None) -> str:
-    """`12,345`."""
+    """Formats a count: `12,345`."""
     return UNKNOWN if value is None else f"{value:,}"
 
 
 def percent(value: float | None) -> str:
-    """A ratio as `40 %`."""
+    """Formats a ratio as `40 %`."""
     return UNKNOWN if value is None else f"{three_digits(value * 100)} %"
 
 
 def clock_seconds(value: int | None) -> str:
-    """Local time of day."""
+    """Formats the local time of day."""
     return UNKNOWN if value is None else time.strftime("%H:%M:%S", time.localtime(value // 1_000_000_000))
 
 
 def clock_time(value: int | None) -> str:
-    """Local time of day to the millisecond."""
+    """Formats the local time of day with milliseconds."""
     return UNKNOWN if value is None else f"{clock_seconds(value)}.{value // 1_000_000 % 1000:03d}"
 
 
 def parse_duration(text: str) -> int:
-    """`5s`, `200ms`, `1h30m` to nanoseconds.
+    """Converts `5s`, `200ms`, `1h30m` to nanoseconds.
 
     Raises:
-        ValueError: the text is no duration with a unit.
+        ValueError: the text is not a duration with a unit.
     """
     text = text.strip()
     pieces: list[tuple[str, str]] = _DURATION.findall(text)
@@ -107,20 +107,20 @@ def parse_duration(text: str) -> int:
 
 
 def parse_seconds(text: str) -> int:
-    """As `parse_duration`, and a bare number means seconds; nanoseconds.
+    """Converts a duration to nanoseconds like `parse_duration`; a bare number is in seconds.
 
     Raises:
-        ValueError: the text is no duration.
+        ValueError: the text is not a duration.
     """
     text = text.strip()
     return round(float(text) * 1e9) if re.fullmatch(_NUMBER, text) else parse_duration(text)
 
 
 def parse_size(text: str) -> int:
-    """`64MiB` (1024-based), `1GB` (1000-based), `512B` to bytes.
+    """Converts `64MiB` (1024-based), `1GB` (1000-based), `512B` to bytes.
 
     Raises:
-        ValueError: the text is no size with a unit.
+        ValueError: the text is not a size with a unit.
     """
     found = _SIZE.fullmatch(text.strip())
     factor = _SIZE_UNITS.get(found[2].lower()) if found else None

@@ -1,4 +1,4 @@
-"""The declaration of a view: columns with their path into the data, kind, and width class; default order."""
+"""Declares views: columns with their path into the data, kind and width class, and the default order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 
 class Width(Enum):
-    """Where a column has room: always, on terminals wide enough, or only with `-o wide` (and in TSV and CSV)."""
+    """When a column is shown: always, if the terminal is wide enough, or only with `-o wide` (and in TSV and CSV)."""
 
     CORE = "core"
     NORMAL = "normal"
@@ -21,7 +21,7 @@ class Width(Enum):
 
 
 def folded(name: str) -> str:
-    """A name of a column as it is compared."""
+    """Normalises a column name for comparison."""
     return "_".join(name.casefold().replace("-", " ").split())
 
 
@@ -30,11 +30,13 @@ class Column:
     """One column.
 
     Attributes:
-        name: its first name in `--columns`, `--sort-by` and `--filter`, which take the others of `spellings`, too.
+        name: name in `--columns`, `--sort-by` and `--filter`, which also accept the other `spellings`.
         path: keys into the row joined by dots (`coverage.landed`), or a function of the row.
-        header: of tables; the name in capitals unless given.
-        styles: value -> terminal style, for values that deserve attention.
-        fixed: width in streams of lines, whose rows come one by one; 0 takes what is left.
+        kind: kind of the values.
+        width: when the column is shown.
+        header: table header; the name in capitals by default.
+        styles: terminal style by value.
+        fixed: width in streams of lines; 0 for no padding.
     """
 
     name: str
@@ -51,19 +53,19 @@ class Column:
 
     @property
     def machine(self) -> str:
-        """Name where raw values are printed: ends in the unit."""
+        """Name in machine-readable output; ends in the unit."""
         suffix = self.kind.value.suffix
         return self.name if self.name.endswith(suffix) or self.name == suffix[1:] else self.name + suffix
 
     @property
     def spellings(self) -> frozenset[str]:
-        """What the column may be called: its name, its header and its path in JSON, each also with the unit."""
+        """Accepted names: name, header and JSON path, each with and without the unit."""
         names = {folded(name) for name in (self.name, self.title, self.path) if isinstance(name, str) and name}
         suffix = self.kind.value.suffix
         return frozenset(names | {self.machine} | {name if name.endswith(suffix) else name + suffix for name in names})
 
     def value(self, row: Row) -> Any:
-        """The raw value, None where the row has none."""
+        """Returns the raw value, or None."""
         if callable(self.path):
             return self.path(row)
         value: Any = row
@@ -74,7 +76,7 @@ class Column:
         return value
 
     def raw(self, row: Row) -> str:
-        """The value as TSV and CSV print it."""
+        """Formats the value for TSV and CSV."""
         return self.kind.value.raw(self.value(row))
 
     def human(self, row: Row) -> str:
@@ -83,12 +85,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One kind of data.
+    """Columns of one kind of data.
 
     Attributes:
-        name: of the JSON schema, `kvctl.<name>/1`.
-        sort: column names, `-` in front for descending.
-        empty: what a terminal says when there is nothing to show.
+        name: name of the JSON schema, `kvctl.<name>/1`.
+        columns: the columns.
+        sort: column names, with a leading `-` for descending order.
+        empty: text for a terminal if there are no rows.
     """
 
     name: str
@@ -101,7 +104,7 @@ class View:
         return f"kvctl.{self.name}/1"
 
     def column(self, name: str) -> Column | None:
-        """The column of that name, as any output spells it, in any case; `WAITS FOR` may be typed as `waits-for`."""
+        """Returns the column with this name in any spelling and case; `waits-for` also matches `WAITS FOR`."""
         wanted = folded(name)
         return next((column for column in self.columns if wanted in column.spellings), None)
 

@@ -1,4 +1,4 @@
-"""Draws where the time of a layer group's parts goes, stage after stage, and how much of it compute hid."""
+"""Draws the time of each stage of a layer group's parts, and the share that compute hid."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from kvctl_agent.contract.states import STAGES
 _MOST_BARS = 32
 _SHARE = 8  # cells of the bar that shows what was hidden
 _TAIL = 2 + _SHARE + 1 + 6
-_ROOMY = 52  # with less than this for bars, only the percentage stands behind them
+_ROOMY = 52  # with fewer cells for the bars, only the percentage is printed after them
 
 
 def draw(rows: Sequence[Row], width: int) -> list[Line]:
-    """One bar per row on a common axis: medians end to end, or the real moments where the rows have them.
+    """Draws one bar per row on a common axis: consecutive median durations, or the actual times if the rows have them.
 
-    A bar begins where its layer group was ready. Behind it stands what was hidden of the parts' way, where that is
-    known, and what was exposed.
+    A bar begins at the time at which its layer group was ready, and is followed by hidden and exposed transfer time.
     """
     shown = _most_used(rows)
     labels = [_label(row, max(8, width // 2)) for row in shown]
@@ -42,7 +41,7 @@ def draw(rows: Sequence[Row], width: int) -> list[Line]:
     for label, bar, share in zip(labels, bars, shares, strict=True):
         lines.append([(f"{label:<{margin}}", ""), *segments(bar, end, cells), *_exposure(share, roomy)])
     if len(rows) > len(shown):
-        lines.append([(f"{len(rows) - len(shown)} layer groups are in the table only", "dim")])
+        lines.append([(f"{len(rows) - len(shown)} more layer groups in the table only", "dim")])
     lines.append(legend())
     if told:
         hidden = [(HIDDEN, "green"), (" hidden behind the forward  ", "dim"), (EXPOSED, "yellow"), (" exposed", "dim")]
@@ -51,7 +50,7 @@ def draw(rows: Sequence[Row], width: int) -> list[Line]:
 
 
 def _most_used(rows: Sequence[Row]) -> Sequence[Row]:
-    """As many rows as a picture can hold: writers' before readers', those of the most parts; in the order they have."""
+    """Selects the rows with the most parts, prefill ranks first; keeps their order."""
     places = sorted(range(len(rows)), key=lambda place: (hidden_share(rows[place]) is None, -rows[place]["parts"]))
     places = places[:_MOST_BARS]
     return [rows[place] for place in sorted(places)]
@@ -88,7 +87,7 @@ def _real(parts: Sequence[Mapping[str, Any]], start: int) -> list[tuple[float, f
 
 
 def life(moments: Mapping[str, int], start: int) -> list[tuple[float, float, Span]]:
-    """Intervals of one part: each stage lasts from the moment before it to its own."""
+    """Returns one interval per stage of a part, from the end of the previous stage to its own."""
     pieces: list[tuple[float, float, Span]] = []
     before: int | None = None
     for stage in STAGES:

@@ -1,4 +1,4 @@
-"""Writes plain data as YAML that readers of YAML 1.1 and 1.2 understand alike."""
+"""Writes data as YAML that YAML 1.1 and 1.2 readers interpret alike."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 
 _NEVER_FOLD = 1 << 30
-# Numbers and their likes begin so: `12e4` is a number in YAML 1.2 only, and an incarnation here.
+# Start of texts that some YAML version reads as numbers: `12e4`, an incarnation, is a number in YAML 1.2 only.
 _LIKE_A_NUMBER = frozenset("0123456789+-.")
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """PyYAML's dumper, which indents lists and quotes every text that begins like a number."""
+    """YAML dumper that indents lists and quotes every text that begins like a number."""
 
 
 def _text(dumper: _Dumper, value: str) -> Any:
@@ -24,7 +24,7 @@ _Dumper.add_representer(str, _text)
 
 
 def dumped(value: Any) -> str:
-    """One document; unprintable characters in a text are escaped, along with all others that are not ASCII."""
+    """Formats one document; unprintable and non-ASCII characters are escaped."""
     text = _dump(value, allow_unicode=True)
     return text if text.replace("\n", "").isprintable() else _dump(value, allow_unicode=False)
 
