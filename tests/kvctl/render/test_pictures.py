@@ -51,7 +51,7 @@ def test_what_is_set_aside_holds_nothing_back_and_is_named(canned: Any) -> None:
     answer = canned.staging("decode-0")
     answer["ring"]["allocations"][0]["aside"] = True
     lines = [text(line) for line in ring_map.draw(answer, 80)]
-    assert lines[4] == "aside 1 of silent writers (prefill-0): 8 MiB"
+    assert lines[4] == "aside 1 of unresponsive writers (prefill-0): 8 MiB"
     assert "room 8 from prefill-0, scattering" in lines[5]
 
 
@@ -121,7 +121,7 @@ class TestHiddenAndExposed:
         lines = [text(line) for line in waterfall.draw(rows, 100)]
         drawn = [line.split()[1] for line in lines if line.startswith(("prefill", "decode"))]
         assert drawn == [str(n) for n in range(8, 40)]
-        assert "11 layer groups are in the table only" in lines
+        assert "11 more layer groups in the table only" in lines
 
     @pytest.mark.parametrize(
         ("share", "picture"),
