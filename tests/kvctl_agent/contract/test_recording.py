@@ -68,7 +68,7 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecordingError, match="claims"):
         read(file_header() + form._FRAME.pack(form.BLOB, 2, form.MAX_BODY_BYTES + 1, 0) + b"{}")
     monkeypatch.setattr(form, "MAX_UNPACKED_BYTES", 1000)
-    with pytest.raises(RecordingError, match="larger"):
+    with pytest.raises(RecordingError, match="exceeds the size limit"):
         decompress(zlib.compress(bytes(100_000)))
     with pytest.raises(RecordingError, match="damaged"):
         decompress(b"not compressed")

@@ -166,7 +166,7 @@ def settings(**given: Any) -> dict[str, Any]:
 
 
 def test_others_may_not_reach_it_unless_that_is_wanted() -> None:
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="can be reached from other machines"):
         Exports(settings(metrics_endpoint="0.0.0.0:9400"), "decode-0", "decode")
     Exports(settings(metrics_endpoint="0.0.0.0:9400", insecure=True), "decode-0", "decode")
 

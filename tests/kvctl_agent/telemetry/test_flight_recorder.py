@@ -115,5 +115,5 @@ def test_writers_and_a_reader_at_once(switching: None) -> None:
 
 
 def test_a_recorder_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         FlightRecorder(Clock(), "a", 0)

@@ -91,7 +91,7 @@ def test_a_constant_stream_keeps_its_rate_wherever_the_window_ends() -> None:
             window = made.window((number + 3) * step)
             assert window["gb_per_s"] == pytest.approx(2.0, rel=0.01)
             assert window["bytes"] == pytest.approx(2 * SECOND, rel=0.01)
-    assert len(made._stretches) < 200  # and it does not keep 1000 spans for that
+    assert len(made._spans) < 200  # and it does not keep 1000 spans for that
 
 
 def test_the_window_forgets_an_earlier_rate_within_the_same_busy_time() -> None:

@@ -288,7 +288,7 @@ class TestNumbers:
     def test_the_same_room_and_nonce_twice_is_a_mistake(self) -> None:
         rooms = book(Clock())
         rooms.open(7, 1)
-        with pytest.raises(ValueError, match="room 7 with nonce 1 is open already"):
+        with pytest.raises(ValueError, match="room 7 with nonce 1 is already open"):
             rooms.open(7, 1)
 
     def test_active_first_then_latest_then_slow_each_once(self) -> None:
