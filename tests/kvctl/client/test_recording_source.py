@@ -337,5 +337,5 @@ def test_a_body_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch:
     about = {"moment": 0, "at_ns": 1, "agents": 0, "form": 1}
     bomb = form.encode_frame(form.MOMENT, about, zlib.compress(bytes(1 << 20)))
     path.write_bytes(form.file_header() + bomb + form.encode_frame(form.DONE, {"frames": 1}))
-    with pytest.raises(CliError, match="larger than any"):
+    with pytest.raises(CliError, match="exceeds the size limit"):
         RecordingSource(path).survey()
