@@ -1,7 +1,8 @@
-"""Who sends which bytes to whom: pure integer arithmetic that both sides compute from the same inputs.
+"""The transfer plan: which prefill rank sends which bytes to which decode rank.
 
-Nothing here knows a transport, a tensor or a clock, so every rule can be checked against a brute-force oracle.
-Downstream never re-derives geometry: it asks the plan.
+The package is pure integer arithmetic, computed on both sides from the same inputs. It uses no transport, tensor or
+clock, so the tests check every rule against a brute-force oracle. Other packages take geometry from the plan and never
+derive it again.
 """
 
 from __future__ import annotations

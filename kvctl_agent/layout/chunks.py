@@ -1,7 +1,8 @@
-"""Pages, prefix and the fixed chunk grid, so that both sides name the same cells however the prompt was sent.
+"""The fixed chunk grid over a prompt's pages, and token-to-page arithmetic.
 
-A cell is numbered by its place on a grid that starts at page 0 of the prompt, never by arrival: a prefix hit or another
-split of the sends changes which cells exist, not what a number means.
+A cell is numbered by its position on a grid that starts at page 0 of the prompt, never by order of arrival. A prefix
+hit, or a prompt sent in other portions, changes which cells exist but not the number of any cell, so both sides always
+use the same numbers.
 """
 
 from __future__ import annotations
@@ -14,56 +15,56 @@ from kvctl_agent.layout.sizes import check_size
 
 
 class Chunk(NamedTuple):
-    """One cell of the grid: `count` pages from page `first` of the prompt (0 is its first page, cached or not)."""
+    """One cell of the grid: `count` pages starting at page `first` of the prompt; cached prefix pages count too."""
 
-    # The fields hide tuple.index and tuple.count, which nobody needs on three numbers.
+    # The fields hide tuple.index and tuple.count, which have no use on three numbers.
     index: int  # type: ignore[assignment]
     first: int
     count: int  # type: ignore[assignment]
 
 
 def page_count(tokens: int, page_size: int) -> int:
-    """Pages that hold `tokens` tokens; the last may be partly filled.
+    """Return the number of pages needed for `tokens` tokens; the last page may be partly filled.
 
     Raises:
-        LayoutError: a negative token count or a page size below 1.
+        LayoutError: `tokens` is negative or `page_size` is below 1.
     """
     tokens, page_size = check_size("tokens", tokens, minimum=0), check_size("page_size", page_size)
     return -(-tokens // page_size)
 
 
 def prefix_pages(prefix_tokens: int, page_size: int) -> int:
-    """Whole pages of a prefix that the decode side already has.
+    """Return the number of pages in a prefix of `prefix_tokens` tokens that the decode side already has.
 
     Raises:
-        LayoutError: the prefix ends inside a page; this room fails, no other does.
+        LayoutError: the prefix ends inside a page. Only this room fails.
     """
     prefix_tokens = check_size("prefix_tokens", prefix_tokens, minimum=0)
     page_size = check_size("page_size", page_size)
-    pages, over = divmod(prefix_tokens, page_size)
-    if over:
+    pages, remainder = divmod(prefix_tokens, page_size)
+    if remainder:
         raise LayoutError(
-            f"a prefix of {prefix_tokens} tokens is not page-aligned: {prefix_tokens} % {page_size} = {over}; "
+            f"a prefix of {prefix_tokens} tokens is not page-aligned: {prefix_tokens} % {page_size} = {remainder}; "
             f"round it down to {pages * page_size}"
         )
     return pages
 
 
 def chunk_pages(chunk_tokens: int, page_size: int) -> int:
-    """Pages per grid cell: as many whole pages as fit `chunk_tokens`, at least one.
+    """Return the pages per grid cell: the whole pages that fit into `chunk_tokens`, at least one.
 
     Raises:
-        LayoutError: a size below 1.
+        LayoutError: a size is below 1.
     """
     chunk_tokens, page_size = check_size("chunk_tokens", chunk_tokens), check_size("page_size", page_size)
     return max(1, chunk_tokens // page_size)
 
 
 def grid(total_pages: int, prefix_pages: int, chunk_pages: int) -> tuple[Chunk, ...]:
-    """The cells of a room, in order.
+    """Return the cells of a room in page order; empty if the prefix covers the whole prompt.
 
-    A cell wholly inside the prefix is absent and its number is not reused; the cell that holds the end of the prefix
-    starts there. Nothing left to send gives no cells.
+    A cell that lies wholly inside the prefix is absent and its number is not reused. The cell in which the prefix ends
+    starts at the end of the prefix.
 
     Raises:
         LayoutError: the prefix is longer than the prompt, or a size is out of range.
@@ -75,12 +76,18 @@ def grid(total_pages: int, prefix_pages: int, chunk_pages: int) -> tuple[Chunk, 
     return tuple(_cells(prefix_pages, total_pages, chunk_pages))
 
 
-def full_pages(fed: int, last: bool, chunk_pages: int) -> int:
-    """How many of the `fed` first pages of a prompt may be sent: up to the last full grid line, or all of the last.
+def sendable_pages(computed: int, last: bool, chunk_pages: int) -> int:
+    """Return how many pages from the start of a prompt may be sent once the first `computed` pages are computed.
 
-    The tail of what is not the last is held back and rides with what follows, so that no cell goes in two pieces.
+    Only whole cells are sent, so that no cell is split: pages after the last cell boundary wait for the next chunk of
+    the prompt.
+
+    Args:
+        computed: Pages computed so far.
+        last: Whether `computed` is the whole prompt; then all of it may be sent.
+        chunk_pages: Pages per grid cell.
     """
-    return fed if last else fed - fed % chunk_pages
+    return computed if last else computed - computed % chunk_pages
 
 
 def _cells(first: int, end: int, chunk_pages: int) -> Iterator[Chunk]:

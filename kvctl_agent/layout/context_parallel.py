@@ -1,7 +1,8 @@
-"""Which pages of a room each context-parallel rank of a prefill instance sends.
+"""Splits a room's pages over the context-parallel (cp) ranks of a prefill instance.
 
-Every cp rank holds the whole prompt's KV, so any split is legal and moves the same bytes; the modes differ in who is
-busy when. Both sides compute the split from the same inputs, so a rank that owes nothing is known to owe nothing.
+Every cp rank holds the KV of the whole prompt, so any split is valid and moves the same bytes; the modes differ in
+which ranks are busy at what time. Both sides compute the split from the same inputs, so the decode side knows which
+ranks send nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from kvctl_agent.layout.heads import mix64
 CP_MODES = ("rank0", "all", "all-chunk", "room-hash")
 
 
-def chosen_cp(mode: str, cp: int, room: int) -> int | None:
-    """The one cp rank that sends a room, or None where all share it."""
+def sole_cp_sender(mode: str, cp: int, room: int) -> int | None:
+    """Return the cp rank that sends the whole room, or None if all cp ranks share it."""
     if mode == "rank0":
         return 0
     if mode == "room-hash":
-        # Hashed twice: the first hash elects among replicas, and the two choices must not move together.
+        # Hashed twice: the plan uses the first hash to choose a head replica, and the two choices must be independent.
         return mix64(mix64(room)) % cp
     return None
 
@@ -25,32 +26,46 @@ def chosen_cp(mode: str, cp: int, room: int) -> int | None:
 def owned_cells(
     mode: str, cp: int, rank: int, room: int, total_pages: int, prefix_pages: int, chunk_pages: int
 ) -> tuple[Chunk, ...]:
-    """The grid's cells, each narrowed to the pages that cp rank `rank` sends; cells of which it sends none are absent.
+    """Return the grid's cells, each narrowed to the pages that cp rank `rank` sends; cells without such pages are left
+    out.
+
+    Args:
+        mode: One of `CP_MODES`.
+        cp: Context-parallel size of the prefill instance.
+        rank: Context-parallel rank, in [0, cp).
+        room: The bootstrap room, hashed in mode room-hash.
+        total_pages: Pages of the prompt.
+        prefix_pages: Pages at its start that are not sent.
+        chunk_pages: Pages per grid cell.
 
     Raises:
-        LayoutError: as `grid`.
+        LayoutError: as for `grid`.
     """
     cells = grid(total_pages, prefix_pages, chunk_pages)
-    chosen = chosen_cp(mode, cp, room)
-    if chosen is not None:
-        return cells if rank == chosen else ()
+    sender = sole_cp_sender(mode, cp, room)
+    if sender is not None:
+        return cells if rank == sender else ()
     if cp == 1:
         return cells
     if mode == "all-chunk":
-        mine = [_narrowed(cell, *_split(cell.first, cell.count, cp, rank)) for cell in cells]
+        narrowed = [_narrowed(cell, *_split(cell.first, cell.count, cp, rank)) for cell in cells]
     else:
         lo, hi = _split(prefix_pages, total_pages - prefix_pages, cp, rank)
-        mine = [_narrowed(cell, lo, hi) for cell in cells]
-    return tuple(cell for cell in mine if cell.count > 0)
+        narrowed = [_narrowed(cell, lo, hi) for cell in cells]
+    return tuple(cell for cell in narrowed if cell.count > 0)
 
 
 def _split(first: int, count: int, cp: int, rank: int) -> tuple[int, int]:
-    """Rank `rank`'s contiguous part of `count` positions from `first`; the first ones take one more."""
-    each, more = divmod(count, cp)
-    lo = first + rank * each + min(rank, more)
-    return lo, lo + each + (rank < more)
+    """Positions [lo, hi) of `rank` when `count` positions from `first` are split over `cp` ranks.
+
+    The first `count % cp` ranks get one position more.
+    """
+    quotient, remainder = divmod(count, cp)
+    lo = first + rank * quotient + min(rank, remainder)
+    return lo, lo + quotient + (rank < remainder)
 
 
 def _narrowed(cell: Chunk, lo: int, hi: int) -> Chunk:
+    """The intersection of a cell with pages [lo, hi); its count is 0 if they do not overlap."""
     first = max(cell.first, lo)
     return Chunk(cell.index, first, max(0, min(cell.first + cell.count, hi) - first))

@@ -1,4 +1,4 @@
-"""Which KV heads a tensor-parallel rank holds, and the hash that spreads replicated work."""
+"""KV heads of a tensor-parallel (tp) rank, and the hash that spreads rooms over replicated heads."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ _MASK = 2**64 - 1
 
 
 class HeadRange(NamedTuple):
-    """Global heads [lo, hi) of one rank."""
+    """Heads [lo, hi) of one rank, numbered over the whole model."""
 
     lo: int
     hi: int
 
 
 def head_range(num_heads: int, tp: int, rank: int) -> HeadRange:
-    """The heads that `rank` of `tp` ranks holds.
+    """Return the heads that one tensor-parallel rank holds.
 
-    With tp <= heads a rank holds a block of heads / tp. With tp > heads it holds one head, and tp / heads neighbouring
-    ranks hold the same one.
+    With tp <= num_heads a rank holds a block of num_heads / tp heads. With tp > num_heads it holds one head, and
+    tp / num_heads neighbouring ranks hold the same head.
 
     Raises:
-        LayoutError: neither number divides the other (with the arithmetic), or the rank is outside [0, tp).
+        LayoutError: neither `num_heads` nor `tp` divides the other, or `rank` is outside [0, tp).
     """
     if not 0 <= rank < tp:
         raise LayoutError(f"tp rank {rank} is outside [0, {tp})")
     if num_heads % tp == 0:
-        each = num_heads // tp
-        return HeadRange(rank * each, (rank + 1) * each)
+        block = num_heads // tp
+        return HeadRange(rank * block, (rank + 1) * block)
     if tp % num_heads == 0:
         head = rank * num_heads // tp
         return HeadRange(head, head + 1)
@@ -41,12 +41,12 @@ def head_range(num_heads: int, tp: int, rank: int) -> HeadRange:
 
 
 def replicas(num_heads: int, tp: int) -> int:
-    """How many ranks of `tp` hold the same head (1 unless tp > heads)."""
+    """Return the number of tp ranks that hold the same head; 1 unless tp > num_heads."""
     return max(1, tp // num_heads)
 
 
 def mix64(x: int) -> int:
-    """Splitmix64's finaliser: a bijection of 64-bit numbers that makes neighbouring rooms look unrelated.
+    """Hash a 64-bit number with splitmix64's finaliser, a bijection that maps consecutive rooms to unrelated numbers.
 
     Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), variant 13.
     """

@@ -1,9 +1,9 @@
-"""Into how many groups a forward's layers are cut, so that one group's KV moves while the next is computed.
+"""Divides a forward pass into layer groups, so that the KV of one group is sent while the next group is computed.
 
-With compute C, transfer T and N groups a forward takes about C + T/N where T < C, and C/N + T where T > C: every group
-more hides more, and costs its own hand-over. Short prompts gain nothing, and some forwards cannot be cut at all; those
-take the plain path, each for a reason that is counted and shown. The numbers are SGLang's, so that they mean the same
-here.
+With compute time C, transfer time T and N groups a forward takes about C + T/N if T < C, and C/N + T if T > C: each
+further group hides more of the transfer, and adds the cost of one more group. Short prompts gain nothing, and some
+forwards cannot be divided; their KV is sent after the whole forward, and the reason is counted and shown. The options
+and their defaults are SGLang's and mean the same here.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _MIN_SATURATION = 1.01  # keeps the slope finite
 
 @dataclass(frozen=True, slots=True)
 class ForwardInfo:
-    """One forward batch, as far as it decides whether its layers may be cut.
+    """The properties of a forward batch that decide whether its layers are grouped.
 
     Attributes:
         tokens: New tokens of each request in the batch.
-        split_forward: The engine can run this forward layer group by layer group.
-        multimodal: Some request has images, audio or the like.
+        split_forward: The engine can run this forward one layer group at a time.
+        multimodal: A request has images, audio or other non-text input.
         attention_dp: Attention runs data parallel in this prefill instance.
         expert_balancing: Experts may be moved between forwards.
-        draft: The forward is a draft or speculative worker's.
-        input_embeddings: Some request gives embeddings in place of tokens.
-        prefill_only: Some request has no decode side.
+        draft: The forward belongs to a draft or speculative worker.
+        input_embeddings: A request supplies embeddings in place of tokens.
+        prefill_only: A request has no decode side.
 
     Raises:
-        LayoutError: `tokens` is no list of whole numbers.
+        LayoutError: `tokens` is not a list of whole numbers.
     """
 
     tokens: tuple[int, ...]
@@ -50,24 +50,24 @@ class ForwardInfo:
 
     @property
     def average_tokens(self) -> float:
-        """Tokens per request; 0 for an empty batch."""
+        """Mean of new tokens per request; 0 for an empty batch."""
         return sum(self.tokens) / len(self.tokens) if self.tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupingOptions:
-    """How layers are to be grouped; the configuration keys `pipeline` and `pipeline_*`.
+    """The configuration keys `pipeline` and `pipeline_*`.
 
     Attributes:
-        mode: off, on (the formula), or measured.
-        min_tokens: Average tokens from which it is worth it; 0 means 1.
-        max_iters: Groups at `min_tokens`.
-        min_iters: Groups from saturation on.
-        group_size: Layers per group in place of threshold and formula.
-        sat_multiplier: Saturation is at `min_tokens` times this.
+        mode: off, on (number of groups by the formula), or measured (number of groups chosen from measured times).
+        min_tokens: Batches with fewer tokens per request on average are not grouped; 0 means 1.
+        max_iters: Number of groups at `min_tokens`.
+        min_iters: Number of groups at and above saturation.
+        group_size: Layers per group; if set, `min_tokens` and the formula are not used.
+        sat_multiplier: Saturation is at `min_tokens * sat_multiplier` tokens per request.
 
     Raises:
-        ConfigError: a number is out of range, or min_iters exceeds max_iters.
+        ConfigError: a number is out of range, or `min_iters` exceeds `max_iters`.
     """
 
     mode: PipelineMode = "off"
@@ -80,15 +80,15 @@ class GroupingOptions:
     def __post_init__(self) -> None:
         if self.mode not in PIPELINE_MODES:
             raise ConfigError(f"pipeline = {self.mode!r:.40}: it takes one of {', '.join(PIPELINE_MODES)}")
-        for name, value, least in (
+        for name, value, minimum in (
             ("pipeline_min_tokens", self.min_tokens, 0),
             ("pipeline_max_iters", self.max_iters, 1),
             ("pipeline_min_iters", self.min_iters, 1),
             ("pipeline_group_size", self.group_size, 1),
             ("pipeline_sat_multiplier", self.sat_multiplier, 0),
         ):
-            if value is not None and not value >= least:
-                raise ConfigError(f"{name} = {value}: it must be {least} or more")
+            if value is not None and not value >= minimum:
+                raise ConfigError(f"{name} = {value}: it must be {minimum} or more")
         if self.min_iters > self.max_iters:
             raise ConfigError(
                 f"pipeline_min_iters = {self.min_iters} exceeds pipeline_max_iters = {self.max_iters}: raise "
@@ -98,19 +98,20 @@ class GroupingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The answer for one forward.
+    """The layer groups of one forward.
 
     Attributes:
-        groups: Layers of each group as ascending global ids; together all of the rank's. Empty: do not pipeline.
-        reason: A key of `contract.pipeline.REASONS`.
+        groups: Global layer ids of each group, ascending; together all layers of the rank. Empty if the layers are not
+            grouped.
+        reason: Why the layers are grouped so, or not grouped: a key of `contract.pipeline.REASONS`.
     """
 
     groups: tuple[range, ...]
     reason: str
 
 
-Choose = Callable[[float, int, int], int]
-"""(average tokens, layers, the formula's number of groups) -> number of groups, for mode measured."""
+ChooseGroupCount = Callable[[float, int, int], int]
+"""(average tokens, layers, number of groups by the formula) -> number of groups, for mode measured."""
 
 
 def group_layers(
@@ -118,20 +119,22 @@ def group_layers(
     num_layers: int,
     forward: ForwardInfo,
     options: GroupingOptions,
-    choose: Choose | None = None,
+    choose: ChooseGroupCount | None = None,
 ) -> Grouping:
-    """Cut a rank's layers for one forward, or say why not.
+    """Divide a rank's layers into groups for one forward, or return no groups and the reason.
 
-    A set `group_size` stands in for threshold and formula, in mode measured too. No other guard yields to it: each
-    names something that cannot be cut, or that nobody waits for.
+    If `options.group_size` is set, it replaces the token threshold and the formula, in mode measured too. The other
+    checks still apply: each names a forward that cannot be divided or whose KV is not sent.
 
     Args:
-        first_layer: Global id of the first layer that this rank (its pipeline stage) computes.
-        num_layers: How many layers it computes.
-        choose: Who knows better than the formula in mode measured; without one the formula decides.
+        first_layer: Global id of the first layer that this rank's pipeline stage computes.
+        num_layers: Number of layers that the stage computes.
+        forward: The forward batch.
+        options: The configuration.
+        choose: Chooses the number of groups in mode measured; the formula decides if it is None.
 
     Raises:
-        LayoutError: a layer number out of range.
+        LayoutError: a layer number is out of range.
     """
     check_size("first_layer", first_layer, minimum=0)
     check_size("num_layers", num_layers, minimum=0)
@@ -141,8 +144,8 @@ def group_layers(
     if options.group_size is not None:
         size, reason = options.group_size, "override"
     elif options.mode == "measured" and choose is not None:
-        wanted = choose(forward.average_tokens, num_layers, formula_groups(forward.average_tokens, num_layers, options))
-        size, reason = -(-num_layers // max(1, wanted)), "measured"
+        count = choose(forward.average_tokens, num_layers, formula_groups(forward.average_tokens, num_layers, options))
+        size, reason = -(-num_layers // max(1, count)), "measured"
     else:
         size, reason = formula_size(forward.average_tokens, num_layers, options), "formula"
     if size >= num_layers:
@@ -152,30 +155,30 @@ def group_layers(
 
 
 def formula_size(average_tokens: float, num_layers: int, options: GroupingOptions) -> int:
-    """Layers per group by the formula: fewer groups for longer prompts, from `max_iters` down to `min_iters`.
+    """Return the layers per group by the formula: longer prompts get fewer groups, from `max_iters` to `min_iters`.
 
-    Floor division may give more groups than `iters`, the last one smaller; that is kept as SGLang has it.
+    Floor division may give more groups than `iters`, with a smaller last group. SGLang does the same.
     """
     threshold = max(1, options.min_tokens)
     saturated = threshold * max(_MIN_SATURATION, options.sat_multiplier)
-    along = min(1.0, max(0.0, (average_tokens - threshold) / (saturated - threshold)))
-    iters = options.max_iters - along * (options.max_iters - options.min_iters)
+    fraction = min(1.0, max(0.0, (average_tokens - threshold) / (saturated - threshold)))
+    iters = options.max_iters - fraction * (options.max_iters - options.min_iters)
     iters = min(float(options.max_iters), max(float(options.min_iters), iters))
     return max(1, num_layers // int(iters))
 
 
 def formula_groups(average_tokens: float, num_layers: int, options: GroupingOptions) -> int:
-    """Number of groups that the formula's size gives."""
+    """Return the number of groups that result from `formula_size`."""
     return -(-num_layers // formula_size(average_tokens, num_layers, options))
 
 
 def _obstacle(num_layers: int, forward: ForwardInfo, options: GroupingOptions) -> str | None:
-    """The first guard that holds."""
+    """The first reason not to group the layers, or None."""
     if options.mode == "off":
         return "off"
-    # An empty batch has no average, so it is not this guard's.
+    # An empty batch has no average; the reason for it is "empty-batch".
     few = forward.tokens and forward.average_tokens < max(1, options.min_tokens)
-    guards = (
+    checks = (
         ("few-tokens", bool(few) and options.group_size is None),
         ("few-layers", num_layers <= FEW_LAYERS),
         ("empty-batch", not forward.tokens),
@@ -187,4 +190,4 @@ def _obstacle(num_layers: int, forward: ForwardInfo, options: GroupingOptions) -
         ("input-embeddings", forward.input_embeddings),
         ("prefill-only", forward.prefill_only),
     )
-    return next((reason for reason, holds in guards if holds), None)
+    return next((reason for reason, applies in checks if applies), None)

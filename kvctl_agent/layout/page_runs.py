@@ -1,4 +1,4 @@
-"""Page runs: stretches of pages that lie side by side in both pools, so that one descriptor moves them all."""
+"""Page runs: pages that are consecutive in both pools, so that one descriptor moves them all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvctl_agent.errors import LayoutError
 
 
 class PageRuns(NamedTuple):
-    """Runs as three int64 arrays of equal length: run i moves counts[i] pages from src_first[i] to dst_first[i]."""
+    """Page runs as three int64 arrays: run i moves counts[i] pages from src_first[i] to dst_first[i]."""
 
     src_first: npt.NDArray[np.int64]
     dst_first: npt.NDArray[np.int64]
@@ -19,24 +19,24 @@ class PageRuns(NamedTuple):
 
 
 def page_run_arrays(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> PageRuns:
-    """The fewest runs that move src_pages[i] to dst_pages[i] for every i, ordered by source page.
+    """Return the fewest runs that move src_pages[i] to dst_pages[i] for every i, ordered by source page.
 
-    Pages are sorted first where they are not: allocators hand pages out in descending order after a free, and the order
-    in which pages of one part are written does not matter.
+    Unsorted pages are sorted first: allocators return pages in descending order after a free, and the order in which
+    the pages of a part are written does not matter.
 
     Args:
-        src_pages: Page indices in the writer's pool, one-dimensional, each once.
-        dst_pages: As many page indices in the decode rank's pool.
+        src_pages: Page indices in the writer's pool, one-dimensional, without duplicates.
+        dst_pages: Page indices in the decode rank's pool, of the same length.
 
     Raises:
         LayoutError: the two lists differ in length or are not one-dimensional.
     """
-    # int64 before any subtraction: unsigned page indices would wrap.
+    # Converted to int64 before any subtraction, because unsigned page indices would wrap.
     src = np.asarray(src_pages).astype(np.int64, copy=False)
     dst = np.asarray(dst_pages).astype(np.int64, copy=False)
     if src.ndim != 1 or src.shape != dst.shape:
         raise LayoutError(
-            f"page lists of shapes {src.shape} and {dst.shape}: they must be two flat lists of one length"
+            f"page lists of shapes {src.shape} and {dst.shape}: they must be one-dimensional and of equal length"
         )
     step = np.diff(src)
     if np.any(step < 0):

@@ -1,4 +1,4 @@
-"""One instance's parallel sizes and the numbering of its ranks, so that a rank has one name everywhere."""
+"""Parallel sizes of a prefill or decode instance, and the numbering of its ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.sizes import check_sizes, set_sizes
 
 MAX_RANKS = 65_536
-"""A peer states its own sizes; this bounds the work that its numbers can ask of us."""
+"""Largest number of ranks in an instance. A peer sends its own sizes, and this limits the work they can cause here."""
 
 
 class RankCoord(NamedTuple):
-    """A rank's place in its instance."""
+    """A rank's coordinates in its instance."""
 
     dp: int
     pp: int
@@ -23,15 +23,15 @@ class RankCoord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The sizes of one prefill or decode instance.
+    """Parallel sizes of one prefill or decode instance.
 
     `tp` is the *attention* TP size, so the instance has dp * pp * cp * tp processes. Ranks are numbered in the order
-    (pp, dp, cp, tp): tp varies fastest. `stages` is the number of layers of each pipeline stage; where it is empty
-    they are even, the first ones taking one more where the layers do not divide.
+    (pp, dp, cp, tp), tp varying fastest. `stages` is the number of layers of each pipeline stage. If it is empty, the
+    layers are divided evenly, and the first stages get one layer more if the division leaves a remainder.
 
     Raises:
-        LayoutError: a size is not a positive whole number, the instance has more than `MAX_RANKS` ranks, or there are
-            not as many stages as `pp` says.
+        LayoutError: a size is not a positive whole number, the instance has more than `MAX_RANKS` ranks, or `stages`
+            does not have `pp` entries.
     """
 
     dp: int = 1
@@ -50,25 +50,27 @@ class ParallelConfig:
         object.__setattr__(self, "stages", check_sizes("layers of a stage", self.stages))
         if self.stages and len(self.stages) != self.pp:
             sizes = ",".join(map(str, self.stages))
-            raise LayoutError(f"stages of {sizes} layers are {len(self.stages)}, but pp={self.pp}")
+            raise LayoutError(f"stages={sizes} has {len(self.stages)} stages, but pp={self.pp}")
 
     def stage_range(self, num_layers: int, stage: int) -> tuple[int, int]:
-        """Layers [lo, hi) of a model of `num_layers` that a pipeline stage holds.
+        """Return the layers [lo, hi) that a pipeline stage holds of a model with `num_layers` layers.
 
         Raises:
-            LayoutError: the stages do not add up to the model's layers, or there are fewer layers than stages.
+            LayoutError: the stages do not add up to `num_layers`, or there are fewer layers than stages.
         """
         if self.stages:
             if sum(self.stages) != num_layers:
                 total = "+".join(map(str, self.stages))
-                raise LayoutError(f"stages of {total} = {sum(self.stages)} layers do not make the model's {num_layers}")
+                raise LayoutError(
+                    f"pipeline stages have {total} = {sum(self.stages)} layers, but the model has {num_layers}"
+                )
             lo = sum(self.stages[:stage])
             return lo, lo + self.stages[stage]
-        each, more = divmod(num_layers, self.pp)
-        if not each:
-            raise LayoutError(f"{num_layers} layers cannot be cut into pp={self.pp} stages: one would be empty")
-        lo = stage * each + min(stage, more)
-        return lo, lo + each + (stage < more)
+        quotient, remainder = divmod(num_layers, self.pp)
+        if not quotient:
+            raise LayoutError(f"{num_layers} layers cannot be divided into pp={self.pp} stages: one would be empty")
+        lo = stage * quotient + min(stage, remainder)
+        return lo, lo + quotient + (stage < remainder)
 
     @property
     def size(self) -> int:
@@ -76,7 +78,7 @@ class ParallelConfig:
         return self.dp * self.pp * self.cp * self.tp
 
     def coord(self, unique_rank: int) -> RankCoord:
-        """The place of a rank.
+        """Return the coordinates of a rank.
 
         Raises:
             LayoutError: the instance has no such rank.
@@ -89,25 +91,23 @@ class ParallelConfig:
         return RankCoord(dp=dp, pp=pp, cp=cp, tp=tp)
 
     def unique_rank(self, coord: RankCoord) -> int:
-        """The number of the rank at a place; the inverse of `coord`.
+        """Return the number of the rank at `coord`; the inverse of `coord()`.
 
         Raises:
-            LayoutError: an axis is outside this instance.
+            LayoutError: a coordinate is outside this instance.
         """
-        for axis, at, size in zip(RankCoord._fields, coord, self._sizes(), strict=True):
-            if not 0 <= at < size:
-                raise LayoutError(f"{axis}={at} is outside an instance with {axis} size {size}")
+        for axis, position, size in zip(RankCoord._fields, coord, self._sizes(), strict=True):
+            if not 0 <= position < size:
+                raise LayoutError(f"{axis}={position} is outside an instance with {axis} size {size}")
         return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
 
     def label(self, coord: RankCoord) -> str:
-        """A rank's short name for messages, for example "dp=1,tp=0": only axes with more than one rank.
+        """Return a rank's short name for messages, for example "dp=1,tp=0": only axes with more than one rank.
 
-        The only rank of an instance is "tp=0", so that a label is never empty.
+        The label of the only rank of an instance is "tp=0", so a label is never empty.
         """
-        named = [
-            f"{axis}={at}" for axis, at, size in zip(RankCoord._fields, coord, self._sizes(), strict=True) if size > 1
-        ]
-        return ",".join(named) or f"tp={coord.tp}"
+        axes = zip(RankCoord._fields, coord, self._sizes(), strict=True)
+        return ",".join(f"{axis}={position}" for axis, position, size in axes if size > 1) or f"tp={coord.tp}"
 
     def _sizes(self) -> RankCoord:
         return RankCoord(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp)

@@ -1,7 +1,7 @@
-"""The plan as data: which writer owes which heads and layers of which segment to which decode rank.
+"""The transfer plan: the heads and layers of each segment that each writer sends to each decode rank.
 
-Both sides compute it from the same `PlanInputs`. How layers are grouped and which path a part takes is the writer's
-choice at run time and is no part of it.
+Both sides compute the plan from the same `PlanInputs`. Layer grouping and the path of a part are chosen by the writer
+at run time and are not part of the plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import lcm
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.context_parallel import chosen_cp, owned_cells
+from kvctl_agent.layout.context_parallel import owned_cells, sole_cp_sender
 from kvctl_agent.layout.heads import mix64, replicas
 from kvctl_agent.layout.local_shard import segment_heads, stage_layers
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
@@ -21,174 +21,188 @@ from kvctl_agent.layout.plan_inputs import PLAN_VERSION, Factor, PlanInputs
 from kvctl_agent.layout.shape import Segment
 from kvctl_agent.layout.transfer_slice import TransferSlice
 
-Shares = tuple[TransferSlice, ...]
+TransferSlices = tuple[TransferSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _RoomPlan:
-    """`kv` holds the shares of KV and draft by reader, then by segment; the rest is asked for once or more per room."""
+    """The transfer slices of a room, indexed for the lookups that each room makes.
 
-    kv: Shares
-    by_writer: Mapping[int, Shares]
-    to_reader: Mapping[int, Shares]
-    states_to_reader: Mapping[int, Shares]
+    Attributes:
+        kv: KV and draft slices, ordered by reader, then by segment.
+        by_writer: The same by writer.
+        to_reader: The same by reader.
+        states_to_reader: Slices of per-request state by reader.
+        aux_candidates: By reader, the writers that may be elected to write its aux row.
+    """
+
+    kv: TransferSlices
+    by_writer: Mapping[int, TransferSlices]
+    to_reader: Mapping[int, TransferSlices]
+    states_to_reader: Mapping[int, TransferSlices]
     aux_candidates: Mapping[int, tuple[int, ...]]
 
 
 def prefill_dp(inputs: PlanInputs, room: int) -> int:
-    """The prefill dp rank that computes a room: room % dp, as SGLang routes by `bootstrap_room`."""
+    """Return the prefill dp rank that computes a room: room % dp, as SGLang routes by `bootstrap_room`."""
     return room % inputs.prefill.dp
 
 
-def transfer_slices(inputs: PlanInputs, room: int, decode_dp: int) -> Shares:
-    """All KV owed for a room that goes to `decode_dp`, ordered by reader, segment, layer, cp rank and head.
+def transfer_slices(inputs: PlanInputs, room: int, decode_dp: int) -> TransferSlices:
+    """Return all KV slices of a room that is sent to `decode_dp`, ordered by reader, segment, layer, cp rank and head.
 
-    A writer and a decode rank share the intersection of their heads and of their layers. Among writers that hold the
-    same head, number (mix64(room) + reader) % replicas writes, so rooms and ranks spread over them. Decode ranks that
-    hold the same head each get their own copy. Where cp ranks share a room, each has the same heads and layers here,
-    and `writer_cells` says which pages.
-
-    Raises:
-        LayoutError: no such decode dp rank, or inputs of another plan version.
-    """
-    return _plan_of(inputs, room, decode_dp).kv
-
-
-def slices_of_writer(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> Shares:
-    """The KV that one prefill rank owes for a room; empty for a rank that owes nothing.
+    A writer sends a decode rank the intersection of their heads and of their layers. Among writers that hold the same
+    head, number (mix64(room) + reader) % replicas writes, which spreads rooms and decode ranks over the replicas.
+    Decode ranks that hold the same head each get their own copy. If cp ranks share a room, their slices have the same
+    heads and layers, and `writer_cells` returns the pages of each.
 
     Raises:
-        LayoutError: no such rank.
+        LayoutError: the decode instance has no such dp rank, or the inputs have another plan version.
     """
-    owed = _plan_of(inputs, room, decode_dp).by_writer.get(writer)
-    if owed is None:
-        _place(inputs.prefill, writer)
-    return owed or ()
+    return _room_plan(inputs, room, decode_dp).kv
 
 
-def slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> Shares:
-    """The KV that one decode rank of the room's dp group is owed.
+def slices_of_writer(inputs: PlanInputs, room: int, decode_dp: int, writer: int) -> TransferSlices:
+    """Return the KV slices that one prefill rank sends for a room; empty if it sends nothing.
 
     Raises:
-        LayoutError: no such rank.
+        LayoutError: the prefill instance has no such rank.
     """
-    return _plan_of(inputs, room, _place(inputs.decode, reader).dp).to_reader[reader]
+    slices = _room_plan(inputs, room, decode_dp).by_writer.get(writer)
+    if slices is None:
+        _coord(inputs.prefill, writer)
+    return slices or ()
 
 
-def state_slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> Shares:
-    """The per-request state that one decode rank is owed, one share per (component, stage, writer); cp rank 0 sends it.
+def slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> TransferSlices:
+    """Return the KV slices that one decode rank of the room's dp group receives.
 
     Raises:
-        LayoutError: no such rank.
+        LayoutError: the decode instance has no such rank.
     """
-    return _plan_of(inputs, room, _place(inputs.decode, reader).dp).states_to_reader[reader]
+    return _room_plan(inputs, room, _coord(inputs.decode, reader).dp).to_reader[reader]
+
+
+def state_slices_to_reader(inputs: PlanInputs, room: int, reader: int) -> TransferSlices:
+    """Return the slices of per-request state that one decode rank receives, one per (component, stage, writer).
+
+    State is always sent by cp rank 0.
+
+    Raises:
+        LayoutError: the decode instance has no such rank.
+    """
+    return _room_plan(inputs, room, _coord(inputs.decode, reader).dp).states_to_reader[reader]
 
 
 def aux_writer(inputs: PlanInputs, room: int, reader: int) -> int:
-    """The one prefill rank that writes a decode rank's aux row.
+    """Return the prefill rank that writes the aux row of a decode rank.
 
-    It is elected among the ranks of the last pipeline stage and cp 0 whose tp siblings owe this decode rank KV.
+    Candidates are the ranks of the last pipeline stage with cp 0 and the tp rank of a writer that sends this decode
+    rank KV. The hash of the room elects one of them.
 
     Raises:
-        LayoutError: no such decode rank.
+        LayoutError: the decode instance has no such rank.
     """
-    candidates = _plan_of(inputs, room, _place(inputs.decode, reader).dp).aux_candidates[reader]
+    candidates = _room_plan(inputs, room, _coord(inputs.decode, reader).dp).aux_candidates[reader]
     return candidates[(mix64(room) + reader) % len(candidates)]
 
 
 def writer_cells(inputs: PlanInputs, room: int, writer: int, total_pages: int, prefix_pages: int) -> tuple[Chunk, ...]:
-    """The grid's cells, narrowed to the pages that this writer's cp rank sends; cells without any are absent.
+    """Return the grid's cells, narrowed to the pages that this writer's cp rank sends; cells without such pages are
+    left out.
 
     Raises:
-        LayoutError: no such rank, or a prefix longer than the prompt.
+        LayoutError: the prefill instance has no such rank, or the prefix is longer than the prompt.
     """
     side = inputs.prefill
-    rank = _place(side, writer).cp
+    rank = _coord(side, writer).cp
     return owned_cells(inputs.cp_mode, side.cp, rank, room, total_pages, prefix_pages, inputs.chunk_pages)
 
 
 @lru_cache(maxsize=4096)
-def _place(side: ParallelConfig, rank: int) -> RankCoord:
+def _coord(side: ParallelConfig, rank: int) -> RankCoord:
     return side.coord(rank)
 
 
 @lru_cache(maxsize=64)
-def _spread(inputs: PlanInputs) -> int:
-    """Segments of different heads have different numbers of replicas; a remainder by all at once serves each."""
+def _replica_period(inputs: PlanInputs) -> int:
+    """The least common multiple of the segments' replica counts: one remainder by it chooses a replica of each."""
     return lcm(*(replicas(segment.heads, inputs.prefill.tp) for segment in inputs.segments))
 
 
-def _plan_of(inputs: PlanInputs, room: int, decode_dp: int) -> _RoomPlan:
-    # A room changes nothing but who computed it and which replica and cp rank write: a handful of plans serve them all.
-    spread = _spread(inputs)
-    choice = mix64(room) % spread if spread > 1 else 0
-    cp = chosen_cp(inputs.cp_mode, inputs.prefill.cp, room)
-    return _plan(inputs, prefill_dp(inputs, room), decode_dp, choice, cp)
+def _room_plan(inputs: PlanInputs, room: int, decode_dp: int) -> _RoomPlan:
+    # Rooms differ only in the prefill dp rank, the replica and the cp rank, so a few cached plans serve all of them.
+    period = _replica_period(inputs)
+    replica = mix64(room) % period if period > 1 else 0
+    cp = sole_cp_sender(inputs.cp_mode, inputs.prefill.cp, room)
+    return _plan(inputs, prefill_dp(inputs, room), decode_dp, replica, cp)
 
 
 @lru_cache(maxsize=1024)
-def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, choice: int, cp: int | None) -> _RoomPlan:
+def _plan(inputs: PlanInputs, prefill_dp: int, decode_dp: int, replica: int, cp: int | None) -> _RoomPlan:
     if inputs.plan_version != PLAN_VERSION:
-        raise LayoutError(f"{Factor('plan_version', PLAN_VERSION, inputs.plan_version)}: no plan for another version")
+        raise LayoutError(f"{Factor('plan_version', PLAN_VERSION, inputs.plan_version)}: unsupported plan version")
     prefill, decode = inputs.prefill, inputs.decode
     kv: list[TransferSlice] = []
     by_writer: dict[int, list[TransferSlice]] = {}
-    to_reader: dict[int, Shares] = {}
-    states_to_reader: dict[int, Shares] = {}
+    to_reader: dict[int, TransferSlices] = {}
+    states_to_reader: dict[int, TransferSlices] = {}
     aux_candidates: dict[int, tuple[int, ...]] = {}
     for stage in range(decode.pp):
         for tp in range(decode.tp):
-            at = RankCoord(dp=decode_dp, pp=stage, cp=0, tp=tp)
-            reader = decode.unique_rank(at)
-            owed: list[TransferSlice] = []
-            states: list[TransferSlice] = []
+            coord = RankCoord(dp=decode_dp, pp=stage, cp=0, tp=tp)
+            reader = decode.unique_rank(coord)
+            kv_slices: list[TransferSlice] = []
+            state_slices: list[TransferSlice] = []
             for segment in inputs.segments:
                 senders = (0,) if segment.state else range(prefill.cp) if cp is None else (cp,)
-                found = _segment_shares(inputs, segment, prefill_dp, at, choice, tuple(senders))
-                (states if segment.state else owed).extend(found)
-            kv += owed
-            to_reader[reader], states_to_reader[reader] = tuple(owed), tuple(states)
-            for share in owed:
-                by_writer.setdefault(share.writer, []).append(share)
-            # In the order of heads, each once: stages and cp ranks have the same.
-            tps = dict.fromkeys(prefill.coord(share.writer).tp for share in owed if share.segment == 0)
+                slices = _segment_slices(inputs, segment, prefill_dp, coord, replica, tuple(senders))
+                (state_slices if segment.state else kv_slices).extend(slices)
+            kv += kv_slices
+            to_reader[reader], states_to_reader[reader] = tuple(kv_slices), tuple(state_slices)
+            for part_slice in kv_slices:
+                by_writer.setdefault(part_slice.writer, []).append(part_slice)
+            # The writers' tp ranks in head order, without the duplicates of other stages and cp ranks.
+            tps = dict.fromkeys(
+                prefill.coord(part_slice.writer).tp for part_slice in kv_slices if not part_slice.segment
+            )
             last = [RankCoord(dp=prefill_dp, pp=prefill.pp - 1, cp=0, tp=writer_tp) for writer_tp in tps]
             aux_candidates[reader] = tuple(map(prefill.unique_rank, last))
-    by_writer_all = {writer: tuple(owed) for writer, owed in by_writer.items()}
-    return _RoomPlan(tuple(kv), by_writer_all, to_reader, states_to_reader, aux_candidates)
+    slices_by_writer = {writer: tuple(slices) for writer, slices in by_writer.items()}
+    return _RoomPlan(tuple(kv), slices_by_writer, to_reader, states_to_reader, aux_candidates)
 
 
-def _segment_shares(
-    inputs: PlanInputs, segment: Segment, prefill_dp: int, at: RankCoord, choice: int, senders: tuple[int, ...]
+def _segment_slices(
+    inputs: PlanInputs, segment: Segment, prefill_dp: int, coord: RankCoord, replica: int, senders: tuple[int, ...]
 ) -> Iterator[TransferSlice]:
-    """What the decode rank `at` is owed of one segment, by every prefill stage and each of the cp ranks `senders`."""
+    """The slices of one segment for the decode rank at `coord`, from every prefill stage and cp rank of `senders`."""
     prefill, decode = inputs.prefill, inputs.decode
-    reader = decode.unique_rank(at)
-    want = segment_heads(segment, decode.tp, at.tp)
-    want_lo, want_hi = stage_layers(segment, inputs.shape, decode, at.pp)
+    reader = decode.unique_rank(coord)
+    dst_heads = segment_heads(segment, decode.tp, coord.tp)
+    dst_lo, dst_hi = stage_layers(segment, inputs.shape, decode, coord.pp)
     copies = replicas(segment.heads, prefill.tp)
-    each = max(1, segment.heads // prefill.tp)
+    block_heads = max(1, segment.heads // prefill.tp)
     for stage in range(prefill.pp):
-        have_lo, have_hi = stage_layers(segment, inputs.shape, prefill, stage)
-        layer_lo, layer_hi = max(want_lo, have_lo), min(want_hi, have_hi)
+        src_lo, src_hi = stage_layers(segment, inputs.shape, prefill, stage)
+        layer_lo, layer_hi = max(dst_lo, src_lo), min(dst_hi, src_hi)
         if layer_lo >= layer_hi:
             continue
         for cp in senders:
-            # Blocks of equal heads tile [0, H) on the prefill side; each is held by `copies` neighbouring tp ranks.
-            for block in range(want.lo // each, (want.hi - 1) // each + 1):
-                tp = block * copies + (choice + reader) % copies
-                have = segment_heads(segment, prefill.tp, tp)
-                lo, hi = max(have.lo, want.lo), min(have.hi, want.hi)
+            # Blocks of equal size tile the heads on the prefill side; `copies` neighbouring tp ranks hold each block.
+            for block in range(dst_heads.lo // block_heads, (dst_heads.hi - 1) // block_heads + 1):
+                tp = block * copies + (replica + reader) % copies
+                src_heads = segment_heads(segment, prefill.tp, tp)
+                lo, hi = max(src_heads.lo, dst_heads.lo), min(src_heads.hi, dst_heads.hi)
                 yield TransferSlice(
                     writer=prefill.unique_rank(RankCoord(dp=prefill_dp, pp=stage, cp=cp, tp=tp)),
                     reader=reader,
                     segment=segment.index,
-                    src_head=lo - have.lo,
-                    dst_head=lo - want.lo,
+                    src_head=lo - src_heads.lo,
+                    dst_head=lo - dst_heads.lo,
                     heads=hi - lo,
                     layer_lo=layer_lo,
                     layer_hi=layer_hi,
-                    src_pool_heads=have.hi - have.lo,
-                    dst_pool_heads=want.hi - want.lo,
+                    src_pool_heads=src_heads.hi - src_heads.lo,
+                    dst_pool_heads=dst_heads.hi - dst_heads.lo,
                     page_head_bytes=segment.page_head_bytes,
                 )

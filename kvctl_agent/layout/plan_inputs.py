@@ -1,6 +1,6 @@
-"""Everything the plan follows from: both sides build it, and compare it field by field before anything moves.
+"""Inputs of the transfer plan, which both sides build and compare field by field before the first transfer.
 
-The inputs are compared, not the result, so that a mismatch names the factor ("page_size 64 ≠ 32").
+The inputs are compared rather than the plans, so that a mismatch names the field ("page_size 64 ≠ 32").
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvctl_agent.layout.shape import ModelShape, Segment, segments
 from kvctl_agent.layout.sizes import set_sizes
 
 PLAN_VERSION = 2
-"""Raised whenever the same inputs would give another plan. 1: attention TP and DP, replicated heads, one stage.
+"""Incremented whenever the same inputs result in another plan. 1: attention TP and DP, replicated heads, one stage.
 2: context and pipeline parallelism, latents, draft layers, state."""
 
 Wire = dict[str, int | str]
@@ -27,19 +27,27 @@ class Factor(NamedTuple):
     """One plan input on which the two sides differ."""
 
     name: str
-    mine: int | str
-    theirs: int | str
+    local: int | str
+    remote: int | str
 
     def __str__(self) -> str:
-        return f"{self.name:.80} {self.mine} ≠ {self.theirs!s:.80}"
+        return f"{self.name:.80} {self.local} ≠ {self.remote!s:.80}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """Everything the plan follows from, and nothing else.
+    """All inputs of the transfer plan.
+
+    Attributes:
+        shape: The model.
+        page_size: Tokens per page.
+        chunk_pages: Pages per cell of the chunk grid.
+        prefill, decode: Parallel sizes of the two instances.
+        cp_mode: One of `CP_MODES`.
+        plan_version: `PLAN_VERSION` of the side that built the inputs.
 
     Raises:
-        LayoutError: the two layouts cannot exchange KV; the text has the arithmetic.
+        LayoutError: the two layouts cannot exchange KV; the text shows the arithmetic.
     """
 
     shape: ModelShape
@@ -67,16 +75,16 @@ class PlanInputs:
                 try:
                     head_range(segment.heads, side.tp, 0)
                 except LayoutError as error:
-                    what = "" if segment.index == 0 else f" ({segment.name})"
-                    raise LayoutError(f"{role} tp={side.tp}{what}: {error}") from None
+                    suffix = "" if segment.index == 0 else f" ({segment.name})"
+                    raise LayoutError(f"{role} tp={side.tp}{suffix}: {error}") from None
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """What a room of this model consists of."""
+        """The segments of a room of this model."""
         return segments(self.shape, self.page_size)
 
     def to_wire(self) -> Wire:
-        """The inputs as flat named fields, for example "prefill.tp"."""
+        """Return the inputs as a flat mapping, with names such as "prefill.tp"."""
         return {
             "plan_version": self.plan_version,
             **shape_to_wire(self.shape),
@@ -88,28 +96,29 @@ class PlanInputs:
         }
 
 
-def differences(mine: Mapping[str, int | str], theirs: Mapping[str, object]) -> tuple[Factor, ...]:
-    """The fields on which a peer's inputs differ from ours; empty when the plans are the same.
+def differences(local: Mapping[str, int | str], remote: Mapping[str, object]) -> tuple[Factor, ...]:
+    """Return the fields on which a peer's inputs differ from the local ones; empty if the plans are the same.
 
-    A field that only one side knows is "absent" on the other: a newer release compares more.
+    A field that only one side has is "absent" on the other; a newer release may compare more fields.
     """
     return tuple(
-        Factor(name, mine.get(name, "absent"), str(theirs.get(name, "absent")))
-        for name in {**mine, **theirs}
-        if name not in mine or name not in theirs or mine[name] != theirs[name]
+        Factor(name, local.get(name, "absent"), str(remote.get(name, "absent")))
+        for name in {**local, **remote}
+        if name not in local or name not in remote or local[name] != remote[name]
     )
 
 
 def shape_to_wire(shape: ModelShape) -> Wire:
-    """A model's shape as flat named fields; what it does not have is left out."""
+    """Return a model's shape as a flat mapping, without fields for a draft or state that the model does not have."""
     wire: Wire = _kv_to_wire("shape", shape)
     if shape.draft is not None:
         wire |= _kv_to_wire("draft", shape.draft)
     if len(shape.states) > 1:
-        wire["states"] = ",".join(state.name for state in shape.states)  # lists of items go by their order
+        # A room's item lists are in this order, so both sides must have the same one.
+        wire["states"] = ",".join(state.name for state in shape.states)
     for state in shape.states:
-        beside = ",".join(map(str, state.layers))
-        wire[f"state.{state.name}"] = f"{state.rows}x{state.heads}x{state.head_bytes} bytes beside layers {beside}"
+        layers = ",".join(map(str, state.layers))
+        wire[f"state.{state.name}"] = f"{state.rows}x{state.heads}x{state.head_bytes} bytes beside layers {layers}"
     return wire
 
 

@@ -1,9 +1,10 @@
-"""The model's KV geometry as both sides must agree on it; per-rank shapes follow from it, never the reverse.
+"""Geometry of a model's KV cache and per-request state, on which both sides must agree.
 
-Everything that moves for a room lies in *segments*: consecutive layers of one geometry. The target model's layers are
-one, a draft model's another, and each component of per-request state is one more. A segment is the same thing
-everywhere: layers of planes, a plane a list of pages (of a state: items), a page some rows, a row some heads. MLA's
-latent is one head that every rank holds; a replicated state likewise. So one arithmetic serves them all.
+The shape on each rank is derived from it, never the reverse. All data of a room is in *segments*: consecutive layers of
+one geometry. The target model's layers are one segment, a draft model's layers another, and each component of
+per-request state one more. Every segment has the same structure: a layer consists of planes, a plane of pages (for
+state: items), a page of rows, a row of heads. An MLA latent is one head that every rank holds, and so is a replicated
+state component, so the same arithmetic serves all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _KV_NAMES = ("kv", "draft")
 
 
 class Plane(NamedTuple):
-    """One array of a layer: a page has `rows` rows of all heads, `head_bytes` each."""
+    """One array of a layer, for example K. A page has `rows` rows; a row has `head_bytes` bytes for each head."""
 
     name: str
     rows: int
@@ -31,14 +32,16 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """One component of per-request state: Mamba's rows, sliding-window pages, index pages.
+    """One component of per-request state, for example Mamba state, sliding-window pages or index pages.
 
-    An item is `[rows, heads, head_bytes]` in each of its layers. `heads` is the axis over which tensor-parallel ranks
-    share it, cut as KV heads are; 1 is a component that every rank holds whole, written by one elected rank.
-
-    Args:
-        layers: for each of its layers the KV layer it runs beside, in order, several beside one where they are more:
-            that decides its pipeline stage.
+    Attributes:
+        name: An identifier, the same on both sides.
+        layers: For each layer of the component the KV layer whose pipeline stage holds it, ascending. A KV layer may
+            occur several times.
+        rows: Rows of an item. In each layer an item is `[rows, heads, head_bytes]`.
+        heads: Size of the axis that is divided over tensor-parallel ranks as KV heads are. 1 if every rank holds the
+            whole component; then one elected rank writes it.
+        head_bytes: Bytes of one head in one row.
 
     Raises:
         LayoutError: a size is not a positive whole number, or the layers are not ascending.
@@ -58,7 +61,8 @@ class StateShape:
             or len(self.name) > 64
         ):
             raise LayoutError(
-                f"state {shown(self.name)}: its name must be a word of at most 64 letters, not a segment's"
+                f"state {shown(self.name)}: the name must be an identifier of at most 64 characters other than "
+                f"{', '.join(_KV_NAMES)}"
             )
         for size in ("rows", "heads", "head_bytes"):
             object.__setattr__(self, size, check_size(f"state {self.name} {size}", getattr(self, size)))
@@ -68,7 +72,7 @@ class StateShape:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one item in one layer, over the whole model."""
+        """Bytes of one item in one layer, with all heads of the model."""
         return self.rows * self.heads * self.head_bytes
 
 
@@ -76,17 +80,20 @@ class StateShape:
 class ModelShape:
     """A model's KV cache.
 
-    `num_kv_heads` comes from the model's configuration, not from "heads on this rank times tp", which is wrong as soon
-    as heads are replicated. `k_dim` and `v_dim` may differ. `kind` is "mha" (per-head rows; MQA and GQA included) or
-    "mla": one latent row of `k_dim` elements a token, no V, the same on every rank.
-
-    Args:
-        k_scale_bytes, v_scale_bytes: bytes of quantisation scales per page and head, 0 for none.
-        draft: the draft model's layers, in a pool of their own; numbered after the target's, on its last stage.
-        states: components of per-request state.
+    Attributes:
+        num_layers: Layers with a KV cache.
+        num_kv_heads: KV heads of the model's configuration. Heads on a rank times tp is not the same number if heads
+            are replicated.
+        k_dim, v_dim: Elements of K and V per token and head.
+        dtype_bytes: Bytes of an element.
+        kind: "mha" (one row per token and head; includes MQA and GQA) or "mla" (one latent row of `k_dim` elements per
+            token, no V, the same on every rank).
+        k_scale_bytes, v_scale_bytes: Bytes of quantisation scales per page and head; 0 for none.
+        draft: The draft model. Its layers are numbered after the target's and are on the last pipeline stage.
+        states: Components of per-request state.
 
     Raises:
-        LayoutError: a size is not a positive whole number, or the kind is not served.
+        LayoutError: a size is not a positive whole number, or the kind is unknown.
     """
 
     num_layers: int
@@ -103,13 +110,13 @@ class ModelShape:
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise LayoutError(f"kind {shown(self.kind)} is unknown: it must be one of {', '.join(KINDS)}")
-        latent = self.kind == "mla"
+        is_latent = self.kind == "mla"
         set_sizes(self, "num_layers", "num_kv_heads", "k_dim", "dtype_bytes")
-        set_sizes(self, "v_dim", minimum=0 if latent else 1)
+        set_sizes(self, "v_dim", minimum=0 if is_latent else 1)
         set_sizes(self, "k_scale_bytes", "v_scale_bytes", minimum=0)
-        if latent and (self.num_kv_heads, self.v_dim, self.v_scale_bytes) != (1, 0, 0):
+        if is_latent and (self.num_kv_heads, self.v_dim, self.v_scale_bytes) != (1, 0, 0):
             raise LayoutError(
-                f"kind 'mla' has one latent row a token: num_kv_heads must be 1, v_dim and v_scale_bytes 0, "
+                f"kind 'mla' has one latent row per token: num_kv_heads must be 1, v_dim and v_scale_bytes 0, "
                 f"not {self.num_kv_heads}, {self.v_dim} and {self.v_scale_bytes}"
             )
         if not isinstance(self.draft, ModelShape | None):
@@ -118,10 +125,10 @@ class ModelShape:
             raise LayoutError(f"states is {shown(self.states)}: it must be a list of StateShape")
         object.__setattr__(self, "states", tuple(self.states))
         if self.draft is not None and (self.draft.draft is not None or self.draft.states):
-            raise LayoutError("a draft model has no draft model and no state of its own here")
+            raise LayoutError("the draft model must not have a draft model or state components of its own")
         names = [state.name for state in self.states]
         if len(set(names)) != len(names) or len(names) > MAX_STATES:
-            raise LayoutError(f"state components {names}: each needs a name of its own, and there may be {MAX_STATES}")
+            raise LayoutError(f"state components {names}: names must be unique, and at most {MAX_STATES} are allowed")
         for state in self.states:
             if state.layers[-1] >= self.num_layers:
                 raise LayoutError(
@@ -135,7 +142,7 @@ class ModelShape:
 
     @property
     def v_head_bytes(self) -> int:
-        """Bytes of V of one token and one head in one layer; 0 for a latent."""
+        """Bytes of V of one token and one head in one layer; 0 for kind "mla"."""
         return self.v_dim * self.dtype_bytes
 
     @property
@@ -145,11 +152,11 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token: all layers, all heads, counted once; scales and draft left out."""
+        """Bytes of K and V of one token in all layers and heads, without replicas, scales and the draft model."""
         return self.num_layers * self.num_kv_heads * self.token_head_bytes
 
     def planes(self, page_size: int) -> tuple[Plane, ...]:
-        """The arrays of one layer, in the order in which a part holds them."""
+        """Return the arrays of one layer, in the order in which a part contains them."""
         if self.kind == "mla":
             planes = [Plane("latent", page_size, self.k_head_bytes), Plane("scale", 1, self.k_scale_bytes)]
         else:
@@ -167,12 +174,14 @@ class Segment:
     """Consecutive layers of one geometry.
 
     Attributes:
-        index: its place in `segments`.
-        name: "kv", "draft", or a state component's.
-        layer_lo, layer_hi: its layers; KV and draft share one numbering, each state component has its own from 0.
-        heads: over the whole model.
-        planes: the arrays of each layer.
-        beside: of a state, the KV layer that each of its layers runs beside; else empty.
+        index: Position in the tuple that `segments` returns.
+        name: "kv", "draft", or the name of a state component.
+        layer_lo, layer_hi: Layers [layer_lo, layer_hi). KV and draft layers share one numbering; the layers of each
+            state component are numbered from 0.
+        heads: Heads over the whole model.
+        planes: The arrays of each layer.
+        kv_layers: For each layer of a state component, the KV layer whose pipeline stage holds it; empty for KV and
+            draft.
     """
 
     index: int
@@ -181,30 +190,30 @@ class Segment:
     layer_hi: int
     heads: int
     planes: tuple[Plane, ...]
-    beside: tuple[int, ...] = ()
+    kv_layers: tuple[int, ...] = ()
 
     @property
     def state(self) -> bool:
-        """Whether its pages are items of per-request state, with index lists of their own."""
-        return bool(self.beside)
+        """Whether this is per-request state, whose items have index lists of their own, rather than KV pages."""
+        return bool(self.kv_layers)
 
     @property
     def page_head_bytes(self) -> int:
-        """Bytes of one page (of a state: one item), in one layer, of one head."""
+        """Bytes of one head of one page (for state: one item) in one layer."""
         return sum(plane.rows * plane.head_bytes for plane in self.planes)
 
 
 @lru_cache(maxsize=256)
 def segments(shape: ModelShape, page_size: int) -> tuple[Segment, ...]:
-    """Everything a model's rooms consist of: KV first, then the draft's, then each state component."""
+    """Return the segments of a model: KV, then the draft model if there is one, then each state component."""
     check_size("page_size", page_size)
-    found = [Segment(0, "kv", 0, shape.num_layers, shape.num_kv_heads, shape.planes(page_size))]
+    result = [Segment(0, "kv", 0, shape.num_layers, shape.num_kv_heads, shape.planes(page_size))]
     if shape.draft is not None:
         draft, first = shape.draft, shape.num_layers
         planes = draft.planes(page_size)
-        found.append(Segment(1, "draft", first, first + draft.num_layers, draft.num_kv_heads, planes))
+        result.append(Segment(1, "draft", first, first + draft.num_layers, draft.num_kv_heads, planes))
     for state in shape.states:
         plane = Plane(state.name, state.rows, state.head_bytes)
         count = len(state.layers)
-        found.append(Segment(len(found), state.name, 0, count, state.heads, (plane,), state.layers))
-    return tuple(found)
+        result.append(Segment(len(result), state.name, 0, count, state.heads, (plane,), state.layers))
+    return tuple(result)

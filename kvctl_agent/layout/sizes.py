@@ -1,4 +1,4 @@
-"""What counts as a size: one check, so that every refused number is refused in the same words."""
+"""Validation of sizes and lists of sizes, with one error text for all."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from kvctl_agent.contract.values import integer, shown
 from kvctl_agent.errors import KvctlError, LayoutError
 
 MAX_SIZE = 2**31 - 1
-"""Sizes travel in plan inputs and index arrays; above this they no longer fit a signed 32-bit index."""
+"""Largest size: sizes are used in plan inputs and in index arrays, whose elements are signed 32-bit numbers."""
 
 
 def check_size(
     name: str, value: object, minimum: int = 1, maximum: int = MAX_SIZE, error: type[KvctlError] = LayoutError
 ) -> int:
-    """Return a whole number from `minimum` to `maximum` as an int, and refuse anything else (a bool is no number here).
+    """Return `value` as an int if it is a whole number from `minimum` to `maximum`. A bool is not accepted.
+
+    Args:
+        name: The name of the size for the error text.
+        error: The exception to raise.
 
     Raises:
-        LayoutError, or `error`: naming the size, what it is and what is allowed.
+        LayoutError, or `error`: any other value; the text has the name, the value and the allowed range.
     """
     number = integer(value)
     if number is None or not minimum <= number <= maximum:
@@ -28,21 +32,21 @@ def check_size(
     return number
 
 
-def set_sizes(of: object, *names: str, minimum: int = 1) -> None:
-    """Check attributes of a frozen dataclass, and make each an int.
+def set_sizes(instance: object, *names: str, minimum: int = 1) -> None:
+    """Check the named attributes of a frozen dataclass instance and convert each to int.
 
     Raises:
-        LayoutError: as `check_size`.
+        LayoutError: as for `check_size`.
     """
     for name in names:
-        object.__setattr__(of, name, check_size(name, getattr(of, name), minimum))
+        object.__setattr__(instance, name, check_size(name, getattr(instance, name), minimum))
 
 
 def check_sizes(name: str, values: object, minimum: int = 1) -> tuple[int, ...]:
     """Return a list of whole numbers as a tuple of ints.
 
     Raises:
-        LayoutError: it is no list, or `check_size` refuses a number.
+        LayoutError: `values` is not a list, or an element is not a whole number of at least `minimum`.
     """
     items = as_list(values)
     if items is None:
@@ -51,7 +55,10 @@ def check_sizes(name: str, values: object, minimum: int = 1) -> tuple[int, ...]:
 
 
 def as_list(values: object) -> Sequence[Any] | None:
-    """A sequence or array as it is; None for what has no length, an iterator or an array of no dimension too."""
+    """Return `values` if it is a sequence, a list of the elements of an array, or None for anything else.
+
+    An iterator and an array without dimensions have no length and give None.
+    """
     if isinstance(values, np.ndarray):
         return list(values) if values.ndim else None
     return values if isinstance(values, Sequence) else None

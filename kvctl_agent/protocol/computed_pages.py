@@ -12,7 +12,7 @@ import numpy as np
 
 from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk, full_pages
+from kvctl_agent.layout.chunks import Chunk, sendable_pages
 from kvctl_agent.protocol.events import Pages
 
 
@@ -145,7 +145,7 @@ class ComputedPages:
         return spans
 
     def _full(self, end: int, *, last: bool) -> int:
-        return full_pages(end, last, self._chunk_pages)
+        return sendable_pages(end, last, self._chunk_pages)
 
 
 def _merged(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

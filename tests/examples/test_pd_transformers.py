@@ -91,7 +91,7 @@ def test_a_layout_that_cannot_be_is_refused_with_the_arithmetic(
     assert "8 KV heads cannot be laid out over tp 3" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         pd.main(["--prefill-pp", "11"])
-    assert "10 layers cannot be cut into pp=11 stages" in capsys.readouterr().err
+    assert "10 layers cannot be divided into pp=11 stages" in capsys.readouterr().err
 
 
 def test_prompts_cover_page_and_chunk_boundaries(pd: ModuleType) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk, chunk_pages, full_pages, grid, page_count, prefix_pages
+from kvctl_agent.layout.chunks import Chunk, chunk_pages, grid, page_count, prefix_pages, sendable_pages
 
 
 def test_a_partly_filled_page_counts() -> None:
@@ -53,7 +53,7 @@ def test_a_prefix_removes_whole_cells_and_trims_the_one_it_ends_in_without_renum
     assert grid(14, 8, 4) == (Chunk(2, 8, 4), Chunk(3, 12, 2))
 
 
-def test_nothing_to_send_has_no_cells() -> None:
+def test_a_fully_cached_prompt_has_no_cells() -> None:
     assert grid(0, 0, 4) == ()
     assert grid(7, 7, 4) == ()
 
@@ -63,9 +63,9 @@ def test_a_prefix_longer_than_the_prompt_is_refused() -> None:
         grid(4, 5, 4)
 
 
-def test_what_is_not_the_last_is_held_back_to_the_last_full_line() -> None:
-    assert [full_pages(fed, last=False, chunk_pages=4) for fed in (0, 3, 4, 9)] == [0, 0, 4, 8]
-    assert [full_pages(fed, last=True, chunk_pages=4) for fed in (0, 3, 4, 9)] == [0, 3, 4, 9]
+def test_only_whole_cells_are_sent_before_the_last_chunk() -> None:
+    assert [sendable_pages(computed, last=False, chunk_pages=4) for computed in (0, 3, 4, 9)] == [0, 0, 4, 8]
+    assert [sendable_pages(computed, last=True, chunk_pages=4) for computed in (0, 3, 4, 9)] == [0, 3, 4, 9]
 
 
 sends = st.lists(st.integers(0, 40), min_size=1, max_size=12)
@@ -85,7 +85,7 @@ def test_the_grid_covers_every_page_after_the_prefix_once_and_no_cell_crosses_a_
 
 @settings(deadline=None)
 @given(sends=sends, data=st.data(), chunk=st.integers(1, 50))
-def test_however_a_prompt_is_sent_each_cell_leaves_whole_and_as_soon_as_it_can(
+def test_for_any_split_of_a_prompt_each_cell_is_sent_whole_and_as_early_as_possible(
     sends: list[int], data: st.DataObject, chunk: int
 ) -> None:
     total = sum(sends)
@@ -94,7 +94,7 @@ def test_however_a_prompt_is_sent_each_cell_leaves_whole_and_as_soon_as_it_can(
     fed = sent = 0
     for i, pages in enumerate(sends):
         fed += pages
-        may = full_pages(fed, i == len(sends) - 1, chunk)
+        may = sendable_pages(fed, i == len(sends) - 1, chunk)
         # Only computed pages may leave, none is taken back, and nothing that could leave whole is held back.
         assert sent <= may <= fed
         assert all(cell.first + cell.count <= may or cell.first >= may for cell in cells)

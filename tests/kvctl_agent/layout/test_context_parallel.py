@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk, grid
-from kvctl_agent.layout.context_parallel import CP_MODES, chosen_cp, owned_cells
+from kvctl_agent.layout.context_parallel import CP_MODES, owned_cells, sole_cp_sender
 from kvctl_agent.layout.heads import mix64
 
 
@@ -40,17 +40,17 @@ def test_a_rank_without_pages_in_a_cell_lacks_that_cell() -> None:
 
 
 def test_room_hash_gives_whole_rooms_and_spreads_them() -> None:
-    hits = Counter(chosen_cp("room-hash", 4, room) for room in range(4000))
+    hits = Counter(sole_cp_sender("room-hash", 4, room) for room in range(4000))
     assert set(hits) == {0, 1, 2, 3}
     assert min(hits.values()) > 850
     for room, rank in product(range(20), range(4)):
-        whole = grid(9, 2, 4) if rank == chosen_cp("room-hash", 4, room) else ()
+        whole = grid(9, 2, 4) if rank == sole_cp_sender("room-hash", 4, room) else ()
         assert owned_cells("room-hash", 4, rank, room, 9, 2, 4) == whole
 
 
 def test_the_cp_rank_of_a_room_does_not_follow_from_its_replica() -> None:
     # Both are chosen by hash; if they moved together, half of the (cp, tp) pairs would never send.
-    pairs = Counter((chosen_cp("room-hash", 2, room), mix64(room) % 2) for room in range(4000))
+    pairs = Counter((sole_cp_sender("room-hash", 2, room), mix64(room) % 2) for room in range(4000))
     assert len(pairs) == 4
     assert min(pairs.values()) > 850
 

@@ -1,4 +1,4 @@
-"""Layer groups: the formula by its published words, every guard with its reason, and the override."""
+"""Layer grouping: the formula as SGLang publishes it, every reason not to group, and the override."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class TestFormula:
             (5, 3072, [1] * 5),
         ],
     )
-    def test_by_hand(self, layers: int, tokens: int, expected: list[int]) -> None:
+    def test_cases_computed_by_hand(self, layers: int, tokens: int, expected: list[int]) -> None:
         grouping = group_layers(0, layers, ForwardInfo((tokens,)), ON)
         assert (sizes(grouping), grouping.reason) == (expected, "formula")
 
-    def test_it_is_the_average_that_counts(self) -> None:
+    def test_the_average_over_requests_decides(self) -> None:
         assert sizes(group_layers(0, 80, ForwardInfo((1, 18431)), ON)) == [20] * 4
         assert group_layers(0, 80, ForwardInfo((1, 6142)), ON).reason == "few-tokens"  # 3071.5
 
@@ -57,7 +57,7 @@ class TestFormula:
         iters=st.tuples(st.integers(1, 40), st.integers(1, 40)).map(sorted),
         multiplier=st.floats(1, 20),
     )
-    def test_against_its_words(
+    def test_against_the_published_formula(
         self, layers: int, tokens: list[int], min_tokens: int, iters: list[int], multiplier: float
     ) -> None:
         def clamp(value: float, low: float, high: float) -> float:
@@ -117,10 +117,10 @@ class TestGuards:
     def test_few_layers(self, layers: int) -> None:
         assert group_layers(0, layers, self.LONG, ON) == Grouping((), "few-layers")
 
-    def test_off_is_told_before_all_others(self) -> None:
+    def test_off_takes_precedence(self) -> None:
         assert group_layers(0, 2, ForwardInfo((), multimodal=True), GroupingOptions()) == Grouping((), "off")
 
-    def test_of_several_the_first_is_told(self) -> None:
+    def test_the_first_of_several_reasons_is_reported(self) -> None:
         order = [
             ({"tokens": (9216,)}, "few-tokens"),
             ({}, "few-layers"),
@@ -161,7 +161,7 @@ class TestOverride:
         assert group_layers(0, 80, ForwardInfo((9216,)), options, choose=lambda *_: 2).reason == "override"
         assert group_layers(0, 80, ForwardInfo((9216,)), replace(options, mode="off")).reason == "off"
 
-    def test_no_other_guard_yields_to_it(self) -> None:
+    def test_the_other_checks_still_apply(self) -> None:
         assert group_layers(0, 4, ForwardInfo((9216,)), self.SIZED).reason == "few-layers"
         assert group_layers(0, 80, ForwardInfo(()), self.SIZED).reason == "empty-batch"
         assert group_layers(0, 80, ForwardInfo((9216,), draft=True), self.SIZED).reason == "draft"
@@ -173,7 +173,7 @@ class TestOverride:
 class TestMeasured:
     MEASURED = GroupingOptions(mode="measured")
 
-    def test_the_chooser_is_told_what_the_formula_says(self) -> None:
+    def test_the_chooser_gets_the_number_of_the_formula(self) -> None:
         asked: list[tuple[float, int, int]] = []
 
         def choose(tokens: float, layers: int, formula: int) -> int:
@@ -192,11 +192,11 @@ class TestMeasured:
         assert sizes(group_layers(0, 5, ForwardInfo((9216,)), self.MEASURED, lambda *_: 99)) == [1] * 5
 
     @pytest.mark.parametrize("chosen", [0, 1])
-    def test_the_chooser_may_decide_against_it(self, chosen: int) -> None:
+    def test_the_chooser_may_choose_one_group(self, chosen: int) -> None:
         grouping = group_layers(0, 32, ForwardInfo((9216,)), self.MEASURED, lambda *_: chosen)
         assert grouping == Grouping((), "one-group")
 
-    def test_guards_hold_and_nobody_is_asked(self) -> None:
+    def test_the_chooser_is_not_called_if_a_check_fails(self) -> None:
         def choose(*_: Any) -> int:
             raise AssertionError
 
@@ -221,7 +221,7 @@ class TestOptions:
             ({"min_iters": 11}, "pipeline_min_iters = 11 exceeds pipeline_max_iters = 10"),
         ],
     )
-    def test_what_is_wrong_is_named(self, change: dict[str, Any], text: str) -> None:
+    def test_errors_name_the_option(self, change: dict[str, Any], text: str) -> None:
         with pytest.raises(ConfigError, match=text):
             GroupingOptions(**change)
 

@@ -53,7 +53,7 @@ def test_more_ranks_than_heads_hold_one_each_and_every_rank_the_latent() -> None
 def test_an_impossible_layout_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"8 % 3 = 2 and 3 % 8 = 3"):
         ranges(ParallelConfig(tp=3), 0, 0)
-    with pytest.raises(LayoutError, match=r"6 layers cannot be cut into pp=7 stages"):
+    with pytest.raises(LayoutError, match=r"6 layers cannot be divided into pp=7 stages"):
         ranges(ParallelConfig(pp=7), 0, 0)
     with pytest.raises(LayoutError, match=r"2 KV heads cannot be laid out over tp 3"):
         ranges(ParallelConfig(tp=3), 0, 0, replace(SHAPE, num_kv_heads=3, states=()))

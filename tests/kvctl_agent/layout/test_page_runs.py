@@ -52,7 +52,7 @@ def test_runs_are_int64_and_leave_the_callers_lists_alone() -> None:
 
 @pytest.mark.parametrize(("src", "dst"), [([1, 2], [1]), ([[1, 2]], [[1, 2]]), (3, 3)])
 def test_lists_that_do_not_pair_up_are_refused(src: object, dst: object) -> None:
-    with pytest.raises(LayoutError, match="must be two flat lists of one length"):
+    with pytest.raises(LayoutError, match="must be one-dimensional and of equal length"):
         page_runs(src, dst)  # type: ignore[arg-type]
 
 

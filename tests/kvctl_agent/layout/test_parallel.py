@@ -46,7 +46,7 @@ def test_a_size_that_is_no_positive_whole_number_is_refused_by_name(axis: str, s
         ParallelConfig(**{axis: size})  # type: ignore[arg-type]
 
 
-def test_more_ranks_than_a_peer_may_make_us_plan_for_are_refused() -> None:
+def test_more_than_the_maximum_number_of_ranks_are_refused() -> None:
     assert ParallelConfig(dp=256, tp=256).size == MAX_RANKS
     with pytest.raises(LayoutError, match=r"dp=257 \* pp=1 \* cp=1 \* tp=256 = 65792 ranks"):
         ParallelConfig(dp=257, tp=256)
@@ -88,7 +88,7 @@ def test_stages_of_given_sizes_follow_each_other() -> None:
 def test_even_stages_tile_the_layers_and_differ_by_one_at_most(layers: int, pp: int) -> None:
     if pp > layers:
         with pytest.raises(
-            LayoutError, match=f"^{layers} layers cannot be cut into pp={pp} stages: one would be empty"
+            LayoutError, match=f"^{layers} layers cannot be divided into pp={pp} stages: one would be empty"
         ):
             ParallelConfig(pp=pp).stage_range(layers, 0)
         return
@@ -100,14 +100,14 @@ def test_even_stages_tile_the_layers_and_differ_by_one_at_most(layers: int, pp: 
 
 
 def test_stages_that_do_not_add_up_are_refused_with_the_sum() -> None:
-    with pytest.raises(LayoutError, match=r"^stages of 3\+4 = 7 layers do not make the model's 8$"):
+    with pytest.raises(LayoutError, match=r"^pipeline stages have 3\+4 = 7 layers, but the model has 8$"):
         ParallelConfig(pp=2, stages=(3, 4)).stage_range(8, 0)
 
 
-def test_as_many_stages_as_pp_says() -> None:
-    with pytest.raises(LayoutError, match=r"^stages of 3,4,1 layers are 3, but pp=2$"):
+def test_the_number_of_stages_must_equal_pp() -> None:
+    with pytest.raises(LayoutError, match=r"^stages=3,4,1 has 3 stages, but pp=2$"):
         ParallelConfig(pp=2, stages=(3, 4, 1))
-    with pytest.raises(LayoutError, match=r"^stages of 8 layers are 1, but pp=2$"):
+    with pytest.raises(LayoutError, match=r"^stages=8 has 1 stages, but pp=2$"):
         ParallelConfig(pp=2, stages=(8,))
 
 

@@ -1,4 +1,4 @@
-"""The plan's rules one by one; `test_plan_oracle` checks all of it element by element."""
+"""The rules of the plan one by one; `test_plan_oracle` checks whole plans element by element."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.context_parallel import chosen_cp
+from kvctl_agent.layout.context_parallel import sole_cp_sender
 from kvctl_agent.layout.heads import mix64
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan import (
@@ -108,7 +108,7 @@ def test_a_room_is_computed_by_one_prefill_dp_rank_and_the_others_owe_nothing() 
         assert owing == {2 * (room % 3), 2 * (room % 3) + 1}
 
 
-def test_both_sides_views_are_cuts_of_the_same_plan() -> None:
+def test_slices_by_writer_and_by_reader_are_the_same_plan() -> None:
     inputs = inputs_of(ParallelConfig(dp=2, tp=16), ParallelConfig(dp=2, tp=4))
     for room, decode_dp in product(range(8), range(2)):
         every = transfer_slices(inputs, room, decode_dp)
@@ -118,7 +118,7 @@ def test_both_sides_views_are_cuts_of_the_same_plan() -> None:
         assert len(by_writer) == len(by_reader) == len(every)
 
 
-def test_the_aux_row_has_one_writer_that_owes_kv_anyway_and_rooms_take_turns() -> None:
+def test_the_aux_row_has_one_writer_that_also_sends_kv_and_rooms_spread_over_writers() -> None:
     inputs = inputs_of(ParallelConfig(tp=4), ParallelConfig(dp=2, tp=2))
     seen = set()
     for room, reader in product(range(200), range(4)):
@@ -174,7 +174,7 @@ def test_a_draft_goes_from_last_stage_to_last_stage_with_its_own_rows() -> None:
     assert {s.page_head_bytes for s in owed} == {16 * 192}
 
 
-def test_the_aux_row_comes_from_the_last_stage_and_cp_0_whoever_sends_the_pages() -> None:
+def test_the_aux_row_is_sent_by_the_last_stage_and_cp_0() -> None:
     for mode in ("rank0", "all", "room-hash"):
         inputs = inputs_of(ParallelConfig(pp=2, cp=2, tp=2), ParallelConfig(pp=2), cp_mode=mode)
         elected = {aux_writer(inputs, room, reader) for room, reader in product(range(50), range(2))}
@@ -201,7 +201,7 @@ def test_cp_ranks_that_do_not_send_a_room_owe_nothing() -> None:
         inputs = inputs_of(ParallelConfig(cp=2, tp=2), ParallelConfig(), cp_mode=mode)
         for room in range(20):
             owing = {rank for rank in range(4) if slices_of_writer(inputs, room, 0, rank)}
-            chosen = chosen_cp(mode, 2, room)
+            chosen = sole_cp_sender(mode, 2, room)
             assert chosen is not None
             assert owing == {2 * chosen, 2 * chosen + 1}
             assert {rank for rank in range(4) if writer_cells(inputs, room, rank, 5, 0)} == owing
@@ -317,6 +317,6 @@ def test_ranks_that_do_not_exist_are_refused(ask: Callable[[PlanInputs], object]
 
 def test_inputs_of_another_version_are_never_planned() -> None:
     with pytest.raises(
-        LayoutError, match=f"plan_version {PLAN_VERSION} ≠ {PLAN_VERSION + 1}: no plan for another version"
+        LayoutError, match=f"plan_version {PLAN_VERSION} ≠ {PLAN_VERSION + 1}: unsupported plan version"
     ):
         transfer_slices(replace(inputs_of(ParallelConfig(), ParallelConfig()), plan_version=PLAN_VERSION + 1), 0, 0)

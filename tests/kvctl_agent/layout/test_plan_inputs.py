@@ -1,4 +1,4 @@
-"""What may be planned at all, and how two sides find out that they mean different things."""
+"""Validation of plan inputs, and the comparison of two sides' inputs."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ BASE = replace(PLAIN, page_size=64, prefill=ParallelConfig(dp=2, tp=4), decode=P
         ),
         (
             {"prefill": ParallelConfig(pp=33)},
-            "prefill pp=33: 32 layers cannot be cut into pp=33 stages: one would be empty",
+            "prefill pp=33: 32 layers cannot be divided into pp=33 stages: one would be empty",
         ),
         (
             {"decode": ParallelConfig(pp=40)},
-            "decode pp=40: 32 layers cannot be cut into pp=40 stages: one would be empty",
+            "decode pp=40: 32 layers cannot be divided into pp=40 stages: one would be empty",
         ),
         (
             {"prefill": ParallelConfig(pp=2, stages=(20, 13))},
-            "prefill pp=2: stages of 20+13 = 33 layers do not make the model's 32",
+            "prefill pp=2: pipeline stages have 20+13 = 33 layers, but the model has 32",
         ),
         (
             {"decode": ParallelConfig(pp=2, stages=(1, 30))},
-            "decode pp=2: stages of 1+30 = 31 layers do not make the model's 32",
+            "decode pp=2: pipeline stages have 1+30 = 31 layers, but the model has 32",
         ),
         (
             {"prefill": ParallelConfig(tp=4), "shape": replace(SHAPE, draft=DRAFT)},
@@ -71,7 +71,7 @@ BASE = replace(PLAIN, page_size=64, prefill=ParallelConfig(dp=2, tp=4), decode=P
         ({"plan_version": 0}, "plan_version is 0: it must be a whole number from 1"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_the_arithmetic(change: dict[str, object], text: str) -> None:
+def test_layouts_that_cannot_exchange_kv_are_refused_with_the_arithmetic(change: dict[str, object], text: str) -> None:
     with pytest.raises(LayoutError) as refused:
         replace(PLAIN, **change)  # type: ignore[arg-type]
     assert text in str(refused.value)
@@ -115,7 +115,7 @@ def test_a_difference_names_its_factor_and_nothing_else(name: str) -> None:
     assert differences(mine, theirs) == (Factor(name, mine[name], str(theirs[name])),)
 
 
-def test_everything_the_plan_follows_from_is_compared() -> None:
+def test_every_plan_input_is_compared() -> None:
     compared = set(BASE.to_wire())
     assert compared - set(CHANGES) == {"shape.kind", "decode.cp", "prefill.stages", "decode.stages"}
     assert str(differences(replace(BASE, shape=MLA).to_wire(), BASE.to_wire())[3]) == "shape.kind mla ≠ mha"
@@ -128,14 +128,14 @@ def test_a_draft_and_a_state_that_only_one_side_has_are_named() -> None:
     full = replace(BASE, shape=replace(SHAPE, draft=replace(DRAFT, num_kv_heads=8), states=(replace(CONV, heads=8),)))
     found = differences(BASE.to_wire(), full.to_wire())
     assert {factor.name.split(".")[0] for factor in found} == {"draft", "state"}
-    assert {factor.mine for factor in found} == {"absent"}
+    assert {factor.local for factor in found} == {"absent"}
     other = replace(full.shape, states=(replace(CONV, heads=8, layers=(0, 3)),))
     (factor,) = differences(full.to_wire(), replace(full, shape=other).to_wire())
     assert str(factor) == "state.conv 3x8x10 bytes beside layers 0,2 ≠ 3x8x10 bytes beside layers 0,3"
 
 
-def test_the_order_of_states_is_compared_since_their_items_go_by_it() -> None:
-    """Components of one geometry would otherwise land in each other's memory."""
+def test_the_order_of_state_components_is_compared() -> None:
+    """Otherwise components of equal geometry would be written to each other's memory."""
     conv = replace(CONV, heads=8)
     ssm = replace(conv, name="ssm")
     mine, theirs = (replace(BASE, shape=replace(SHAPE, states=states)) for states in ((conv, ssm), (ssm, conv)))
@@ -185,6 +185,6 @@ def test_a_malformed_field_of_a_peer_is_a_difference_like_any_other(value: objec
     assert differences(BASE.to_wire(), BASE.to_wire() | {"page_size": value}) == (Factor("page_size", 64, str(value)),)
 
 
-def test_a_peers_flood_is_cut_short() -> None:
+def test_oversized_fields_of_a_peer_are_truncated_in_texts() -> None:
     flood = BASE.to_wire() | {"cp_mode": "x" * 10_000, "y" * 10_000: 1}
     assert all(len(str(factor)) < 200 for factor in differences(BASE.to_wire(), flood))

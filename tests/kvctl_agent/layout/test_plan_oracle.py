@@ -1,6 +1,6 @@
 """The plan against a brute-force oracle: every (segment, layer, page, head) that a decode rank must hold, one by one.
 
-The oracle says in its own words who holds what: it deals out lists, where the code computes bounds.
+The oracle computes the layers and heads of each rank independently of the code: with lists instead of bounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGES = tuple((total, prefix) for total in range(8) for prefix in range(total + 
 
 
 class Seg(NamedTuple):
-    """A segment as the oracle sees it: its layers, each with the KV layer it lies beside."""
+    """A segment of the oracle: its layers, each with the KV layer whose stage holds it."""
 
     name: str
     layers: tuple[tuple[int, int], ...]
@@ -78,14 +78,14 @@ def oracle_segments(shape: ModelShape) -> list[Seg]:
 
 @cache
 def stage_lists(side: ParallelConfig) -> list[list[int]]:
-    """The KV layers of each stage: cut where the sizes say, or dealt out by numpy."""
+    """The KV layers of each stage: by the given sizes, or divided evenly by numpy."""
     cuts = np.cumsum(side.stages)[:-1] if side.stages else side.pp
     return [part.tolist() for part in np.array_split(np.arange(LAYERS), cuts)]
 
 
 @cache
 def holding(segment: Seg, side: ParallelConfig, at: RankCoord) -> tuple[list[int], list[int]]:
-    """The layers and heads of a segment in one rank's memory, as lists in the order in which they lie."""
+    """The layers and heads of a segment in one rank's memory, as lists in memory order."""
     mine = stage_lists(side)[at.pp]
     layers = [layer for layer, beside in segment.layers if beside in mine]
     copies = max(1, side.tp // segment.heads)
@@ -109,7 +109,7 @@ def page_owners(inputs: PlanInputs, total: int, prefix: int) -> dict[int, int] |
 
 
 def cases() -> Iterator[Case]:
-    """Every pair of tensor-parallel sizes with every stage split and cp size; the rest takes turns."""
+    """Every pair of tensor-parallel sizes with every stage split and cp size; other values are cycled through."""
     turn = count()
     for heads, tps in [*TPS.items(), (24, (4, 6)), (12, (4, 6))]:
         for from_tp, to_tp in product(tps, repeat=2):
@@ -202,7 +202,7 @@ def check_states_and_aux(case: Case) -> None:
 
 
 def check_names(case: Case, segment: Seg, share: TransferSlice, layers: list[int], heads: list[int]) -> None:
-    """One share: the writer has these layers and heads, and both sides' offsets and strides name the same ones."""
+    """Check that the writer has the layers and heads of a slice, and that both sides' offsets and strides agree."""
     inputs = case.inputs
     from_ = inputs.prefill.coord(share.writer)
     assert from_.dp == case.room % inputs.prefill.dp

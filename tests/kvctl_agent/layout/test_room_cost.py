@@ -20,7 +20,7 @@ def inputs_of(
     return PlanInputs(shape=SHAPE, page_size=page_size, chunk_pages=chunk_pages, prefill=prefill, decode=decode)
 
 
-def test_the_reference_room_costs_what_the_measured_peer_spends() -> None:
+def test_the_reference_room_costs_what_was_measured() -> None:
     # 1,024 tokens, TP4 to attention TP 1: 128 MiB, 262,144 slice descriptors, 4 staged writes.
     cost = room_cost(inputs_of(ParallelConfig(tp=4), ParallelConfig(dp=4)), total_pages=16)
     assert cost.payload_bytes == cost.staging_bytes == 128 * 2**20

@@ -76,7 +76,7 @@ def test_draft_layers_are_numbered_after_the_targets_and_each_state_has_numbers_
         (3, "ssm", 0, 3, 6, True),
     ]
     assert found[1].page_head_bytes == 16 * 16 + 4
-    assert found[2].beside == (0, 2)
+    assert found[2].kv_layers == (0, 2)
     assert found[3].page_head_bytes * found[3].heads == ssm.item_bytes == 2 * 6 * 7
 
 
@@ -121,13 +121,13 @@ def test_scales_have_a_size_or_are_absent(field: str, value: object) -> None:
 
 def test_a_draft_of_a_draft_and_a_draft_with_state_are_refused() -> None:
     for draft in (replace(MLA, draft=MLA), replace(MLA, states=(CONV,))):
-        with pytest.raises(LayoutError, match="a draft model has no draft model and no state of its own here"):
+        with pytest.raises(LayoutError, match="the draft model must not have a draft model or state"):
             replace(MLA, draft=draft)
 
 
 @pytest.mark.parametrize("name", ["", "kv", "draft", "two words", "a-b", "3d", "x" * 65])
 def test_a_states_name_is_a_word_that_names_no_other_segment(name: str) -> None:
-    with pytest.raises(LayoutError, match="its name must be a word of at most 64 letters, not a segment's"):
+    with pytest.raises(LayoutError, match="the name must be an identifier of at most 64 characters"):
         replace(CONV, name=name)
 
 
@@ -155,9 +155,9 @@ def test_a_state_lies_beside_layers_that_the_model_has() -> None:
 
 
 def test_states_have_names_of_their_own_and_a_limit() -> None:
-    with pytest.raises(LayoutError, match=r"\['conv', 'conv'\]: each needs a name of its own"):
+    with pytest.raises(LayoutError, match=r"\['conv', 'conv'\]: names must be unique"):
         replace(MLA, states=(CONV, CONV))
     many = tuple(replace(CONV, name=f"s{i}") for i in range(MAX_STATES + 1))
     assert len(segments(replace(MLA, states=many[:-1]), 1)) == 1 + MAX_STATES
-    with pytest.raises(LayoutError, match=f"there may be {MAX_STATES}"):
+    with pytest.raises(LayoutError, match=f"at most {MAX_STATES} are allowed"):
         replace(MLA, states=many)

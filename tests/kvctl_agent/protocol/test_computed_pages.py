@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk, full_pages
+from kvctl_agent.layout.chunks import Chunk, sendable_pages
 from kvctl_agent.protocol.computed_pages import ComputedPages, SendableChunk
 
 LAYERS = range(3, 8)
@@ -50,7 +50,7 @@ class Model:
 
     def sendable(self, layer: int) -> int:
         count = self.counts[layer]
-        return full_pages(count, count == self.total, self.chunk_pages)
+        return sendable_pages(count, count == self.total, self.chunk_pages)
 
 
 calls = st.lists(

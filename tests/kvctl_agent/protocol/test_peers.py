@@ -336,10 +336,10 @@ HEADS_8 = ModelShape(6, 8, 32, 32, 2)
     ("changes", "text"),
     [
         ({"sizes": [1, 1, 1, 3]}, "decode tp=3: 8 KV heads cannot be laid out over tp 3: 8 % 3 = 2 and 3 % 8 = 3"),
-        ({"sizes": [1, 2, 1, 1], "stages": [1, 4]}, "decode pp=2: stages of 1+4 = 5 layers do not make the model's 6"),
-        ({"sizes": [1, 2, 1, 1], "stages": [1, 2, 3]}, "stages of 1,2,3 layers are 3, but pp=2"),
+        ({"sizes": [1, 2, 1, 1], "stages": [1, 4]}, "decode pp=2: pipeline stages have 1+4 = 5 layers"),
+        ({"sizes": [1, 2, 1, 1], "stages": [1, 2, 3]}, "stages=1,2,3 has 3 stages, but pp=2"),
         ({"sizes": [1, 2, 1, 1], "stages": [6, 0]}, "layers of a stage is 0"),
-        ({"sizes": [1, 7, 1, 1]}, "decode pp=7: 6 layers cannot be cut into pp=7 stages: one would be empty"),
+        ({"sizes": [1, 7, 1, 1]}, "decode pp=7: 6 layers cannot be divided into pp=7 stages: one would be empty"),
         (
             {"sizes": [1, 1, 2, 1]},
             "decode cp=2: decode has no context parallelism; start the decode instance with cp=1",
@@ -367,7 +367,7 @@ def test_a_layout_that_cannot_work_is_refused_at_hello_with_the_arithmetic(
     [
         ({"cp_mode": "odd"}, "cp_mode 'odd' is unknown: it must be one of rank0, all, all-chunk, room-hash"),
         ({"cp_mode": "x" * 256}, "is unknown: it must be one of"),
-        ({"stages": [5]}, "prefill pp=1: stages of 5 = 5 layers do not make the model's 6"),
+        ({"stages": [5]}, "prefill pp=1: pipeline stages have 5 = 5 layers, but the model has 6"),
         ({"sizes": [1, 1, 1, 3]}, "prefill tp=3: 8 KV heads cannot be laid out over tp 3"),
     ],
 )
