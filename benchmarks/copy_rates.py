@@ -82,11 +82,11 @@ def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
 def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[float, float, float]:
     """(gather, scatter, gather + copy to the ring + scatter) in GB/s of payload."""
     (memory,) = pool.segments
-    layers, total, heads = memory.held.num_layers, memory.num_slots, case.heads
-    each = layers * heads * memory.held.segment.page_head_bytes
+    layers, total, heads = memory.shard.num_layers, memory.num_slots, case.heads
+    each = layers * heads * memory.shard.segment.page_head_bytes
     count = case.pages or min(total, ROUND_BYTES // each)
     order = np.arange(count) if case.contiguous else np.random.default_rng(0).permutation(total)[:count]
-    rows = RowIndex(memory, order, head=0 if heads == memory.held.heads else 1, heads=heads)
+    rows = RowIndex(memory, order, head=0 if heads == memory.shard.heads else 1, heads=heads)
     part = memory.part_layout(0, layers, count, heads)
     pieces = part.pieces(piece_bytes)
     buffers = StagingBuffers(threads, max(piece.nbytes for piece in pieces))
@@ -98,23 +98,23 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
     def gathered(piece: Piece) -> None:
         buffer = buffers.acquire()
         assert buffer is not None
-        assert buffer.stretch.array is not None
-        gather_piece(piece, rows, buffer.stretch.array)
+        assert buffer.span.array is not None
+        gather_piece(piece, rows, buffer.span.array)
         buffers.release(buffer)
 
     def scattered(piece: Piece) -> None:
         buffer = buffers.acquire()
         assert buffer is not None
-        assert buffer.stretch.array is not None
-        scatter_piece(piece, rows, buffer.stretch.array)
+        assert buffer.span.array is not None
+        scatter_piece(piece, rows, buffer.span.array)
         buffers.release(buffer)
 
     def sent(piece: Piece) -> None:
         buffer = buffers.acquire()
         assert buffer is not None
-        assert buffer.stretch.array is not None
-        gather_piece(piece, rows, buffer.stretch.array)
-        np.copyto(landing[piece.offset : piece.offset + piece.nbytes], buffer.stretch.array[: piece.nbytes])
+        assert buffer.span.array is not None
+        gather_piece(piece, rows, buffer.span.array)
+        np.copyto(landing[piece.offset : piece.offset + piece.nbytes], buffer.span.array[: piece.nbytes])
         buffers.release(buffer)
         scatter_piece(piece, rows, landing[piece.offset : piece.offset + piece.nbytes])
 

@@ -157,7 +157,7 @@ class Bench:
         done = self.begin(0)
         while not done():
             pass
-        planes = self.memory.held.segment.planes
+        planes = self.memory.shard.segment.planes
         for layer in (0, self.case.layers // 2, self.case.layers - 1):
             for plane in range(len(planes)):
                 for part in range(self.parts):

@@ -132,7 +132,7 @@ class Agent:
             raise ConfigError("with pipeline stages a rank's pool is not the whole model: give the agent model=")
         self.shape = model or pool.shape()
         held = layout_of(self.shape, pool.page_size, rank.parallel_config, rank.coord)
-        pool.place(held)
+        pool.assign_shards(held)
         assembly.check_settings(settings, pool)
         self.chooser = PathChooser(self.shape, pool.page_size, settings["path"], settings["staging"])
         self._desk = HandleRegistry(name, on_state, assembly.destinations_of(pool) if role == "decode" else None)
@@ -522,7 +522,7 @@ class Agent:
             self._desk.add(handle, written)
 
     def _bounds(self) -> PoolLimits:
-        slots = tuple(memory.num_slots for memory in self.pool.segments if memory.held.segment.state)
+        slots = tuple(memory.num_slots for memory in self.pool.segments if memory.shard.segment.state)
         return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.local.layers, slots)
 
     def set_pipeline(self, mode: str) -> None:

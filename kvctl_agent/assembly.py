@@ -72,8 +72,8 @@ def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
 
 def destinations_of(pool: KVPool) -> Destinations:
     """A decode rank's memory that rooms are received into, in the order of `runtime.page_owners.written`."""
-    states = [memory for memory in pool.segments if memory.held.segment.state]
-    kinds = [(f"item of state {memory.held.segment.name}", memory.num_slots) for memory in states]
+    states = [memory for memory in pool.segments if memory.shard.segment.state]
+    kinds = [(f"item of state {memory.shard.segment.name}", memory.num_slots) for memory in states]
     return Destinations([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])
 
 

@@ -29,7 +29,7 @@ __all__ = [
     "Geometry",
     "Mapping",
     "Packed",
-    "Places",
+    "PageIds",
     "RowCopies",
     "Table",
 ]
@@ -37,7 +37,7 @@ __all__ = [
 Blocks = npt.NDArray[np.int64]
 """int64 `[n, 5]`, see `Batch`."""
 
-Places = npt.NDArray[np.int32]
+PageIds = npt.NDArray[np.int32]
 """Page numbers, int32 `[n]`."""
 
 
@@ -169,7 +169,7 @@ class RowCopies(Protocol):
     def begin(
         self,
         batches: Sequence[Batch | BlockRanges],
-        pages: Places,
+        pages: PageIds,
         after: Event | None = None,
         programs: int | None = None,
     ) -> Event:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvctl_agent.device.base import Batch, BlockRanges, Event, Geometry, Places
+from kvctl_agent.device.base import Batch, BlockRanges, Event, Geometry, PageIds
 from kvctl_agent.device.compiler import ARGUMENTS
 from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.device.events import EventPool
@@ -125,7 +125,7 @@ class CudaRowCopies:
     def begin(
         self,
         batches: Sequence[Batch | BlockRanges],
-        pages: Places,
+        pages: PageIds,
         after: Event | None = None,
         programs: int | None = None,
     ) -> Event:
@@ -168,7 +168,7 @@ class CudaRowCopies:
                     raise DeadlineExceeded(f"a copy on the GPU has not ended within {_END_S:g} s: it never will")
                 time.sleep(_LOOK_S)
 
-    def _begin(self, batches: Sequence[Batch | BlockRanges], pages: Places, programs: int | None) -> Event:
+    def _begin(self, batches: Sequence[Batch | BlockRanges], pages: PageIds, programs: int | None) -> Event:
         slot = self._slots.take()
         at = 0
         for each in batches:

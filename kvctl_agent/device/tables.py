@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvctl_agent.device.base import Batch, BlockRanges, Places
+from kvctl_agent.device.base import Batch, BlockRanges, PageIds
 
 STRIP_BYTES = 6 * 8
 _BLOCK_BYTES = 5 * 8
 _PLACE_BYTES = 4
 
 
-def table_bytes(batches: Sequence[Batch | BlockRanges], pages: Places) -> int:
+def table_bytes(batches: Sequence[Batch | BlockRanges], pages: PageIds) -> int:
     """What must be uploaded for these launches."""
     nbytes = len(pages) * _PLACE_BYTES
     for each in batches:
@@ -21,7 +21,7 @@ def table_bytes(batches: Sequence[Batch | BlockRanges], pages: Places) -> int:
     return nbytes
 
 
-def split(batches: Sequence[Batch | BlockRanges], pages: Places, nbytes: int) -> Iterator[tuple[Batch, Places]]:
+def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -> Iterator[tuple[Batch, PageIds]]:
     """Yields one batch at a time, with its own list of pages; together they copy the same.
 
     Args:

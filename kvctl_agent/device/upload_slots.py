@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvctl_agent.device.base import Blocks, Places
+from kvctl_agent.device.base import Blocks, PageIds
 from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.device.events import CudaEvent
 
@@ -32,7 +32,7 @@ class UploadSlot:
         memory = self.memory = memoryview((ctypes.c_uint8 * nbytes).from_address(host))
         self.host, self.device = host, device
         self.words: Blocks = np.ndarray(nbytes // 8, np.int64, memory)
-        self.places: Places = np.ndarray(nbytes // 4, np.int32, memory)
+        self.places: PageIds = np.ndarray(nbytes // 4, np.int32, memory)
         self.until: CudaEvent | None = None
 
 

@@ -1,3 +1,3 @@
-"""KV pools, staging memory and the kernels that move rows between them; imports numpy, never torch."""
+"""KV pools, staging memory and the copies between them. Imports numpy, never torch."""
 
 from __future__ import annotations

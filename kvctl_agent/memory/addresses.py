@@ -1,7 +1,7 @@
-"""Where a pool's bytes are: the little a peer must know to write into our pages, and the arithmetic on it.
+"""Base addresses of a pool, and the address arithmetic with which peers write into its pages.
 
-A decode rank sends its `PoolAddresses` once, in Hello; writers compute every destination from it. What a rank holds
-of each segment follows from the plan and is never sent: only numbers are.
+A decode rank sends its `PoolAddresses` once, in Hello, and writers compute every destination address from it. The
+layers and heads of a rank follow from the plan and are not sent.
 """
 
 from __future__ import annotations
@@ -24,39 +24,46 @@ _LISTS = ("slots", "bases")
 
 @dataclass(frozen=True, slots=True)
 class SegmentAddresses:
-    """Base addresses of what one rank holds of one segment; layers have the segment's numbers.
+    """Base addresses of one segment on one rank. Layers have the segment's numbers.
 
-    A page (of a state: an item) of a plane is `rows` rows of all local heads, contiguous, at base + page x page bytes.
+    A page (for state: an item) of a plane is `rows` contiguous rows of all local heads, at base + page * page bytes.
 
     Attributes:
-        held: the layers and heads, and the segment with its planes.
-        num_slots: pages, or items; 0 where no layer is held.
-        bases: for each layer held, the address of page 0 of each plane.
+        shard: The rank's layers and heads of the segment.
+        num_slots: Pages, or items; 0 if the rank has no layer of the segment.
+        bases: For each local layer, the address of page 0 of each plane.
     """
 
-    held: LocalShard
+    shard: LocalShard
     num_slots: int
     bases: tuple[tuple[int, ...], ...]
 
     def row_bytes(self, plane: int) -> int:
-        """Bytes of all local heads of one row."""
-        return self.held.heads * self.held.segment.planes[plane].head_bytes
+        """Return the bytes of one row with all local heads."""
+        return self.shard.heads * self.shard.segment.planes[plane].head_bytes
 
     def page_bytes(self, plane: int) -> int:
-        """Bytes of one page of one layer."""
-        return self.held.segment.planes[plane].rows * self.row_bytes(plane)
+        """Return the bytes of one page in one layer."""
+        return self.shard.segment.planes[plane].rows * self.row_bytes(plane)
 
     def row_addrs(self, layer: int, plane: int, pages: Indices, head: int = 0) -> Indices:
-        """Address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`."""
-        _, rows, head_bytes = self.held.segment.planes[plane]
-        numbers = (pages[:, None] * rows + np.arange(rows, dtype=np.int64)).reshape(-1)
-        start = self.bases[layer - self.held.layer_lo][plane] + head * head_bytes
-        return start + numbers * self.row_bytes(plane)
+        """Return the address of local head `head` in every row of `pages`, int64 `[len(pages) * rows]`."""
+        _, rows, head_bytes = self.shard.segment.planes[plane]
+        row_indices = (pages[:, None] * rows + np.arange(rows, dtype=np.int64)).reshape(-1)
+        start = self.bases[layer - self.shard.layer_lo][plane] + head * head_bytes
+        return start + row_indices * self.row_bytes(plane)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAddresses:
-    """Every segment of one pool, in the model's order, and the aux rows; `aux_base` is 0 where there are none."""
+    """Addresses of all segments of a pool, in the model's order, and of its aux rows.
+
+    Attributes:
+        segments: The addresses of each segment.
+        aux_base: Address of aux row 0; 0 without aux rows.
+        aux_row_bytes: Bytes of an aux row.
+        aux_slots: Number of aux rows.
+    """
 
     segments: tuple[SegmentAddresses, ...]
     aux_base: int
@@ -65,17 +72,18 @@ class PoolAddresses:
 
     @property
     def num_pages(self) -> int:
-        """Pages of KV."""
+        """KV pages of the pool."""
         return self.segments[0].num_slots
 
     def aux_addr(self, slot: int) -> int:
-        """Address of one aux row."""
+        """Return the address of one aux row."""
         return self.aux_base + slot * self.aux_row_bytes
 
     def to_wire(self) -> dict[str, Any]:
-        """Plain ints and lists of ints, for the codec.
+        """Return the addresses as ints and lists of ints, for the codec.
 
-        `slots` are pages or items by segment; `bases` are those of all segments, one layer's planes after another's.
+        `slots` has the pages or items of each segment. `bases` has the bases of all segments, ordered by segment, layer
+        and plane.
         """
         return {
             "num_pages": self.num_pages,
@@ -87,16 +95,22 @@ class PoolAddresses:
         }
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any], held: tuple[LocalShard, ...]) -> PoolAddresses:
-        """What a peer sent, as the addresses of what the plan says it holds.
+    def from_wire(cls, wire: Mapping[str, Any], shards: tuple[LocalShard, ...]) -> PoolAddresses:
+        """Check and convert the addresses that a peer sent.
+
+        Args:
+            wire: The mapping that the peer's `to_wire` returned.
+            shards: The peer's shards according to the plan.
 
         Raises:
-            RemoteProtocolError: it is not `to_wire`'s shape, or does not fit `held`; names the field.
+            RemoteProtocolError: a field is malformed or does not fit the shards; the text names the field.
         """
         names = {*_NUMBERS, *_LISTS}
         if set(wire) != names:
-            odd = sorted(map(str, set(wire) ^ names))
-            raise RemoteProtocolError(f"pool addresses: missing or unknown fields {odd}; match the versions")
+            fields = sorted(map(str, set(wire) ^ names))
+            raise RemoteProtocolError(
+                f"pool addresses: missing or unknown fields {fields}; run the same version of kvctl on both sides"
+            )
         for name in _NUMBERS:
             if not _is_address(wire[name]):
                 raise RemoteProtocolError(f"pool addresses: {name} is {wire[name]!r:.40}, not an unsigned integer")
@@ -104,20 +118,21 @@ class PoolAddresses:
             if not isinstance(wire[name], list | tuple) or not all(map(_is_address, wire[name])):
                 raise RemoteProtocolError(f"pool addresses: {name} is not a list of unsigned integers")
         slots, bases = wire["slots"], tuple(wire["bases"])
-        if len(slots) != len(held):
-            raise RemoteProtocolError(f"pool addresses: {len(slots)} slots, but the model has {len(held)} segments")
-        wanted = sum(each.num_layers * len(each.segment.planes) for each in held)
-        if len(bases) != wanted:
-            raise RemoteProtocolError(f"pool addresses: {len(bases)} bases, but that rank holds {wanted} planes")
+        if len(slots) != len(shards):
+            raise RemoteProtocolError(f"pool addresses: {len(slots)} slots, but the model has {len(shards)} segments")
+        expected = sum(shard.num_layers * len(shard.segment.planes) for shard in shards)
+        if len(bases) != expected:
+            raise RemoteProtocolError(f"pool addresses: {len(bases)} bases, but that rank holds {expected} planes")
         segments = []
-        for each, count in zip(held, slots, strict=True):
-            planes = len(each.segment.planes)
-            mine, bases = bases[: each.num_layers * planes], bases[each.num_layers * planes :]
-            layers = tuple(mine[at : at + planes] for at in range(0, len(mine), planes))
-            segments.append(_checked(SegmentAddresses(each, count, layers)))
-            if not each.segment.state and each.num_layers and count != wire["num_pages"]:
+        for shard, count in zip(shards, slots, strict=True):
+            planes = len(shard.segment.planes)
+            end = shard.num_layers * planes
+            segment_bases, bases = bases[:end], bases[end:]
+            layers = tuple(segment_bases[first : first + planes] for first in range(0, end, planes))
+            segments.append(_checked(SegmentAddresses(shard, count, layers)))
+            if not shard.segment.state and shard.num_layers and count != wire["num_pages"]:
                 raise RemoteProtocolError(
-                    f"pool addresses: {each.segment.name} has {count} pages, but num_pages is {wire['num_pages']}"
+                    f"pool addresses: {shard.segment.name} has {count} pages, but num_pages is {wire['num_pages']}"
                 )
         if wire["aux_base"] + wire["aux_slots"] * wire["aux_row_bytes"] >= 1 << 63:
             raise RemoteProtocolError("pool addresses: the aux rows end beyond 64 bits")
@@ -125,10 +140,12 @@ class PoolAddresses:
 
 
 def _checked(segment: SegmentAddresses) -> SegmentAddresses:
-    """Raises RemoteProtocolError where the arithmetic above would leave 64 bits, or nothing lies where layers are."""
-    name, layers = segment.held.segment.name, segment.held.num_layers
+    """The segment itself; raises RemoteProtocolError if addresses exceed 64 bits or the slots do not fit the layers."""
+    name, layers = segment.shard.segment.name, segment.shard.num_layers
     if bool(segment.num_slots) != bool(layers):
-        raise RemoteProtocolError(f"pool addresses: slots of {name} is {segment.num_slots}, with {layers} layers there")
+        raise RemoteProtocolError(
+            f"pool addresses: slots of {name} is {segment.num_slots}, but that rank holds {layers} of its layers"
+        )
     for layer in segment.bases:
         for plane, base in enumerate(layer):
             if base + segment.num_slots * segment.page_bytes(plane) >= 1 << 63:
@@ -137,5 +154,5 @@ def _checked(segment: SegmentAddresses) -> SegmentAddresses:
 
 
 def _is_address(value: object) -> bool:
-    # Signed 64 bits: user-space addresses fit, and the arithmetic above is int64.
+    # The limit is signed 64 bits: user-space addresses fit, and the address arithmetic is int64.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63

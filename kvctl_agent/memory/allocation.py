@@ -1,4 +1,4 @@
-"""Memory of our own, wherever a pool is: staging, the ring, and pools of the synthetic worker are allocations."""
+"""Allocations in host or device memory: staging buffers, the ring, and pools of the synthetic worker."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from kvctl_agent.memory.region import MemorySpan, Region
 
 
 class Allocation(Protocol):
-    """One allocation; `HugePageMemory` is one, too."""
+    """An allocation; implemented by `HugePageMemory` for the host and by `DeviceAllocation` for devices."""
 
     @property
     def region(self) -> Region:
-        """What a transport registers."""
+        """The region to register with a transport."""
         ...
 
-    def stretch(self, offset: int, nbytes: int) -> MemorySpan:
-        """Bytes [offset, offset + nbytes) for kernels."""
+    def span(self, offset: int, nbytes: int) -> MemorySpan:
+        """Return bytes [offset, offset + nbytes) as a span for copies."""
         ...
 
     def close(self) -> None:
-        """Give the memory back now; idempotent. Deregister and drain before closing."""
+        """Free the memory; idempotent. Its regions must be deregistered and all writes drained before."""
         ...
 
 
 class DeviceAllocation:
-    """Memory of a device, not zeroed."""
+    """An allocation in a device's memory, not zeroed."""
 
     def __init__(self, device: Device, nbytes: int, mem_pool: str = "default") -> None:
-        """Raises DeviceError when it cannot be had."""
+        """Allocate `nbytes` on `device`.
+
+        Raises:
+            DeviceError: the memory cannot be allocated.
+        """
         self._memory = device.allocate(nbytes, mem_pool)
         self.region = Region(self._memory.addr, nbytes, device.index)
 
-    def stretch(self, offset: int, nbytes: int) -> MemorySpan:
+    def span(self, offset: int, nbytes: int) -> MemorySpan:
         return MemorySpan(self.region.addr + offset, nbytes, None)
 
     def close(self) -> None:
@@ -42,12 +46,14 @@ class DeviceAllocation:
 
 
 def allocate(nbytes: int, device: Device | None, mem_pool: str = "default") -> Allocation:
-    """Memory of `device`, or of the host where that is None.
+    """Allocate memory on `device`, or huge-page memory on the host if `device` is None.
 
     Args:
-        mem_pool: of a device, as `Device.allocate` takes it.
+        nbytes: Size of the allocation.
+        device: The device, or None for the host.
+        mem_pool: The device's memory pool, as for `Device.allocate`; not used on the host.
 
     Raises:
-        DeviceError, MemoryLayoutError: it cannot be had; says how much was asked for.
+        DeviceError, MemoryLayoutError: the memory cannot be allocated; the text has the size.
     """
     return HugePageMemory(nbytes) if device is None else DeviceAllocation(device, nbytes, mem_pool)

@@ -1,7 +1,7 @@
-"""The checksum of a part: CRC-32 of its bytes as they would lie in staging, whichever path it takes.
+"""Checksum of a part: CRC-32 of its bytes in staging order, on every path.
 
-Both sides read it out of their own pages, so it says that what was sent is what is there: wrong bytes on the wire, in
-staging or in either copy show, and so does a part that went into another's pages.
+Each side computes it from its own pages. A mismatch shows bytes corrupted on the wire, in staging or in either copy,
+and also a part that was written to another part's pages.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ from kvctl_agent.memory.copy import gather_piece
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.row_index import RowIndex
 
-# Small enough to stay in cache between the copy and the sum.
+# Small enough to stay in cache between the copy and the checksum.
 _PIECE_BYTES = 256 << 10
 
 
-def part_checksum(pool: KVPool, share: TransferSlice, pages: npt.ArrayLike, head: int, lo: int, hi: int) -> int:
-    """Of KV or state, 32 bits.
+def part_checksum(
+    pool: KVPool, transfer_slice: TransferSlice, pages: npt.ArrayLike, head: int, lo: int, hi: int
+) -> int:
+    """Return the 32-bit checksum of a part of KV or state.
 
     Args:
-        pages: of a state its items; in the part's order.
-        head: the share's first head, counted in this pool.
-        lo, hi: the part's layers [lo, hi), in the segment's numbering.
+        pool: The pool of this rank.
+        transfer_slice: The slice that the part belongs to.
+        pages: Page indices (for state: item indices) in this pool, in the part's order.
+        head: First head of the slice, as an index into the heads of this pool.
+        lo, hi: The part's layers [lo, hi), in the segment's numbering.
 
     Raises:
-        MemoryLayoutError: the part is not of this pool.
+        MemoryLayoutError: the part does not lie in this pool.
     """
-    memory = pool.segments[share.segment]
-    rows = RowIndex(memory, pages, head, share.heads)
-    pieces = memory.part_layout(lo, hi, len(rows), share.heads).pieces(_PIECE_BYTES)
+    memory = pool.segments[transfer_slice.segment]
+    rows = RowIndex(memory, pages, head, transfer_slice.heads)
+    pieces = memory.part_layout(lo, hi, len(rows), transfer_slice.heads).pieces(_PIECE_BYTES)
     scratch = np.empty(max(piece.nbytes for piece in pieces), np.uint8)
     checksum = 0
     for piece in pieces:
@@ -43,10 +47,10 @@ def part_checksum(pool: KVPool, share: TransferSlice, pages: npt.ArrayLike, head
 
 
 def aux_checksum(pool: KVPool, row: int) -> int:
-    """Of an aux row, 32 bits.
+    """Return the 32-bit checksum of an aux row.
 
     Raises:
-        MemoryLayoutError: there is no such row.
+        MemoryLayoutError: the pool has no such row.
     """
     if pool.aux is None or not 0 <= row < pool.aux_slots:
         raise MemoryLayoutError(f"aux row {row} is outside the pool of {pool.aux_slots} rows")

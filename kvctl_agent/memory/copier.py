@@ -1,4 +1,4 @@
-"""The one seam between what moves parts and where memory is: gathers and scatters that are begun and then done."""
+"""Interface of the copiers, which gather parts into staging and scatter them from the ring, on the host or a device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Copier", "LandedPart", "MemorySpan", "PendingCopy"]
 
 
 class PendingCopy(Protocol):
-    """A copy that was begun."""
+    """A copy that has been started."""
 
     def done(self) -> bool:
-        """Whether it is through; never waits. True for ever after.
+        """Return whether the copy has ended, without waiting. Once true, it stays true.
 
         Raises:
-            KvctlError: it failed, and touches nothing any more.
+            KvctlError: the copy failed; it no longer reads or writes any memory.
         """
         ...
 
 
 class LandedPart(NamedTuple):
-    """A part in the ring, and the pages it belongs in."""
+    """A part that has been written to the ring, and the pages to scatter it to."""
 
     rows: RowIndex
     layout: PartLayout
@@ -34,12 +34,12 @@ class LandedPart(NamedTuple):
 
 
 class Copier(Protocol):
-    """Copies between a pool's pages and staging; belongs to one thread.
+    """Copies between a pool's pages and staging. A copier is used by one thread only.
 
     Attributes:
-        piece_bytes: largest piece that a part should be cut into.
-        pieces_at_once: pieces that are worth gathering together.
-        parts_at_once: parts that are worth scattering together.
+        piece_bytes: Size of the largest piece into which a part should be divided.
+        pieces_at_once: Pieces to pass to one `gather` for the best rate.
+        parts_at_once: Parts to pass to one `scatter` for the best rate.
     """
 
     @property
@@ -52,26 +52,26 @@ class Copier(Protocol):
     def parts_at_once(self) -> int: ...
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
-        """Begin to copy pieces of one part, each to the start of its stretch.
+        """Start copying pieces of one part, each to the start of its span in `into`.
 
         Raises:
-            MemoryLayoutError: a piece lies outside the rank's layers or its stretch.
-            DeviceError: it could not be begun.
+            MemoryLayoutError: a piece lies outside the rank's layers or is larger than its span.
+            DeviceError: the copy could not be started.
         """
         ...
 
     def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
-        """Begin to copy parts to their pages; raises as `gather` does."""
+        """Start copying landed parts to their pages; raises as `gather` does."""
         ...
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        """Compile ahead what scatters to these local heads need, and wait for it; nothing on the host.
+        """Compile the kernels for scatters to local heads [head, head + heads) and wait for them; no-op on the host.
 
         Raises:
-            DeviceError: it does not compile.
+            DeviceError: a kernel does not compile.
         """
         ...
 
     def close(self) -> None:
-        """Wait for what was begun, and let go of what was held for it; idempotent."""
+        """Wait for the copies that were started, and free the copier's resources; idempotent."""
         ...

@@ -1,9 +1,10 @@
-"""Gather and scatter between a pool's pages and contiguous staging: the product's hot loop, on the CPU.
+"""Gathers and scatters between a pool's pages and contiguous staging in host memory.
 
-Every path is one numpy call that copies whole rows with the GIL released, so two threads give twice the rate.
-Measured choices (`benchmarks/copy_rates.py` shows the rates): `take` into `out` with clipping is the only take
-that neither buffers nor checks per row; `x[idx]` allocates, and copying through it is a third slower. Scatter
-assigns through a strided page view, whose index is the page list itself. A call costs 1.5 to 2 µs of Python.
+This is the hot loop of transfers on the CPU. Every copy is one numpy call that copies whole rows with the GIL released,
+so two threads double the rate. The numpy calls were chosen by measurement (`benchmarks/copy_rates.py` prints the
+rates): `take` into `out` with mode="clip" is the only form of take that neither buffers nor checks each row; `x[idx]`
+allocates, and copying through it is a third slower. Scatters assign through a strided view of the pages, indexed by the
+page list itself. A call costs 1.5 to 2 µs of Python.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Stack = npt.NDArray[np.uint8]
 
 
 def gather_piece(piece: Piece, rows: RowIndex, out: Bytes) -> int:
-    """Gather all spans of `piece` into `out[:piece.nbytes]`; returns the bytes written."""
+    """Gather all spans of `piece` into `out[:piece.nbytes]` and return the number of bytes written."""
     if _by_page(piece, rows):
         blocks, staged = _stacks(piece, rows, out, "out")
         for page, lo, hi in rows.runs(0, len(rows)):
@@ -35,7 +36,7 @@ def gather_piece(piece: Piece, rows: RowIndex, out: Bytes) -> int:
 
 
 def scatter_piece(piece: Piece, rows: RowIndex, src: Bytes) -> int:
-    """Scatter `src[:piece.nbytes]` to all spans of `piece`; returns the bytes read."""
+    """Scatter `src[:piece.nbytes]` to all spans of `piece` and return the number of bytes read."""
     if _by_page(piece, rows):
         blocks, staged = _stacks(piece, rows, src, "src")
         for page, lo, hi in rows.runs(0, len(rows)):
@@ -48,36 +49,36 @@ def scatter_piece(piece: Piece, rows: RowIndex, src: Bytes) -> int:
 
 
 def _by_page(piece: Piece, rows: RowIndex) -> bool:
-    """Whether one call per run of pages, through all layers of the piece, is fewer calls than one per block.
+    """Whether one call per page run, across all layers of the piece, takes fewer calls than one per block.
 
-    So it is for short rooms: a page of 32 layers is one call instead of 64. A piece of several spans holds whole blocks
-    that follow each other, except that its first may be the rest of a larger one (see `PartLayout.pieces`).
+    This is so for short rooms: a page of 32 layers is one call instead of 64. A piece of several spans consists of
+    consecutive whole blocks, except that the first may be the remainder of a larger block (see `PartLayout.pieces`).
     """
     return rows.slice.stack is not None and len(piece.spans) > rows.run_count and not piece.spans[0].page_lo
 
 
 def _stacks(piece: Piece, rows: RowIndex, array: Bytes, name: str) -> tuple[Stack, Stack]:
-    """The piece's blocks of the pool, and staging in the same shape `[blocks, pages, rows, slice bytes]`."""
+    """The piece's blocks in the pool, and the staging bytes, both as `[blocks, pages, rows, slice bytes]`."""
     stack = rows.slice.stack
     assert stack is not None
     first, last, planes = piece.spans[0], piece.spans[-1], len(rows.slice.rows)
     lo, hi = first.layer * planes + first.plane, last.layer * planes + last.plane + 1
     shape = (hi - lo, len(rows), *stack.shape[2:])
     if hi > len(stack) or piece.nbytes != math.prod(shape) or array.nbytes < piece.nbytes:
-        raise MemoryLayoutError(f"{name}: {array.nbytes} bytes do not hold {piece}, or it lies outside the pool")
+        raise MemoryLayoutError(f"{name}: {array.nbytes} bytes are too small for {piece}, or it lies outside the pool")
     return stack[lo:hi], array[: piece.nbytes].reshape(shape)
 
 
 def gather(span: Span, rows: RowIndex, out: Bytes) -> int:
-    """Copy one span's rows into `out`, in the order page, row, head.
+    """Copy the rows of one span into `out`, ordered by page, row and head.
 
     Args:
-        span: layer, plane, and positions in `rows.pages`.
-        rows: the pages and head slice of a segment.
-        out: uint8 `[>= bytes of the span]`, contiguous; best a buffer that is still in cache.
+        span: Layer, plane, and positions in `rows.pages`.
+        rows: Pages and head slice of a segment.
+        out: uint8 `[>= bytes of the span]`, contiguous. Fastest if the buffer is still in cache.
 
     Returns:
-        Bytes written.
+        The number of bytes written.
     """
     layer, plane, page_lo, page_hi = span
     staged = _staged(span, rows, out, "out")
@@ -94,10 +95,10 @@ def gather(span: Span, rows: RowIndex, out: Bytes) -> int:
 
 
 def scatter(span: Span, rows: RowIndex, src: Bytes) -> int:
-    """Copy `src`, in the order page, row, head, to one span's rows; the reverse of `gather`.
+    """Copy `src`, ordered by page, row and head, to the rows of one span; the inverse of `gather`.
 
     Returns:
-        Bytes read.
+        The number of bytes read.
     """
     layer, plane, page_lo, page_hi = span
     staged = _staged(span, rows, src, "src")
@@ -115,7 +116,7 @@ def scatter(span: Span, rows: RowIndex, src: Bytes) -> int:
 
 
 def _staged(span: Span, rows: RowIndex, array: Bytes, name: str) -> Bytes:
-    """The bytes of `array` that hold the span, or MemoryLayoutError: kernels trust what they are given."""
+    """The bytes of `array` for the span; raises MemoryLayoutError if they do not fit. The numpy calls do not check."""
     if not 0 <= span.page_lo < span.page_hi <= len(rows.pages):
         raise MemoryLayoutError(f"{span} lies outside the {len(rows)} pages of the part")
     if not 0 <= span.layer < len(rows.slice.takes):

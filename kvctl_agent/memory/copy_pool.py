@@ -1,4 +1,7 @@
-"""Two threads for one copy: numpy's row copies release the GIL, and one core cannot fill the memory bus."""
+"""Thread pool for host copies.
+
+numpy's row copies release the GIL, and one core cannot saturate the memory bus, so two threads share each copy.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,23 @@ from kvctl_agent.errors import LocalProtocolError
 
 
 def copy_threads() -> int:
-    """How many threads a copy is worth on this machine: two where there are two cores."""
+    """Return the number of threads for a copy on this machine: two if the process may use two cores, else one."""
     return min(2, len(os.sched_getaffinity(0)))
 
 
 class CopyPool:
-    """A caller and `threads - 1` helpers that work through a list of jobs; with one thread, just the caller.
+    """Runs lists of jobs on the calling thread and `threads - 1` helper threads.
 
-    Whoever makes a crew closes it; helpers are daemons, so that a process which forgets still ends.
+    The owner must close the pool. Helpers are daemon threads, so a process whose owner does not close it still exits.
     """
 
     def __init__(self, threads: int | None = None, name: str = "kvctl-copy") -> None:
-        """Start the helpers; `threads` defaults to `copy_threads()`."""
+        """Start the helper threads.
+
+        Args:
+            threads: Threads including the caller; `copy_threads()` if None.
+            name: Prefix of the helper threads' names.
+        """
         self.threads = copy_threads() if threads is None else max(1, threads)
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         self._closed = False
@@ -34,12 +42,13 @@ class CopyPool:
             helper.start()
 
     def run(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Run all jobs, in any order and on any thread of the crew, and return when all are done.
+        """Run all jobs, in any order and on any thread of the pool, and return when all have ended.
 
-        After a job raises no further one is started, and its error is raised here once the running ones ended.
+        Once a job has raised an exception, no further job is started; the exception is raised here after the running
+        jobs have ended.
         """
         if self._closed:
-            raise LocalProtocolError("the copy crew is closed; its owner must stop copying before it closes")
+            raise LocalProtocolError("the copy pool is closed; its owner must stop copying before closing it")
         batch = _Batch(jobs)
         for _ in self._helpers[: len(jobs) - 1]:
             self._batches.put(batch)
@@ -47,7 +56,7 @@ class CopyPool:
         batch.wait()
 
     def close(self) -> None:
-        """End and join the helpers; idempotent. Batches that were already queued are finished first."""
+        """Stop and join the helper threads; idempotent. Batches that are already queued are finished first."""
         if self._closed:
             return
         self._closed = True
@@ -62,7 +71,7 @@ class CopyPool:
 
 
 class _Batch:
-    """One `run`: jobs are taken one by one, so that a slow core takes fewer."""
+    """The jobs of one `run`. Threads take jobs one at a time, so a slower core takes fewer of them."""
 
     def __init__(self, jobs: Sequence[Callable[[], object]]) -> None:
         self._jobs: Iterator[Callable[[], object]] = iter(jobs)
@@ -71,7 +80,7 @@ class _Batch:
         self._changed = threading.Condition()
 
     def work(self) -> None:
-        """Take and run jobs until none is left."""
+        """Take and run jobs until no job is left."""
         while (job := self._take()) is not None:
             error = None
             try:
@@ -84,7 +93,7 @@ class _Batch:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait for the jobs other threads still run; raise the first error."""
+        """Wait for jobs that still run on other threads, and raise the first exception."""
         with self._changed:
             self._changed.wait_for(lambda: self._running == 0)
         if self._error is not None:

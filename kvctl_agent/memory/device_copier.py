@@ -1,4 +1,4 @@
-"""Copies in a device's memory: one launch for all layers of K and V, and for several parts that landed together."""
+"""Copier for a device's memory: one launch copies all layers of K and V, and several landed parts together."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvctl_agent.memory.segment import SegmentMemory
 
 
 class DeviceCopier:
-    """Turns pieces and parts into launches on one stream, which it owns.
+    """Converts pieces and parts to kernel launches on one stream, which the copier owns.
 
-    A device keeps up with NVLink only where a write is large (H200, cuda_ipc: 64 writes of 4 MiB 107 GB/s, one of
-    256 MiB 373), so that pieces are.
+    Pieces are large, because writes saturate NVLink only if they are large (H200, cuda_ipc: 64 writes of 4 MiB reach
+    107 GB/s, one of 256 MiB 373 GB/s).
     """
 
     piece_bytes = 128 << 20
@@ -33,37 +33,40 @@ class DeviceCopier:
         table, num_pages = rows.memory.block_table(rows.heads), len(rows)
         planes = table.planes
         launches: list[BlockRanges] = []
-        for (_, nbytes, spans), stretch in zip(pieces, into, strict=True):
-            if nbytes > stretch.nbytes:
-                raise _too_large(nbytes, stretch)
+        for (_, nbytes, spans), target in zip(pieces, into, strict=True):
+            if nbytes > target.nbytes:
+                raise _too_large(nbytes, target)
             layer, plane, page_lo, _ = spans[0]
             last_layer, last_plane, _, page_hi = spans[-1]
             lo, hi = layer * planes + plane, last_layer * planes + last_plane + 1
-            launches += table.gathered(lo, hi, page_lo, page_hi, num_pages, nbytes, rows.head, stretch.addr)
-        return self._copies.begin(launches, rows.places)
+            launches += table.gather_launches(lo, hi, page_lo, page_hi, num_pages, nbytes, rows.head, target.addr)
+        return self._copies.begin(launches, rows.page_ids)
 
     def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
         by_table: dict[Table, list[Packed]] = {}
-        lists = []
-        listed = 0
+        page_lists = []
+        pages_before = 0
         for rows, layout, region in landed:
-            nbytes, num_pages, addr = layout.nbytes, rows.given.size, region.addr
+            nbytes, num_pages, addr = layout.nbytes, rows.raw_pages.size, region.addr
             if nbytes > region.nbytes:
                 raise _too_large(nbytes, region)
             blocks = rows.memory.block_table(rows.heads)
             lo = layout.first_layer * blocks.planes
             hi = lo + layout.num_layers * blocks.planes
-            for number, (first, end, shift, packed, pages, begin) in blocks.cut(
+            for table, (first, end, shift, packed, pages, first_page) in blocks.table_ranges(
                 lo, hi, 0, num_pages, num_pages, nbytes, rows.head
             ):
-                strip = first, end, shift, packed + addr, pages, begin + listed
-                by_table.setdefault(blocks.scatters[number], []).append(strip)
-            lists.append(rows.given)
-            listed += num_pages
-        launches = [BlockRanges(table, strips) for table, strips in by_table.items()]
-        # As `places`, all at once: pages are in bounds, and so they fit.
-        together = landed[0].rows.places if len(lists) == 1 else np.concatenate(lists, dtype=np.int32, casting="unsafe")
-        return self._copies.begin(launches, together)
+                block_range = first, end, shift, packed + addr, pages, first_page + pages_before
+                by_table.setdefault(blocks.scatters[table], []).append(block_range)
+            page_lists.append(rows.raw_pages)
+            pages_before += num_pages
+        launches = [BlockRanges(table, ranges) for table, ranges in by_table.items()]
+        if len(page_lists) == 1:
+            page_ids = landed[0].rows.page_ids
+        else:
+            # Converts and joins the page ids of all parts in one call; they are in bounds, so they fit into int32.
+            page_ids = np.concatenate(page_lists, dtype=np.int32, casting="unsafe")
+        return self._copies.begin(launches, page_ids)
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
         memory.check_heads(head, heads)
@@ -73,5 +76,5 @@ class DeviceCopier:
         self._copies.close()
 
 
-def _too_large(nbytes: int, stretch: MemorySpan) -> MemoryLayoutError:
-    return MemoryLayoutError(f"{nbytes} bytes do not fit into {stretch.nbytes} bytes of staging")
+def _too_large(nbytes: int, span: MemorySpan) -> MemoryLayoutError:
+    return MemoryLayoutError(f"{nbytes} bytes do not fit into {span.nbytes} bytes of staging")

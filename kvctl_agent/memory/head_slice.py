@@ -1,6 +1,7 @@
-"""Views of a segment's blocks that cut out some heads, built once per slice: parts are many, head slices few.
+"""Numpy views of some heads in a segment's blocks.
 
-Making these views costs more than copying a short block, so a pool keeps them for as long as it is open.
+Creating these views costs more than copying a short block, and a pool has few head slices but many parts, so a pool
+keeps the views while it is open.
 """
 
 from __future__ import annotations
@@ -16,40 +17,49 @@ import numpy.typing as npt
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.memory.huge_pages import Bytes
 
-# Void items are opaque rows: numpy moves each with one memmove, whatever the dtype of the pool.
+# Rows are void items, which numpy copies with one memmove each, independent of the pool's dtype.
 Rows = npt.NDArray[np.void]
 
 
 class HeadSlice:
-    """Local heads [head, head + heads) of every layer of one segment.
+    """Views of local heads [head, head + heads) in every layer of one segment.
 
     Attributes:
-        whole: the slice is all local heads, so a page is one row.
-        unit_heads: heads in one row of `takes`: the widest that tiles both a row and the slice.
-        rows: for each plane, rows of a page.
-        page_bytes: for each plane, bytes of one page's slice.
-        takes: per (layer, plane) what a gather indexes, 1-D, contiguous: pages where whole, else units of
-            `unit_heads` adjacent heads. Units count from the slice's own first head, which keeps them as wide as
-            the slice even where `head` is not a multiple of it.
-        puts: per (layer, plane) what a scatter indexes by page: `[num_slots]` where whole, else strided
-            `[num_slots, rows]`, which takes any slice.
-        runs: per (layer, plane) uint8 `[num_slots, rows, slice bytes]`, strided, for runs of pages.
-        take_rows, put_rows: for each plane, row types under which staging matches `takes` and `puts`.
-        stack: uint8 `[layers * planes, num_slots, rows, slice bytes]`, strided, over all blocks at once, where they lie
-            at one distance and planes are alike; else None.
+        heads: Heads of the slice.
+        whole: Whether the slice has all local heads, so that a page is one row.
+        unit_heads: Heads in one row of `takes`: the largest number that divides both the local heads and `heads`.
+        units_per_row: Rows of `takes` in one row of a page.
+        rows: For each plane, rows of a page.
+        page_bytes: For each plane, bytes of the slice in one page.
+        takes: For each layer and plane, the one-dimensional contiguous array that a gather indexes: pages if `whole`,
+            else units of `unit_heads` adjacent heads. Units are counted from the first head of the slice, which keeps
+            them as wide as the slice even if `head` is not a multiple of its width.
+        puts: For each layer and plane, the array that a scatter indexes by page: `[num_slots]` if `whole`, else
+            `[num_slots, rows]`, strided, which works for any slice.
+        runs: For each layer and plane, uint8 `[num_slots, rows, slice bytes]`, strided, for page runs.
+        take_rows, put_rows: For each plane, the dtypes with which staging bytes match `takes` and `puts`.
+        stack: uint8 `[layers * planes, num_slots, rows, slice bytes]`, strided, over all blocks. None if the blocks are
+            not at equal distances or the planes differ.
     """
 
     def __init__(self, blocks: Sequence[tuple[Bytes, ...]], where: SegmentAddresses, head: int, heads: int) -> None:
-        """Build the views; `head` and `heads` have been checked."""
-        planes = where.held.segment.planes
+        """Create the views; the caller has checked `head` and `heads`.
+
+        Args:
+            blocks: The bytes of each plane of each layer.
+            where: The addresses of the same blocks.
+            head: First local head.
+            heads: Number of heads.
+        """
+        planes = where.shard.segment.planes
         self._where = where
         self._starts = tuple(head * plane.head_bytes for plane in planes)
         self._widths = tuple(heads * plane.head_bytes for plane in planes)
         self.heads = heads
-        self.whole = heads == where.held.heads
+        self.whole = heads == where.shard.heads
         self.rows = tuple(plane.rows for plane in planes)
-        self.unit_heads = gcd(where.held.heads, heads)
-        self.units_per_row = where.held.heads // self.unit_heads
+        self.unit_heads = gcd(where.shard.heads, heads)
+        self.units_per_row = where.shard.heads // self.unit_heads
         self.page_bytes = tuple(plane.rows * width for plane, width in zip(planes, self._widths, strict=True))
         if self.whole:
             self.take_rows = self.put_rows = tuple(_row(nbytes) for nbytes in self.page_bytes)
@@ -83,12 +93,12 @@ class HeadSlice:
 
     def _stack(self, blocks: Sequence[Bytes]) -> npt.NDArray[np.uint8] | None:
         where = self._where
-        alike = len(set(zip(self.rows, self._widths, strict=True))) == 1
+        equal_planes = len(set(zip(self.rows, self._widths, strict=True))) == 1
         distances = {after.ctypes.data - before.ctypes.data for before, after in pairwise(blocks)}
-        if len(distances) != 1 or not alike:
+        if len(distances) != 1 or not equal_planes:
             return None
         (distance,) = distances
-        # as_strided, because no single array need span all blocks: a pool may be made of separate tensors.
+        # A pool may consist of separate tensors, so no single array covers all blocks and as_strided is needed.
         return np.lib.stride_tricks.as_strided(
             blocks[0][self._starts[0] :],
             (len(blocks), where.num_slots, self.rows[0], self._widths[0]),

@@ -1,4 +1,4 @@
-"""Copies in host memory: numpy's, done when the call returns."""
+"""Copier for host memory: numpy copies that have ended when the call returns."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.memory.segment import SegmentMemory
 
 
-class _Done:
-    """What was done at once."""
+class _CompletedCopy:
+    """A copy that has already ended."""
 
     def done(self) -> bool:
         return True
 
 
 class HostCopier:
-    """Copies with the threads of `crew`, which its owner closes and others may share."""
+    """Copies with the threads of a copy pool, which may be shared and is closed by its owner."""
 
     piece_bytes = PIECE_BYTES
-    parts_at_once = 1  # a part that is in its pages should not wait for another's copy
+    parts_at_once = 1  # so that a part is complete as soon as its own copy has ended
 
-    def __init__(self, crew: CopyPool) -> None:
-        self._crew = crew
-        self.pieces_at_once = crew.threads
+    def __init__(self, copy_pool: CopyPool) -> None:
+        self._copy_pool = copy_pool
+        self.pieces_at_once = copy_pool.threads
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
-        arrays = [_array(stretch) for stretch in into]
+        arrays = [_array(span) for span in into]
         work = zip(pieces, arrays, strict=True)
-        self._crew.run([partial(gather_piece, piece, rows, array) for piece, array in work])
-        return _Done()
+        self._copy_pool.run([partial(gather_piece, piece, rows, array) for piece, array in work])
+        return _CompletedCopy()
 
     def scatter(self, landed: Sequence[LandedPart]) -> PendingCopy:
         jobs = []
         for rows, layout, region in landed:
             array = _array(region)
             jobs += [partial(scatter_piece, piece, rows, array[piece.offset :]) for piece in layout.pieces()]
-        self._crew.run(jobs)
-        return _Done()
+        self._copy_pool.run(jobs)
+        return _CompletedCopy()
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
-        """Nothing."""
+        """Do nothing: host copies need no compilation."""
 
     def close(self) -> None:
-        """Nothing: the crew is its owner's."""
+        """Do nothing: the owner of the copy pool closes it."""
 
 
-def _array(stretch: MemorySpan) -> Bytes:
-    if stretch.array is None:
-        raise MemoryLayoutError(f"staging memory at {stretch.addr:#x} is on a device; the host cannot copy it")
-    return stretch.array
+def _array(span: MemorySpan) -> Bytes:
+    if span.array is None:
+        raise MemoryLayoutError(f"staging memory at {span.addr:#x} is on a device; the host cannot copy it")
+    return span.array

@@ -1,4 +1,4 @@
-"""How fast this machine copies memory: the floor every transfer rate is held against."""
+"""Measures the memcpy rate of this machine, against which transfer rates are compared."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _MIN_COPIES = 3
 
 
 def memcpy_gb_per_s(nbytes: int = 128 << 20, seconds: float = 0.5) -> float:
-    """One thread's memcpy rate in GB/s (1e9 bytes copied per second), the median over `seconds`.
+    """Return the memcpy rate of one thread in GB/s (1e9 bytes per second), the median of copies made over `seconds`.
+
+    Source and target are huge pages that are faulted in before.
 
     Args:
-        nbytes: size of a copy; larger than the last-level cache, or the cache is measured. Both sides are
-            pre-touched huge pages.
-        seconds: how long to measure; at least three copies are made.
+        nbytes: Bytes of a copy. It must exceed the last-level cache, or the rate of the cache is measured.
+        seconds: Duration of the measurement; at least three copies are made.
     """
     source, target = HugePageMemory(nbytes), HugePageMemory(nbytes)
     rates: list[float] = []
@@ -34,16 +35,19 @@ def memcpy_gb_per_s(nbytes: int = 128 << 20, seconds: float = 0.5) -> float:
     return median(rates)
 
 
-def halves_gb_per_s(memory: Bytes) -> float:
-    """One thread's memcpy rate in GB/s from one half of `memory` to the other, the best of a few: takes milliseconds.
+def memcpy_gb_per_s_within(memory: Bytes) -> float:
+    """Return the memcpy rate of one thread in GB/s from one half of `memory` to the other, the best of three copies.
+
+    Takes a few milliseconds.
 
     Args:
-        memory: touched before, overwritten; larger than the caches, or those are measured.
+        memory: uint8 array, faulted in before; its second half is overwritten. It must exceed the caches, or their rate
+            is measured.
     """
     source, target = np.array_split(memory[: len(memory) // 2 * 2], 2)
-    took: list[int] = []
+    durations_ns: list[int] = []
     for _ in range(_MIN_COPIES):
         start = time.perf_counter_ns()
         np.copyto(target, source)
-        took.append(time.perf_counter_ns() - start)
-    return source.nbytes / max(1, min(took))
+        durations_ns.append(time.perf_counter_ns() - start)
+    return source.nbytes / max(1, min(durations_ns))

@@ -1,7 +1,7 @@
-"""How a part lies in its contiguous region, and how to walk it in pieces that stay in cache.
+"""Layout of a part in its contiguous region, and its division into pieces that stay in cache.
 
-Order inside the region: layer, plane (K before V), then page, row, head. Both sides derive the same offsets from the
-part alone, so the region carries no header. Pure arithmetic.
+The order inside the region is layer, plane (K before V), page, row, head. Both sides derive the same offsets from the
+part alone, so the region has no header.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.transfer_slice import STAGING_ALIGN_BYTES
 
-# Measured in the fleet (TP4 to DP4 and to TP4, two cores with 1 MiB of L2 each), GB/s against 2 MiB: 1 MiB 0.97,
-# 512 KiB 0.90, 256 KiB 0.76: a write's fixed cost and its wait for the reader outweigh what the cache saves.
+# Measured with all ranks on one host (TP4 to DP4 and to TP4, two cores with 1 MiB of L2 each), GB/s relative to 2 MiB:
+# 1 MiB 0.97, 512 KiB 0.90, 256 KiB 0.76. The fixed cost of a write and its wait for the reader outweigh what smaller
+# pieces save by staying in cache.
 PIECE_BYTES = 2 << 20
 
 
 class Span(NamedTuple):
-    """Pages [page_lo, page_hi) of the part, of one plane of one layer; `layer` counts from the first one held."""
+    """Positions [page_lo, page_hi) in the part's page list, of one plane of one layer.
+
+    `layer` is counted from the rank's first layer of the segment.
+    """
 
     layer: int
     plane: int
@@ -30,7 +34,7 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A contiguous stretch of the region: `spans` one after the other."""
+    """A contiguous range of the region that consists of consecutive spans."""
 
     offset: int
     nbytes: int
@@ -39,14 +43,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """One part's region.
+    """Layout of the region of one part.
 
     Attributes:
-        first_layer: the part's first layer, counted from the first one held (each side has its own).
-        num_layers: layers in the part.
-        num_pages: whole pages (of a state: items).
-        page_bytes: for each plane, bytes of one page's slice of one layer.
-        nbytes: of payload.
+        first_layer: First layer of the part, counted from the rank's first layer; it may differ between the two sides.
+        num_layers: Layers of the part.
+        num_pages: Pages (for state: items) of the part.
+        page_bytes: For each plane, bytes of the part's heads in one page of one layer.
+        nbytes: Bytes of payload.
     """
 
     first_layer: int
@@ -56,18 +60,18 @@ class PartLayout:
     nbytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises MemoryLayoutError on sizes that make no region."""
+        """Compute `nbytes`; raise MemoryLayoutError if a size is not positive."""
         if min(self.num_layers, self.num_pages, *self.page_bytes) <= 0 or self.first_layer < 0:
             raise MemoryLayoutError(f"a part needs positive sizes, got {self}")
         object.__setattr__(self, "nbytes", self.num_layers * self.num_pages * sum(self.page_bytes))
 
     @property
     def region_bytes(self) -> int:
-        """Bytes to ask the ring for: the payload, aligned."""
+        """Bytes of the ring region that the part needs: the payload rounded up to the alignment."""
         return -(-self.nbytes // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES
 
     def block(self, layer: int, plane: int) -> tuple[int, int]:
-        """(offset, nbytes) of one layer's plane in the region; `layer` counts as `first_layer` does."""
+        """Return (offset, nbytes) of one plane of one layer in the region; `layer` is counted as `first_layer` is."""
         index = layer - self.first_layer
         if not 0 <= index < self.num_layers:
             raise MemoryLayoutError(
@@ -78,25 +82,28 @@ class PartLayout:
         return self.num_pages * before, self.num_pages * self.page_bytes[plane]
 
     def pieces(self, target_bytes: int = PIECE_BYTES) -> tuple[Piece, ...]:
-        """Cut the region into pieces of at most `target_bytes`, or one page where a page is larger.
+        """Divide the region into pieces of at most `target_bytes`, or of one page if a page is larger.
 
-        Blocks below the target are grouped, whole and in order; larger ones are split evenly by pages, so that no
-        piece is a sliver.
+        Smaller blocks are grouped whole and in order. Larger blocks are divided evenly by pages, so that no piece is
+        much smaller than the others.
         """
         return _pieces(self, target_bytes)
 
 
-# Parts are many and their shapes few: most rooms of a prompt length share one.
+# Cached because many parts share few layouts: most rooms of one prompt length have the same.
 @lru_cache(maxsize=1024)
-def part_layout(held: LocalShard, layer_lo: int, layer_hi: int, num_pages: int, heads: int) -> PartLayout:
-    """How a part of these layers, pages and heads lies in its region, at a rank that holds the layers."""
-    page_bytes = tuple(plane.rows * heads * plane.head_bytes for plane in held.segment.planes)
-    return PartLayout(layer_lo - held.layer_lo, layer_hi - layer_lo, num_pages, page_bytes)
+def part_layout(shard: LocalShard, layer_lo: int, layer_hi: int, num_pages: int, heads: int) -> PartLayout:
+    """Return the layout of a part of layers [layer_lo, layer_hi), `num_pages` pages and `heads` heads.
+
+    Layers are in the segment's numbering, and the rank with this shard must have them.
+    """
+    page_bytes = tuple(plane.rows * heads * plane.head_bytes for plane in shard.segment.planes)
+    return PartLayout(layer_lo - shard.layer_lo, layer_hi - layer_lo, num_pages, page_bytes)
 
 
 @lru_cache(maxsize=256)
 def _pieces(part: PartLayout, target_bytes: int) -> tuple[Piece, ...]:
-    if part.nbytes <= target_bytes:  # usual on a device, where targets are large and page counts too many to keep
+    if part.nbytes <= target_bytes:  # the usual case on a device, where targets are large and page counts vary widely
         layers, planes = range(part.first_layer, part.first_layer + part.num_layers), range(len(part.page_bytes))
         spans = tuple(Span(layer, plane, 0, part.num_pages) for layer in layers for plane in planes)
         return (Piece(0, part.nbytes, spans),)
@@ -113,10 +120,10 @@ def _pieces(part: PartLayout, target_bytes: int) -> tuple[Piece, ...]:
             if nbytes <= target_bytes:
                 group.append(Span(layer, plane, 0, part.num_pages))
                 continue
-            for page_lo, page_hi in _even(part.num_pages, max(1, target_bytes // page_bytes)):
+            for page_lo, page_hi in _even_ranges(part.num_pages, max(1, target_bytes // page_bytes)):
                 span, start = Span(layer, plane, page_lo, page_hi), offset + page_lo * page_bytes
                 if page_hi == part.num_pages:
-                    group = [span]  # a small block that follows, of scales say, rides with the rest of this one
+                    group = [span]  # small blocks that follow, such as scales, join the last piece of this block
                 else:
                     pieces.append(Piece(start, (page_hi - page_lo) * page_bytes, (span,)))
     if group:
@@ -124,7 +131,7 @@ def _pieces(part: PartLayout, target_bytes: int) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def _even(total: int, most: int) -> list[tuple[int, int]]:
-    """Split [0, total) into the fewest ranges of at most `most`, their sizes differing by one at most."""
-    count = -(-total // most)
+def _even_ranges(total: int, maximum: int) -> list[tuple[int, int]]:
+    """Split [0, total) into the fewest ranges of at most `maximum`, whose sizes differ by at most one."""
+    count = -(-total // maximum)
     return [(total * i // count, total * (i + 1) // count) for i in range(count)]

@@ -1,9 +1,9 @@
-"""The KV pool of one rank: what shape it must have, where its bytes are, what a transport registers.
+"""The KV pool of one rank: all memory that transfers read or write.
 
-A pool is all the memory that rooms move in: KV, a draft model's KV, per-request state, aux rows; contiguous memory of
-the host or of one device, but for aux rows, which are always the host's. It is either an engine's own tensors
-(`from_tensors`, `mla`: torch or numpy; torch is never imported here) or memory of ours (`allocate`: the synthetic
-worker). Everything is checked once, here, by name, so that kernels need not.
+A pool has KV, the KV of a draft model, per-request state and aux rows. It is in the memory of the host or of one
+device, except for aux rows, which are always in host memory. A pool either wraps an engine's tensors (`from_tensors`,
+`mla`; torch or numpy, without importing torch) or allocates its own memory (`allocate`, used by the synthetic worker).
+Shapes and devices are checked here once, so that copies need no checks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvctl_agent.memory.allocation import Allocation, DeviceAllocation
 from kvctl_agent.memory.huge_pages import Bytes, HugePageMemory
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
-from kvctl_agent.memory.tensor_checks import one_device, refuse_overlap, see
+from kvctl_agent.memory.tensor_checks import check_no_overlap, common_device, inspect_tensor
 from kvctl_agent.memory.tensor_specs import (
     DraftKV,
     StateTensors,
     Tensors,
     TensorSpec,
     check_layers,
-    read_kv,
-    read_state,
+    kv_spec,
+    state_spec,
 )
 
 __all__ = ["DraftKV", "KVPool", "PoolAddresses", "StateTensors"]
@@ -42,18 +42,18 @@ _BLOCK_ALIGN_BYTES = 256
 
 
 class KVPool:
-    """One rank's memory.
+    """The KV pool of one rank.
 
-    Until an agent says by `place` which layers and heads of the model it is, a pool of tensors is taken for all layers
-    and the first heads; what it is was known from the start where it was allocated.
+    A pool of tensors is assumed to hold all layers of the model and its first heads until the agent calls
+    `assign_shards`. An allocated pool has its layers and heads from the start.
 
     Attributes:
-        page_size: tokens of a page.
-        segments: what it holds of each segment of the model, in the model's order: KV first.
-        aux: the aux rows, uint8 `[aux_slots, aux_row_bytes]`, or None.
-        aux_slots, aux_row_bytes: 0 when there are none.
-        nbytes: all bytes together.
-        device: where everything but the aux rows is; None: in the host's memory.
+        page_size: Tokens per page.
+        segments: The memory of each segment, in the model's order, KV first.
+        aux: The aux rows, uint8 `[aux_slots, aux_row_bytes]`, or None.
+        aux_slots, aux_row_bytes: Number and size of aux rows; 0 if there are none.
+        nbytes: Size of the whole pool.
+        device: The device of all memory except the aux rows; None for the host.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class KVPool:
         allocations: Sequence[Allocation] = (),
         shapes: tuple[ModelShape | StateShape, ...] = (),
     ) -> None:
-        """Wrap checked memory; use `from_tensors`, `mla` or `allocate`.
+        """Wrap checked memory. Use `from_tensors`, `mla` or `allocate` instead.
 
         Args:
-            owner: what keeps the memory of tensors alive.
-            allocations: memory of ours, all of it; closed with the pool.
-            shapes: of each segment, with as many layers as there are here; empty where nobody said.
+            owner: Object whose reference keeps the memory of tensors alive.
+            allocations: Allocations that the pool owns and closes.
+            shapes: Shape of each segment with the layers of this rank; empty if unknown.
         """
         self.segments = tuple(segments)
         self.page_size = page_size
@@ -99,22 +99,22 @@ class KVPool:
         draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
     ) -> KVPool:
-        """Wrap an engine's tensors, which stay the engine's; the pool keeps them alive until closed.
+        """Wrap an engine's tensors. The pool references them until it is closed.
 
         Args:
-            k: per layer K, torch or numpy, `[tokens, heads_local, k_dim]`, contiguous, all on the CPU or all on
+            k: K of each layer, torch or numpy, `[tokens, heads_local, k_dim]`, contiguous, all on the CPU or all on
                 one GPU.
-            v: per layer V, `[tokens, heads_local, v_dim]`, the same dtype.
-            page_size: tokens per page; `tokens` is a multiple of it.
-            total_kv_heads: KV heads of the model, from its config.
-            aux: one row per request slot, uint8 `[slots, row_bytes]`, contiguous, on the CPU.
-            k_scale, v_scale: per layer the quantisation scales of each page, `[pages, heads_local, ...]`.
-            draft: the draft model's layers, where this rank has them.
-            state: the components of per-request state, in the same order on all ranks.
+            v: V of each layer, `[tokens, heads_local, v_dim]`, of the same dtype.
+            page_size: Tokens per page; `tokens` must be a multiple of it.
+            total_kv_heads: KV heads of the model, from its configuration.
+            aux: One row per request slot, uint8 `[slots, row_bytes]`, contiguous, on the CPU.
+            k_scale, v_scale: For each layer the quantisation scales of each page, `[pages, heads_local, ...]`.
+            draft: The draft model's layers, if this rank has them.
+            state: The components of per-request state, in the same order on all ranks.
 
         Raises:
-            MemoryLayoutError: names the layer, the tensor and what is wrong with it.
-            DeviceUnavailable: they are on a GPU, and what drives one is not installed.
+            MemoryLayoutError: a tensor is unusable; the text names the layer and the tensor.
+            DeviceUnavailable: the tensors are on a GPU, and the packages for GPUs are not installed.
         """
         return cls._of_tensors(DraftKV(k, v, total_kv_heads, k_scale, v_scale), page_size, aux, draft, state)
 
@@ -129,13 +129,13 @@ class KVPool:
         draft: DraftKV | None = None,
         state: Sequence[StateTensors] = (),
     ) -> KVPool:
-        """Wrap the tensors of a model with latent attention, which every tensor-parallel rank holds whole.
+        """Wrap the tensors of a model with multi-head latent attention, which every tensor-parallel rank holds whole.
 
         Args:
-            latent: per layer the latent rows, `[tokens, dim]` or `[tokens, 1, dim]`, contiguous, all on one device.
-            scale: per layer the quantisation scales of each page, `[pages, ...]`.
+            latent: Latent rows of each layer, `[tokens, dim]` or `[tokens, 1, dim]`, contiguous, all on one device.
+            scale: For each layer the quantisation scales of each page, `[pages, ...]`.
 
-        The rest, and what is raised, as for `from_tensors`.
+        The other arguments and the exceptions are those of `from_tensors`.
         """
         return cls._of_tensors(DraftKV(latent, None, 1, scale), page_size, aux, draft, state)
 
@@ -150,40 +150,40 @@ class KVPool:
             raise MemoryLayoutError(f"state is {shown(state)}: it must be a list of StateTensors")
         for each in state:
             check_layers(f"state {shown(each.name)}: tensors", each.tensors)
-        given = [read_kv(kv, page_size)]
+        specs = [kv_spec(kv, page_size)]
         if draft is not None:
-            given.append(read_kv(draft, page_size, "draft"))
-            if given[1].num_slots != given[0].num_slots:
+            specs.append(kv_spec(draft, page_size, "draft"))
+            if specs[1].num_slots != specs[0].num_slots:
                 raise MemoryLayoutError(
-                    f"draft: {given[1].num_slots} pages, but the target has {given[0].num_slots}; "
-                    "both go by the same page numbers, so give them equal pools"
+                    f"draft: {specs[1].num_slots} pages, but the target has {specs[0].num_slots}; "
+                    "both use the same page numbers and must have equally many pages"
                 )
-        given += [read_state(each) for each in state if len(each.tensors)]
-        seen = [plane for each in given for layer in each.layers for plane in layer]
-        index = one_device(seen)
+        specs += [state_spec(each) for each in state if len(each.tensors)]
+        tensors = [plane for spec in specs for layer in spec.layers for plane in layer]
+        device_index = common_device(tensors)
         rows = None
         if aux is not None:
-            found = see(aux, "aux")
-            if len(found.shape) != 2 or found.itemsize != 1 or "uint8" not in found.dtype:
-                raise MemoryLayoutError(f"aux: {found.dtype} {found.shape}, expected uint8 [slots, row_bytes]")
-            if found.device != HOST:
-                raise MemoryLayoutError(f"aux: on {found.place}; aux rows are the host's: give them on the CPU")
-            rows = found.region.array().reshape(found.shape)
-            seen.append(found)
-        refuse_overlap(seen)
+            info = inspect_tensor(aux, "aux")
+            if len(info.shape) != 2 or info.itemsize != 1 or "uint8" not in info.dtype:
+                raise MemoryLayoutError(f"aux: {info.dtype} {info.shape}, expected uint8 [slots, row_bytes]")
+            if info.device != HOST:
+                raise MemoryLayoutError(f"aux: on {info.device_name}; aux rows must be on the CPU")
+            rows = info.region.array().reshape(info.shape)
+            tensors.append(info)
+        check_no_overlap(tensors)
         return cls(
-            (_all_of(index, each, page_size, given[0]) for index, each in enumerate(given)),
+            (_whole_segment(index, spec, page_size, specs[0]) for index, spec in enumerate(specs)),
             page_size=page_size,
             aux=rows,
-            device=None if index == HOST else _open(index),
+            device=None if device_index == HOST else _open(device_index),
             owner=(kv, draft, tuple(state), aux),
-            shapes=tuple(each.shape for each in given),
+            shapes=tuple(spec.shape for spec in specs),
         )
 
     @classmethod
     def allocate(
         cls,
-        held: tuple[LocalShard, ...],
+        shards: tuple[LocalShard, ...],
         page_size: int,
         num_pages: int,
         state_slots: Mapping[str, int] | None = None,
@@ -192,45 +192,54 @@ class KVPool:
         device: Device | None = None,
         mem_pool: str = "default",
     ) -> KVPool:
-        """A pool in one allocation, zeroed: segment by segment, layer by layer, K before V, aux rows last.
+        """Allocate a zeroed pool in one allocation, ordered by segment, layer and plane, with the aux rows last.
 
         Args:
-            held: what the rank holds, of `layout.holding.held` for this `page_size`.
-            num_pages: of KV and draft.
-            state_slots: items of each state component, by name; needed for those that have layers here.
-            device: where it shall be, aux rows excepted; None: in the host's memory.
-            mem_pool: of the device, as `Device.allocate` takes it.
+            shards: The rank's shards, from `layout.local_shard.local_shards` for this `page_size`.
+            page_size: Tokens per page.
+            num_pages: Pages of KV and of the draft model.
+            state_slots: Items of each state component that has layers on this rank, by name.
+            aux_slots: Number of aux rows.
+            aux_row_bytes: Bytes of an aux row.
+            device: The device for all memory except the aux rows; None for the host.
+            mem_pool: The device's memory pool, as for `Device.allocate`.
+
+        Raises:
+            MemoryLayoutError: a number is missing or not positive, or the memory cannot be allocated.
+            DeviceError: the device's memory cannot be allocated.
         """
         items = state_slots or {}
-        slots = [items.get(each.segment.name, 0) if each.segment.state else num_pages for each in held]
-        slots = [count if each.num_layers else 0 for each, count in zip(held, slots, strict=True)]
-        short = [each.segment.name for each, count in zip(held, slots, strict=True) if each.num_layers and count <= 0]
-        if short or min(aux_slots, aux_row_bytes) < 0 or (aux_slots > 0) != (aux_row_bytes > 0):
+        slots = [items.get(shard.segment.name, 0) if shard.segment.state else num_pages for shard in shards]
+        slots = [count if shard.num_layers else 0 for shard, count in zip(shards, slots, strict=True)]
+        missing = [
+            shard.segment.name for shard, count in zip(shards, slots, strict=True) if shard.num_layers and count <= 0
+        ]
+        if missing or min(aux_slots, aux_row_bytes) < 0 or (aux_slots > 0) != (aux_row_bytes > 0):
             raise MemoryLayoutError(
                 "a pool needs pages, items of every state component, and aux slots with a row size; "
                 f"got {num_pages} pages, items {dict(items)}, aux {aux_slots} x {aux_row_bytes}"
-                + (f": none for {', '.join(short)}" if short else "")
+                + (f": none for {', '.join(missing)}" if missing else "")
             )
         sizes = [
-            [count * plane.rows * each.heads * plane.head_bytes for plane in each.segment.planes]
-            for each, count in zip(held, slots, strict=True)
+            [count * plane.rows * shard.heads * plane.head_bytes for plane in shard.segment.planes]
+            for shard, count in zip(shards, slots, strict=True)
         ]
         aux_bytes = aux_slots * aux_row_bytes
         blocks_bytes = sum(
-            each.num_layers * sum(map(_aligned, planes)) for each, planes in zip(held, sizes, strict=True)
+            shard.num_layers * sum(map(_aligned, planes)) for shard, planes in zip(shards, sizes, strict=True)
         )
         allocations, view, rows = _allocations(blocks_bytes, aux_bytes, device, mem_pool)
-        at, _, index = allocations[0].region
+        addr, _, device_index = allocations[0].region
         segments = []
-        for each, count, planes in zip(held, slots, sizes, strict=True):
+        for shard, count, planes in zip(shards, slots, sizes, strict=True):
             blocks = []
-            for _ in range(each.num_layers):
+            for _ in range(shard.num_layers):
                 layer = []
                 for nbytes in planes:
-                    layer.append(Region(at, nbytes, index))
-                    at += _aligned(nbytes)
+                    layer.append(Region(addr, nbytes, device_index))
+                    addr += _aligned(nbytes)
                 blocks.append(tuple(layer))
-            segments.append(SegmentMemory(each, count, blocks, view))
+            segments.append(SegmentMemory(shard, count, blocks, view))
         return cls(
             segments,
             page_size=page_size,
@@ -241,44 +250,44 @@ class KVPool:
 
     @property
     def num_pages(self) -> int:
-        """Pages of KV."""
+        """Number of KV pages."""
         return self.segments[0].num_slots
 
     def shape(self) -> ModelShape:
-        """The model, where this pool has all of its layers.
+        """Return the model's shape, assuming that this pool has all of its layers.
 
         Raises:
-            MemoryLayoutError: the pool was allocated, so that only whoever planned it knows the model.
-            LayoutError: a state component runs beside layers that are not here.
+            MemoryLayoutError: the pool was allocated, so it does not know the model.
+            LayoutError: a state component has KV layers that this pool does not have.
         """
         if not self._shapes:
-            raise MemoryLayoutError("this pool was allocated for a plan: its model is not known; give the agent model=")
+            raise MemoryLayoutError("the model of an allocated pool is unknown; pass model= to the agent")
         kv, *others = self._shapes
         assert isinstance(kv, ModelShape)
         drafts = [other for other in others if isinstance(other, ModelShape)]
         states = tuple(other for other in others if isinstance(other, StateShape))
         return replace(kv, draft=drafts[0] if drafts else None, states=states)
 
-    def place(self, held: tuple[LocalShard, ...]) -> None:
-        """Say which layers and heads of the model this memory is, before it is registered or written to.
+    def assign_shards(self, shards: tuple[LocalShard, ...]) -> None:
+        """Set the layers and heads of the model that this memory holds. Must precede registration and transfers.
 
         Raises:
-            MemoryLayoutError: the pool is not that; names the segment and the numbers.
+            MemoryLayoutError: the pool does not fit the shards; the text has the segment and the numbers.
         """
-        mine = {segment.name: segment for segment in self.segments if segment.held.num_layers}
-        placed = [_placed(mine.pop(each.segment.name, None), each) for each in held]
-        if mine:
-            raise MemoryLayoutError(f"the pool holds {', '.join(mine)}, which the model does not have")
-        self.segments = tuple(placed)
+        by_name = {segment.name: segment for segment in self.segments if segment.shard.num_layers}
+        segments = [_with_shard(by_name.pop(shard.segment.name, None), shard) for shard in shards]
+        if by_name:
+            raise MemoryLayoutError(f"the pool holds {', '.join(by_name)}, which the model does not have")
+        self.segments = tuple(segments)
 
     def addresses(self) -> PoolAddresses:
-        """Base addresses and sizes, for peers and for descriptor arithmetic."""
+        """Return base addresses and sizes, for peers and for descriptors."""
         segments = tuple(segment.addresses for segment in self.segments)
         base = 0 if self.aux is None else self.aux.ctypes.data
         return PoolAddresses(segments, base, self.aux_row_bytes, self.aux_slots)
 
     def regions(self) -> list[Region]:
-        """What a transport registers: one region per allocation, or per run of tensors that touch."""
+        """Return the regions to register with a transport: one per allocation, or per group of adjacent tensors."""
         if self._allocations:
             return [allocation.region for allocation in self._allocations]
         regions = [block for segment in self.segments for layer in segment.blocks for block in layer]
@@ -287,7 +296,7 @@ class KVPool:
         return merge_adjacent(regions)
 
     def close(self) -> None:
-        """Let go of the memory; what is ours is given back now. Idempotent."""
+        """Free the pool's own allocations and drop its references to tensors; idempotent."""
         self._owner = None
         self.aux = None
         for segment in self.segments:
@@ -300,65 +309,69 @@ class KVPool:
 def _allocations(
     blocks_bytes: int, aux_bytes: int, device: Device | None, mem_pool: str
 ) -> tuple[list[Allocation], Callable[[Region], Bytes], Bytes | None]:
-    """Zeroed memory of ours: the first holds the blocks; how the host sees those; and the aux rows' bytes.
+    """Allocate zeroed memory for the blocks and the aux rows.
 
-    Aux rows lie behind the blocks of the host, and beside those of a device.
+    Aux rows follow the blocks in one allocation on the host, and have an allocation of their own with a device.
+
+    Returns:
+        The allocations, the first of which has the blocks; a function that returns the bytes of a block; and the bytes
+        of the aux rows.
     """
     if device is None:
-        slab = HugePageMemory(blocks_bytes + aux_bytes)
-        return [slab], slab.view, slab.array[blocks_bytes:] if aux_bytes else None
-    there = DeviceAllocation(device, blocks_bytes, mem_pool)
-    device.fill(there.region.addr, blocks_bytes, 0)
+        memory = HugePageMemory(blocks_bytes + aux_bytes)
+        return [memory], memory.view, memory.array[blocks_bytes:] if aux_bytes else None
+    device_memory = DeviceAllocation(device, blocks_bytes, mem_pool)
+    device.fill(device_memory.region.addr, blocks_bytes, 0)
     if not aux_bytes:
-        return [there], Region.array, None
-    beside = HugePageMemory(aux_bytes)
-    return [there, beside], Region.array, beside.array
+        return [device_memory], Region.array, None
+    aux_memory = HugePageMemory(aux_bytes)
+    return [device_memory, aux_memory], Region.array, aux_memory.array
 
 
 def _open(index: int) -> Device:
-    # Only pools on a GPU need what drives one.
+    # Imported here because only pools on a GPU need the GPU packages.
     from kvctl_agent.device.registry import open_device
 
     return open_device(index)
 
 
-def _all_of(index: int, given: TensorSpec, page_size: int, target: TensorSpec) -> SegmentMemory:
-    """The memory of a segment that is taken to be here with all of its layers, and with its first heads."""
-    count = len(given.layers)
-    if isinstance(given.shape, StateShape):
-        plane = Plane(given.name, given.shape.rows, given.shape.head_bytes)
-        segment = Segment(index, given.name, 0, count, given.shape.heads, (plane,), given.shape.layers)
+def _whole_segment(index: int, spec: TensorSpec, page_size: int, target: TensorSpec) -> SegmentMemory:
+    """The memory of a segment, assuming that this rank has all of its layers, and its first heads."""
+    count = len(spec.layers)
+    if isinstance(spec.shape, StateShape):
+        plane = Plane(spec.name, spec.shape.rows, spec.shape.head_bytes)
+        segment = Segment(index, spec.name, 0, count, spec.shape.heads, (plane,), spec.shape.layers)
     else:
-        first = 0 if given is target else len(target.layers)
-        planes = given.shape.planes(page_size)
-        segment = Segment(index, given.name, first, first + count, given.shape.num_kv_heads, planes)
-    held = LocalShard(segment, segment.layer_lo, segment.layer_hi, 0, given.heads)
-    return SegmentMemory(held, given.num_slots, [tuple(plane.region for plane in layer) for layer in given.layers])
+        first = 0 if spec is target else len(target.layers)
+        planes = spec.shape.planes(page_size)
+        segment = Segment(index, spec.name, first, first + count, spec.shape.num_kv_heads, planes)
+    shard = LocalShard(segment, segment.layer_lo, segment.layer_hi, 0, spec.heads)
+    return SegmentMemory(shard, spec.num_slots, [tuple(plane.region for plane in layer) for layer in spec.layers])
 
 
-def _placed(memory: SegmentMemory | None, held: LocalShard) -> SegmentMemory:
-    """The same bytes under the plan's numbers; raises MemoryLayoutError where they are something else."""
-    name = held.segment.name
+def _with_shard(memory: SegmentMemory | None, shard: LocalShard) -> SegmentMemory:
+    """The same memory with the layers and heads of the plan; raises MemoryLayoutError if it does not fit them."""
+    name = shard.segment.name
     if memory is None:
-        if held.num_layers:
+        if shard.num_layers:
             raise MemoryLayoutError(
-                f"{name}: the pool has none of it, but this rank holds {held.num_layers} of its layers"
+                f"{name}: the pool has no memory for it, but this rank holds {shard.num_layers} of its layers"
             )
-        return SegmentMemory(held, 0, ())
-    was, now = memory.held, held
+        return SegmentMemory(shard, 0, ())
+    current = memory.shard
     compared = [
-        ("layers", was.num_layers, now.num_layers),
-        ("heads on this rank", was.heads, now.heads),
-        ("heads of the model", was.segment.heads, now.segment.heads),
-        ("planes", _words(was.segment.planes), _words(now.segment.planes)),
+        ("layers", current.num_layers, shard.num_layers),
+        ("heads on this rank", current.heads, shard.heads),
+        ("heads of the model", current.segment.heads, shard.segment.heads),
+        ("planes", _describe(current.segment.planes), _describe(shard.segment.planes)),
     ]
-    for what, here, planned in compared:
-        if here != planned:
-            raise MemoryLayoutError(f"{name}: the pool has {here} {what}, but the plan says {planned}")
-    return SegmentMemory(held, memory.num_slots, memory.blocks, memory.view)
+    for noun, actual, planned in compared:
+        if actual != planned:
+            raise MemoryLayoutError(f"{name}: the pool has {actual} {noun}, but the plan requires {planned}")
+    return SegmentMemory(shard, memory.num_slots, memory.blocks, memory.view)
 
 
-def _words(planes: tuple[Plane, ...]) -> str:
+def _describe(planes: tuple[Plane, ...]) -> str:
     return ", ".join(f"{plane.name} {plane.rows} x {plane.head_bytes} bytes" for plane in planes)
 
 

@@ -1,6 +1,6 @@
-"""Spans of memory: what a transport registers, and what kernels copy from and to.
+"""Memory regions, which transports register, and memory spans, which copies read and write.
 
-Plain tuples, so any transport can take them.
+Both are plain tuples that any transport can use.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kvctl_agent.errors import MemoryLayoutError
 
 
 class Region(NamedTuple):
-    """One span of this process's memory, in bytes; `device` is the number of the GPU it is on."""
+    """A range of this process's memory: `nbytes` bytes at `addr`. `device` is the GPU's number, or HOST."""
 
     addr: int
     nbytes: int
     device: int = HOST
 
     def array(self) -> npt.NDArray[np.uint8]:
-        """The bytes, by address: they must outlive the array.
+        """Return the bytes as an array without a copy. The memory must outlive the array.
 
         Raises:
-            MemoryLayoutError: they are on a device.
+            MemoryLayoutError: the region is on a device.
         """
         if self.device != HOST:
             raise MemoryLayoutError(f"{self.nbytes} bytes on GPU {self.device} cannot be read from the host")
@@ -35,7 +35,7 @@ class Region(NamedTuple):
 
 
 class MemorySpan(NamedTuple):
-    """Contiguous staging memory, of a buffer or of the ring; `array` is None on a device."""
+    """Contiguous memory of a staging buffer or the ring. `array` has its bytes, and is None on a device."""
 
     addr: int
     nbytes: int
@@ -43,7 +43,7 @@ class MemorySpan(NamedTuple):
 
 
 def merge_adjacent(regions: Iterable[Region]) -> list[Region]:
-    """Sort by address and join the regions that touch: every registration costs an engine a table entry."""
+    """Sort regions by address and join adjacent ones, because each registration takes a table entry in the engine."""
     merged: list[Region] = []
     for region in sorted(regions):
         last = merged[-1] if merged else None

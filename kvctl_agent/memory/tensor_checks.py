@@ -1,4 +1,4 @@
-"""What an engine's tensors must be like to be written to: checked by name, without ever importing torch."""
+"""Checks of an engine's torch tensors and numpy arrays, made without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvctl_agent.memory.region import Region
 
 
 class TensorInfo(NamedTuple):
-    """What matters of a torch tensor or a numpy array."""
+    """Address, shape and dtype of a torch tensor or numpy array."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,16 +26,16 @@ class TensorInfo(NamedTuple):
 
     @property
     def region(self) -> Region:
-        """Its memory: by address, the one way that needs no torch and takes dtypes numpy lacks (bf16, fp8)."""
+        """The tensor's memory. Access by address needs no torch and supports dtypes that numpy lacks (bf16, fp8)."""
         return Region(self.addr, self.nbytes, self.device)
 
     @property
-    def place(self) -> str:
-        """Where it is, in words."""
+    def device_name(self) -> str:
+        """The tensor's device for error texts: "the CPU" or "cuda:0"."""
         return "the CPU" if self.device == HOST else f"cuda:{self.device}"
 
     def expect(self, shape: tuple[int, ...], like: TensorInfo) -> None:
-        """Raises MemoryLayoutError unless it has this shape and the dtype of `like`."""
+        """Raise MemoryLayoutError unless the tensor has this shape and the dtype of `like`."""
         if self.shape != shape:
             raise MemoryLayoutError(f"{self.name}: shape {self.shape}, expected {shape}")
         if self.dtype != like.dtype:
@@ -43,48 +43,69 @@ class TensorInfo(NamedTuple):
 
 
 def check_layer_tensors(
-    tensors: Sequence[Any], names: Iterable[str], see: Callable[[Any, str], TensorInfo]
+    tensors: Sequence[Any], names: Iterable[str], inspect: Callable[[Any, str], TensorInfo]
 ) -> list[TensorInfo]:
-    """Look at one plane of every layer; all layers are alike, or MemoryLayoutError says which is not."""
-    seen = [see(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
-    for each in seen:
-        each.expect(seen[0].shape, seen[0])
-    return seen
+    """Inspect one plane's tensor of every layer.
+
+    Args:
+        tensors: One tensor per layer.
+        names: The tensors' names for error texts.
+        inspect: Inspects one tensor.
+
+    Raises:
+        MemoryLayoutError: the tensors differ in shape or dtype, or `inspect` raised it.
+    """
+    infos = [inspect(tensor, name) for tensor, name in zip(tensors, names, strict=True)]
+    for info in infos:
+        info.expect(infos[0].shape, infos[0])
+    return infos
 
 
 def inspect_rows(tensor: Any, name: str, page_size: int) -> TensorInfo:
-    """A layer's K or V, `[tokens, heads, head_dim]` (NHD)."""
+    """Inspect K or V of a layer, `[tokens, heads, head_dim]` (NHD).
+
+    Raises:
+        MemoryLayoutError: the tensor has another layout, or its tokens are not whole pages.
+    """
     shape = _shape(tensor, name)
     if len(shape) == 3 and _is_hnd(tensor, shape):
         raise MemoryLayoutError(
-            f"{name}: the memory of shape {shape} is HND (heads outermost), which is not served; "
+            f"{name}: the memory of shape {shape} is HND (heads outermost), which is not supported; "
             "configure the engine for NHD, [tokens, heads, head_dim]"
         )
     if len(shape) != 3:
         raise MemoryLayoutError(
             f"{name}: shape {shape} has {len(shape)} dimensions; a pool is [tokens, heads, head_dim] (NHD) "
-            "per layer. A paged NHD tensor can be viewed so; HND is not served"
+            "per layer. Pass a paged NHD tensor as a view of this shape; HND is not supported"
         )
-    seen = see(tensor, name)
+    info = inspect_tensor(tensor, name)
     if shape[0] % page_size:
-        hint = " (is it HND, heads first? that is not served)" if shape[1] % page_size == 0 else ""
+        hint = " (is it HND, heads first? that is not supported)" if shape[1] % page_size == 0 else ""
         raise MemoryLayoutError(f"{name}: {shape[0]} tokens are not whole pages of {page_size}{hint}")
-    return seen
+    return info
 
 
 def inspect_latent(tensor: Any, name: str, page_size: int) -> TensorInfo:
-    """A layer's latent rows, `[tokens, dim]` or `[tokens, 1, dim]`."""
+    """Inspect the latent rows of a layer, `[tokens, dim]` or `[tokens, 1, dim]`.
+
+    Raises:
+        MemoryLayoutError: the tensor has another shape, or its tokens are not whole pages.
+    """
     shape = _shape(tensor, name)
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[1] != 1):
         raise MemoryLayoutError(f"{name}: shape {shape}; a latent is [tokens, dim] or [tokens, 1, dim] per layer")
-    seen = see(tensor, name)
+    info = inspect_tensor(tensor, name)
     if shape[0] % page_size:
         raise MemoryLayoutError(f"{name}: {shape[0]} tokens are not whole pages of {page_size}")
-    return seen
+    return info
 
 
-def see(tensor: Any, name: str) -> TensorInfo:
-    """Address and size of memory that we may write to, on the CPU or a GPU; raises MemoryLayoutError otherwise."""
+def inspect_tensor(tensor: Any, name: str) -> TensorInfo:
+    """Return address, shape and dtype of a tensor.
+
+    Raises:
+        MemoryLayoutError: the tensor is empty, read-only or not contiguous, or is on an unsupported device.
+    """
     shape = _shape(tensor, name)
     device = HOST
     if isinstance(tensor, np.ndarray):
@@ -93,45 +114,50 @@ def see(tensor: Any, name: str) -> TensorInfo:
             raise MemoryLayoutError(f"{name}: the array is read-only; a pool must be writable")
     else:
         if tensor.device.type not in ("cpu", "cuda"):
-            raise MemoryLayoutError(f"{name}: on device {tensor.device}; only pools on the CPU or a GPU are served")
+            raise MemoryLayoutError(f"{name}: on device {tensor.device}; a pool must be on the CPU or a CUDA GPU")
         if tensor.device.type == "cuda":
             device = tensor.device.index or 0
         contiguous, addr, itemsize = tensor.is_contiguous(), tensor.data_ptr(), tensor.element_size()
     if min(shape, default=0) == 0:
-        raise MemoryLayoutError(f"{name}: shape {shape} holds nothing")
+        raise MemoryLayoutError(f"{name}: shape {shape} is empty")
     if not contiguous:
         raise MemoryLayoutError(f"{name}: shape {shape} is not contiguous; pass the whole pool, not a slice")
     return TensorInfo(name, shape, str(tensor.dtype), itemsize, addr, itemsize * int(np.prod(shape)), device)
 
 
-def one_device(seen: Iterable[TensorInfo]) -> int:
-    """The device that all are on, or HOST; raises MemoryLayoutError naming two that are not on the same."""
-    first, *others = seen
-    for each in others:
-        if each.device != first.device:
+def common_device(infos: Iterable[TensorInfo]) -> int:
+    """Return the device of all tensors, or HOST.
+
+    Raises:
+        MemoryLayoutError: the tensors are on different devices; the text names two of them.
+    """
+    first, *others = infos
+    for info in others:
+        if info.device != first.device:
             raise MemoryLayoutError(
-                f"{first.name} is on {first.place}, {each.name} on {each.place}; give all KV on one device"
+                f"{first.name} is on {first.device_name}, {info.name} on {info.device_name}; all KV must be on one "
+                "device"
             )
     return first.device
 
 
-def refuse_overlap(seen: Iterable[TensorInfo]) -> None:
-    """Two tensors that share bytes would overwrite each other silently."""
-    for before, after in pairwise(sorted(seen, key=lambda each: each.addr)):
+def check_no_overlap(infos: Iterable[TensorInfo]) -> None:
+    """Raise MemoryLayoutError if two tensors share memory, because transfers would overwrite one with the other."""
+    for before, after in pairwise(sorted(infos, key=lambda info: info.addr)):
         if before.addr + before.nbytes > after.addr:
             first, second = sorted((before.name, after.name))
-            raise MemoryLayoutError(f"{first} and {second} share memory; every layer needs tensors of its own")
+            raise MemoryLayoutError(f"{first} and {second} share memory; every layer needs its own tensors")
 
 
 def _shape(tensor: Any, name: str) -> tuple[int, ...]:
-    """The shape of a torch tensor, known by its `data_ptr`, or of a numpy array; all else is refused."""
+    """The shape of a numpy array or a torch tensor; the latter is recognised by its `data_ptr` method."""
     if not isinstance(tensor, np.ndarray) and not hasattr(tensor, "data_ptr"):
         raise MemoryLayoutError(f"{name}: {type(tensor).__name__} is neither a torch tensor nor a numpy array")
     return tuple(int(size) for size in tensor.shape)
 
 
 def _is_hnd(tensor: Any, shape: tuple[int, ...]) -> bool:
-    """True for a [tokens, heads, dim] view of [heads, tokens, dim] memory."""
+    """Whether the tensor is a [tokens, heads, dim] view of [heads, tokens, dim] memory."""
     if isinstance(tensor, np.ndarray):
         strides = tuple(stride // tensor.itemsize for stride in tensor.strides)
     else:

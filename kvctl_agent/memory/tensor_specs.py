@@ -1,4 +1,4 @@
-"""What an engine gives of each segment: tensors in its own words, read as planes of rows of heads."""
+"""Tensors that an engine passes for each segment, and their conversion to planes of rows of heads."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ from kvctl_agent.contract.values import integer, shown
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.layout.sizes import check_size, check_sizes
-from kvctl_agent.memory.tensor_checks import TensorInfo, check_layer_tensors, inspect_latent, inspect_rows, see
+from kvctl_agent.memory.tensor_checks import (
+    TensorInfo,
+    check_layer_tensors,
+    inspect_latent,
+    inspect_rows,
+    inspect_tensor,
+)
 
 Tensors = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftKV:
-    """One model's KV tensors. An engine gives them for a draft model, which has the page numbers of its target; the
-    target's own are arguments of the pool, and are read the same way.
+    """KV tensors of a draft model, which uses the page numbers of the target model.
 
     Attributes:
-        k: per layer K, or the latent where `v` is None, as `KVPool.from_tensors` and `KVPool.mla` take them.
-        v: per layer V; None for a latent.
-        total_kv_heads: KV heads of that model; 1 for a latent.
-        k_scale, v_scale: per layer the scales of each page; a latent's are `k_scale`.
+        k: K of each layer, or the latent rows if `v` is None, as for `KVPool.from_tensors` and `KVPool.mla`.
+        v: V of each layer; None for a latent.
+        total_kv_heads: KV heads of the draft model; 1 for a latent.
+        k_scale, v_scale: For each layer the scales of each page; scales of a latent are passed as `k_scale`.
     """
 
     k: Tensors
@@ -38,16 +43,17 @@ class DraftKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateTensors:
-    """One component of per-request state, or of pages with numbers of their own.
+    """Tensors of one component of per-request state, or of pages with page numbers of their own.
 
     Attributes:
-        name: a word, the same on both sides.
-        tensors: per layer `[slots, ...]`, contiguous, on the device of the KV; none where this rank's stage has none.
-        layers: for each of its layers the KV layer that it runs beside; None: the first layers. Only asked for
-            where the agent is given no model.
-        heads: size of the dimension that is cut over tensor-parallel ranks, over the whole model; 1: every rank has
-            the whole component, and one is elected to send it.
-        axis: which dimension of a tensor that is (0 being the slots); None for a component that is not cut.
+        name: Name of the component, an identifier, the same on both sides.
+        tensors: For each layer `[slots, ...]`, contiguous, on the device of the KV; empty if this rank's pipeline stage
+            has no layer of the component.
+        layers: For each layer of the component the KV layer whose pipeline stage holds it; None for the first KV
+            layers. Used only if the agent is created without a model.
+        heads: Size over the whole model of the dimension that is divided over tensor-parallel ranks. 1 if every rank
+            has the whole component; then one elected rank sends it.
+        axis: The divided dimension of a tensor (0 is the slots); None if the component is not divided.
     """
 
     name: str
@@ -58,14 +64,14 @@ class StateTensors:
 
 
 class TensorSpec(NamedTuple):
-    """One segment's tensors, checked.
+    """Checked tensors of one segment.
 
     Attributes:
-        name: the segment's.
-        shape: of the model, or of the state component, with as many layers as this rank has.
-        heads: on this rank.
-        num_slots: pages or items.
-        layers: for each layer its planes.
+        name: Name of the segment.
+        shape: Shape of the model or state component, with the number of layers of this rank.
+        heads: Heads on this rank.
+        num_slots: Pages or items.
+        layers: For each layer, the tensor of each plane.
     """
 
     name: str
@@ -75,11 +81,16 @@ class TensorSpec(NamedTuple):
     layers: list[tuple[TensorInfo, ...]]
 
 
-def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
-    """K and V, or latents, and their scales; `name` is "kv" for the target's.
+def kv_spec(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
+    """Check K and V, or latent rows, and their scales.
+
+    Args:
+        kv: The tensors of the target or draft model.
+        page_size: Tokens per page.
+        name: "kv" for the target model, "draft" for the draft model.
 
     Raises:
-        MemoryLayoutError: names the layer, the tensor and what is wrong with it.
+        MemoryLayoutError: a tensor is unusable; the text names the layer and the tensor.
     """
     label = "" if name == "kv" else f"{name} "
     scales = {"k_scale": kv.k_scale, "v_scale": kv.v_scale} if kv.v is not None else {"scale": kv.k_scale}
@@ -91,28 +102,28 @@ def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
     if not kv.k or (kv.v is not None and len(kv.k) != len(kv.v)):
         count = len(kv.k)
         raise MemoryLayoutError(
-            f"{label}{count} latent layers; give one tensor for every layer"
+            f"{label}{count} latent layers; pass one tensor for every layer"
             if kv.v is None
-            else f"{label}{count} K and {len(kv.v)} V layers; give one K and one V for every layer"
+            else f"{label}{count} K and {len(kv.v)} V layers; pass one K and one V for every layer"
         )
     if kv.v is None and (kv.v_scale is not None or total_kv_heads != 1):
-        raise MemoryLayoutError(f"{label}latent: it has no V and one head; give no v_scale and total_kv_heads=1")
+        raise MemoryLayoutError(f"{label}latent: it has no V and one head; pass no v_scale and total_kv_heads=1")
 
-    def layers(tensors: Tensors, plane: str, look: Any) -> list[TensorInfo]:
+    def layers(tensors: Tensors, plane: str, inspect: Any) -> list[TensorInfo]:
         if len(tensors) != len(kv.k):
             raise MemoryLayoutError(f"{label}{len(tensors)} {plane} tensors for {len(kv.k)} layers")
-        return check_layer_tensors(tensors, [f"{label}layer {layer} {plane}" for layer in range(len(kv.k))], look)
+        return check_layer_tensors(tensors, [f"{label}layer {layer} {plane}" for layer in range(len(kv.k))], inspect)
 
     if kv.v is None:
         planes = [layers(kv.k, "latent", partial(inspect_latent, page_size=page_size))]
         first = planes[0][0]
         heads, k_dim, v_dim = 1, first.shape[-1], 0
     else:
-        look = partial(inspect_rows, page_size=page_size)
-        planes = [layers(kv.k, "k", look), layers(kv.v, "v", look)]
-        first, other = planes[0][0], planes[1][0]
-        heads, k_dim, v_dim = *first.shape[1:], other.shape[2]
-        other.expect((*first.shape[:2], v_dim), first)
+        inspect = partial(inspect_rows, page_size=page_size)
+        planes = [layers(kv.k, "k", inspect), layers(kv.v, "v", inspect)]
+        first, first_v = planes[0][0], planes[1][0]
+        heads, k_dim, v_dim = *first.shape[1:], first_v.shape[2]
+        first_v.expect((*first.shape[:2], v_dim), first)
     if total_kv_heads % heads:
         raise MemoryLayoutError(
             f"{label}total_kv_heads is {total_kv_heads}, not a multiple of the {heads} heads on this rank; "
@@ -124,7 +135,7 @@ def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
         if tensors is None:
             scale_bytes.append(0)
             continue
-        planes.append(layers(tensors, plane, see))
+        planes.append(layers(tensors, plane, inspect_tensor))
         scale_bytes.append(_scale_bytes(planes[-1][0], num_pages, heads, latent=kv.v is None))
     shape = ModelShape(
         num_layers=len(kv.k),
@@ -139,59 +150,62 @@ def read_kv(kv: DraftKV, page_size: int, name: str = "kv") -> TensorSpec:
     return TensorSpec(name, shape, heads, num_pages, list(zip(*planes, strict=True)))
 
 
-def read_state(state: StateTensors) -> TensorSpec:
-    """A component of state.
+def state_spec(state: StateTensors) -> TensorSpec:
+    """Check the tensors of a state component.
 
     Raises:
-        MemoryLayoutError: names the layer and what is wrong with it.
-        LayoutError: its name, or the layers it runs beside, are none.
+        MemoryLayoutError: a tensor is unusable; the text names the layer.
+        LayoutError: the component's name or KV layers are invalid.
     """
     if not isinstance(state.name, str):
-        raise MemoryLayoutError(f"state name is {shown(state.name)}: it must be a word")
+        raise MemoryLayoutError(f"state name is {shown(state.name)}: it must be a string")
     if not isinstance(state.tensors, Sequence):
         raise MemoryLayoutError(
             f"{state.name}: tensors is {shown(state.tensors)}: it must be a list, one for each layer"
         )
     count = len(state.tensors)
-    beside = tuple(range(count)) if state.layers is None else check_sizes(f"{state.name} layer", state.layers, 0)
-    of_model = check_size(f"{state.name}: heads", state.heads, error=MemoryLayoutError)
-    if len(beside) != count:
-        raise MemoryLayoutError(f"{state.name}: {count} tensors, but {len(beside)} layers that they run beside")
-    layers = check_layer_tensors(state.tensors, [f"{state.name} layer {layer}" for layer in range(count)], see)
+    kv_layers = tuple(range(count)) if state.layers is None else check_sizes(f"{state.name} layer", state.layers, 0)
+    total_heads = check_size(f"{state.name}: heads", state.heads, error=MemoryLayoutError)
+    if len(kv_layers) != count:
+        raise MemoryLayoutError(f"{state.name}: {count} tensors, but {len(kv_layers)} KV layers in `layers`")
+    names = [f"{state.name} layer {layer}" for layer in range(count)]
+    layers = check_layer_tensors(state.tensors, names, inspect_tensor)
     shape, axis = layers[0].shape, state.axis
     if axis is None:
-        if of_model != 1:
+        if total_heads != 1:
             raise MemoryLayoutError(
-                f"{state.name}: {of_model} heads over the whole model, but no axis; say which of {shape} is cut"
+                f"{state.name}: {total_heads} heads over the whole model, but no axis; set axis to the dimension of "
+                f"{shape} that is divided over ranks"
             )
         rows, heads, row = 1, 1, shape[1:]
     else:
         if (number := integer(axis)) is None or not 0 < number < len(shape):
             raise MemoryLayoutError(
-                f"{state.name}: axis {shown(axis)} is no dimension of an item; the shape is {shape}"
+                f"{state.name}: axis {shown(axis)} is not a dimension of an item; the shape is {shape}"
             )
         rows, heads, row = prod(shape[1:number]), shape[number], shape[number + 1 :]
-    if of_model % heads:
+    if total_heads % heads:
         raise MemoryLayoutError(
-            f"{state.name}: heads is {of_model}, not a multiple of the {heads} on this rank; "
+            f"{state.name}: heads is {total_heads}, not a multiple of the {heads} on this rank; "
             "pass the size over the whole model"
         )
-    component = StateShape(state.name, beside, rows, of_model, prod(row) * layers[0].itemsize)
+    component = StateShape(state.name, kv_layers, rows, total_heads, prod(row) * layers[0].itemsize)
     return TensorSpec(state.name, component, heads, shape[0], [(layer,) for layer in layers])
 
 
 def check_layers(name: str, tensors: object) -> None:
-    """Raises MemoryLayoutError for what is no list of tensors."""
+    """Raise MemoryLayoutError if `tensors` is not a list."""
     if not isinstance(tensors, Sequence):
         raise MemoryLayoutError(f"{name} is {shown(tensors)}: it must be a list of tensors, one for each layer")
 
 
 def _scale_bytes(scale: TensorInfo, num_pages: int, heads: int, latent: bool) -> int:
-    """Bytes of one page's and head's scales."""
-    wanted = (num_pages,) if latent else (num_pages, heads)
-    if scale.shape[: len(wanted)] != wanted:
-        words = "[pages, ...]" if latent else "[pages, heads, ...]"
+    """Bytes of the scales of one page and head."""
+    expected = (num_pages,) if latent else (num_pages, heads)
+    if scale.shape[: len(expected)] != expected:
+        layout = "[pages, ...]" if latent else "[pages, heads, ...]"
         raise MemoryLayoutError(
-            f"{scale.name}: shape {scale.shape}; scales are {words}, one row a page, so it must begin with {wanted}"
+            f"{scale.name}: shape {scale.shape}; scales are {layout}, one row per page, so the shape must begin with "
+            f"{expected}"
         )
-    return scale.itemsize * prod(scale.shape[len(wanted) :])
+    return scale.itemsize * prod(scale.shape[len(expected) :])

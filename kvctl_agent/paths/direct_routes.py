@@ -49,7 +49,7 @@ def routes(segment: SegmentPair, src_head: int, dst_head: int, heads: int) -> tu
     """The routes of one head slice of a mapped segment, one for each geometry of its planes."""
     lo, hi = segment.common_layers
     here, there = segment.bases(lo, hi)[0], segment.mapped_bases(lo, hi)
-    head_bytes = np.array([plane.head_bytes for plane in segment.ours.held.segment.planes], np.int64)
+    head_bytes = np.array([plane.head_bytes for plane in segment.ours.shard.segment.planes], np.int64)
     pairs = np.stack((here + src_head * head_bytes, there + dst_head * head_bytes), axis=2)
     found = _planes(segment, heads)
     return tuple(Route(geometry, lo, np.ascontiguousarray(pairs[:, planes])) for geometry, planes in found.items())
@@ -59,7 +59,7 @@ def geometries(segments: Iterable[SegmentPair]) -> set[Geometry]:
     """All that parts on a connection can have, to compile ahead."""
     found: set[Geometry] = set()
     for segment in segments:
-        ours, theirs = segment.ours.held, segment.theirs.held
+        ours, theirs = segment.ours.shard, segment.theirs.shard
         heads = min(ours.head_hi, theirs.head_hi) - max(ours.head_lo, theirs.head_lo)
         lo, hi = segment.common_layers
         if heads > 0 and lo < hi:
@@ -74,7 +74,7 @@ def check_pages(segment: SegmentPair, src: Pages, dst: Pages) -> None:
         if pages.item(pages.argmin()) < 0 or pages.item(pages.argmax()) >= side.num_slots:
             whose = "ours" if side is segment.ours else "the peer's"
             raise MemoryLayoutError(
-                f"{side.held.segment.name}: pages {pages.min()} to {pages.max()} are not all in a pool of "
+                f"{side.shard.segment.name}: pages {pages.min()} to {pages.max()} are not all in a pool of "
                 f"{side.num_slots} ({whose})"
             )
 
@@ -82,7 +82,7 @@ def check_pages(segment: SegmentPair, src: Pages, dst: Pages) -> None:
 def _planes(segment: SegmentPair, heads: int) -> dict[Geometry, list[int]]:
     """Planes by the geometry of such a slice."""
     found: dict[Geometry, list[int]] = {}
-    for number, plane in enumerate(segment.ours.held.segment.planes):
+    for number, plane in enumerate(segment.ours.shard.segment.planes):
         width = heads * plane.head_bytes
         src, dst = segment.ours.row_bytes(number), segment.theirs.row_bytes(number)
         if width == src == dst:  # all heads on both sides: a page is one row

@@ -29,7 +29,7 @@ class SegmentPair:
         """
         self.ours = ours
         self.theirs = theirs
-        planes = len(theirs.held.segment.planes)
+        planes = len(theirs.shard.segment.planes)
         self.page_bytes = np.array([theirs.page_bytes(plane) for plane in range(planes)], np.int64)
         self._ours = np.array(ours.bases, np.int64).reshape(-1, planes)
         self._theirs = np.array(theirs.bases, np.int64).reshape(-1, planes)
@@ -38,7 +38,7 @@ class SegmentPair:
     @property
     def common_layers(self) -> tuple[int, int]:
         """The layers [lo, hi) that both sides hold; none where lo >= hi."""
-        ours, theirs = self.ours.held, self.theirs.held
+        ours, theirs = self.ours.shard, self.theirs.shard
         return max(ours.layer_lo, theirs.layer_lo), min(ours.layer_hi, theirs.layer_hi)
 
     def bases(self, lo: int, hi: int) -> tuple[Numbers, Numbers]:
@@ -48,18 +48,18 @@ class SegmentPair:
             MemoryLayoutError: as `check_layers`.
         """
         self.check_layers(lo, hi)
-        ours, theirs = self.ours.held.layer_lo, self.theirs.held.layer_lo
+        ours, theirs = self.ours.shard.layer_lo, self.theirs.shard.layer_lo
         return self._ours[lo - ours : hi - ours], self._theirs[lo - theirs : hi - theirs]
 
     def mapped_bases(self, lo: int, hi: int) -> Numbers:
         """The peer's addresses of `bases`, in our address space; only where its memory is mapped."""
         assert self._mapped is not None
-        first = self.theirs.held.layer_lo
+        first = self.theirs.shard.layer_lo
         return self._mapped[lo - first : hi - first]
 
     def check_layers(self, lo: int, hi: int) -> None:
         """Raises MemoryLayoutError unless both sides hold layers [lo, hi)."""
-        for held in (self.ours.held, self.theirs.held):
+        for held in (self.ours.shard, self.theirs.shard):
             if not held.layer_lo <= lo < hi <= held.layer_hi:
                 raise MemoryLayoutError(
                     f"{held.segment.name}: layers {layer_range(lo, hi)} are not those of a rank that has "

@@ -58,16 +58,16 @@ class SlicePath:
 
 def _rows(where: SegmentAddresses, head: int, heads: int) -> tuple[Addresses, Sizes]:
     """Every row of a segment, numbered layer, plane, page, row."""
-    count = where.held.num_layers * where.num_slots * sum(plane.rows for plane in where.held.segment.planes)
+    count = where.shard.num_layers * where.num_slots * sum(plane.rows for plane in where.shard.segment.planes)
     if count > _MOST_ROWS:
         raise MemoryLayoutError(
-            f"{where.held.segment.name}: {count} rows cannot be numbered by 32 bits; use the staged path for this pool"
+            f"{where.shard.segment.name}: {count} rows cannot be numbered by 32 bits; use the staged path for this pool"
         )
     pages = np.arange(where.num_slots, dtype=np.int64)
     addrs: list[npt.NDArray[np.int64]] = []
     sizes: list[npt.NDArray[np.uint64]] = []
-    for layer in range(where.held.layer_lo, where.held.layer_hi):
-        for number, plane in enumerate(where.held.segment.planes):
+    for layer in range(where.shard.layer_lo, where.shard.layer_hi):
+        for number, plane in enumerate(where.shard.segment.planes):
             rows = where.row_addrs(layer, number, pages, head)
             addrs.append(rows)
             sizes.append(np.full(len(rows), heads * plane.head_bytes, np.uint64))
@@ -78,9 +78,9 @@ def _numbers(where: SegmentAddresses, pages: Pages, lo: int, hi: int) -> npt.NDA
     """Numbers, in `_rows`, of all rows of `pages` in layers [lo, hi); they fit, since `_rows` was built."""
     inside: list[npt.NDArray[np.int32]] = []  # of one layer
     before = 0
-    for plane in where.held.segment.planes:
+    for plane in where.shard.segment.planes:
         rows = np.arange(before, before + plane.rows, dtype=np.int32)
         inside.append((pages[:, None] * np.int32(plane.rows) + rows).reshape(-1))
         before += where.num_slots * plane.rows
-    layers = np.arange(lo - where.held.layer_lo, hi - where.held.layer_lo, dtype=np.int32)[:, None]
+    layers = np.arange(lo - where.shard.layer_lo, hi - where.shard.layer_lo, dtype=np.int32)[:, None]
     return (layers * np.int32(before) + np.concatenate(inside)).reshape(-1)

@@ -98,7 +98,7 @@ class StagedFlight(Flight):
         if not self._filling:
             return False
         self._since_ns = time.monotonic_ns()
-        into = [buffer.stretch for buffer in self._filling]
+        into = [buffer.span for buffer in self._filling]
         self._work = self._copier.gather(self._rows, pieces[: len(into)], into)
         return True
 
@@ -117,7 +117,7 @@ class StagedFlight(Flight):
 
     def _post(self, tag: bytes | None) -> None:
         buffer, piece = self._held[0], self._pieces[self._next]
-        here = np.array([buffer.stretch.addr], np.uint64)
+        here = np.array([buffer.span.addr], np.uint64)
         there = np.array([self._target + piece.offset], np.uint64)
         since = time.monotonic_ns()
         write = self.connection.transport.write(

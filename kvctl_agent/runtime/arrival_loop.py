@@ -81,7 +81,7 @@ class ArrivalLoop:
         self._report = report
         self._telemetry = telemetry
         self._orders: SimpleQueue[Scatter | Check | None] = SimpleQueue()
-        held = [(memory, memory.held.heads) for memory in pool.segments if memory.blocks]
+        held = [(memory, memory.shard.heads) for memory in pool.segments if memory.blocks]
         self._ahead = [(memory, heads // ranks) for memory, heads in held for ranks in _RANKS if heads % ranks == 0]
         self._begun: list[_Begun] = []
         self._begun_s = 0.0  # when the last of them was

@@ -16,10 +16,10 @@ from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
 from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.memory.addresses import PoolAddresses
-from kvctl_agent.memory.block_table import gathers_between
+from kvctl_agent.memory.block_table import gather_geometries
 from kvctl_agent.memory.buffers import StagingBuffers
 from kvctl_agent.memory.huge_pages import HugePageMemory
-from kvctl_agent.memory.memcpy_rate import halves_gb_per_s
+from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s_within
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.base import BULK, SLICE, PeerConnection
 from kvctl_agent.paths.calibration import measure_copies
@@ -231,7 +231,7 @@ class PeerConnections:
     def _calibrate_copies(self, connection: PeerConnection) -> None:
         """What row copies cost, on the memory that they are for."""
         with HugePageMemory(_COPIES_BYTES) as memory:
-            self.memory_gb_per_s = halves_gb_per_s(memory.array)
+            self.memory_gb_per_s = memcpy_gb_per_s_within(memory.array)
             if self._pool.device is None:
                 self._chooser.copy = measure_copies(memory.array)
                 return
@@ -241,7 +241,7 @@ class PeerConnections:
         try:
             if buffer is None:
                 raise LocalProtocolError(f"{self._name}: no staging buffer was free to measure copies with")
-            staging = Region(buffer.stretch.addr, buffer.stretch.nbytes)
+            staging = Region(buffer.span.addr, buffer.span.nbytes)
             self._chooser.copy = measure_device_copies(copies, self._source(), staging)
             scratch = self._scratch.get(connection.peer)
             if connection.mapping is not None and scratch is not None:
@@ -268,7 +268,7 @@ class PeerConnections:
         wanted: set[Geometry] = set()
         for connection in list(self.by_peer.values()):
             for segment in connection.segments:
-                wanted |= gathers_between(segment.ours.held, segment.theirs.held)
+                wanted |= gather_geometries(segment.ours.shard, segment.theirs.shard)
             if connection.mapping:
                 wanted |= geometries(connection.segments)
         if device is None or not wanted - self._compiled:

@@ -24,7 +24,7 @@ from kvctl_agent.device.base import (
     Export,
     Geometry,
     Mapping,
-    Places,
+    PageIds,
     RowCopies,
 )
 from kvctl_agent.errors import DeviceError
@@ -38,7 +38,7 @@ class Begun(NamedTuple):
     """One `RowCopies.begin`, as it was called."""
 
     batches: tuple[Batch, ...]
-    pages: Places
+    pages: PageIds
     after: Event | None
     programs: int | None
 
@@ -121,7 +121,7 @@ class HostCopies:
     def begin(
         self,
         batches: Sequence[Batch | BlockRanges],
-        pages: Places,
+        pages: PageIds,
         after: Event | None = None,
         programs: int | None = None,
     ) -> Event:

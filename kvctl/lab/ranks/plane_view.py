@@ -64,10 +64,10 @@ def plane_views(pool: KVPool, dtype_bytes: int) -> list[PlaneView]:
         dtype_bytes: of an element of KV.
     """
     return [
-        PlaneView(pool, memory.held, index, plane, Writer(_rows(memory.held, plane, dtype_bytes)))
+        PlaneView(pool, memory.shard, index, plane, Writer(_rows(memory.shard, plane, dtype_bytes)))
         for memory in pool.segments
-        if memory.held.num_layers
-        for index, plane in enumerate(memory.held.segment.planes)
+        if memory.shard.num_layers
+        for index, plane in enumerate(memory.shard.segment.planes)
     ]
 
 

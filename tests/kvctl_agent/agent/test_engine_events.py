@@ -27,7 +27,7 @@ def launch(agent: Any, pages: np.ndarray) -> HostEvent:
     """A forward that computes these pages: what is in them is junk until its event is done."""
     segment = agent.pool.segments[0]
     blocks = [
-        segment.block(layer, kv) for layer in range(segment.held.layer_lo, segment.held.layer_hi) for kv in (0, 1)
+        segment.block(layer, kv) for layer in range(segment.shard.layer_lo, segment.shard.layer_hi) for kv in (0, 1)
     ]
     views = [block.reshape(segment.num_slots, -1) for block in blocks]
     truth = [view[pages].copy() for view in views]

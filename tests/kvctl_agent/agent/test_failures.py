@@ -486,7 +486,7 @@ class TestCalibration:
         wait(lambda: agent.chooser.lane is not None)
         held = []
         while (buffer := agent.buffers.acquire()) is not None:
-            buffer.stretch.array[:] = 0x5A
+            buffer.span.array[:] = 0x5A
             held.append(buffer)
         agent.buffers.release(held.pop())
         agent.chooser.lane = None
@@ -495,7 +495,7 @@ class TestCalibration:
         assert done.wait(60)
         assert agent.chooser.lane is not None
         for buffer in held:
-            assert bool((buffer.stretch.array == 0x5A).all())
+            assert bool((buffer.span.array == 0x5A).all())
             agent.buffers.release(buffer)
 
     def test_measuring_on_request_gives_sane_costs(self, make_fleet: Any, transport: str) -> None:

@@ -101,7 +101,7 @@ class Fleet:
         """Every byte of every decode pool: `moved` are (source, destination) pages or items, by segment."""
         for agent in self.decode.agents:
             for memory in agent.pool.segments:
-                here, segment = memory.held, memory.held.segment
+                here, segment = memory.shard, memory.shard.segment
                 pairs = moved.get("kv" if segment.name == "draft" else segment.name, [])
                 for layer in range(here.layer_lo, here.layer_hi):
                     for place, plane in enumerate(segment.planes):
@@ -122,7 +122,7 @@ def _all(side: ParallelConfig) -> range:
 
 def _truth(memory: Any, layer: int, plane: int) -> np.ndarray:
     """What a prefill rank holds: each row names its segment, layer, plane, page, row and head."""
-    here = memory.held
+    here = memory.shard
     rows, head_bytes = here.segment.planes[plane].rows, here.segment.planes[plane].head_bytes
     page, row, head, byte = np.ogrid[: memory.num_slots, :rows, here.head_lo : here.head_hi, :head_bytes]
     value = page * 5 + row * 3 + head * 11 + byte + here.segment.index * 7 + layer * 31 + plane * 13
@@ -131,8 +131,8 @@ def _truth(memory: Any, layer: int, plane: int) -> np.ndarray:
 
 def _fill(agent: Agent, *, truth: bool) -> None:
     for memory in agent.pool.segments:
-        for layer in range(memory.held.layer_lo, memory.held.layer_hi):
-            for plane in range(len(memory.held.segment.planes)):
+        for layer in range(memory.shard.layer_lo, memory.shard.layer_hi):
+            for plane in range(len(memory.shard.segment.planes)):
                 memory.block(layer, plane)[:] = _truth(memory, layer, plane).reshape(-1) if truth else POISON
 
 
@@ -358,7 +358,7 @@ class TestMisuse:
         pool = KVPool.from_tensors(k, v, page_size=4, total_kv_heads=2)
         with pytest.raises(ConfigError, match="give the agent model="):
             Agent(role="prefill", rank=Rank(pp_size=2), pool=pool, name="x", bootstrap="ipc:///x", transport="loopback")
-        with pytest.raises(MemoryLayoutError, match="kv: the pool has 1 layers, but the plan says 3"):
+        with pytest.raises(MemoryLayoutError, match="kv: the pool has 1 layers, but the plan requires 3"):
             Agent(
                 role="prefill",
                 rank=Rank(pp_size=2),

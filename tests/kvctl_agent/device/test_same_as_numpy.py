@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.device.base import Batch, BlockRanges, Device, Places
+from kvctl_agent.device.base import Batch, BlockRanges, Device, PageIds
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.device.row_copies import DEFAULT
 from kvctl_agent.errors import DeviceUnavailable
@@ -53,7 +53,7 @@ def no_leaks() -> None:
 class Interpreted:
     """`Copies` that happen at once."""
 
-    def begin(self, batches: Sequence[Batch | BlockRanges], pages: Places, **_: Any) -> SimpleNamespace:
+    def begin(self, batches: Sequence[Batch | BlockRanges], pages: PageIds, **_: Any) -> SimpleNamespace:
         for batch in batches:
             # Wide enough that the interpreter takes a block in one go.
             launch(batch, pages, DEFAULT.bounded, programs=1)

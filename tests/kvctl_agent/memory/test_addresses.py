@@ -1,4 +1,4 @@
-"""What a peer is told of a pool, and the arithmetic on it; what a peer tells us may be anything."""
+"""Pool addresses: the wire format, the address arithmetic, and arbitrary values from a peer."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class TestAddresses:
             ({"bases": [1, 2, 3, 4, 5, (1 << 63) - 1]}, "conv ends beyond 64 bits"),
             ({"slots": [3, 6]}, "2 slots, but the model has 3 segments"),
             ({"slots": [3, "6", 0]}, "slots is not a list"),
-            ({"slots": [3, 0, 0]}, "slots of conv is 0, with 2 layers there"),
-            ({"slots": [3, 6, 1]}, "slots of swa is 1, with 0 layers"),
+            ({"slots": [3, 0, 0]}, "slots of conv is 0, but that rank holds 2 of its layers"),
+            ({"slots": [3, 6, 1]}, "slots of swa is 1, but that rank holds 0"),
             ({"slots": [3, 1 << 60, 0]}, "conv ends beyond 64 bits"),
             ({"surprise": 1}, "surprise"),
         ],
@@ -94,7 +94,7 @@ class TestAddresses:
     @settings(max_examples=300, deadline=None)
     @given(data=st.data())
     def test_a_hostile_wire_form_is_refused_or_safe_to_reckon_with(self, data: st.DataObject) -> None:
-        """Whatever is accepted gives addresses that are in 64 bits, and pages and items where there are layers."""
+        """Any accepted value has addresses below 64 bits, and pages or items wherever there are layers."""
         number = st.one_of(st.integers(-2, 9), st.integers(0, 1 << 64), st.none(), st.text(max_size=2), st.floats())
         lists = st.one_of(
             number, st.lists(number, max_size=7), st.lists(st.integers(0, 1 << 63), min_size=6, max_size=6)
@@ -108,7 +108,7 @@ class TestAddresses:
             return
         assert where.to_wire() == wire
         for segment in where.segments:
-            assert bool(segment.num_slots) == bool(segment.bases) == bool(segment.held.num_layers)
+            assert bool(segment.num_slots) == bool(segment.bases) == bool(segment.shard.num_layers)
             for layer in segment.bases:
                 for plane, base in enumerate(layer):
                     assert 0 <= base + segment.num_slots * segment.page_bytes(plane) < 1 << 63

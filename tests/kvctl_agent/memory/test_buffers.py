@@ -1,4 +1,4 @@
-"""Staging buffers: bounded, never waiting, counted, and each its own memory."""
+"""Staging buffers: bounded, never waiting, counted, and without overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_buffers_are_disjoint_and_lie_in_the_registered_region() -> None:
     spans = []
     for buffer in buffers:
         assert buffer is not None
-        addr, nbytes, array = buffer.stretch
+        addr, nbytes, array = buffer.span
         assert array is not None
         assert (array.ctypes.data, array.nbytes) == (addr, nbytes)
         assert nbytes == staging.buffer_bytes >= 5000

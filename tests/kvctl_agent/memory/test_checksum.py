@@ -1,4 +1,4 @@
-"""The checksum of a part: the same on both sides, whatever their pages, heads and layouts; another one for any byte."""
+"""The checksum of a part: equal on both sides for any pages, heads and layouts; different if any byte differs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pool(side: ParallelConfig, rank: int, pages: int) -> KVPool:
 
 @pytest.fixture
 def pools() -> Iterator[tuple[KVPool, KVPool]]:
-    """A writer's and a reader's, with the part in both."""
+    """A writer's and a reader's pool with the same part in both."""
     writer, reader = pool(ParallelConfig(tp=2), 1, 8), pool(ParallelConfig(), 0, 16)
     random = np.random.default_rng(4)
     for layer in range(3):
@@ -63,7 +63,7 @@ def test_one_bit_anywhere_is_found(pools: tuple[KVPool, KVPool], layer: int, pla
     assert here != there
 
 
-def test_what_lies_beside_the_part_does_not_matter(pools: tuple[KVPool, KVPool]) -> None:
+def test_bytes_outside_the_part_are_ignored(pools: tuple[KVPool, KVPool]) -> None:
     writer, reader = pools
     before = checksums(writer, reader)
     reader.segments[0].block(0, 0).reshape(16, 4, 4, 16)[:, :, :2] ^= 255

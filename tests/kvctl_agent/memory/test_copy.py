@@ -53,13 +53,13 @@ def filled(layers: range, pages: int, heads: int, planes: Planes, seed: int = 1)
 def part_rows(
     memory: SegmentMemory, layers: range, pages: list[int], head: int, heads: int
 ) -> Iterator[tuple[int, int, slice]]:
-    """(layer, plane, place in the block) of every head's row of a part, by definition, in the region's order."""
+    """(layer, plane, position in the block) of every head's row of a part, by definition, in the region's order."""
     for layer in layers:
-        for plane, (_, rows, head_bytes) in enumerate(memory.held.segment.planes):
+        for plane, (_, rows, head_bytes) in enumerate(memory.shard.segment.planes):
             for page in pages:
                 for row in range(rows):
                     for each in range(head, head + heads):
-                        start = ((page * rows + row) * memory.held.heads + each) * head_bytes
+                        start = ((page * rows + row) * memory.shard.heads + each) * head_bytes
                         yield layer, plane, slice(start, start + head_bytes)
 
 
@@ -142,7 +142,7 @@ def test_kernels_work_on_torch_tensors_of_any_element_size(dtype: torch.dtype) -
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_is_gathered_here_and_scattered_there_reads_the_same(data: st.DataObject) -> None:
-    """Two ranks of different page numbers, pipeline stages and local heads, as prefill and decode are."""
+    """Two ranks with different page numbers, pipeline stages and local heads, as prefill and decode have."""
     heads = data.draw(st.integers(1, 4))
     sides = [(heads + data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))) for _ in range(2)]
     (from_heads, from_layer), (to_heads, to_layer) = sides
@@ -187,11 +187,11 @@ class TestRuns:
 
 
 class TestStack:
-    """Short rooms of many layers go in one call per run of pages, where the blocks allow it."""
+    """Short rooms of many layers are copied with one call per page run if the blocks allow it."""
 
     @pytest.mark.parametrize("name", ["K and V alike", "one row a page", "latent", "items of state"])
     @pytest.mark.parametrize("heads", [1, 4])
-    def test_a_slab_of_planes_that_are_alike_is_one_stack(self, name: str, heads: int) -> None:
+    def test_equal_planes_of_one_allocation_are_one_stack(self, name: str, heads: int) -> None:
         with filled(LAYERS, 10, 4, PLANES[name]) as memory:
             stack = memory.head_slice(0, heads).stack
             assert stack is not None
@@ -266,7 +266,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(("lo", "hi", "asked"), [(2, 4, "layers 2-3"), (4, 6, "layers 4-5"), (5, 6, "layers 5")])
     def test_layers_of_another_stage(self, memory: SegmentMemory, lo: int, hi: int, asked: str) -> None:
-        with pytest.raises(MemoryLayoutError, match=f"kv: {asked} asked for, but this rank has layers 3-4"):
+        with pytest.raises(MemoryLayoutError, match=f"kv: {asked} requested, but this rank has layers 3-4"):
             memory.part_layout(lo, hi, 1, 1)
         with pytest.raises(MemoryLayoutError, match="but this rank has layers 3-4"):
             memory.block(hi - 1 if lo > 3 else lo, 0)
@@ -278,7 +278,7 @@ class TestRefusals:
             lambda: memory.head_slice(0, 4),
             lambda: memory.part_layout(8, 9, 1, 4),
         ):
-            with pytest.raises(MemoryLayoutError, match=r"draft: .* this rank's stage has none of its layers"):
+            with pytest.raises(MemoryLayoutError, match=r"draft: .* this rank's pipeline stage has none of its layers"):
                 asked()
 
 
@@ -330,7 +330,7 @@ class TestPartLayout:
         )
 
     def test_small_blocks_ride_with_the_rest_of_a_large_one(self) -> None:
-        """Scales of a long room are no writes of their own."""
+        """Scales of a long room are not pieces of their own."""
         part = PartLayout(0, 1, 10, (100, 100, 2, 2))
         assert [piece.nbytes for piece in part.pieces(900)] == [500, 500, 500, 540]
         assert part.pieces(900)[-1].spans == (Span(0, 1, 5, 10), Span(0, 2, 0, 10), Span(0, 3, 0, 10))

@@ -1,4 +1,4 @@
-"""The copy crew: all jobs run once, on as many threads as asked, errors surface, nothing outlives close."""
+"""The copy pool: all jobs run once on the requested number of threads, errors are raised, threads end at close."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from kvctl_agent.memory.copy_pool import CopyPool, copy_threads
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_every_job_runs_exactly_once(threads: int) -> None:
-    crew = CopyPool(threads)
+    pool = CopyPool(threads)
     try:
         for count in (0, 1, 2, 50):
             done: list[int] = []
-            crew.run([partial(done.append, number) for number in range(count)])
+            pool.run([partial(done.append, number) for number in range(count)])
             assert sorted(done) == list(range(count))
     finally:
-        crew.close()
+        pool.close()
 
 
 def test_one_thread_is_the_caller_itself() -> None:
-    crew = CopyPool(1)
+    pool = CopyPool(1)
     seen: list[int] = []
-    crew.run([lambda: seen.append(threading.get_ident())])
-    crew.close()
+    pool.run([lambda: seen.append(threading.get_ident())])
+    pool.close()
     assert seen == [threading.get_ident()]
 
 
 def test_two_threads_run_two_jobs_at_the_same_time() -> None:
-    crew = CopyPool(2)
+    pool = CopyPool(2)
     meeting = threading.Barrier(2)
     try:
-        crew.run([partial(meeting.wait, 20), partial(meeting.wait, 20)])
+        pool.run([partial(meeting.wait, 20), partial(meeting.wait, 20)])
     finally:
-        crew.close()
+        pool.close()
 
 
 def test_an_error_is_raised_after_the_running_jobs_ended_and_stops_the_rest() -> None:
-    crew = CopyPool(2)
+    pool = CopyPool(2)
     both, slow_done = threading.Barrier(2), threading.Event()
     started: list[int] = []
 
@@ -60,24 +60,24 @@ def test_an_error_is_raised_after_the_running_jobs_ended_and_stops_the_rest() ->
 
     try:
         with pytest.raises(ValueError, match="page 3"):
-            crew.run([fails, slow, *[later] * 20])
+            pool.run([fails, slow, *[later] * 20])
         assert slow_done.is_set()
         assert len(started) < 20
-        crew.run([slow_done.clear])
-        assert not slow_done.is_set(), "the crew works on after an error"
+        pool.run([slow_done.clear])
+        assert not slow_done.is_set(), "the pool still works after an error"
     finally:
-        crew.close()
+        pool.close()
 
 
 def test_close_joins_its_threads_and_refuses_later_work() -> None:
     before = threading.active_count()
-    crew = CopyPool(3)
+    pool = CopyPool(3)
     assert threading.active_count() == before + 2
-    crew.close()
-    crew.close()
+    pool.close()
+    pool.close()
     assert threading.active_count() == before
     with pytest.raises(LocalProtocolError, match="closed"):
-        crew.run([])
+        pool.run([])
 
 
 def test_the_default_is_one_or_two_threads() -> None:

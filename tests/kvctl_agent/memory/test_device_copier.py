@@ -1,4 +1,4 @@
-"""Launches of a device copy exactly what numpy copies: any head slice, any planes, any pieces, parts together."""
+"""Kernel launches copy the same bytes as numpy for any head slice, planes and pieces, and for several parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
 from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
-from kvctl_agent.memory.block_table import gathers_between
+from kvctl_agent.memory.block_table import gather_geometries
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copier import LandedPart, PendingCopy
 from kvctl_agent.memory.copy_pool import CopyPool
@@ -63,7 +63,7 @@ def bytes_of(memory: SegmentMemory) -> list[bytes]:
 
 
 def gathered(memory: SegmentMemory, head: int, heads: int, layers: tuple[int, int]) -> tuple[PartLayout, np.ndarray]:
-    """A part by numpy."""
+    """A part gathered by numpy."""
     part = memory.part_layout(*layers, len(PAGES), heads)
     out = np.empty(part.region_bytes, np.uint8)
     (whole,) = part.pieces(part.nbytes)
@@ -153,8 +153,8 @@ class TestLaunches:
             assert scatter.pages.tolist() == PAGES.tolist() * 2
             copier.prepare(memory, 2, 2)
             assert device.prepared == [batch.geometry for batch in scatter.batches]
-            two = memory.held._replace(head_lo=2, head_hi=4)
-            assert gathers_between(memory.held, two) == {batch.geometry for batch in gather.batches}
+            two = memory.shard._replace(head_lo=2, head_hi=4)
+            assert gather_geometries(memory.shard, two) == {batch.geometry for batch in gather.batches}
             copier.close()
 
     def test_parts_of_different_writers_share_one(self, device: HostDevice, ring: RingMemory) -> None:
@@ -177,7 +177,7 @@ class TestLaunches:
     def test_stretches_that_are_alike_differ_in_address_head_and_pages(
         self, device: HostDevice, ring: RingMemory
     ) -> None:
-        """What was worked out for one is used for the next."""
+        """Block ranges of one part are reused for the next."""
         copier = DeviceCopier(device.copies())
         with filled(PLANES["with scales"], device) as memory:
             part = memory.part_layout(2, 8, len(PAGES), 2)
@@ -198,9 +198,9 @@ class TestLaunches:
             copier.prepare(memory, 0, HEADS)
             page = 4 * HEADS * 32
             assert device.prepared == [Geometry(1, page, page, page, False, True)]
-            assert gathers_between(memory.held, memory.held) == {Geometry(1, page, page, page, True, False)}
-            elsewhere = memory.held._replace(head_lo=HEADS, head_hi=2 * HEADS)
-            assert gathers_between(memory.held, elsewhere) == set()
+            assert gather_geometries(memory.shard, memory.shard) == {Geometry(1, page, page, page, True, False)}
+            elsewhere = memory.shard._replace(head_lo=HEADS, head_hi=2 * HEADS)
+            assert gather_geometries(memory.shard, elsewhere) == set()
 
 
 class TestRefusal:
@@ -217,7 +217,7 @@ class TestRefusal:
             with pytest.raises(MemoryLayoutError, match="do not fit into"):
                 copier.scatter([LandedPart(rows, part, ring.view(0, 1))])
             for wrong in (fewer, RowIndex(memory, PAGES, 0, 4)):
-                with pytest.raises(MemoryLayoutError, match="bytes of staging are not blocks 0 to 3"):
+                with pytest.raises(MemoryLayoutError, match="bytes of staging do not match blocks 0 to 3"):
                     copier.scatter([LandedPart(wrong, part, ring.view(0, part.region_bytes))])
             beyond = PartLayout(5, 2, len(PAGES), part.page_bytes)
             with pytest.raises(MemoryLayoutError, match=r"blocks 10 to 13, .* lie outside the 12 blocks"):

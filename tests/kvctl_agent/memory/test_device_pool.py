@@ -1,4 +1,4 @@
-"""Pools on a device: what is where, what is registered, and which tensors are refused."""
+"""Pools on a device: addresses, registered regions, and refused tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def layers(count: int, shape: tuple[int, ...], index: int = 0) -> list[Cuda]:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The devices that were opened, which are stand-ins."""
+    """The opened devices, which are stand-ins."""
     asked: list[int] = []
 
     def open_device(index: int) -> HostDevice:
@@ -127,10 +127,10 @@ class TestTensors:
     @pytest.mark.parametrize(
         ("parts", "message"),
         [
-            ({"v": layers(2, (20, 4, 8), 1)}, "layer 0 k is on cuda:0, layer 0 v on cuda:1; give all KV on one device"),
+            ({"v": layers(2, (20, 4, 8), 1)}, "layer 0 k is on cuda:0, layer 0 v on cuda:1; all KV must be on one"),
             ({"v": [torch.zeros(20, 4, 8, dtype=torch.float16)] * 2}, "layer 0 v on the CPU"),
             ({"state": [StateTensors("conv", layers(1, (6, 3), 2))]}, "conv layer 0 on cuda:2"),
-            ({"aux": Cuda((2, 8), 0, torch.uint8)}, "aux: on cuda:0; aux rows are the host's"),
+            ({"aux": Cuda((2, 8), 0, torch.uint8)}, "aux: on cuda:0; aux rows must be on the CPU"),
         ],
     )
     def test_what_is_apart_is_refused_by_name(self, opened: list[int], parts: dict[str, Any], message: str) -> None:
@@ -154,8 +154,8 @@ class TestStaging:
         buffer = staging.acquire()
         assert buffer is not None
         assert (staging.region().device, ring.region().device) == (2, 2)
-        assert buffer.stretch.array is ring.view(0, 1).array is None
-        assert staging.region().addr <= buffer.stretch.addr < staging.region().addr + 4096 * 2
+        assert buffer.span.array is ring.view(0, 1).array is None
+        assert staging.region().addr <= buffer.span.addr < staging.region().addr + 4096 * 2
         assert ring.view(256, 16) == (ring.addr + 256, 16, None)
         ring.close()
         with pytest.raises(MemoryLayoutError, match="outside the ring of 0 bytes"):

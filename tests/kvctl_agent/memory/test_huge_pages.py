@@ -1,4 +1,4 @@
-"""Slabs: huge-page memory that comes aligned and zeroed and goes when told."""
+"""Huge-page memory: aligned and zeroed after allocation, freed at close."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def smaps_kib(addr: int, key: str) -> int | None:
     return None
 
 
-def test_a_slab_is_aligned_zeroed_and_exactly_as_large_as_asked() -> None:
-    with HugePageMemory(3 * HUGE_PAGE_BYTES + 17) as slab:
-        assert slab.addr % HUGE_PAGE_BYTES == 0
-        assert slab.array.nbytes == slab.nbytes == 3 * HUGE_PAGE_BYTES + 17
-        assert slab.array.ctypes.data == slab.addr
-        assert slab.region == (slab.addr, slab.nbytes, HOST)
-        assert not slab.array.any()
-        slab.array[-1] = 7
-        assert slab.array[-1] == 7
+def test_a_slab_is_aligned_zeroed_and_of_the_requested_size() -> None:
+    with HugePageMemory(3 * HUGE_PAGE_BYTES + 17) as memory:
+        assert memory.addr % HUGE_PAGE_BYTES == 0
+        assert memory.array.nbytes == memory.nbytes == 3 * HUGE_PAGE_BYTES + 17
+        assert memory.array.ctypes.data == memory.addr
+        assert memory.region == (memory.addr, memory.nbytes, HOST)
+        assert not memory.array.any()
+        memory.array[-1] = 7
+        assert memory.array[-1] == 7
 
 
 @pytest.mark.skipif(
@@ -45,27 +45,27 @@ def test_a_slab_is_aligned_zeroed_and_exactly_as_large_as_asked() -> None:
 )
 @pytest.mark.parametrize("nbytes", [8 << 20, 64 << 20], ids=["one thread touches", "two threads touch"])
 def test_a_slab_is_resident_in_huge_pages_before_its_first_use(nbytes: int) -> None:
-    with HugePageMemory(nbytes) as slab:
-        huge_kib = smaps_kib(slab.addr, "AnonHugePages")
+    with HugePageMemory(nbytes) as memory:
+        huge_kib = smaps_kib(memory.addr, "AnonHugePages")
         assert huge_kib is not None
         assert huge_kib >= nbytes // 1024
 
 
 def test_close_unmaps_and_may_be_called_twice() -> None:
-    slab = HugePageMemory(4 << 20)
-    addr = slab.addr
-    slab.close()
-    slab.close()
+    memory = HugePageMemory(4 << 20)
+    addr = memory.addr
+    memory.close()
+    memory.close()
     assert smaps_kib(addr, "Rss") in (None, 0)
-    assert slab.array.nbytes == 0
+    assert memory.array.nbytes == 0
 
 
 def test_close_gives_the_pages_back_even_when_a_view_outlives_it() -> None:
-    slab = HugePageMemory(16 << 20)
-    slab.array[:] = 9
-    view = slab.array[: 8 << 20]
-    addr = slab.addr
-    slab.close()
+    memory = HugePageMemory(16 << 20)
+    memory.array[:] = 9
+    view = memory.array[: 8 << 20]
+    addr = memory.addr
+    memory.close()
     resident = smaps_kib(addr, "Rss")
     assert resident is not None, "the view must stay readable"
     assert resident < 4096

@@ -1,4 +1,4 @@
-"""KV pools: what shape is accepted, what is refused by name, and which part of the model a pool is placed as."""
+"""KV pools: accepted shapes, errors that name the tensor, and the assignment of shards."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TestFromTensors:
         pool = wrap(k, v, aux=torch.zeros((5, 24), dtype=torch.uint8))
         assert pool.shape() == ModelShape(3, 8, 6, 10, 2)
         (kv,) = pool.segments
-        assert (kv.held.num_layers, kv.held.heads, pool.num_pages, pool.page_size) == (3, 2, 3, 4)
+        assert (kv.shard.num_layers, kv.shard.heads, pool.num_pages, pool.page_size) == (3, 2, 3, 4)
         assert (pool.aux_slots, pool.aux_row_bytes) == (5, 24)
         assert pool.nbytes == 3 * 12 * 2 * (6 + 10) * 2 + 5 * 24
         v[1][3, 1, 2] = 1.0
@@ -120,7 +120,7 @@ GOOD = layers(2, (8, 2, 4))
         ),
         pytest.param(GOOD, GOOD, {}, "layer [01] k and layer [01] v share memory", id="K is V"),
         pytest.param(
-            [torch.zeros(0, 2, 4)], [torch.zeros(0, 2, 4)], {}, "layer 0 k: .*holds nothing", id="empty"
+            [torch.zeros(0, 2, 4)], [torch.zeros(0, 2, 4)], {}, "layer 0 k: .*is empty", id="empty"
         ),
         pytest.param([[1, 2]], [[3, 4]], {}, "layer 0 k: list is neither", id="not a tensor"),
         pytest.param(
@@ -171,7 +171,7 @@ class TestAllocate:
             (region,) = pool.regions()
             ends = []
             for segment in pool.segments:
-                held = segment.held
+                held = segment.shard
                 for layer in range(held.layer_lo, held.layer_hi):
                     for number, plane in enumerate(held.segment.planes):
                         block = segment.block(layer, number)
@@ -211,14 +211,14 @@ class TestAllocate:
 
     def test_its_model_is_not_known(self) -> None:
         pool = KVPool.allocate(of_rank(0, 0), 4, 5, {"conv": 6, "index": 2})
-        with pytest.raises(MemoryLayoutError, match="give the agent model="):
+        with pytest.raises(MemoryLayoutError, match="pass model= to the agent"):
             pool.shape()
         pool.close()
 
 
 class TestPlace:
     def tensors(self, pp: int) -> KVPool:
-        """What an engine has on a rank of `STAGES`."""
+        """The tensors of an engine on a rank of `STAGES`."""
         count = STAGES.stages[pp]
         items = 1 if pp == 0 else 2
         return KVPool.from_tensors(
@@ -240,17 +240,17 @@ class TestPlace:
     def test_a_ranks_memory_takes_the_plans_numbers(self, pp: int, tp: int) -> None:
         pool = self.tensors(pp)
         before = {segment.name: segment.blocks for segment in pool.segments}
-        pool.place(of_rank(pp, tp))
-        assert tuple(segment.held for segment in pool.segments) == of_rank(pp, tp)
+        pool.assign_shards(of_rank(pp, tp))
+        assert tuple(segment.shard for segment in pool.segments) == of_rank(pp, tp)
         assert [segment.name for segment in pool.segments] == ["kv", "draft", "conv", "index"]
         for segment in pool.segments:
             assert segment.blocks == before.get(segment.name, ()), "the same memory"
         assert [segment.num_slots for segment in pool.segments] == ([5, 0, 6, 7] if pp == 0 else [5, 5, 6, 0])
         first = 2 if pp else 0
         pool.segments[0].block(first, 0)
-        with pytest.raises(MemoryLayoutError, match=f"kv: layers {2 - first} asked for, but this rank has"):
+        with pytest.raises(MemoryLayoutError, match=f"kv: layers {2 - first} requested, but this rank has"):
             pool.segments[0].block(2 - first, 0)
-        pool.place(of_rank(pp, tp))  # again changes nothing
+        pool.assign_shards(of_rank(pp, tp))  # again changes nothing
 
     def test_one_rank_that_is_all_of_it_is_where_it_was_taken_to_be(self) -> None:
         state = [StateTensors("conv", layers(1, (6, 3)), layers=(1,))]
@@ -258,44 +258,47 @@ class TestPlace:
             layers(2, (8, 8, 4)), layers(2, (8, 8, 4)), draft=DraftKV(GOOD, layers(2, (8, 2, 4)), 2), state=state
         )
         whole = local_shards(pool.shape(), 4, ParallelConfig(), RankCoord(0, 0, 0, 0))
-        assert tuple(segment.held for segment in pool.segments) == whole
-        pool.place(whole)
+        assert tuple(segment.shard for segment in pool.segments) == whole
+        pool.assign_shards(whole)
 
     def test_an_allocated_pool_is_placed_by_what_it_was_allocated_for(self) -> None:
         pool = KVPool.allocate(of_rank(1, 1), 4, 5, {"conv": 6})
-        pool.place(of_rank(1, 1))
-        with pytest.raises(MemoryLayoutError, match="kv: the pool has 3 layers, but the plan says 2"):
-            pool.place(of_rank(0, 0))
+        pool.assign_shards(of_rank(1, 1))
+        with pytest.raises(MemoryLayoutError, match="kv: the pool has 3 layers, but the plan requires 2"):
+            pool.assign_shards(of_rank(0, 0))
         pool.close()
 
     @pytest.mark.parametrize(
         ("model", "message"),
         [
-            (replace(FULL, num_kv_heads=4), "kv: the pool has 4 heads on this rank, but the plan says 2"),
-            (replace(FULL, num_layers=6), "kv: the pool has 3 layers, but the plan says 4"),
+            (replace(FULL, num_kv_heads=4), "kv: the pool has 4 heads on this rank, but the plan requires 2"),
+            (replace(FULL, num_layers=6), "kv: the pool has 3 layers, but the plan requires 4"),
             (
                 replace(FULL, v_dim=6),
-                r"kv: the pool has k 4 x 12 bytes, v 4 x 20 bytes.* planes, but the plan says k 4 x",
+                r"kv: the pool has k 4 x 12 bytes, v 4 x 20 bytes.* planes, but the plan requires k 4 x",
             ),
-            (replace(FULL, v_scale_bytes=0), "kv: the pool has .*v_scale 1 x 2 bytes planes, but the plan says"),
+            (replace(FULL, v_scale_bytes=0), "kv: the pool has .*v_scale 1 x 2 bytes planes, but the plan requires"),
             (replace(FULL, draft=None), "the pool holds draft, which the model does not have"),
-            (replace(FULL, draft=ModelShape(2, 4, 8, 4, 2)), "draft: the pool has 1 layers, but the plan says 2"),
+            (replace(FULL, draft=ModelShape(2, 4, 8, 4, 2)), "draft: the pool has 1 layers, but the plan requires 2"),
             (replace(FULL, states=FULL.states[1:]), "the pool holds conv, which"),
-            (replace(FULL, states=(*FULL.states, StateShape("swa", (4,), 1, 1, 8))), "swa: the pool has none of it"),
+            (
+                replace(FULL, states=(*FULL.states, StateShape("swa", (4,), 1, 1, 8))),
+                "swa: the pool has no memory",
+            ),
             (
                 replace(FULL, states=(StateShape("conv", (2,), 3, 8, 4),)),
-                "conv: the pool has 2 layers, but the plan says 1",
+                "conv: the pool has 2 layers, but the plan requires 1",
             ),
             (
                 replace(FULL, states=(StateShape("conv", (0,), 3, 8, 4),)),
-                "conv: the pool has 2 layers, but the plan says 0",
+                "conv: the pool has 2 layers, but the plan requires 0",
             ),
         ],
     )
     def test_a_pool_that_is_something_else_is_refused_with_the_numbers(self, model: ModelShape, message: str) -> None:
         stages = (2, 4) if model.num_layers == 6 else (2, 3)
         with pytest.raises(MemoryLayoutError, match=message):
-            self.tensors(1).place(
+            self.tensors(1).assign_shards(
                 local_shards(model, 4, ParallelConfig(pp=2, tp=2, stages=stages), RankCoord(0, 1, 0, 0))
             )
 

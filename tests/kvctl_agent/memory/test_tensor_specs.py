@@ -1,4 +1,4 @@
-"""Scales, latents, drafts and state as engines have them: what is accepted, and what is refused by name."""
+"""Scales, latents, drafts and state as engines pass them: accepted shapes, and errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class TestScales:
         pool = wrap(layers(1, (12, 2, 8), torch.float8_e4m3fn), layers(1, (12, 2, 8), torch.float8_e4m3fn),
                     k_scale=k_scale, v_scale=v_scale)  # fmt: skip
         assert pool.shape() == ModelShape(1, 8, 8, 8, 1, k_scale_bytes=4, v_scale_bytes=6)
-        assert pool.segments[0].held.segment.planes[2:] == (Plane("k_scale", 1, 4), Plane("v_scale", 1, 6))
+        assert pool.segments[0].shard.segment.planes[2:] == (Plane("k_scale", 1, 4), Plane("v_scale", 1, 6))
         k_scale[0][2, 1] = 1.0
         assert pool.segments[0].block(0, 2).view(np.float32).tolist() == [0, 0, 0, 0, 0, 1]
 
     def test_one_of_both_may_have_scales(self) -> None:
         pool = wrap(layers(1, (12, 2, 8)), layers(1, (12, 2, 8)), v_scale=layers(1, (3, 2)))
-        assert [plane.name for plane in pool.segments[0].held.segment.planes] == ["k", "v", "v_scale"]
+        assert [plane.name for plane in pool.segments[0].shard.segment.planes] == ["k", "v", "v_scale"]
 
     @pytest.mark.parametrize(
         ("k_scale", "message"),
         [
             (layers(2, (3, 2)), "2 k_scale tensors for 1 layers"),
-            (layers(1, (12, 2)), r"layer 0 k_scale: shape \(12, 2\); .*one row a page.*\(3, 2\)"),
+            (layers(1, (12, 2)), r"layer 0 k_scale: shape \(12, 2\); .*one row per page.*\(3, 2\)"),
             (layers(1, (3, 1)), r"layer 0 k_scale: shape \(3, 1\)"),
             (layers(1, (3,)), r"layer 0 k_scale: shape \(3,\)"),
             ([torch.zeros(3, 2, device="meta")], "layer 0 k_scale: on device meta"),
@@ -62,8 +62,8 @@ class TestLatent:
         latent = layers(2, shape)
         pool = KVPool.mla(latent, page_size=4, scale=layers(2, (3, 5)))
         assert pool.shape() == ModelShape(2, 1, 18, 0, 2, kind="mla", k_scale_bytes=10)
-        assert pool.segments[0].held.segment.planes == (Plane("latent", 4, 36), Plane("scale", 1, 10))
-        assert (pool.num_pages, pool.segments[0].held.heads) == (3, 1)
+        assert pool.segments[0].shard.segment.planes == (Plane("latent", 4, 36), Plane("scale", 1, 10))
+        assert (pool.num_pages, pool.segments[0].shard.heads) == (3, 1)
         latent[1].view(-1)[5 * 18] = 1.0
         assert pool.segments[0].block(1, 0)[5 * 36 : 5 * 36 + 2].tobytes() == b"\x80\x3f"
 
@@ -89,7 +89,7 @@ class TestDraft:
         )
         assert pool.shape() == ModelShape(3, 8, 6, 6, 2, draft=ModelShape(1, 4, 8, 4, 2))
         draft = pool.segments[1]
-        assert (draft.name, draft.held.layer_lo, draft.held.layer_hi, draft.num_slots) == ("draft", 3, 4, 3)
+        assert (draft.name, draft.shard.layer_lo, draft.shard.layer_hi, draft.num_slots) == ("draft", 3, 4, 3)
         assert draft.block(3, V).nbytes == 12 * 4 * 2
 
     def test_a_latent_model_may_have_a_latent_draft(self) -> None:
@@ -125,7 +125,7 @@ class TestState:
     def test_a_component_that_is_not_cut_is_one_row_of_one_head(self) -> None:
         memory, shape = self.component(tensors=layers(2, (5, 3, 7)), layers=(1, 3))
         assert shape == StateShape("ssm", (1, 3), 1, 1, 3 * 7 * 2)
-        assert (memory.num_slots, memory.held.heads, memory.held.num_layers) == (5, 1, 2)
+        assert (memory.num_slots, memory.shard.heads, memory.shard.num_layers) == (5, 1, 2)
 
     @pytest.mark.parametrize(
         ("axis", "expected", "local"),
@@ -135,7 +135,7 @@ class TestState:
         memory, shape = self.component(tensors=layers(1, (5, 3, 7, 2)), heads=expected[1], axis=axis)
         assert (shape.rows, shape.heads, shape.head_bytes) == expected
         assert shape.layers == (0,)
-        assert memory.held.heads == local
+        assert memory.shard.heads == local
         assert memory.block(0, 0).nbytes == 5 * 3 * 7 * 2 * 2
 
     def test_components_keep_their_order_and_a_stage_may_have_none_of_one(self) -> None:
@@ -146,10 +146,10 @@ class TestState:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"tensors": layers(2, (5, 3)), "layers": (1,)}, "ssm: 2 tensors, but 1 layers"),
+            ({"tensors": layers(2, (5, 3)), "layers": (1,)}, "ssm: 2 tensors, but 1 KV layers"),
             ({"tensors": layers(1, (5, 3)), "heads": 6}, "ssm: 6 heads over the whole model, but no axis"),
-            ({"tensors": layers(1, (5, 3)), "heads": 6, "axis": 0}, "ssm: axis 0 is no dimension of an item"),
-            ({"tensors": layers(1, (5, 3)), "heads": 6, "axis": 2}, "ssm: axis 2 is no dimension"),
+            ({"tensors": layers(1, (5, 3)), "heads": 6, "axis": 0}, "ssm: axis 0 is not a dimension of an item"),
+            ({"tensors": layers(1, (5, 3)), "heads": 6, "axis": 2}, "ssm: axis 2 is not a dimension"),
             ({"tensors": layers(1, (5, 3)), "heads": 5, "axis": 1}, "ssm: heads is 5, not a multiple of the 3"),
             ({"tensors": [*layers(1, (5, 3)), *layers(1, (6, 3))]}, r"ssm layer 1: shape \(6, 3\), expected \(5, 3\)"),
             ({"tensors": [torch.zeros(5, 3).T]}, "ssm layer 0: .*not contiguous"),
@@ -160,6 +160,6 @@ class TestState:
             self.component(**given)
 
     def test_layers_that_are_not_here_make_no_model(self) -> None:
-        """On a later pipeline stage, which is why its agent is given the model."""
+        """On a later pipeline stage, whose agent is therefore given the model."""
         with pytest.raises(LayoutError, match="layer 9 is beyond the 4 layers"):
             self.component(tensors=layers(1, (5, 3)), layers=(9,))

@@ -1,4 +1,4 @@
-"""Pools and model shapes of arbitrary values: a pool of ints, or an error that names what is wrong."""
+"""Pools and model shapes of arbitrary values: either valid integers, or an error that names the value."""
 
 from __future__ import annotations
 

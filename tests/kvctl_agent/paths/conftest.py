@@ -120,9 +120,9 @@ class Ends:
         """Every writer has its part of the truth."""
         for pool in self.writers:
             for memory in pool.segments:
-                heads = slice(memory.held.head_lo, memory.held.head_hi)
-                for layer, plane in planes_of(memory.held):
-                    truth = self.geometry.truth(memory.held.segment, layer, plane)
+                heads = slice(memory.shard.head_lo, memory.shard.head_hi)
+                for layer, plane in planes_of(memory.shard):
+                    truth = self.geometry.truth(memory.shard.segment, layer, plane)
                     memory.block(layer, plane)[:] = truth[:, :, heads].reshape(-1)
             assert pool.aux is not None
             pool.aux[:] = np.random.default_rng(1).integers(0, 256, pool.aux.shape, np.uint8)
@@ -131,7 +131,7 @@ class Ends:
         """Nothing has landed, and nothing is planned."""
         for number, pool in enumerate(self.readers):
             for index, memory in enumerate(pool.segments):
-                for layer, plane in planes_of(memory.held):
+                for layer, plane in planes_of(memory.shard):
                     memory.block(layer, plane)[:] = POISON
                     self.image[number, index, layer, plane] = memory.block(layer, plane).copy()
             assert pool.aux is not None
@@ -187,7 +187,7 @@ class Ends:
 
     def expect(self, share: TransferSlice, src: Any, dst: Any, layers: tuple[int, int] | None = None) -> None:
         """From now on these elements of the model are planned to be there."""
-        held = self.readers[share.reader].segments[share.segment].held
+        held = self.readers[share.reader].segments[share.segment].shard
         theirs = slice(share.dst_head, share.dst_head + share.heads)
         heads = slice(held.head_lo + theirs.start, held.head_lo + theirs.stop)
         for layer in range(*(layers or (share.layer_lo, share.layer_hi))):

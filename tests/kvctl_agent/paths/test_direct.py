@@ -83,7 +83,7 @@ def send_all(made: Any, device: HostDevice) -> None:
             made.expect(share, src, dst, layers)
             flight = made.fly(path, share, src, dst, layers=layers, connection=way, kind=kind)
             blocks = sum(len(batch.blocks) for batch in device.begun[-1].batches)
-            assert blocks == len(way.segments[share.segment].ours.held.segment.planes) * (layers[1] - layers[0])
+            assert blocks == len(way.segments[share.segment].ours.shard.segment.planes) * (layers[1] - layers[0])
             assert flight.descriptors == flight.posts == len(device.begun[-1].batches)
         assert {batch.geometry for begun in device.begun for batch in begun.batches} >= geometries(
             [way.segments[share.segment]]

@@ -120,7 +120,7 @@ class Recorder:
 
 def element(made_of: Any, layer: int, plane: int, page: int, row: int, head: int) -> int:
     """Address of one head of one row, by the definition of a pool."""
-    held = made_of.held
+    held = made_of.shard
     _, rows, head_bytes = held.segment.planes[plane]
     start = ((page * rows + row) * held.heads + head) * head_bytes
     return int(made_of.block(layer, plane).ctypes.data) + start
@@ -139,7 +139,7 @@ def test_descriptors_name_every_byte_of_a_part_once(ends: Any, geometry: Any, mo
         lo, hi = groups(share)[-1]
         wanted = set()
         for layer in range(lo, hi):
-            for plane, (_, rows, head_bytes) in enumerate(here.held.segment.planes):
+            for plane, (_, rows, head_bytes) in enumerate(here.shard.segment.planes):
                 for s, d in zip(src.tolist(), dst.tolist(), strict=True):
                     for row in range(rows):
                         for head in range(share.heads):
@@ -186,7 +186,7 @@ class TestRefusals:
         made = ends(geometry())
         share = made.geometry.shares()[0]
         theirs = made.readers[0].addresses()
-        huge = SegmentAddresses(theirs.segments[0].held, 1 << 40, theirs.segments[0].bases)
+        huge = SegmentAddresses(theirs.segments[0].shard, 1 << 40, theirs.segments[0].bases)
         connection = PeerConnection("reader", made.here, made.writers[0], PoolAddresses((huge,), 0, 0, 0), 0)
         with pytest.raises(MemoryLayoutError, match=r"kv: \d+ rows cannot be numbered by 32 bits"):
             SlicePath().start(connection, made.order(share, [1], [1]))
