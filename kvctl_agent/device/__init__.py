@@ -1,3 +1,6 @@
-"""Devices: the CUDA driver in our words, and the one kernel that copies rows; never imports torch."""
+"""GPU support: device memory, streams, events and peer mappings over the CUDA driver, and the row copy kernel.
+
+Never imports torch.
+"""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What memory, paths and runtime need of a device; everything above is written against this file alone.
+"""Device interface used by memory, paths and runtime.
 
-A device has memory, which kernels of any stream read and write; streams, which run in order what is put on them; and
-events, which say how far a stream has come. No call here waits for a kernel, but for those that say so. Calls may come
-from any thread; a `RowCopies` belongs to one.
+A device has memory, which kernels on any stream read and write; streams, which run their work in order; and events,
+which show how far a stream has progressed. Unless documented otherwise, calls do not wait for kernels and may be made
+on any thread; a `RowCopies` is used by one thread only.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ __all__ = [
 ]
 
 Blocks = npt.NDArray[np.int64]
-"""int64 `[n, 5]`, see `Batch`."""
+"""Block table, int64 `[n, 5]`; see `Batch`."""
 
 PageIds = npt.NDArray[np.int32]
 """Page numbers, int32 `[n]`."""
 
 
 class Event(Protocol):
-    """A moment on a stream: everything that was put there before it."""
+    """An event on a stream; it is done when all work enqueued before it has ended."""
 
     def done(self) -> bool:
-        """Whether the stream has come so far; never waits. True for ever after.
+        """Return whether the event is done, without waiting. Once true, it stays true.
 
         Raises:
-            DeviceError: a kernel failed; so will everything else on this device.
+            DeviceError: a kernel failed; all later calls on this device will fail too.
         """
         ...
 
     def wait(self, stream: Any) -> None:
-        """Makes an engine's stream wait for this moment; the caller does not.
+        """Make a stream wait for this event. The caller does not wait.
 
-        Called this way by `torch.cuda.Stream.wait_event(event)`, too.
+        `torch.cuda.Stream.wait_event(event)` calls this method as well.
 
         Args:
-            stream: a `torch.cuda.Stream`, or anything with `cuda_stream`, or the handle itself.
+            stream: A `torch.cuda.Stream`, an object with `cuda_stream`, or the stream's handle.
         """
         ...
 
 
 class Geometry(NamedTuple):
-    """How the rows of one launch lie, in bytes; launches of one geometry share a compiled kernel.
+    """Row geometry of one launch, in bytes. Launches of one geometry share a compiled kernel.
 
-    A side is *paged*: page p of a block begins at the block's address + p x rows x its row distance; or *packed*: the
-    block's pages follow each other, row after row without gaps.
+    Each side is either *paged*: page p of a block begins at the block's address + p * rows * row distance; or *packed*:
+    the pages of a block are consecutive and their rows have no gaps.
 
     Attributes:
-        rows: of a page.
-        width: what is copied of each row.
-        src_row, dst_row: from one row to the next in a paged side; `width` where that side is packed.
-        src_paged, dst_paged: which sides are paged.
+        rows: Rows of a page.
+        width: Bytes copied of each row.
+        src_row, dst_row: Distance between rows on a paged side; `width` on a packed side.
+        src_paged, dst_paged: Whether the source and the destination are paged.
     """
 
     rows: int
@@ -85,13 +85,13 @@ class Geometry(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one launch copies: blocks of one geometry, all layers of K and V, say, and of several parts.
+    """Blocks of one geometry that one launch copies, for example all layers of K and V of several parts.
 
     Attributes:
-        geometry: of all blocks.
-        blocks: int64 `[n, 5]`, for each: address of the source (of its page 0 where paged, first head included, else of
-            the first packed page); of the destination, likewise; where its source pages begin in the list of pages that
-            goes with the launch, and where its destination pages (unused for a packed side); number of pages.
+        geometry: Geometry of all blocks.
+        blocks: int64 `[n, 5]`. The columns are the source address (first head of page 0 if paged, else the first packed
+            page), the destination address likewise, the index of the first source page in the launch's page list, the
+            index of the first destination page in it (both unused on a packed side), and the number of pages.
     """
 
     geometry: Geometry
@@ -99,15 +99,16 @@ class Batch(NamedTuple):
 
 
 class Table:
-    """Blocks of one geometry, paged on one side and packed on the other, that stay where they are.
+    """Blocks of one geometry with fixed addresses, paged on one side and packed on the other.
 
-    A launch of such needs no table of its own, whose making and upload is most of what one costs the host.
+    A launch on such a table uploads no block table of its own. Building and uploading one is most of the host time of a
+    launch.
 
     Attributes:
-        geometry: of all blocks.
-        paged: int64 `[n]`, each block's address, as in a batch.
-        before: int64 `[n]`, bytes that lie packed before each, where all blocks have one page.
-        bits: of all these numbers, or-ed: what they are multiples of.
+        geometry: Geometry of all blocks.
+        paged: int64 `[n]`, the paged address of each block, as in a batch.
+        before: int64 `[n]`, the packed bytes before each block if every block has one page.
+        bits: Bitwise or of all these numbers, which shows their common alignment.
     """
 
     def __init__(self, geometry: Geometry, paged: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> None:
@@ -117,14 +118,14 @@ class Table:
 
 
 class BlockRange(NamedTuple):
-    """Consecutive blocks of a table with the same pages, packed one after the other.
+    """Consecutive blocks of a table that have the same pages and are packed consecutively.
 
     Attributes:
-        lo, hi: blocks [lo, hi).
-        shift: added to every paged address: where heads begin, say.
-        packed: what `before` x pages is added to, so that block `lo` begins where it shall.
-        pages: how many.
-        listed: where they begin in the list of pages that goes with the launch.
+        lo, hi: Blocks [lo, hi).
+        shift: Bytes added to every paged address, for example the offset of the first head.
+        packed: Address added to `before` * pages, so that it gives the packed address of each block.
+        pages: Number of pages.
+        first_page: Index of the first page in the launch's page list.
     """
 
     lo: int
@@ -132,38 +133,38 @@ class BlockRange(NamedTuple):
     shift: int
     packed: int
     pages: int
-    listed: int
+    first_page: int
 
 
 Packed = tuple[int, int, int, int, int, int]
-"""A `BlockRange`, or a plain tuple like it, which is made in a third of the time."""
+"""A `BlockRange`, or a plain tuple with its fields, which takes a third of the time to create."""
 
 
 class BlockRanges(NamedTuple):
-    """What one launch copies, like a `Batch`: strips of one table, of several parts, say."""
+    """Block ranges of one table that one launch copies, for example those of several parts."""
 
     table: Table
-    strips: Sequence[Packed]
+    ranges: Sequence[Packed]
 
     def batch(self) -> Batch:
-        """The same, block by block."""
+        """Return the equivalent batch, with one row per block."""
         paged, packed = (0, 1) if self.table.geometry.src_paged else (1, 0)
-        each = []
-        for lo, hi, shift, base, pages, listed in self.strips:
+        tables = []
+        for lo, hi, shift, base, pages, first_page in self.ranges:
             blocks = np.zeros((hi - lo, 5), np.int64)
             blocks[:, paged] = self.table.paged[lo:hi] + shift
             blocks[:, packed] = self.table.before[lo:hi] * pages + base
-            blocks[:, 2 + paged] = listed
+            blocks[:, 2 + paged] = first_page
             blocks[:, 4] = pages
-            each.append(blocks)
-        return Batch(self.table.geometry, np.concatenate(each))
+            tables.append(blocks)
+        return Batch(self.table.geometry, np.concatenate(tables))
 
 
 class RowCopies(Protocol):
-    """Copies rows in order, on a stream of its own."""
+    """Copies rows, in order, on a stream of its own."""
 
     def prepare(self, geometries: Sequence[Geometry]) -> None:
-        """Compiles what is not compiled yet (about a second each, the first time on a machine), and waits for it."""
+        """Compile and load the kernels for these geometries and wait; about one second each, once per machine."""
         ...
 
     def begin(
@@ -173,33 +174,34 @@ class RowCopies(Protocol):
         after: Event | None = None,
         programs: int | None = None,
     ) -> Event:
-        """Puts copies on the stream.
+        """Enqueue copies on the stream.
 
         Args:
-            batches: none empty.
-            pages: page numbers that the batches' blocks point into; may be reused as soon as this returns.
-            after: begin no sooner than this moment, of whatever stream of this device.
-            programs: use at most so many thread blocks, and so about as many multiprocessors; None: all.
+            batches: Batches and block ranges, none of them empty.
+            pages: Page list of the launch. The array may be reused as soon as the call returns.
+            after: The copies start after this event of any stream of this device.
+            programs: Maximum number of thread blocks, and so about of multiprocessors; None for no limit.
 
         Returns:
-            When all of it is done, and visible to every later kernel of this device and to engines.
+            An event that is done when all copies have ended and are visible to all later kernels of this device and to
+            transport engines.
 
         Raises:
-            DeviceError: it could not be launched.
+            DeviceError: the copies could not be launched.
         """
         ...
 
     def close(self) -> None:
-        """Waits for what was begun, gives everything back; idempotent.
+        """Wait for the enqueued copies and free all resources; idempotent.
 
         Raises:
-            DeadlineExceeded: a kernel does not end; what it may still read stays as it is.
+            DeadlineExceeded: a kernel does not end; the memory that it may still read is not freed.
         """
         ...
 
 
 class DeviceMemory(Protocol):
-    """Memory of a device that we own; or host memory, behind the same words."""
+    """An allocation in a device's memory, or a host allocation with the same interface."""
 
     @property
     def addr(self) -> int: ...
@@ -208,7 +210,7 @@ class DeviceMemory(Protocol):
     def nbytes(self) -> int: ...
 
     def close(self) -> None:
-        """Gives it back now; idempotent. Peers must have drained."""
+        """Free the memory; idempotent. All peers must have drained."""
         ...
 
 
@@ -216,10 +218,10 @@ class Export(NamedTuple):
     """One allocation that other processes may map.
 
     Attributes:
-        addr, nbytes: where it is in the exporting process; all of the allocation.
-        kind: how `handle` is meant: "ipc" (one host) or "fabric" (several hosts that share an NVLink domain).
-        handle: the driver's.
-        device: the driver's name for the device (its UUID).
+        addr, nbytes: Address in the exporting process, and size of the whole allocation.
+        kind: Kind of the handle: "ipc" (within a host) or "fabric" (between hosts of one NVLink domain).
+        handle: The driver's handle.
+        device: UUID of the device.
     """
 
     addr: int
@@ -230,38 +232,38 @@ class Export(NamedTuple):
 
 
 class Mapping(Protocol):
-    """A peer's memory in our address space.
+    """A peer's memory, mapped into the local address space.
 
     Attributes:
-        lane: how it is reached: "same device", "nvlink", "pcie" or "fabric".
+        lane: The interconnect to the memory: "same device", "nvlink", "pcie" or "fabric".
     """
 
     @property
     def lane(self) -> str: ...
 
     def translate(self, addr: int, nbytes: int = 1) -> int:
-        """Our address for one of the peer's, at which so many bytes are.
+        """Return the local address of `nbytes` bytes at address `addr` of the peer.
 
         Raises:
-            DeviceError: they do not all lie in one allocation that the peer exported.
+            DeviceError: the bytes are not inside one allocation that the peer exported.
         """
         ...
 
     def translate_all(self, addrs: Blocks, nbytes: Blocks | int = 1) -> Blocks:
-        """The same for many addresses, int64 of any shape, and as many sizes, or shapes that broadcast to it."""
+        """Translate an int64 array of addresses; `nbytes` has its shape or broadcasts to it. Raises as `translate`."""
         ...
 
     def close(self) -> None:
-        """Unmaps; idempotent. Waits for no kernel: none may be running on it any more."""
+        """Unmap the memory; idempotent. Does not wait: no kernel may use the mapping any more."""
         ...
 
 
 class Device(Protocol):
-    """One device, in this process.
+    """One device, as used by this process.
 
     Attributes:
-        index: its number here, as the engine's tensors have it.
-        name: for people.
+        index: Number of the device in this process, as in the engine's tensors.
+        name: Display name.
     """
 
     @property
@@ -271,79 +273,84 @@ class Device(Protocol):
     def name(self) -> str: ...
 
     def allocate(self, nbytes: int, pool: str = "default") -> DeviceMemory:
-        """Memory of our own, at least 256-byte aligned, not zeroed.
+        """Allocate memory, aligned to at least 256 bytes, not zeroed.
 
         Args:
-            pool: "default", or "vmm": backed so that other hosts of an NVLink domain can map it, where there is one.
+            nbytes: Size of the allocation.
+            pool: "default", or "vmm" for memory that other hosts of the GPU's NVLink domain can map, if it is in one.
 
         Raises:
-            DeviceError: says how much was asked for and how much is free.
+            DeviceError: the memory cannot be allocated; the text has the requested and the free size.
         """
         ...
 
     def enter(self) -> None:
-        """Makes this device the current one of this thread, for engines that ask the driver; cheap where it is."""
+        """Make this device current on the calling thread, for engines that query the driver. Cheap if it already is."""
         ...
 
     def visit(self) -> AbstractContextManager[None]:
-        """The same within a block: for threads that are not ours, and may have another device."""
+        """Return a context manager that makes this device current, for engine threads that may use another device."""
         ...
 
     def now(self) -> Event:
-        """A moment on a stream of ours with nothing before it: for whoever wants an event of what is done already."""
+        """Return an event on an idle stream, which stands for work that has already ended."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int) -> Event:
-        """Copies contiguous bytes by the driver's own means, on a stream for this alone: the floor of all copies.
+        """Copy contiguous bytes with the driver's memcpy on a stream of its own; the baseline for all copies.
 
         Args:
-            target, source: addresses of this device's memory or of a mapped peer's.
+            target, source: Addresses in this device's memory or in a mapped peer's memory.
+            nbytes: Number of bytes.
         """
         ...
 
     def copies(self) -> RowCopies:
-        """A stream of copies for one thread."""
+        """Create a stream of row copies for one thread."""
         ...
 
-    def event_of(self, given: Any) -> Event:
-        """An engine's event (`torch.cuda.Event`, anything with `cuda_event`, or a handle), which it keeps alive.
+    def event_of(self, event: Any) -> Event:
+        """Wrap an engine's event: a `torch.cuda.Event`, an object with `cuda_event`, or a handle.
+
+        The result keeps the engine's event alive.
 
         Raises:
-            DeviceError: it is none.
+            DeviceError: the object is not an event.
         """
         ...
 
     def export(self, regions: Sequence[tuple[int, int]]) -> list[Export]:
-        """What a peer needs to map the allocations that these (address, bytes) lie in; each allocation once.
+        """Return an export of each allocation that contains one of the regions (address, bytes).
 
         Raises:
-            DeviceError: one of them cannot be exported; says why and what to change.
+            DeviceError: an allocation cannot be exported; the text has the reason and a remedy.
         """
         ...
 
     def open(self, exports: Sequence[Export], same_process: bool = False) -> Mapping:
-        """Maps a peer's allocations.
+        """Map a peer's allocations.
 
         Args:
-            same_process: the peer is another agent of this process, whose addresses are ours.
+            exports: The peer's exports.
+            same_process: Whether the peer is another agent of this process, so that addresses are the same.
 
         Raises:
-            DeviceError: they cannot be reached from this device; says why.
+            DeviceError: this device cannot reach the memory; the text has the reason.
         """
         ...
 
     def fill(self, addr: int, nbytes: int, value: int) -> None:
-        """Sets every byte, and waits for it."""
+        """Set every byte to `value`, and wait until done."""
         ...
 
     def upload(self, addr: int, data: npt.NDArray[np.uint8]) -> None:
-        """Copies from host memory, and waits for it."""
+        """Copy from host memory, and wait until done."""
         ...
 
     def download(self, addr: int, out: npt.NDArray[np.uint8]) -> None:
-        """Copies to host memory, and waits for it."""
+        """Copy to host memory, and wait until done."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """For people: name, driver, memory, what it can do."""
+        """Return name, driver version, memory sizes and capabilities, for display."""
         ...

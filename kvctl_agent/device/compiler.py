@@ -1,4 +1,4 @@
-"""From a variant of the copy kernel to machine code: Triton as a compiler only, without torch, a driver or a GPU."""
+"""Compiles variants of the copy kernel to machine code with Triton, without torch, a driver or a GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from kvctl_agent.device.variant import Variant
 from kvctl_agent.errors import DeviceUnavailable
 
-# The arguments of a launch, in order; the compiler may append pointers of its own.
+# The arguments of a launch, in order; the compiler may append scratch pointers.
 ARGUMENTS = {
     "blocks_at": "i64",
-    "strips_at": "i64",
+    "ranges_at": "i64",
     "pages_at": "i64",
     "items": "i32",
     "tiles": "i32",
@@ -28,12 +28,12 @@ class Program(NamedTuple):
     """Machine code of one variant.
 
     Attributes:
-        name: of the function in it.
-        cubin: for one compute capability.
-        ptx: what it was assembled from.
-        threads: of a thread block.
-        shared: bytes of dynamic shared memory of a thread block.
-        appended: arguments after ours, all of them null.
+        name: Name of the kernel function.
+        cubin: Machine code for one compute capability.
+        ptx: The PTX that it was assembled from.
+        threads: Threads of a thread block.
+        shared: Bytes of dynamic shared memory of a thread block.
+        appended: Number of arguments that the compiler appended; all are passed as null.
     """
 
     name: str
@@ -48,15 +48,16 @@ _compiling = Lock()
 
 
 def program(variant: Variant, capability: int) -> Program:
-    """Compiles (0.1 to 0.5 s), or takes it from this process's or Triton's own cache.
+    """Return the machine code of a variant, compiled (0.1 to 0.5 s) or from the cache of this process or of Triton.
 
     Args:
-        capability: of the GPU, as 90 for 9.0.
+        variant: The variant of the copy kernel.
+        capability: Compute capability of the GPU, for example 90 for 9.0.
 
     Raises:
-        DeviceUnavailable: Triton is missing or cannot compile for this GPU; says what to do.
+        DeviceUnavailable: Triton is missing or cannot compile for this GPU; the text has a remedy.
     """
-    with _compiling:  # Two threads want the same ones at the same time: once is enough.
+    with _compiling:  # Threads request the same variants at the same time; each is compiled once.
         return _program(variant, capability)
 
 
@@ -74,14 +75,14 @@ def _program(variant: Variant, capability: int) -> Program:
 def assemble(
     function: Callable[..., None], arguments: Mapping[str, str], values: Mapping[str, Any], warps: int, capability: int
 ) -> Program:
-    """Compiles a kernel, or takes it from Triton's cache.
+    """Compile a kernel, or load it from Triton's cache.
 
     Args:
-        function: the kernel's Python; may refer to nothing but `triton.language`.
-        arguments: of a launch: their types, by name, in order.
-        values: of all its other parameters, by name: constants of the program.
-        warps: of a thread block.
-        capability: as for `program`.
+        function: The kernel's Python function, which may refer only to `triton.language`.
+        arguments: Types of the launch arguments by name, in order.
+        values: Values of all other parameters by name, which are compile-time constants.
+        warps: Warps of a thread block.
+        capability: As for `program`.
 
     Raises:
         DeviceUnavailable: as for `program`.
@@ -90,10 +91,10 @@ def assemble(
         compiled = _compile(function, arguments, values, warps, capability)
     except ImportError as error:
         raise DeviceUnavailable(f"{_MISSING} ({error})") from error
-    except Exception as error:  # Triton's own, ptxas's, and the file system's of its cache.
+    except Exception as error:  # Errors of Triton, of ptxas, and of the file system that has the cache.
         raise DeviceUnavailable(
             f"Triton cannot compile {function.__name__} for compute capability {capability / 10}: {error}; try a newer "
-            "Triton, or a folder that can be written as TRITON_CACHE_DIR"
+            "Triton, or set TRITON_CACHE_DIR to a writable directory"
         ) from error
     ptx: str = compiled.asm["ptx"]
     metadata = compiled.metadata
@@ -108,7 +109,7 @@ def assemble(
 
 
 def constants(variant: Variant) -> dict[str, Any]:
-    """The kernel's constants by its own names."""
+    """Return the values of the kernel's compile-time constants by name."""
     from triton import language
 
     return {
@@ -123,7 +124,7 @@ def constants(variant: Variant) -> dict[str, Any]:
         "WORD": language.dtype(f"int{8 * variant.word}"),
         "WORD_BYTES": variant.word,
         "TILE_UNITS": variant.tile_units,
-        "STRIPS": variant.strips,
+        "RANGES": variant.ranges,
     }
 
 
@@ -145,7 +146,7 @@ def _compile(
 
 
 def _parameters(ptx: str, name: str) -> int:
-    """Versions of Triton differ in how many scratch pointers they append."""
+    """Count the parameters of the compiled kernel; versions of Triton append different numbers of scratch pointers."""
     entry = re.search(rf"\.entry\s+{name}\s*\(([^)]*)\)", ptx)
     assert entry is not None
     return entry[1].count(".param")

@@ -1,4 +1,4 @@
-"""One NVIDIA GPU."""
+"""Device implementation for one NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _FASTEST_FIRST = (topology.SAME, topology.NVLINK, topology.FABRIC, topology.PCIE
 
 
 class CudaDevice:
-    """A `Device`; `open_device` makes it, once per process, and nothing ends it.
+    """A GPU. `open_device` creates one object per GPU, which lives until the process ends.
 
     Attributes:
-        index: number of the GPU in this process.
-        name: with the driver's name for the kind of it.
-        uuid: the driver's name for this very one.
-        context: the one that engines use, too.
-        events: of streams of this device.
-        kernels: of all its `RowCopies`.
+        index: Number of the GPU in this process.
+        name: Display name with number and model.
+        uuid: UUID of the GPU.
+        context: The primary context, which engines use too.
+        events: Pool of events for the streams of this GPU.
+        kernels: Loaded kernels, shared by all `RowCopies`.
     """
 
     def __init__(self, index: int) -> None:
@@ -43,16 +43,16 @@ class CudaDevice:
         label = f"GPU {index}"
         self.index = index
         self._device = checked(driver.cuDeviceGet(index), label)
-        kind: bytes = checked(driver.cuDeviceGetName(_NAME_BYTES, self._device), label)
-        self.name = f"{label} ({kind.split(bytes(1), 1)[0].decode(errors='replace')})"
+        model: bytes = checked(driver.cuDeviceGetName(_NAME_BYTES, self._device), label)
+        self.name = f"{label} ({model.split(bytes(1), 1)[0].decode(errors='replace')})"
         self.uuid = topology.uuid_of(self._device)
         self.context = Context(self._device, label)
         self.events = EventPool(self.context)
         self.kernels = Kernels(self.context, self.capability)
         self._opened = MappingCache(self.context, index)
         with self.context.visit():
-            # Those of our own that are no `RowCopies`: fills and uploads; the floor's; one that nothing is ever put on.
-            self._plain, self._floor, self._idle = (self._stream() for _ in range(3))
+            # Streams for fills and uploads, for the memcpy baseline, and one that is always idle.
+            self._plain, self._memcpy, self._idle = (self._stream() for _ in range(3))
 
     def enter(self) -> None:
         self.context.enter()
@@ -63,19 +63,19 @@ class CudaDevice:
     # ---- streams and events -------------------------------------------------------------------------------------
 
     def now(self) -> Event:
-        with self.context.visit():  # the thread may be any of the engine's
+        with self.context.visit():  # the calling thread may be any thread of the engine
             return self.events.record(self._idle)
 
     def copy(self, target: int, source: int, nbytes: int) -> Event:
         with self.context.visit():
-            checked(load().cuMemcpyAsync(target, source, nbytes, self._floor), f"{self.name}: cannot copy")
-            return self.events.record(self._floor)
+            checked(load().cuMemcpyAsync(target, source, nbytes, self._memcpy), f"{self.name}: cannot copy")
+            return self.events.record(self._memcpy)
 
     def copies(self) -> RowCopies:
         return CudaRowCopies(self.context, self.kernels, self.events)
 
-    def event_of(self, given: Any) -> CudaEvent:
-        return event_of(self.context, given)
+    def event_of(self, event: Any) -> CudaEvent:
+        return event_of(self.context, event)
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class CudaDevice:
         return mapping
 
     def _lane_to(self, export: Export) -> str:
-        """How we reach an export's device; one of another host by the fabric that its handle is for."""
+        """The interconnect to an export's device; "fabric" for a device of another host."""
         if export.kind == FABRIC_HANDLE and export.device not in topology.ordinals():
             if self._fabric_refusal:
                 raise DeviceError(f"{self.name} cannot map memory of another host: {self._fabric_refusal}")
@@ -132,7 +132,11 @@ class CudaDevice:
     # ---- for people ---------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """Bytes for memory; `peers` by number of the GPU that is reached and how; `fabric` is true, or why not."""
+        """Return properties of the GPU.
+
+        `peers` maps the number of each reachable GPU to its interconnect; `fabric` is true or the reason why other
+        hosts cannot map the GPU's memory.
+        """
         driver = load()
         version = checked(driver.cuDriverGetVersion(), self.name)
         with self.context.visit():
@@ -151,7 +155,7 @@ class CudaDevice:
 
     @cached_property
     def capability(self) -> int:
-        """Compute capability, 90 for 9.0."""
+        """Compute capability, for example 90 for 9.0."""
         return 10 * self._attribute("COMPUTE_CAPABILITY_MAJOR") + self._attribute("COMPUTE_CAPABILITY_MINOR")
 
     @cached_property

@@ -1,10 +1,10 @@
-"""The CUDA driver as Python sees it: loaded at first use, its errors in our words with one remedy each.
+"""Access to the CUDA driver: loading at first use, error texts with a remedy each, and contexts.
 
-Everything below `kvctl_agent.device` that speaks to a GPU calls the functions of the module that `load` returns (of
-`cuda.bindings.driver`) and gives what they return to `checked`. They hold no lock of the interpreter while they run.
+All GPU code in `kvctl_agent.device` calls functions of the module that `load` returns (`cuda.bindings.driver`) and
+passes their results to `checked`. The driver's functions release the GIL.
 
-A context does not survive a fork: in a child all calls fail as "not initialized", which changes nothing here, and so
-needs no guard.
+A context does not survive a fork: in the child all calls fail as "not initialized" without an effect, so no guard is
+needed.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _REMEDIES = {
 
 @cache
 def load() -> Any:
-    """The initialised `cuda.bindings.driver`.
+    """Return the module `cuda.bindings.driver`, initialised.
 
     Raises:
-        DeviceUnavailable: the package, the driver or a GPU is missing; says which.
+        DeviceUnavailable: the package, the driver or a GPU is missing; the text says which.
     """
     try:
         driver = importlib.import_module("cuda.bindings.driver")
@@ -61,7 +61,7 @@ def load() -> Any:
         raise DeviceUnavailable(f"a GPU needs cuda-bindings ({error}): pip install 'kvctl[gpu]'") from error
     try:
         failed = driver.cuInit(0)[0]
-    # How the package says that it found no libcuda.so.1.
+    # The package raises RuntimeError if it finds no libcuda.so.1.
     except RuntimeError as error:
         raise DeviceUnavailable(
             "there is no NVIDIA driver here (libcuda.so.1): install it, or start the container with --gpus all"
@@ -74,13 +74,14 @@ def load() -> Any:
 
 
 def checked(result: tuple[Any, ...], what: str) -> Any:
-    """What a driver's function returned beside its status: nothing, the one value, or a tuple of several.
+    """Check the status of a driver call and return its other results: None, one value, or a tuple of several.
 
     Args:
-        what: what was tried, as the error begins: "GPU 0: cannot allocate 1.5 GiB".
+        result: The tuple that the driver's function returned, status first.
+        what: Start of the error text, for example "GPU 0: cannot allocate 1.5 GiB".
 
     Raises:
-        DeviceError: the status is not success; says `what`, the driver's words and what to change.
+        DeviceError: the status is not success; the text has `what`, the driver's text and a remedy.
     """
     if result[0]:
         raise DeviceError(f"{what}: {_explained(load(), result[0])}")
@@ -90,44 +91,46 @@ def checked(result: tuple[Any, ...], what: str) -> Any:
 
 
 def _explained(driver: Any, status: Any) -> str:
-    """The driver's name and text of a status, and the remedy."""
-    known, text = driver.cuGetErrorString(status)
-    words = str(status) if known or not text else text.decode(errors="replace")
+    """The driver's text and name of a status, and the remedy."""
+    failed, text = driver.cuGetErrorString(status)
+    description = str(status) if failed or not text else text.decode(errors="replace")
     name = getattr(status, "name", str(status))
-    remedy = _smaller(driver) if name == "CUDA_ERROR_OUT_OF_MEMORY" else _REMEDIES.get(name, "")
-    return f"{words} ({name})" + (f"; {remedy}" if remedy else "")
+    remedy = _memory_remedy(driver) if name == "CUDA_ERROR_OUT_OF_MEMORY" else _REMEDIES.get(name, "")
+    return f"{description} ({name})" + (f"; {remedy}" if remedy else "")
 
 
-def _smaller(driver: Any) -> str:
-    """How much there is, and what takes less."""
+def _memory_remedy(driver: Any) -> str:
+    """The free memory, and the settings that reduce memory use."""
     failed, free, total = driver.cuMemGetInfo()
-    room = "" if failed else f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free; "
-    return f"{room}make staging_buffer_mb, workers or staging_ring_mb smaller, or leave less to the engine's own pool"
+    available = "" if failed else f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free; "
+    return f"{available}reduce staging_buffer_mb, workers or staging_ring_mb, or the size of the engine's own pool"
 
 
 class Context:
-    """The primary context of one device, the one that engines use too; kept for the process's life."""
+    """The primary context of one device, which engines use too; retained until the process ends."""
 
     def __init__(self, device: Any, label: str) -> None:
-        """
+        """Retain the context.
+
         Args:
-            device: the driver's handle of it.
-            label: how errors call it.
+            device: The driver's handle of the device.
+            label: The device's name in error texts.
         """
         self._driver = load()
         self._label = label
         self._handle = checked(self._driver.cuDevicePrimaryCtxRetain(device), f"{label}: no context")
 
     def enter(self) -> None:
-        """Makes it the current one of this thread.
+        """Make the context current on the calling thread.
 
-        Asks the driver every time (a fraction of a microsecond): on a thread of the engine another may have become it.
+        Calls the driver every time (a fraction of a microsecond), because an engine may have changed the thread's
+        current context.
         """
         checked(self._driver.cuCtxSetCurrent(self._handle), self._label)
 
     @contextmanager
     def visit(self) -> Iterator[None]:
-        """Makes it the current one within a block: on an engine's thread, which keeps its own."""
+        """Make the context current within a block and restore the previous one after; for threads of the engine."""
         checked(self._driver.cuCtxPushCurrent(self._handle), self._label)
         try:
             yield

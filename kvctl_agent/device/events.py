@@ -1,4 +1,4 @@
-"""Events of CUDA streams: taken from a pool, and back in it when nobody has them any more."""
+"""CUDA events, and a pool that reuses an event's handle after the event object is garbage collected."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from kvctl_agent.errors import DeviceError
 
 
 class CudaEvent:
-    """A recorded event; `handle` is the driver's."""
+    """A recorded event; `handle` is the driver's handle."""
 
-    __slots__ = ("_context", "_keeps", "_passed", "handle")
+    __slots__ = ("_context", "_done", "_owner", "handle")
 
-    def __init__(self, context: Context, handle: Any, keeps: Any) -> None:
-        """
+    def __init__(self, context: Context, handle: Any, owner: Any) -> None:
+        """Wrap a recorded event.
+
         Args:
-            keeps: what must live as long as this: the engine's own event, say.
+            context: The context of the event.
+            handle: The driver's handle.
+            owner: Object to keep alive as long as this one, for example the engine's own event.
         """
         self.handle = handle
         self._context = context
-        self._keeps = keeps
-        self._passed = False
+        self._owner = owner
+        self._done = False
 
     def done(self) -> bool:
-        if not self._passed:
+        if not self._done:
             status = load().cuEventQuery(self.handle)[0]
-            self._passed = not status or self._passes(status)
-        return self._passed
+            self._done = not status or self._is_done(status)
+        return self._done
 
-    def _passes(self, status: Any) -> bool:
-        """What another answer than yes means."""
+    def _is_done(self, status: Any) -> bool:
+        """Interpret a status other than success."""
         driver = load()
         if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
-            # A thread that has no context yet; one of the engine's keeps the one it has, which any query may use.
+            # The thread has no context yet. An engine's thread keeps its context, with which any query works.
             self._context.enter()
             status = driver.cuEventQuery(self.handle)[0]
         if status == driver.CUresult.CUDA_ERROR_NOT_READY:
@@ -43,24 +46,24 @@ class CudaEvent:
         return True
 
     def wait(self, stream: Any) -> None:
-        # Within our context: the default stream's handle is 0 on every device.
+        # Within the event's context, because the default stream's handle is 0 on every device.
         with self._context.visit():
             handle = getattr(stream, "cuda_stream", stream)
             checked(load().cuStreamWaitEvent(handle, self.handle, 0), "cannot make a stream wait")
 
 
-class _Taken(CudaEvent):
-    """An event of a pool; what it keeps is the pool's free ones, among which it is again when this is garbage."""
+class _PooledEvent(CudaEvent):
+    """An event whose handle returns to the pool's free list, its owner, when the object is garbage collected."""
 
     __slots__ = ()
 
     def __del__(self) -> None:
-        # Also one that the stream has not reached: who waits for it waits for what it was when they began to.
-        self._keeps.append(self.handle)
+        # The stream may not have reached the event yet: a wait that has been enqueued is not affected by reuse.
+        self._owner.append(self.handle)
 
 
 class EventPool:
-    """Events of one context, for any thread."""
+    """Pool of events of one context; usable from any thread."""
 
     def __init__(self, context: Context) -> None:
         self._driver = load()
@@ -69,7 +72,7 @@ class EventPool:
         self._flags = self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
 
     def record(self, stream: Any) -> CudaEvent:
-        """The moment that comes now on a stream of this context; makes an event only where no used one is free.
+        """Record an event on a stream of this context, with a handle from the pool or a new one.
 
         Raises:
             DeviceError: the driver failed.
@@ -79,23 +82,23 @@ class EventPool:
         except IndexError:
             with self._context.visit():
                 handle = checked(self._driver.cuEventCreate(self._flags), "no event")
-        event = _Taken(self._context, handle, self._free)
+        event = _PooledEvent(self._context, handle, self._free)
         checked(self._driver.cuEventRecord(handle, stream), "cannot record an event")
         return event
 
 
-def event_of(context: Context, given: Any) -> CudaEvent:
-    """An engine's event as ours: a `torch.cuda.Event`, anything with `cuda_event`, a handle, or one of ours.
+def event_of(context: Context, event: Any) -> CudaEvent:
+    """Wrap an engine's event: a `torch.cuda.Event`, an object with `cuda_event`, a handle, or a `CudaEvent`.
 
     Raises:
-        DeviceError: it is none, or was not recorded yet.
+        DeviceError: the object is not an event, or the event has not been recorded.
     """
-    if isinstance(given, CudaEvent):
-        return given
-    handle = getattr(given, "cuda_event", given)
-    # Torch makes the event when it is first recorded.
+    if isinstance(event, CudaEvent):
+        return event
+    handle = getattr(event, "cuda_event", event)
+    # Torch creates the driver's event when it is first recorded.
     if handle is None or handle == 0:
-        raise DeviceError(f"{given!r} was not recorded yet: call record(stream) before you hand it over")
+        raise DeviceError(f"{event!r} has not been recorded: call record(stream) before passing it")
     if not hasattr(handle, "__int__"):
-        raise DeviceError(f"{given!r} is no CUDA event: it has no cuda_event")
-    return CudaEvent(context, handle, given)
+        raise DeviceError(f"{event!r} is not a CUDA event: it has no cuda_event")
+    return CudaEvent(context, handle, event)

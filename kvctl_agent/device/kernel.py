@@ -1,7 +1,7 @@
-"""The one kernel: copies rows between pages and packed memory, or from pages to pages.
+"""The Triton kernel that copies rows between pages and packed memory, or from pages to pages.
 
-Only Triton's compiler and its interpreter read this file. Nothing here may refer to a module's variable: the compiler
-allows none, and the source is what its cache goes by.
+Only Triton's compiler and interpreter load this module. The kernel must not refer to module variables: the compiler
+does not allow them, and its cache key is the source of the function.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,7 +12,7 @@ import triton.language as tl
 
 def copy_rows(
     blocks_at,
-    strips_at,
+    ranges_at,
     pages_at,
     items,
     tiles,
@@ -28,41 +28,41 @@ def copy_rows(
     WORD: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     TILE_UNITS: tl.constexpr,
-    STRIPS: tl.constexpr,
+    RANGES: tl.constexpr,
 ):
-    """Copies all units of all blocks; a program does every so many-th tile, so any number of them does it all.
+    """Copy all units of all blocks. Programs take tiles in turn, so any number of programs copies all of them.
 
     Args:
-        blocks_at: address of `Batch.blocks`; of a table, pairs of `paged` and `before`, int64.
-        strips_at: address of the strips, int64; unused for a batch.
-        pages_at: address of the list of pages, int32.
-        items: blocks x tiles; of a table, strips x most x tiles.
-        tiles: of the block that has most.
-        most: blocks of the strip that has most; unused for a batch.
-        ROWS: of a page.
-        SPLIT: units of a row.
-        UNIT: bytes that are contiguous on both sides, a power of two.
-        SRC_ROW, DST_ROW: bytes from one row to the next of a paged side.
-        SRC_PAGED, DST_PAGED: which sides are paged.
-        ALIGN: bytes that every unit's address on both sides is a multiple of, at most 16.
-        WORD: what is loaded and stored, an integer type of WORD_BYTES; two of 8 bytes become one access of 16.
-        TILE_UNITS: of a tile, a power of two.
-        STRIPS: whether it copies strips of a table; else a batch.
+        blocks_at: Address of `Batch.blocks`; for a table, of pairs of `paged` and `before`, int64.
+        ranges_at: Address of the block ranges, int64; unused for a batch.
+        pages_at: Address of the page list, int32.
+        items: blocks * tiles; for a table, ranges * most * tiles.
+        tiles: Largest number of tiles in a block.
+        most: Largest number of blocks in a block range; unused for a batch.
+        ROWS: Rows of a page.
+        SPLIT: Units of a row.
+        UNIT: Bytes that are contiguous on both sides, a power of two.
+        SRC_ROW, DST_ROW: Bytes from one row to the next on a paged side.
+        SRC_PAGED, DST_PAGED: Whether each side is paged.
+        ALIGN: Alignment in bytes of every unit's address on both sides, at most 16.
+        WORD: Integer type of WORD_BYTES that is loaded and stored; two words of 8 bytes become one access of 16.
+        TILE_UNITS: Units of a tile, a power of two.
+        RANGES: Whether to copy block ranges of a table; otherwise a batch.
     """
     words = tl.arange(0, UNIT // WORD_BYTES)[None, :]
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        # No branch: what needs no other's result is loaded together, for each wait is a good part of a tile's time.
-        if STRIPS:
-            strip = strips_at.to(tl.pointer_type(tl.int64)) + item // tiles // most * 6
-            number = tl.load(strip) + item // tiles % most
-            mine = number < tl.load(strip + 1)  # Strips of a launch differ in blocks,
+        # No branch, so that independent loads are issued together: each wait is a large part of a tile's time.
+        if RANGES:
+            entry = ranges_at.to(tl.pointer_type(tl.int64)) + item // tiles // most * 6
+            number = tl.load(entry) + item // tiles % most
+            mine = number < tl.load(entry + 1)  # The ranges of a launch differ in their number of blocks.
             block = blocks_at.to(tl.pointer_type(tl.int64)) + number * 2
-            pages = tl.load(strip + 4).to(tl.int32)
-            paged = tl.load(strip + 2) + tl.load(block, mask=mine, other=0)
-            packed = tl.load(strip + 3) + tl.load(block + 1, mask=mine, other=0) * pages
+            pages = tl.load(entry + 4).to(tl.int32)
+            paged = tl.load(entry + 2) + tl.load(block, mask=mine, other=0)
+            packed = tl.load(entry + 3) + tl.load(block + 1, mask=mine, other=0) * pages
             source_block = paged if SRC_PAGED else packed
             target_block = paged if DST_PAGED else packed
-            source_pages = tl.load(strip + 5)
+            source_pages = tl.load(entry + 5)
             target_pages = source_pages
             units = tl.where(mine, pages * (ROWS * SPLIT), 0)
         else:
@@ -73,7 +73,7 @@ def copy_rows(
             target_pages = tl.load(block + 3)
             units = tl.load(block + 4).to(tl.int32) * (ROWS * SPLIT)
         unit = item % tiles * TILE_UNITS + tl.arange(0, TILE_UNITS)
-        live = unit < units  # and blocks in pages.
+        live = unit < units  # Blocks differ in their number of pages.
         row = unit // SPLIT
         inside = unit % SPLIT * UNIT
         listed = pages_at.to(tl.pointer_type(tl.int32)) + row // ROWS
@@ -87,7 +87,7 @@ def copy_rows(
             target = target_block + (page * ROWS + row % ROWS) * DST_ROW + inside
         else:
             target = target_block + unit.to(tl.int64) * UNIT
-        # What the compiler cannot know: without it, every word would be an access of its own.
+        # The compiler cannot derive the alignment; without it, every word would be a separate access.
         sources = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words
         targets = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words
         tl.store(targets, tl.load(sources, mask=live[:, None]), mask=live[:, None])

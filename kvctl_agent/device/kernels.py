@@ -1,4 +1,4 @@
-"""Variants of the copy kernel that a context has loaded, shared by all its streams."""
+"""Loaded variants of the copy kernel, shared by all streams of a context."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Kernel(NamedTuple):
     """A loaded variant.
 
     Attributes:
-        function: the driver's.
-        threads, shared, appended: as of its `Program`.
+        function: The driver's function handle.
+        threads, shared, appended: As in `Program`.
     """
 
     function: Any
@@ -25,12 +25,14 @@ class Kernel(NamedTuple):
 
 
 class Kernels:
-    """Of one context; they stay loaded as long as it lives."""
+    """The loaded kernels of one context. They stay loaded as long as the context exists."""
 
     def __init__(self, context: Context, capability: int) -> None:
-        """
+        """Start without any kernel loaded.
+
         Args:
-            capability: of the GPU, as 90 for 9.0.
+            context: The context.
+            capability: Compute capability of the GPU, for example 90 for 9.0.
         """
         self._context = context
         self._capability = capability
@@ -38,11 +40,11 @@ class Kernels:
         self._loaded: dict[Variant, Kernel] = {}
 
     def get(self, variant: Variant) -> Kernel:
-        """Compiles and loads what was not asked for before.
+        """Return the kernel of a variant, compiled and loaded on first use.
 
         Raises:
-            DeviceUnavailable: there is no compiler, or it cannot.
-            DeviceError: the driver cannot load it.
+            DeviceUnavailable: Triton is missing or cannot compile the kernel.
+            DeviceError: the driver cannot load the kernel.
         """
         with self._loading:
             kernel = self._loaded.get(variant)

@@ -1,4 +1,4 @@
-"""Peers' allocations that a device has opened: each once, for all lanes of the process."""
+"""Reference-counted mappings of peers' allocations, opened once per device for all connections of the process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvctl_agent.errors import DeviceError
 
 IPC, FABRIC = "ipc", "fabric"
 HANDLE_BYTES = 64
-"""Of both kinds."""
+"""Size of a handle of either kind."""
 
 
 class MappingCache:
-    """What one device has opened. A process that opened one handle twice would also have to close it twice."""
+    """The mappings of one device. Each handle is opened once, because the driver counts opens of the same handle."""
 
     def __init__(self, context: Context, ordinal: int) -> None:
         self._context = context
@@ -26,19 +26,19 @@ class MappingCache:
         self._users: dict[Export, int] = {}
 
     def open(self, export: Export) -> int:
-        """Our address of its first byte; `close` it as often.
+        """Map an allocation and return the local address of its first byte. Each call needs one call of `close`.
 
         Raises:
-            DeviceError: malformed, or the driver does not map it; says why.
+            DeviceError: the export is malformed, or the driver cannot map it; the text has the reason.
         """
         if len(export.handle) != HANDLE_BYTES or export.nbytes <= 0 or export.kind not in (IPC, FABRIC):
             raise DeviceError(
                 f"a peer exported {export.nbytes} bytes of {export.device} by a {export.kind!r} handle of "
-                f"{len(export.handle)} bytes, which is none that we know: both sides must run the same version"
+                f"{len(export.handle)} bytes, which is unknown: both sides must run the same version"
             )
         with self._lock:
             if export not in self._at:
-                # The writer's own device is current: opened on the memory's, its kernels would fault.
+                # Opened with the writer's device current; with the memory's device current its kernels would fault.
                 with self._context.visit():
                     self._at[export] = self._import(export) if export.kind == FABRIC else self._attach(export)
                 self._users[export] = 0
@@ -46,7 +46,7 @@ class MappingCache:
             return self._at[export]
 
     def close(self, export: Export) -> None:
-        """One user less; the last one unmaps it."""
+        """Release one use of a mapping; the last one unmaps it."""
         with self._lock:
             self._users[export] -= 1
             if self._users[export]:
@@ -57,7 +57,7 @@ class MappingCache:
                 if export.kind == FABRIC:
                     unmap(addr, export.nbytes)
                 else:
-                    # Fails where the device is lost, and then nothing is mapped either.
+                    # Fails if the device is lost, and then nothing is mapped any more.
                     load().cuIpcCloseMemHandle(addr)
 
     def _attach(self, export: Export) -> int:
@@ -67,7 +67,7 @@ class MappingCache:
         lazily = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         addr = int(checked(driver.cuIpcOpenMemHandle(handle, lazily), self._refusal(export)))
         failed, base, size = driver.cuMemGetAddressRange(addr)
-        # A kernel that believed a peer's wrong size would take the device from this process.
+        # A wrong size from a peer would make a kernel fault, which loses the device for this process.
         if not failed and addr + export.nbytes > int(base) + size:
             driver.cuIpcCloseMemHandle(addr)
             raise DeviceError(f"{self._refusal(export)}: it is only {int(base) + size - addr} bytes long")
@@ -81,7 +81,7 @@ class MappingCache:
         try:
             return mapped(handle, export.nbytes, (self._ordinal,), what)
         finally:
-            # The mapping keeps it.
+            # The mapping keeps the allocation alive.
             driver.cuMemRelease(handle)
 
     def _refusal(self, export: Export) -> str:

@@ -1,4 +1,4 @@
-"""Memory of a GPU that is ours: plain, or made of parts that other hosts of an NVLink domain can map."""
+"""GPU memory allocations: plain, or exportable to other hosts of an NVLink domain."""
 
 from __future__ import annotations
 
@@ -9,51 +9,56 @@ from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.errors import DeviceError
 
 _BLOCK = 2 << 20
-"""What the driver cuts smaller allocations out of, and exports as a whole."""
+"""Size of the driver's blocks. It places smaller allocations inside one block, and exports whole blocks."""
 
 
 class PlainMemory:
-    """Of `cuMemAlloc`, which one process of this host can export to another."""
+    """Memory from `cuMemAlloc`, which can be exported to other processes of this host."""
 
     def __init__(self, context: Context, nbytes: int, label: str) -> None:
-        """
+        """Allocate `nbytes`; `label` is the device's name in error texts.
+
         Raises:
-            DeviceError: there is not as much; says how much there is.
+            DeviceError: not enough memory is free; the text has the free size.
         """
         self.nbytes = nbytes
         self._context = context
         with context.visit():
-            # In blocks of its own, so that who maps it maps nothing else.
+            # Rounded up to whole blocks, so that a peer that maps it maps no other allocation.
             size = -(-nbytes // _BLOCK) * _BLOCK
             self.addr = int(checked(load().cuMemAlloc(size), f"{label}: cannot allocate {_in_words(nbytes)}"))
 
     def close(self) -> None:
         if self.addr:
             with self._context.visit():
-                # Unchecked: on a lost device nothing can be given back, and events have said why.
+                # Not checked: memory of a lost device cannot be freed, and events have reported the loss.
                 load().cuMemFree(self.addr)
             self.addr = 0
 
 
 class ExportableMemory:
-    """Of `cuMemCreate`; with a fabric handle where the GPU is in an NVLink domain."""
+    """Memory from `cuMemCreate`, with a fabric handle if the GPU is in an NVLink domain of several hosts."""
 
     def __init__(
         self, context: Context, nbytes: int, label: str, ordinal: int, peers: Sequence[int], fabric: bool
     ) -> None:
-        """
+        """Allocate and map memory.
+
         Args:
-            ordinal: this GPU's number.
-            peers: numbers of the GPUs that may reach it, from this process.
-            fabric: whether handles for other hosts can be had.
+            context: The GPU's context.
+            nbytes: Size of the allocation.
+            label: The GPU's name in error texts.
+            ordinal: The GPU's number.
+            peers: Numbers of the GPUs that may access the memory from this process.
+            fabric: Whether to create a fabric handle.
 
         Raises:
-            DeviceError: as `PlainMemory`.
+            DeviceError: as for `PlainMemory`.
         """
         driver = load()
         what = f"{label}: cannot make {_in_words(nbytes)}"
         kinds = driver.CUmemAllocationHandleType
-        # A file descriptor is what engines can pass on within a host.
+        # Within a host, engines can pass on file descriptors.
         kind = kinds.CU_MEM_HANDLE_TYPE_FABRIC if fabric else kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         properties = _properties(ordinal, kind)
         recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
@@ -73,16 +78,16 @@ class ExportableMemory:
         if self.addr:
             with self._context.visit():
                 unmap(self.addr, self._size)
-                # Kept until now: a fabric handle alone keeps nothing.
+                # Released only now, because a fabric handle alone does not keep the allocation alive.
                 load().cuMemRelease(self._handle)
             self.addr = 0
 
 
 def mapped(handle: Any, size: int, ordinals: Sequence[int], what: str) -> int:
-    """Where an allocation is, which GPUs `ordinals` may now read and write.
+    """Map an allocation, let the GPUs `ordinals` read and write it, and return its address.
 
     Raises:
-        DeviceError: it cannot be mapped; nothing is left of the attempt.
+        DeviceError: the allocation cannot be mapped; nothing remains of the attempt.
     """
     driver = load()
     addr = checked(driver.cuMemAddressReserve(size, 0, 0, 0), what)
@@ -97,23 +102,27 @@ def mapped(handle: Any, size: int, ordinals: Sequence[int], what: str) -> int:
 
 
 def unmap(addr: int, size: int) -> None:
-    """Undoes `mapped`, as far as it came."""
+    """Undo `mapped`, also if it was only partly done."""
     driver = load()
     driver.cuMemUnmap(addr, size)
     driver.cuMemAddressFree(addr, size)
 
 
 def fabric_refusal(context: Context, device: Any, ordinal: int) -> str:
-    """Why other hosts cannot map memory of this GPU; empty where they can. Tried, since attributes alone promise more.
+    """Return why other hosts cannot map memory of this GPU, or an empty string if they can.
+
+    Makes a trial export, because the device attribute is also set where an export fails.
 
     Args:
-        device: the driver's handle of it.
+        context: The GPU's context.
+        device: The driver's handle of the GPU.
+        ordinal: The GPU's number.
     """
     driver = load()
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
     if not checked(driver.cuDeviceGetAttribute(attribute, device), f"GPU {ordinal}"):
-        return "the GPU is in no NVLink domain of several hosts"
-    what = "the driver makes no fabric handle"
+        return "the GPU is not in an NVLink domain of several hosts"
+    what = "the driver cannot create a fabric handle"
     fabric = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
     properties = _properties(ordinal, fabric)
     try:
@@ -136,7 +145,7 @@ def _properties(ordinal: int, kind: Any) -> Any:
     properties.location.id = ordinal
     properties.requestedHandleTypes = kind
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-    # Network cards may read and write it, where they can at all.
+    # Lets network cards read and write the memory if the GPU supports it.
     failed, capable = driver.cuDeviceGetAttribute(attribute, ordinal)
     properties.allocFlags.gpuDirectRDMACapable = int(not failed and bool(capable))
     return properties

@@ -1,4 +1,4 @@
-"""The GPUs of this process, each opened once."""
+"""Registry of the GPUs that this process has opened."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _opened: dict[int, CudaDevice] = {}
 
 
 def open_device(index: int) -> CudaDevice:
-    """The GPU with this number, as the engine's tensors have it; the same object every time.
+    """Return the GPU with this number, as in the engine's tensors; always the same object.
 
     Raises:
-        DeviceUnavailable: there is none of that number, or what drives GPUs is not installed; says which.
-        DeviceError: the driver does not let us use it.
+        DeviceUnavailable: there is no GPU of this number, or the packages for GPUs are not installed.
+        DeviceError: the driver refuses to open the GPU.
     """
     with _lock:
         if index not in _opened:

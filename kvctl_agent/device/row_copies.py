@@ -1,7 +1,7 @@
-"""Copies of rows on a stream: tables up in one asynchronous copy, a launch for each batch, an event.
+"""Row copies on a CUDA stream: one asynchronous upload of the tables, one launch per batch, one event.
 
-`begin` is what a transfer worker does for every part, with a budget of 30 µs: kernels, events, memory for tables and
-blocks of arguments are there before; what is left are a few numpy calls on tables and the calls of the driver.
+A transfer worker calls `begin` for every part, with a budget of 30 µs. Kernels, events, memory for tables and argument
+blocks are therefore created in advance, and `begin` makes only a few numpy calls and the driver calls.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.device.events import EventPool
 from kvctl_agent.device.kernels import Kernel, Kernels
 from kvctl_agent.device.table_cache import TableCache
-from kvctl_agent.device.tables import STRIP_BYTES, split, table_bytes
+from kvctl_agent.device.tables import RANGE_BYTES, split, table_bytes
 from kvctl_agent.device.upload_slots import UploadSlot, UploadSlots
 from kvctl_agent.device.variant import Tile, Variant, alignment, variant
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
 
 _MOST = 2**31 - 1
-# Every copy takes milliseconds, but those of a mapped peer whose GPU or NVLink has failed may take for ever.
+# Copies take milliseconds, except to a mapped peer whose GPU or NVLink has failed: these may never end.
 _END_S = 2.0
-_LOOK_S = 1e-4
+_POLL_S = 1e-4
 _ARGUMENTS = struct.Struct(f"={len(ARGUMENTS)}q")
-_STRIP = struct.Struct(f"={STRIP_BYTES // 8}q")
+_RANGE = struct.Struct(f"={RANGE_BYTES // 8}q")
 
 
 class Tuning(NamedTuple):
-    """What benchmarks vary.
+    """Parameters that benchmarks vary.
 
     Attributes:
-        tile: of launches that may use the whole device.
-        bounded: of launches with few programs, each of which must keep more bytes under way.
-        slots: requests that may be under way.
-        slot_bytes: of tables of one request; a multiple of 8.
+        tile: Tile of launches that may use the whole device.
+        bounded: Tile of launches with a limited number of programs, each of which must have more bytes in flight.
+        slots: Number of upload slots, which limits the requests in flight.
+        slot_bytes: Bytes for the tables of one request, a multiple of 8.
     """
 
     tile: Tile = Tile(16 << 10, 8)
@@ -54,11 +54,13 @@ DEFAULT = Tuning()
 
 
 class _Launch:
-    """A variant and its block of arguments, which the driver reads during the call that launches.
+    """A kernel and its argument block, which the driver reads during the launch call.
 
     Attributes:
-        arguments: eight bytes for each, narrower ones in the lower half; those that the compiler appended stay null.
-        parameters: address of their addresses.
+        kernel: The loaded kernel.
+        arguments: Eight bytes per argument, 32-bit arguments in the lower half; arguments that the compiler appended
+            stay null.
+        parameters: Address of the array of the arguments' addresses.
     """
 
     __slots__ = ("_page_units", "_pointers", "_tile_units", "arguments", "kernel", "parameters")
@@ -73,7 +75,11 @@ class _Launch:
         self.parameters = ctypes.addressof(self._pointers)
 
     def tiles(self, pages: int, blocks: int) -> int:
-        """Tiles of a block of so many pages; the kernel counts units, and tiles of all blocks, in 32 bits."""
+        """Return the tiles of a block of `pages` pages.
+
+        Raises:
+            DeviceError: the units or tiles of all blocks exceed the 32 bits in which the kernel counts them.
+        """
         units = pages * self._page_units
         tiles = -(-units // self._tile_units)
         if tiles * blocks > _MOST or units > _MOST:
@@ -82,13 +88,13 @@ class _Launch:
 
 
 class CudaRowCopies:
-    """`Copies` of a CUDA device; belongs to one thread, but for `close`."""
+    """`RowCopies` of a CUDA device, used by one thread except for `close`."""
 
     def __init__(self, context: Context, kernels: Kernels, events: EventPool, tuning: Tuning = DEFAULT) -> None:
-        """Makes the stream and its tables.
+        """Create the streams and the memory for tables.
 
         Raises:
-            DeviceError: there is no memory for them.
+            DeviceError: the memory cannot be allocated.
         """
         self._driver = load()
         self._context = context
@@ -100,7 +106,8 @@ class CudaRowCopies:
         try:
             with context.visit():
                 _, highest = checked(self._driver.cuCtxGetStreamPriorityRange(), "no stream priorities")
-                # Small and awaited by another machine: let it go before compute, and wait for no default stream.
+                # Copies are small and a peer waits for them, so they have priority over compute and do not
+                # synchronise with the default stream.
                 flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
                 made = self._driver.cuStreamCreateWithPriority
                 self._stream: Any = checked(made(flags, highest), "no stream")
@@ -109,17 +116,17 @@ class CudaRowCopies:
             self._slots.close()
             raise
         self._resident = TableCache(context, self._stream)
-        self._last: Event | None = None  # what was begun last
+        self._last: Event | None = None  # the event of the most recent request
 
     def prepare(self, geometries: Sequence[Geometry]) -> None:
         self._context.enter()
         for geometry in geometries:
             direct = geometry.src_paged and geometry.dst_paged
-            # Between pages and staging there are strips, and what they do not serve; from pages to pages launches may
-            # be bounded.
-            for bounded, strips in ((False, False), (True, False) if direct else (False, True)):
-                # Launched once with nothing to do: the driver loads code when it is first used.
-                self._launch(self._kernel(geometry, 0, bounded, strips), 0, 0, 0, 0, 1, 1, None)
+            # Copies between pages and staging use block ranges, or batches if these do not fit into a slot. Copies from
+            # pages to pages use batches and may be bounded.
+            for bounded, ranges in ((False, False), (True, False) if direct else (False, True)):
+                # An empty launch, because the driver loads code on first use.
+                self._launch(self._kernel(geometry, 0, bounded, ranges), 0, 0, 0, 0, 1, 1, None)
         checked(self._driver.cuStreamSynchronize(self._stream), "cannot launch the copy kernel")
 
     def begin(
@@ -140,7 +147,7 @@ class CudaRowCopies:
             for batch, listed in split(batches, pages, self._slots.nbytes):
                 done = self._begin([batch], listed, programs)
         except BaseException:
-            # What went before the failed call still reads tables and writes rows: the caller will have no event of it.
+            # Copies launched before the failed call still read tables and write rows, and the caller gets no event.
             for stream in (self._uploads, self._stream):
                 self._driver.cuStreamSynchronize(stream)
             raise
@@ -152,7 +159,7 @@ class CudaRowCopies:
         stream, self._stream = self._stream, None
         self._await_end()
         with self._context.visit():
-            # Unchecked, as in `UploadSlots.close`.
+            # Not checked, for the reason given in `UploadSlots.close`.
             for each in (self._uploads, stream):
                 self._driver.cuStreamSynchronize(each)
                 self._driver.cuStreamDestroy(each)
@@ -160,34 +167,34 @@ class CudaRowCopies:
         self._slots.close()
 
     def _await_end(self) -> None:
-        """Until all that was begun is through, or the device is lost, where nothing runs any more."""
+        """Wait until all requests have ended, or the device is lost and nothing runs any more."""
         deadline = time.monotonic() + _END_S
         with contextlib.suppress(DeviceError):
             while self._last is not None and not self._last.done():
                 if time.monotonic() >= deadline:
-                    raise DeadlineExceeded(f"a copy on the GPU has not ended within {_END_S:g} s: it never will")
-                time.sleep(_LOOK_S)
+                    raise DeadlineExceeded(f"a copy on the GPU has not ended within {_END_S:g} s")
+                time.sleep(_POLL_S)
 
     def _begin(self, batches: Sequence[Batch | BlockRanges], pages: PageIds, programs: int | None) -> Event:
         slot = self._slots.take()
         at = 0
         for each in batches:
             if isinstance(each, BlockRanges):
-                for strip in each.strips:
-                    _STRIP.pack_into(slot.memory, at, *strip)
-                    at += STRIP_BYTES
+                for entry in each.ranges:
+                    _RANGE.pack_into(slot.memory, at, *entry)
+                    at += RANGE_BYTES
             else:
                 blocks = each.blocks
                 slot.words[at // 8 : at // 8 + blocks.size] = blocks.reshape(-1)
                 at += blocks.nbytes
-        slot.places[at // 4 : at // 4 + len(pages)] = pages
+        slot.page_ids[at // 4 : at // 4 + len(pages)] = pages
         self._upload(slot, at + pages.nbytes)
-        # The device has the tables by the time that the rest has been worked out.
+        # The upload runs while the launch arguments are computed.
         tables_at, pages_at = slot.device, slot.device + at
         for each in batches:
             if isinstance(each, BlockRanges):
-                self._copy_strips(each, tables_at, pages_at, programs)
-                tables_at += STRIP_BYTES * len(each.strips)
+                self._copy_ranges(each, tables_at, pages_at, programs)
+                tables_at += RANGE_BYTES * len(each.ranges)
             else:
                 self._copy_batch(each, tables_at, pages_at, programs)
                 tables_at += each.blocks.nbytes
@@ -195,10 +202,10 @@ class CudaRowCopies:
         return done
 
     def _upload(self, slot: UploadSlot, nbytes: int) -> None:
-        """Ahead of the kernels that are still to run, if there are any.
+        """Upload the tables, on a second stream if kernels are still pending.
 
-        Between two kernels it would leave the device nothing to run of this process for a moment. Where others share
-        the device it turns to them at once, and comes back 150 µs later (H200, four processes).
+        On the same stream the upload would leave the device idle for this process between two kernels. A device shared
+        with other processes then switches to them and comes back 150 µs later (H200, four processes).
         """
         ahead = self._last is not None and not self._last.done()
         stream = self._uploads if ahead else self._stream
@@ -208,32 +215,33 @@ class CudaRowCopies:
 
     def _copy_batch(self, batch: Batch, blocks_at: int, pages_at: int, programs: int | None) -> None:
         geometry, blocks = batch
-        # One pass instead of three. Or-ed numbers of pages are not less than the most, and the same where all are one.
+        # One pass instead of three. The bitwise or of the page counts is at least their maximum, and equal to it if all
+        # counts are equal.
         source, target, _, _, pages = np.bitwise_or.reduce(blocks).tolist()
         launch = self._kernel(geometry, source | target, programs is not None, False)
         tiles = launch.tiles(pages, len(blocks))
         self._launch(launch, blocks_at, 0, pages_at, tiles * len(blocks), tiles, 1, programs)
 
-    def _copy_strips(self, some: BlockRanges, strips_at: int, pages_at: int, programs: int | None) -> None:
-        table, strips = some
+    def _copy_ranges(self, some: BlockRanges, ranges_at: int, pages_at: int, programs: int | None) -> None:
+        table, ranges = some
         bits, most, pages = table.bits, 0, 0
-        for lo, hi, shift, packed, count, _ in strips:
+        for lo, hi, shift, packed, count, _ in ranges:
             bits |= shift | packed
             if hi - lo > most:
                 most = hi - lo
             if count > pages:
                 pages = count
         launch = self._kernel(table.geometry, bits, programs is not None, True)
-        blocks = most * len(strips)
+        blocks = most * len(ranges)
         tiles = launch.tiles(pages, blocks)
         blocks_at = self._resident.address(table)
-        self._launch(launch, blocks_at, strips_at, pages_at, tiles * blocks, tiles, most, programs)
+        self._launch(launch, blocks_at, ranges_at, pages_at, tiles * blocks, tiles, most, programs)
 
-    def _kernel(self, geometry: Geometry, bits: int, bounded: bool, strips: bool) -> _Launch:
-        key = (geometry, alignment(bits), bounded, strips)
+    def _kernel(self, geometry: Geometry, bits: int, bounded: bool, ranges: bool) -> _Launch:
+        key = (geometry, alignment(bits), bounded, ranges)
         launch = self._launches.get(key)
         if launch is None:
-            chosen = variant(geometry, bits, self._tuning.bounded if bounded else self._tuning.tile, strips)
+            chosen = variant(geometry, bits, self._tuning.bounded if bounded else self._tuning.tile, ranges)
             launch = self._launches[key] = _Launch(chosen, self._kernels.get(chosen))
         return launch
 
@@ -241,15 +249,15 @@ class CudaRowCopies:
         self,
         launch: _Launch,
         blocks_at: int,
-        strips_at: int,
+        ranges_at: int,
         pages_at: int,
         items: int,
         tiles: int,
         most: int,
         programs: int | None,
     ) -> None:
-        """Launches with the arguments in their order; at most `programs` thread blocks, where it says how many."""
-        _ARGUMENTS.pack_into(launch.arguments, 0, blocks_at, strips_at, pages_at, items, tiles, most)
+        """Launch the kernel with these arguments, on at most `programs` thread blocks if it is not None."""
+        _ARGUMENTS.pack_into(launch.arguments, 0, blocks_at, ranges_at, pages_at, items, tiles, most)
         grid = items if programs is None or items < programs else programs
         kernel, stream = launch.kernel, self._stream
         launched = self._driver.cuLaunchKernel(

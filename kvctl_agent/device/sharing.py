@@ -1,4 +1,4 @@
-"""Memory of one process in another's address space: what we export, and where a peer's addresses are here."""
+"""Memory sharing between processes: exports of local allocations, and mappings of a peer's allocations."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.device.mapping_cache import FABRIC, HANDLE_BYTES, IPC, MappingCache
 from kvctl_agent.errors import DeviceError
 
-_given: set[Export] = set()
-"""What this process has exported."""
+_exported: set[Export] = set()
+"""All exports that this process has made."""
 
 
 def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) -> list[Export]:
-    """The allocations that regions (address, bytes) lie in, each once, in order of address.
+    """Export the allocations that contain the regions (address, bytes), each once, ordered by address.
 
     Args:
-        device: UUID of the device that they are on.
+        context: Context of the device.
+        regions: Regions in the device's memory.
+        device: UUID of the device.
 
     Raises:
-        DeviceError: one of them cannot be exported; says why.
+        DeviceError: an allocation cannot be exported; the text has the reason.
     """
     found: dict[int, Export] = {}
     driver = load()
     with context.visit():
         for addr, nbytes in regions:
             at = addr
-            # A region of several allocations: an engine's growing segment, made of `cuMemCreate` pieces.
+            # A region may span several allocations: an engine's expandable segment consists of `cuMemCreate` pieces.
             while at < addr + nbytes:
                 what = f"{nbytes} bytes at {addr:#x} are no memory of {device}"
                 base, size = map(int, checked(driver.cuMemGetAddressRange(at), what))
@@ -40,12 +42,12 @@ def exported(context: Context, regions: Sequence[tuple[int, int]], device: str) 
                     found[base] = Export(base, size, *_handle(base), device)
                 at = base + size
     exports = [found[base] for base in sorted(found)]
-    _given.update(exports)
+    _exported.update(exports)
     return exports
 
 
 def _handle(base: int) -> tuple[str, bytes]:
-    """Kind and bytes of what names an allocation to other processes."""
+    """Kind and bytes of the handle with which other processes map an allocation."""
     driver = load()
     what = "memory of a GPU cannot be exported to another process"
     attributes = driver.CUpointer_attribute
@@ -60,43 +62,46 @@ def _handle(base: int) -> tuple[str, bytes]:
         try:
             handle = checked(driver.cuMemExportToShareableHandle(allocation, fabric, 0), what)
         finally:
-            # Ours alone: the allocation's owner keeps its own.
+            # Releases only the reference retained above; the allocation's owner has its own.
             driver.cuMemRelease(allocation)
         return FABRIC, bytes(handle.data)
     raise DeviceError(
-        f"{what}: it was made by cuMemCreate without a fabric handle; set mem_pool=default, for an engine's own pool "
+        f"{what}: cuMemCreate made it without a fabric handle; set mem_pool=default, or for an engine's own pool "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
     )
 
 
-class _Ours:
-    """In place of `MappingCache`, for allocations of this process: their addresses are ours."""
+class _SameProcess:
+    """Replaces `MappingCache` for allocations of this process, which need no mapping."""
 
     def open(self, export: Export) -> int:
-        # Who merely says that it is of this process would have kernels write anywhere in it.
-        if export not in _given:
+        # A peer that falsely claims to be in this process could otherwise make kernels write to any address.
+        if export not in _exported:
             raise DeviceError(
-                f"{export.nbytes} bytes at {export.addr:#x} of {export.device} are no export of this process"
+                f"{export.nbytes} bytes at {export.addr:#x} of {export.device} are not an export of this process"
             )
         return export.addr
 
     def close(self, export: Export) -> None:
-        """Nothing was mapped."""
+        """Do nothing, because `open` mapped nothing."""
 
 
 class PeerMapping:
-    """A peer's allocations, opened here."""
+    """A `Mapping` of a peer's allocations."""
 
-    def __init__(self, opened: MappingCache | None, exports: Sequence[Export], lane: str) -> None:
-        """
+    def __init__(self, cache: MappingCache | None, exports: Sequence[Export], lane: str) -> None:
+        """Map all allocations.
+
         Args:
-            opened: None: the peer is another agent of this process.
+            cache: The device's mappings; None if the peer is another agent of this process.
+            exports: The peer's exports.
+            lane: The interconnect, as in `Mapping`.
 
         Raises:
-            DeviceError: one of them cannot be mapped; nothing of the others is left.
+            DeviceError: an allocation cannot be mapped; the others are unmapped again.
         """
         self.lane = lane
-        self._opened = opened or _Ours()
+        self._opened = cache or _SameProcess()
         self._exports: list[Export] = []
         addrs = []
         try:
@@ -106,31 +111,30 @@ class PeerMapping:
         except DeviceError:
             self.close()
             raise
-        theirs = [export.addr for export in self._exports]
-        self._theirs = theirs
+        self._starts = [export.addr for export in self._exports]
         self._ends = [export.addr + export.nbytes for export in self._exports]
-        self._shifts = [here - there for here, there in zip(addrs, theirs, strict=True)]
-        self._tables = [np.array(column, np.int64) for column in (theirs, self._ends, self._shifts)]
+        self._shifts = [local - remote for local, remote in zip(addrs, self._starts, strict=True)]
+        self._tables = [np.array(column, np.int64) for column in (self._starts, self._ends, self._shifts)]
 
     def translate(self, addr: int, nbytes: int = 1) -> int:
-        place = bisect_right(self._theirs, addr) - 1
-        if place < 0 or addr + nbytes > self._ends[place]:
+        index = bisect_right(self._starts, addr) - 1
+        if index < 0 or addr + nbytes > self._ends[index]:
             raise self._unknown(addr)
-        return addr + self._shifts[place]
+        return addr + self._shifts[index]
 
     def translate_all(self, addrs: Blocks, nbytes: Blocks | int = 1) -> Blocks:
-        theirs, ends, shifts = self._tables
-        place = np.searchsorted(theirs, addrs, "right") - 1
-        # A place of -1 is the last allocation, in which no address before the first one lies.
-        inside = (place >= 0) & (addrs + nbytes <= ends[place])
+        starts, ends, shifts = self._tables
+        index = np.searchsorted(starts, addrs, "right") - 1
+        # Index -1 selects the last allocation; such addresses lie before the first one and are not inside.
+        inside = (index >= 0) & (addrs + nbytes <= ends[index])
         if not inside.all():
             raise self._unknown(int(np.asarray(addrs)[~inside].flat[0]))
-        moved: Blocks = addrs + shifts[place]
-        return moved
+        local: Blocks = addrs + shifts[index]
+        return local
 
     def close(self) -> None:
         while self._exports:
             self._opened.close(self._exports.pop())
 
     def _unknown(self, addr: Any) -> DeviceError:
-        return DeviceError(f"{addr:#x} lies in none of the {len(self._theirs)} allocations that the peer exported")
+        return DeviceError(f"{addr:#x} lies in none of the {len(self._starts)} allocations that the peer exported")

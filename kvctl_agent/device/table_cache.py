@@ -1,4 +1,4 @@
-"""Tables that stay on the device: uploaded when a launch first asks for them."""
+"""Cache of block tables on the device, uploaded on first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvctl_agent.device.driver import Context, checked, load
 
 
 class TableCache:
-    """Of one stream; kept until it ends, for tables are few and small."""
+    """The tables of one stream. All are kept until `close`, because they are few and small."""
 
     def __init__(self, context: Context, stream: Any) -> None:
         self._driver = load()
@@ -21,13 +21,13 @@ class TableCache:
         self._memory: list[Any] = []
 
     def address(self, table: Table) -> int:
-        """Where `paged` and `before` of each block are, side by side; waits for the stream the first time.
+        """Return the device address of the table's pairs (`paged`, `before`). The first call waits for the stream.
 
         Raises:
-            DeviceError: there is no memory for it.
+            DeviceError: the memory cannot be allocated.
         """
-        found = self._addresses.get(table)
-        return self._upload(table) if found is None else found
+        address = self._addresses.get(table)
+        return self._upload(table) if address is None else address
 
     def _upload(self, table: Table) -> int:
         pairs = np.stack((table.paged, table.before), axis=1)
@@ -44,7 +44,7 @@ class TableCache:
         return address
 
     def close(self) -> None:
-        """Gives the memory back; idempotent. The stream must have come to its end."""
+        """Free the memory; idempotent. All work on the stream must have ended."""
         memory, self._memory = self._memory, []
         self._addresses.clear()
         with self._context.visit():

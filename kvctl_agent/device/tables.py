@@ -1,4 +1,4 @@
-"""Cuts what does not fit one upload into requests that do: thousands of pages of one token, say. Pure arithmetic."""
+"""Splits requests whose tables are too large for one upload, for example thousands of pages of one token each."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import numpy as np
 
 from kvctl_agent.device.base import Batch, BlockRanges, PageIds
 
-STRIP_BYTES = 6 * 8
+RANGE_BYTES = 6 * 8
 _BLOCK_BYTES = 5 * 8
-_PLACE_BYTES = 4
+_PAGE_ID_BYTES = 4
 
 
 def table_bytes(batches: Sequence[Batch | BlockRanges], pages: PageIds) -> int:
-    """What must be uploaded for these launches."""
-    nbytes = len(pages) * _PLACE_BYTES
+    """Return the bytes to upload for these launches."""
+    nbytes = len(pages) * _PAGE_ID_BYTES
     for each in batches:
-        nbytes += len(each[1]) * (STRIP_BYTES if isinstance(each, BlockRanges) else _BLOCK_BYTES)
+        nbytes += len(each[1]) * (RANGE_BYTES if isinstance(each, BlockRanges) else _BLOCK_BYTES)
     return nbytes
 
 
 def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -> Iterator[tuple[Batch, PageIds]]:
-    """Yields one batch at a time, with its own list of pages; together they copy the same.
+    """Yield batches with page lists of their own that together make the same copies.
 
     Args:
-        nbytes: at most so many of tables each.
+        batches: The batches and block ranges of the request.
+        pages: Page list of the request.
+        nbytes: Maximum bytes of the tables of one batch.
     """
     rows = max(1, nbytes // 2 // _BLOCK_BYTES)
-    window = max(1, nbytes // 2 // _PLACE_BYTES // 2)  # Each page may be listed for both sides.
+    window = max(1, nbytes // 2 // _PAGE_ID_BYTES // 2)  # Each page may be listed for both sides.
     for each in batches:
         geometry, blocks = each.batch() if isinstance(each, BlockRanges) else each
         paged = geometry.src_paged, geometry.dst_paged
@@ -44,7 +46,7 @@ def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -
             for alike in np.unique(rest[:, 2:], axis=0):
                 group = rest[(rest[:, 2:] == alike).all(axis=1)]
                 begins, count = alike[:2].tolist(), int(alike[2])
-                listed = [pages[at : at + count] for at, given in zip(begins, paged, strict=True) if given]
+                listed = [pages[at : at + count] for at, is_paged in zip(begins, paged, strict=True) if is_paged]
                 group[:, 2] = 0
                 group[:, 3] = count if all(paged) else 0
                 for at in range(0, len(group), rows):

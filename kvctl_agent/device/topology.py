@@ -1,4 +1,4 @@
-"""Which GPU reaches which: over NVLink, over PCIe, or not at all."""
+"""Interconnects between the GPUs of this process: NVLink, PCIe, or none."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ SAME, NVLINK, PCIE, FABRIC = "same device", "nvlink", "pcie", "fabric"
 
 
 def uuid_of(device: Any) -> str:
-    """The driver's name for a device, as nvidia-smi -L shows it."""
+    """Return a device's UUID as nvidia-smi -L shows it."""
     return f"GPU-{uuid.UUID(bytes=bytes(checked(load().cuDeviceGetUuid(device), 'no UUID').bytes))}"
 
 
 def ordinals() -> dict[str, int]:
-    """Numbers of the GPUs that this process sees, by UUID."""
+    """Return the numbers of the GPUs that are visible to this process, by UUID."""
     driver = load()
     count = checked(driver.cuDeviceGetCount(), "cannot count GPUs")
     return {uuid_of(checked(driver.cuDeviceGet(number), f"GPU {number}")): number for number in range(count)}
 
 
 def interconnect(own: int, other: int) -> str:
-    """How GPU `own` reaches memory of GPU `other`; empty where it does not.
+    """Return the interconnect from GPU `own` to memory of GPU `other`; empty if there is no peer access.
 
-    NVLink is told by its atomics, which PCIe lacks.
+    NVLink is recognised by native atomics, which PCIe lacks.
     """
     if own == other:
         return SAME
@@ -39,22 +39,22 @@ def interconnect(own: int, other: int) -> str:
 
 
 def interconnects(own: int) -> dict[int, str]:
-    """The other GPUs here that GPU `own` reaches, and how."""
+    """Return the interconnect to each GPU of this process that GPU `own` can access, by number."""
     found = {number: interconnect(own, number) for number in ordinals().values() if number != own}
     return {number: name for number, name in found.items() if name}
 
 
 def interconnect_to(own: int, name: str) -> str:
-    """How GPU `own` reaches the GPU with this UUID.
+    """Return the interconnect from GPU `own` to the GPU with UUID `name`.
 
     Raises:
-        DeviceError: it does not; says why.
+        DeviceError: there is no peer access; the text has the reason.
     """
     other = ordinals().get(name)
     if other is None:
         raise DeviceError(
-            f"GPU {own} cannot map memory of {name}, which this process does not see: CUDA_VISIBLE_DEVICES must name "
-            "it, too"
+            f"GPU {own} cannot map memory of {name}, which is not visible to this process: add it to "
+            "CUDA_VISIBLE_DEVICES"
         )
     found = interconnect(own, other)
     if not found:
@@ -65,7 +65,7 @@ def interconnect_to(own: int, name: str) -> str:
 
 
 def enable_peer_access(context: Context, own: int, other: int) -> None:
-    """Lets kernels of GPU `own` reach the plain memory that this process has on GPU `other`.
+    """Let kernels of GPU `own` access the plain memory that this process has on GPU `other`.
 
     Raises:
         DeviceError: the driver refuses.

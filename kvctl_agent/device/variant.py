@@ -1,4 +1,4 @@
-"""The form of the copy kernel for a geometry at given addresses: the widest words that both allow. Pure arithmetic."""
+"""Chooses the variant of the copy kernel for a geometry: the widest words that its sizes and addresses allow."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeviceError
 
-# One lane's widest access.
+# The widest access of one GPU thread, in bytes.
 _ACCESS = 16
 
 
 class Tile(NamedTuple):
-    """What one thread block copies at a time.
+    """Size of the tile that one thread block copies at a time.
 
     Attributes:
-        nbytes: at most, a power of two.
-        warps: of 32 lanes each, a power of two.
+        nbytes: Maximum bytes of a tile, a power of two.
+        warps: Warps of a thread block, a power of two.
     """
 
     nbytes: int
@@ -24,12 +24,12 @@ class Tile(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """The kernel's constants, each as `copy_rows` says.
+    """Compile-time constants of the kernel; see `copy_rows` for those not listed here.
 
     Attributes:
-        tile_units: units that one thread block copies at a time.
-        warps: of a thread block.
-        strips: whether it copies strips of a table.
+        tile_units: Units that one thread block copies at a time.
+        warps: Warps of a thread block.
+        ranges: Whether the kernel copies block ranges of a table.
     """
 
     rows: int
@@ -42,39 +42,46 @@ class Variant(NamedTuple):
     align: int
     tile_units: int
     warps: int
-    strips: bool
+    ranges: bool
 
     @property
     def word(self) -> int:
-        """Bytes of what a lane loads, or of one of two words that become one access."""
+        """Bytes of a word; two words of 8 bytes become one access."""
         return min(self.align, 8)
 
     @property
     def page_units(self) -> int:
+        """Units of a page."""
         return self.rows * self.split
 
     def tiles(self, pages: int) -> int:
-        """Tiles of a block of so many pages."""
+        """Return the tiles of a block of `pages` pages."""
         return -(-pages * self.page_units // self.tile_units)
 
 
-def variant(geometry: Geometry, bits: int, tile: Tile, strips: bool = False) -> Variant:
-    """The variant for blocks whose addresses have only these bits set (or-ed together).
+def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> Variant:
+    """Return the variant for blocks of a geometry.
+
+    Args:
+        geometry: Geometry of the blocks.
+        bits: Bitwise or of all addresses.
+        tile: Size of a tile.
+        ranges: Whether the kernel copies block ranges of a table.
 
     Raises:
-        DeviceError: the geometry makes no sense.
+        DeviceError: the geometry is invalid.
     """
     rows, width, src_row, dst_row, src_paged, dst_paged = geometry
     if rows < 1 or not 1 <= width <= min(src_row, dst_row):
-        raise DeviceError(f"rows that cannot be: {geometry}")
+        raise DeviceError(f"invalid row geometry: {geometry}")
     if src_row == dst_row == width:
-        # A page is contiguous on both sides, and so one row.
+        # A page is contiguous on both sides, so it is treated as one row.
         rows, width = 1, rows * width
         src_row = dst_row = width
     align = alignment(width | src_row | dst_row | bits)
-    # At most 16 accesses a lane: narrow ones need smaller tiles, or registers spill.
+    # At most 16 accesses per thread: narrow accesses need smaller tiles, or registers spill.
     tile_bytes = min(tile.nbytes, tile.warps * 32 * 16 * align)
-    # Whole powers of two, so that no lane idles: nine units of 128 bytes make a row of 1,152.
+    # Units are powers of two, so that no thread idles: a row of 1,152 bytes is nine units of 128.
     unit = min(_lowest_bit(width), tile_bytes)
     return Variant(
         rows,
@@ -87,12 +94,12 @@ def variant(geometry: Geometry, bits: int, tile: Tile, strips: bool = False) -> 
         align,
         tile_bytes // unit,
         tile.warps,
-        strips,
+        ranges,
     )
 
 
 def alignment(bits: int) -> int:
-    """The largest power of two, up to one access, that divides every number made of these bits."""
+    """Return the largest power of two up to 16 that divides all numbers whose bitwise or is `bits`."""
     bits |= _ACCESS
     return bits & -bits
 

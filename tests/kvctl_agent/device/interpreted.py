@@ -37,12 +37,12 @@ def launch(batch: Batch | BlockRanges, pages: np.ndarray, tile: Tile, programs: 
     if isinstance(batch, BlockRanges):
         table = batch.table
         tables = np.stack((table.paged, table.before), axis=1)
-        strips = np.array(batch.strips, np.int64)
-        bits = table.bits | int(np.bitwise_or.reduce(strips[:, 2:4], axis=None))
-        chosen = variant(table.geometry, bits, tile, strips=True)
-        most, count = int((strips[:, 1] - strips[:, 0]).max()), int(strips[:, 4].max())
-        blocks = most * len(strips)
-        more = strips.ctypes.data, most
+        ranges = np.array(batch.ranges, np.int64)
+        bits = table.bits | int(np.bitwise_or.reduce(ranges[:, 2:4], axis=None))
+        chosen = variant(table.geometry, bits, tile, ranges=True)
+        most, count = int((ranges[:, 1] - ranges[:, 0]).max()), int(ranges[:, 4].max())
+        blocks = most * len(ranges)
+        more = ranges.ctypes.data, most
     else:
         tables = np.ascontiguousarray(batch.blocks)
         chosen = variant(batch.geometry, int(np.bitwise_or.reduce(tables[:, :2], axis=None)), tile)

@@ -29,10 +29,10 @@ def test_an_error_says_what_was_tried_the_drivers_words_and_what_to_change(drive
 
 
 def test_out_of_memory_says_how_much_there_is_and_which_keys_take_less(driver):
-    with pytest.raises(DeviceError, match=r"8\.00 of 16\.00 GiB are free; make staging_buffer_mb"):
+    with pytest.raises(DeviceError, match=r"8\.00 of 16\.00 GiB are free; reduce staging_buffer_mb"):
         checked((driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None), "cannot allocate")
     driver.failing["cuMemGetInfo"] = (driver.CUresult.CUDA_ERROR_INVALID_CONTEXT, None, None)
-    with pytest.raises(DeviceError, match=r"\); make staging_buffer_mb"):
+    with pytest.raises(DeviceError, match=r"\); reduce staging_buffer_mb"):
         checked((driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None), "cannot allocate")
 
 

@@ -97,5 +97,5 @@ def test_an_event_that_was_not_recorded(driver, given):
 
 
 def test_what_is_no_event(driver):
-    with pytest.raises(DeviceError, match="is no CUDA event"):
+    with pytest.raises(DeviceError, match="is not a CUDA event"):
         event_of(Context(0, "GPU 0"), "event")

@@ -112,7 +112,7 @@ def test_memory_goes_back(gpu, pool):
 
 @pytest.mark.parametrize("pool", ["default", "vmm"])
 def test_more_memory_than_there_is(gpu, pool):
-    with pytest.raises(DeviceError, match=r"GiB are free; make staging_buffer_mb"):
+    with pytest.raises(DeviceError, match=r"GiB are free; reduce staging_buffer_mb"):
         gpu.allocate(1 << 42, pool)
     gpu.allocate(MIB, pool).close()
 

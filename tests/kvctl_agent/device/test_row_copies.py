@@ -188,10 +188,10 @@ def test_tables_are_uploaded_ahead_of_kernels_that_are_still_to_run(driver: Laun
     copies.close()
 
 
-# ---- strips of tables --------------------------------------------------------------------------------------------
+# ---- ranges of tables --------------------------------------------------------------------------------------------
 
 
-def strips(pool: Pool, *counts: int) -> BlockRanges:
+def ranges(pool: Pool, *counts: int) -> BlockRanges:
     """As `pool.gather`, but for parts with so many pages each, which are packed one after the other."""
     geometry = pool.gather(1).geometry
     page_bytes = pool.rows * pool.width
@@ -220,7 +220,7 @@ def check_strips(pool: Pool, *counts: int, pages: np.ndarray) -> None:
 @pytest.mark.parametrize("counts", [(5,), (3, 2), (1, 1, 3)], ids=str)
 def test_parts_are_strips_of_one_launch(driver: Launching, counts: tuple[int, ...], programs: int | None) -> None:
     copies, pool = make(), Pool(blocks=3)
-    copies.begin([strips(pool, *counts)], PAGES, programs=programs)
+    copies.begin([ranges(pool, *counts)], PAGES, programs=programs)
     check_strips(pool, *counts, pages=PAGES)
     assert len(driver.launches) == 1
     copies.close()
@@ -230,7 +230,7 @@ def test_parts_are_strips_of_one_launch(driver: Launching, counts: tuple[int, ..
 def test_strips_may_be_of_some_blocks(driver: Launching) -> None:
     """Two parts of different layers and different numbers of them."""
     copies, pool = make(), Pool(blocks=5)
-    table, (whole,) = strips(pool, 3)
+    table, (whole,) = ranges(pool, 3)
     copies.begin([BlockRanges(table, [whole._replace(lo=1, hi=2), whole._replace(lo=2, hi=5)])], PAGES)
     found = pool.packed.reshape(-1)
     page_bytes = pool.rows * pool.width
@@ -242,7 +242,7 @@ def test_strips_may_be_of_some_blocks(driver: Launching) -> None:
 
 def test_a_table_is_uploaded_once(driver: Launching) -> None:
     copies, pool = make(), Pool()
-    same = strips(pool, 5)
+    same = ranges(pool, 5)
     copies.prepare([same.table.geometry])
     copies.begin([same], PAGES)
     before = driver.calls.copy()
@@ -257,7 +257,7 @@ def test_a_table_is_uploaded_once(driver: Launching) -> None:
 
 def test_strips_and_batches_go_together(driver: Launching) -> None:
     copies, k, v = make(), Pool(32), Pool(48)
-    copies.begin([v.gather(2), strips(k, 5)], PAGES)
+    copies.begin([v.gather(2), ranges(k, 5)], PAGES)
     check_strips(k, 5, pages=PAGES)
     v.check(PAGES[:2])
     copies.close()
@@ -266,7 +266,7 @@ def test_strips_and_batches_go_together(driver: Launching) -> None:
 def test_strips_whose_pages_fit_no_slot_become_several_requests(driver: Launching) -> None:
     copies, pool = make(SMALL._replace(slot_bytes=256)), Pool(slots=90, blocks=3)
     pages = np.random.default_rng(1).permutation(90).astype(np.int32)
-    copies.begin([strips(pool, 80, 10)], pages)
+    copies.begin([ranges(pool, 80, 10)], pages)
     assert len(driver.launches) > 1
     check_strips(pool, 80, 10, pages=pages)
     copies.close()

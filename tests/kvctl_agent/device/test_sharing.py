@@ -164,7 +164,7 @@ def test_a_device_that_is_not_reached(driver, here, there):
     driver.unreachable.add((0, 1))
     with pytest.raises(DeviceError, match=r"GPU 0 cannot reach the memory of GPU 1 .*no peer access"):
         here.open(exports)
-    with pytest.raises(DeviceError, match="which this process does not see: CUDA_VISIBLE_DEVICES must name it"):
+    with pytest.raises(DeviceError, match="which is not visible to this process: add it to CUDA_VISIBLE_DEVICES"):
         here.open([exports[0]._replace(device="GPU-of-another-host")])
     with pytest.raises(DeviceError, match=r"cannot map memory of another host: .*CUDA_ERROR_NOT_PERMITTED"):
         here.open([exports[0]._replace(device="GPU-of-another-host", kind="fabric")])
@@ -196,7 +196,7 @@ def test_who_only_says_that_it_is_of_this_process_has_nothing_mapped(here, there
         export._replace(nbytes=1 << 50),
         export._replace(handle=bytes(64)),
     ):
-        with pytest.raises(DeviceError, match="are no export of this process"):
+        with pytest.raises(DeviceError, match="are not an export of this process"):
             here.open([claimed], same_process=True)
     mapping = here.open([export], same_process=True)
     with pytest.raises(DeviceError, match="lies in none of the 1 allocations"):
