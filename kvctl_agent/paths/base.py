@@ -1,7 +1,7 @@
-"""The one interface of all paths: a path turns an order into a flight, and a worker advances flights.
+"""Interface of the transfer paths: a path starts a flight for each part, and a worker advances the flights.
 
-A path knows memory and one transport; it knows no room, no ring and no peer's state. The order it gets has passed
-every gate already.
+A path uses memory and one transport. It has no access to rooms, the ring or a peer's state; when it gets an order, the
+part's gate is already open.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ DIRECT = "direct"
 
 
 class PeerConnection:
-    """What a path needs to write to one peer.
+    """A connection to one peer, with all that paths need to write to it.
 
     Attributes:
-        peer: its name at the transport.
-        pool: our pool, the source.
-        ours, theirs: addresses of our pool and of the peer's, the destination.
-        ring_base: address of the peer's staging ring; 0 where it has none.
-        segments: both sides of each segment, in the model's order.
-        prepared: descriptor lists of the peer's pool by (segment, first head, heads), made at first use.
-        mapping: of the peer's memory, for `direct`; None where there is none.
-        why_not: why there is none, for people.
-        routes: of `direct`, by (segment, source's first head, destination's, heads), made at first use.
+        peer: Name of the peer at the transport.
+        transport: The transport.
+        pool: The local pool, which is the source.
+        ours, theirs: Addresses of the local pool, and of the peer's pool, which is the destination.
+        ring_base: Address of the peer's staging ring; 0 if it has none.
+        segments: The addresses of each segment on both sides, in the model's order.
+        prepared: Descriptor lists of the peer's pool by (segment, first head, heads), created on first use.
+        mapping: Mapping of the peer's memory for path direct; None if there is none.
+        why_not: Why there is no mapping, as text.
+        routes: Routes of path direct by (segment, first source head, first destination head, heads), created on first
+            use.
     """
 
     def __init__(
@@ -50,7 +52,11 @@ class PeerConnection:
         mapping: MappedMemory | None = None,
         why_not: str = "",
     ) -> None:
-        """Raises DeviceError where `mapping` does not cover the peer's pages."""
+        """Pair the segments of both sides.
+
+        Raises:
+            DeviceError: `mapping` does not cover the peer's pages.
+        """
         self.peer = peer
         self.transport = transport
         self.pool = pool
@@ -65,20 +71,22 @@ class PeerConnection:
         self.routes: dict[tuple[int, int, int, int], tuple[Route, ...]] = {}
 
     def close(self) -> None:
-        """Nothing new is begun on it; the peer's memory is unmapped when the last kernel on it has ended."""
+        """Close the connection for new parts. The peer's memory is unmapped when the last kernel using it has ended."""
         if self.mapping is not None:
             self.mapping.close()
 
 
 class Flight(ABC):
-    """One part on its way, and what it has cost so far.
+    """The transfer of one part in progress, with its durations and counts so far.
 
     Attributes:
-        began_ns: when a worker took it.
-        gather_ns: time spent gathering.
-        post_ns: time spent in the engine's post; on connections that copy in the post, this is the copy.
-        descriptors: handed to the engine, before it merges; of `direct` kernels.
-        posts: submissions to the engine; of `direct` kernels.
+        connection: The connection to the reader.
+        order: The part to transfer.
+        began_ns: Time at which a worker took the part.
+        gather_ns: Time spent gathering.
+        post_ns: Time spent in the engine's post call; includes the copy if the engine copies in that call.
+        descriptors: Descriptors passed to the engine, before it merges them; kernels on path direct.
+        posts: Writes submitted to the engine; kernels on path direct.
     """
 
     def __init__(self, connection: PeerConnection, order: Transfer, began_ns: int) -> None:
@@ -92,24 +100,34 @@ class Flight(ABC):
 
     @abstractmethod
     def advance(self) -> bool:
-        """Drive it on without waiting; True when it is complete, or has stopped behind its raised cancel.
+        """Make progress without waiting.
+
+        Returns:
+            True when the transfer is complete, or has stopped after cancellation.
 
         Raises:
-            TransportError: the engine failed; `give_up` says whether bytes may still land.
+            TransportError: the engine failed; call `give_up` to learn whether bytes may still land.
         """
 
     @abstractmethod
     def give_up(self) -> bool:
-        """Hand what is in flight to the transport to drain; True when nothing of it can land any more."""
+        """Abandon the transfer and let the transport drain its writes.
+
+        Returns:
+            True when no bytes of it can land any more.
+        """
 
     def count(self, write: Write, since_ns: int) -> None:
-        """Account for one submission that began at `since_ns`."""
+        """Add a write whose submission began at `since_ns` to the counts."""
         self.post_ns += time.monotonic_ns() - since_ns
         self.posts += 1
         self.descriptors += write.descriptors
 
     def moments(self) -> dict[str, int]:
-        """When each stage ended. Pieces overlap, so gather and post are placed by their summed durations."""
+        """Return the end time of each stage in ns.
+
+        Pieces overlap, so the ends of gather and post are computed from their total durations.
+        """
         order = self.order
         gathered = self.began_ns + self.gather_ns
         posted = gathered + self.post_ns
@@ -120,7 +138,7 @@ class Flight(ABC):
 
 
 class WriteFlight(Flight):
-    """A part that is one write."""
+    """The transfer of a part by a single write."""
 
     def __init__(self, connection: PeerConnection, order: Transfer, began_ns: int, post: Callable[[], Write]) -> None:
         super().__init__(connection, order, began_ns)
@@ -135,13 +153,13 @@ class WriteFlight(Flight):
 
 
 class Path(Protocol):
-    """One way to move a part."""
+    """One way to transfer a part."""
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
-        """Take an order; the worker then advances the flight.
+        """Start the transfer of a part. The worker then advances the returned flight.
 
         Raises:
-            MemoryLayoutError: the order does not fit this path or these pools.
+            MemoryLayoutError: the part cannot use this path, or does not fit the pools.
             TransportError: the engine failed.
         """
         ...

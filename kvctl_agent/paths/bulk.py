@@ -1,6 +1,7 @@
-"""`bulk`: whole pages of all heads straight into the reader's pages, neighbours merged into one descriptor.
+"""Path bulk: writes whole pages directly into the reader's pages, with one descriptor per page run.
 
-Needs the same heads on both sides. Items of state are pages here. The aux row, one small write, travels the same way.
+It requires the same heads on both sides. State items are treated as pages. The aux row, one small write, is sent the
+same way.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class BulkPath:
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         share = order.share
         if share is None or not share.whole_rows:
-            raise MemoryLayoutError(f"bulk needs the same heads on both sides, {order.key} has {share}")
+            raise MemoryLayoutError(f"path bulk needs the same heads on both sides, but {order.key} has {share}")
         began_ns = time.monotonic_ns()
         runs = page_run_arrays(order.src_pages, order.dst_pages)
         segment = connection.segments[share.segment]
-        ours, theirs = segment.bases(order.key.lo, order.key.hi)  # all of [layers, planes, runs] from here on
+        ours, theirs = segment.bases(order.key.lo, order.key.hi)  # arrays below are [layers, planes, runs]
         page_bytes = segment.page_bytes[:, None]
         here = ours[:, :, None] + runs.src_first * page_bytes
         there = theirs[:, :, None] + runs.dst_first * page_bytes
@@ -35,7 +36,7 @@ class BulkPath:
 
 
 class AuxPath:
-    """The aux row of a room."""
+    """Sends the aux row of a room in one write."""
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         began_ns = time.monotonic_ns()
@@ -44,7 +45,7 @@ class AuxPath:
         if not 0 <= row < ours.aux_slots or ours.aux_row_bytes != theirs.aux_row_bytes:
             raise MemoryLayoutError(
                 f"aux row {row} of {ours.aux_row_bytes} bytes cannot go to a row of {theirs.aux_row_bytes} bytes: "
-                "give finish() an aux row, and both sides rows of one size"
+                "pass an aux row to finish(), and use rows of one size on both sides"
             )
         here, there = np.array([ours.aux_addr(row)], np.int64), np.array([theirs.aux_addr(slot)], np.int64)
         return _post(connection, order, began_ns, here, there, np.array([ours.aux_row_bytes], np.int64))

@@ -1,4 +1,4 @@
-"""Measures what row copies cost on this machine, for the cost model; a few milliseconds at start."""
+"""Measures the cost of row copies in host memory at start, for the cost model; takes a few milliseconds."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ _ROUNDS = 6
 
 
 def measure_copies(memory: Bytes) -> CopyCost:
-    """Time gathers of random rows into a piece that stays in cache, and scatters out of it.
+    """Measure gathers of random rows into a piece that stays in cache, and scatters from it.
 
-    All are measured in turn, round after round, and each one's best counts.
+    Each row size is measured once per round, and the best round counts.
 
     Args:
-        memory: uint8, touched before, overwritten; larger than the caches, so that its rows are as cold as a pool's.
+        memory: uint8 array, faulted in before and overwritten here. It must be larger than the caches, so that its rows
+            are as cold as those of a pool.
     """
     random = np.random.default_rng(0)
     hot, cold = memory[:_PIECE], memory[_PIECE:]
     gather = [float("inf")] * len(_ROWS)
     scatter = [float("inf")] * len(_ROWS)
     for _ in range(_ROUNDS):
-        for place, row_bytes in enumerate(_ROWS):
+        for index, row_bytes in enumerate(_ROWS):
             row = np.dtype((np.void, row_bytes))
             rows, piece = cold[: cold.nbytes // row_bytes * row_bytes].view(row), hot.view(row)
-            sources, targets = random.integers(len(rows), size=(2, len(piece)))  # what was read is no longer cold
+            sources, targets = random.integers(len(rows), size=(2, len(piece)))  # other rows: those read are in cache
             since = time.perf_counter()
             np.take(rows, sources, out=piece, mode="clip")
             between = time.perf_counter()
             rows[targets] = piece
-            gather[place] = min(gather[place], between - since)
-            scatter[place] = min(scatter[place], time.perf_counter() - between)
+            gather[index] = min(gather[index], between - since)
+            scatter[index] = min(scatter[index], time.perf_counter() - between)
     return CopyCost(_ROWS, tuple(seconds * 1e6 for seconds in gather), tuple(seconds * 1e6 for seconds in scatter))

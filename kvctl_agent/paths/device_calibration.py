@@ -1,7 +1,7 @@
-"""Measures what row copies cost on a device, and into a peer's memory, for the cost model.
+"""Measures the cost of row copies on a device and into a peer's memory, for the cost model.
 
-Rows are a half of what lies in memory, as in a head slice, and pages lie anywhere. Each measurement is what a part is:
-kernels begun and asked for until they have ended.
+The copies resemble those of a part: rows cover half of the pool's row, as in a head slice, pages are random, and the
+kernel's event is polled until it is done.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _WAIT_S = 5.0
 
 
 def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> CopyCost:
-    """What a gather costs; a scatter, the same the other way round, is taken to cost as much.
+    """Measure gathers. Scatters, which copy the same rows in reverse, are assumed to cost the same.
 
     Args:
-        source: read from: the pool, or what is as cold.
-        target: of the same device, overwritten.
+        copies: The stream to measure with.
+        source: Region to read: the pool, or memory as cold.
+        target: Region of the same device; overwritten.
 
     Raises:
-        DeviceError, DeadlineExceeded: it failed, or did not end.
+        DeviceError: a region is too small, or a copy failed.
+        DeadlineExceeded: a copy did not end.
     """
     rates: dict[int, float] = {}
     for row in _ROWS:
@@ -40,7 +42,7 @@ def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> 
         nbytes = _usable(geometry, source, target, _BIG)
         if nbytes:
             copies.prepare([geometry])
-            # The launch is in the hand-over that staging is charged with anyway.
+            # Includes the launch, although the fixed cost of staging also contains it.
             rates[row] = _best_us(copies, geometry, source, target, nbytes, None) / nbytes * (1 << 20)
     if not rates:
         raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure copies with")
@@ -48,15 +50,17 @@ def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> 
 
 
 def measure_direct(copies: RowCopies, source: Region, target: Region, programs: int) -> DirectCost:
-    """What a part costs that goes direct.
+    """Measure the cost of parts on path direct.
 
     Args:
-        source: read from: the pool, or what is as cold.
-        target: a peer's scratch memory, in our address space; overwritten.
-        programs: as `RowCopies.begin`.
+        copies: The stream to measure with.
+        source: Region to read: the pool, or memory as cold.
+        target: A peer's scratch memory, mapped into the local address space; overwritten.
+        programs: Maximum number of thread blocks, as for `RowCopies.begin`.
 
     Raises:
-        DeviceError, DeadlineExceeded: it failed, or did not end.
+        DeviceError: a region is too small, or a copy failed.
+        DeadlineExceeded: a copy did not end.
     """
     geometry = Geometry(_PAGE_ROWS, _DIRECT_ROW, 2 * _DIRECT_ROW, 2 * _DIRECT_ROW, True, True)
     small, big = (_usable(geometry, source, target, nbytes) for nbytes in (_SMALL, _BIG))
@@ -69,7 +73,7 @@ def measure_direct(copies: RowCopies, source: Region, target: Region, programs: 
 
 
 def _usable(geometry: Geometry, source: Region, target: Region, nbytes: int) -> int:
-    """Payload of whole pages, the same number in each block, for which `nbytes` and both regions suffice."""
+    """Largest payload up to `nbytes` that fits both regions and has the same number of whole pages in each block."""
     if source.nbytes < geometry.rows * geometry.src_row:
         return 0
     rows = min(nbytes // geometry.width, target.nbytes // geometry.dst_row)

@@ -1,7 +1,7 @@
-"""`direct`: one kernel reads our pages and writes the reader's, over NVLink or within one GPU.
+"""Path direct: a kernel copies rows from the local pages to the reader's pages, over NVLink or within one GPU.
 
-No staging, no ring, no grant: what `staged` does in a gather, a write and a scatter is here one copy of the rows. The
-kernel writes through a mapping of the reader's memory; its event says that all of it is there, and then the tag goes.
+It needs no staging, ring or grant: one row copy replaces the gather, write and scatter of path staged. The kernel
+writes through a mapping of the reader's memory. When its event is done, all bytes have landed and the tag is sent.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvctl_agent.paths.mapped_memory import MappedMemory
 from kvctl_agent.protocol.events import Transfer
 
 PROGRAMS = 64
-"""Multiprocessors that a kernel takes unless `direct_sms` says otherwise: the rest is left to the engine's compute."""
+"""Multiprocessors that a kernel uses unless `direct_sms` is set; the others are left to the engine's compute."""
 
 
 class DirectFlight(Flight):
-    """A part that is one kernel, or one for each geometry of its planes.
+    """The transfer of a part by one kernel for each geometry of its planes.
 
-    What was begun cannot be recalled: behind a raised cancel it runs to its end, and no tag is sent.
+    A launched kernel cannot be stopped. After cancellation it runs to its end, and no tag is sent.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class DirectFlight(Flight):
             mapping.give()
             raise
         self._mapping: MappedMemory | None = mapping
-        self._told = False
+        self._tag_sent = False
         self.post_ns = time.monotonic_ns() - self.began_ns
         self.posts = self.descriptors = len(batches)
 
     def advance(self) -> bool:
         if not self._landed():
             return False
-        if not self._told and not self.order.cancel.cancelled:
-            self._told = True
+        if not self._tag_sent and not self.order.cancel.cancelled:
+            self._tag_sent = True
             self.connection.transport.tell(self.connection.peer, self.order.tag)
         return True
 
@@ -63,10 +63,10 @@ class DirectFlight(Flight):
         try:
             return self._landed()
         except DeviceError:
-            return False  # nothing proves that it has stopped; the mapping and the pages stay until our process ends
+            return False  # The kernel may still run, so the mapping and the pages are kept until the process ends.
 
     def _landed(self) -> bool:
-        """Whether the kernel has ended; the mapping is ours no longer then."""
+        """Whether the kernel has ended; if so, release the mapping."""
         if self._mapping is not None and self._event.done():
             self._mapping.give()
             self._mapping = None
@@ -74,10 +74,11 @@ class DirectFlight(Flight):
 
 
 class DirectPath:
-    """Copies on a stream of one worker.
+    """Path direct with the row copies of one worker.
 
     Args:
-        programs: thread blocks, and so multiprocessors, that a kernel may take; None: `PROGRAMS`.
+        copies: The worker's stream.
+        programs: Maximum number of thread blocks, and so of multiprocessors, of a kernel; `PROGRAMS` if None.
     """
 
     def __init__(self, copies: RowCopies, programs: int | None = None) -> None:
@@ -87,7 +88,7 @@ class DirectPath:
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         share, key = order.share, order.key
         if share is None:
-            raise MemoryLayoutError(f"{key} owes no heads")
+            raise MemoryLayoutError(f"{key} has no heads to send on path direct")
         if connection.mapping is None:
             raise TransportError(
                 f"there is no direct path to {connection.peer} (auto takes another): {connection.why_not}"
@@ -95,8 +96,8 @@ class DirectPath:
         segment = connection.segments[share.segment]
         segment.check_layers(key.lo, key.hi)
         check_pages(segment, order.src_pages, order.dst_pages)
-        place = share.segment, share.src_head, share.dst_head, share.heads
-        parts = connection.routes.get(place)
+        slice_key = share.segment, share.src_head, share.dst_head, share.heads
+        parts = connection.routes.get(slice_key)
         if parts is None:
-            parts = connection.routes[place] = routes(segment, *place[1:])
+            parts = connection.routes[slice_key] = routes(segment, *slice_key[1:])
         return DirectFlight(connection, connection.mapping, order, self._copies, self._programs, parts)

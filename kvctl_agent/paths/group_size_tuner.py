@@ -1,13 +1,13 @@
-"""How many layer groups pay, learnt from recent forwards: what mode `measured` asks in place of the formula.
+"""Chooses the number of layer groups from recent forwards, for mode measured.
 
-A formula knows neither the machine's compute nor its connection. With compute C, transfer T and N equal groups, the two
-stages overlap like two machines in a flow shop:
+The formula of mode on knows neither the machine's compute nor its connection. With compute C, transfer T and N equal
+groups, the two stages overlap like two machines in a flow shop:
 
-    total(N) = C + max(T/N, C/N + T - C),   where T and C themselves grow a little with every group
+    total(N) = C + max(T/N, C/N + T - C),   where T and C grow a little with every group
 
-The model only proposes which N is worth trying. What is taken is what was measured to be fastest, and the formula's N
-has the benefit of the doubt: nothing else is chosen before it has shown to be better, and a bounded share of forwards
-goes into trying. So a wrong model costs the gain, not more than the formula.
+The model only proposes values of N to try. The N that measured fastest is used, and the formula's N until another one
+has measured faster. A bounded share of forwards is used for trials, so a wrong model loses the possible gain but is not
+slower than the formula.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import threading
 from math import inf, log2, sqrt
 from random import Random
 
-_ENOUGH = 3  # forwards with one N before its mean is believed
-_MEMORY = 16  # forwards that an N's mean reaches back over
-_LINE_MEMORY = 128  # forwards that the model reaches back over
-_STALE = 512  # forwards of a size after which what an N cost is no longer known
-_HEAD_START, _SHARE = 4, 16  # forwards that may go into trying: so many, and one in so many
-_TURN = 3  # one in so many forwards is free for trying, so that ranks do not try in step
-_OUTLIER = 3.0  # standard deviations beyond which a forward counts as no worse
-_PACE = 1.5  # factor between what a token's compute takes from which an engine computes at another pace
-_LEAST_COMPUTE = 1 / 16  # of the transfer: behind less than that nothing can be hidden, and nothing is learnt
-_GAIN = 0.01  # share of the whole from which it is worth trying
-_PER_OCTAVE = 2  # sizes of prompts told apart
-_LADDER = (2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 26, 32, 40, 52, 64, 80, 104, 128)  # between these the curve is flat
+_ENOUGH = 3  # forwards with one N before its mean is used
+_MEMORY = 16  # forwards over which the mean of an N is taken
+_LINE_MEMORY = 128  # forwards over which the model is fitted
+_STALE = 512  # forwards of a size after which the mean of an N that was not used is dropped
+_HEAD_START, _SHARE = 4, 16  # trials allowed: _HEAD_START, and one in _SHARE forwards
+_TURN = 3  # a trial takes place in one of _TURN forwards at random, so that ranks do not try at the same time
+_OUTLIER = 3.0  # standard deviations at which the exposed time of a forward is cut off
+_PACE = 1.5  # ratio of compute per token at which an engine counts as computing at another pace
+_LEAST_COMPUTE = 1 / 16  # of the transfer time; a shorter compute can hide nothing, and the forward is ignored
+_GAIN = 0.01  # predicted gain, as a share of the total time, from which a trial is made
+_PER_OCTAVE = 2  # prompt sizes distinguished per factor of two
+_LADDER = (2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 26, 32, 40, 52, 64, 80, 104, 128)  # the curve is flat between these
 
 
 class GroupSizeTuner:
-    """Chooses the number of layer groups; safe to be asked and told from different threads.
+    """Chooses the number of layer groups; thread-safe.
 
     Args:
-        random: decides whose turn it is to try; seeded by tests.
+        random: Random numbers that decide when a trial is made; tests pass a seeded one.
     """
 
     def __init__(self, random: Random) -> None:
@@ -43,14 +43,14 @@ class GroupSizeTuner:
         self._sizes: dict[int, _Size] = {}  # by the logarithm of the tokens, hence few
 
     def observe(self, tokens: float, groups: int, compute_ns: int, transfer_ns: int, exposed_ns: int) -> None:
-        """Takes in one forward that was pipelined.
+        """Record a forward whose layers were grouped.
 
         Args:
-            tokens: what `choose` was asked with.
-            groups: layer groups it really had, 2 or more.
-            compute_ns: from the forward's start to its end.
-            transfer_ns: time in which its parts were with a transfer worker, overlaps counted once.
-            exposed_ns: from the forward's end until its bytes were there.
+            tokens: Average tokens per request, as passed to `choose`.
+            groups: Number of layer groups the forward had, at least 2.
+            compute_ns: Time from the forward's start to its end.
+            transfer_ns: Time during which transfer workers had parts of the forward, overlaps counted once.
+            exposed_ns: Time from the forward's end until all its bytes had landed.
         """
         if tokens < 1 or groups < 2 or compute_ns <= 0 or compute_ns < transfer_ns * _LEAST_COMPUTE:
             return
@@ -60,17 +60,17 @@ class GroupSizeTuner:
             if size.strays(compute_ns / tokens):
                 if not size.astray:
                     return
-                # What one pace has taught says nothing of another: the formula decides again until enough is known.
+                # Measurements at one pace do not apply to another: the formula decides until there are enough new ones.
                 size = self._sizes[place] = _Size()
             size.add(groups, compute_ns / tokens, transfer_ns / tokens, exposed_ns / tokens)
 
     def choose(self, tokens: float, num_layers: int, formula: int) -> int:
-        """The number of groups for a forward.
+        """Return the number of groups for a forward.
 
         Args:
-            tokens: average tokens per request.
-            num_layers: layers to cut.
-            formula: what the formula says; the answer until enough is known.
+            tokens: Average tokens per request.
+            num_layers: Layers to divide into groups.
+            formula: The formula's number of groups, which is returned until there are enough measurements.
         """
         with self._lock:
             size = self._sizes.get(_place(tokens))
@@ -84,23 +84,23 @@ class GroupSizeTuner:
 
 
 def _place(tokens: float) -> int:
-    # Rounded: powers of two, which prompts often are, lie in the middle, so that a page more or less is the same size.
+    # Rounded, so that powers of two, which are common prompt lengths, lie in the middle of a size class.
     return round(_PER_OCTAVE * log2(max(1.0, tokens)))
 
 
 class _Arm:
-    """What forwards with one number of groups left exposed, in ns per token."""
+    """Exposed transfer time of forwards with one number of groups, in ns per token."""
 
     __slots__ = ("count", "last", "mean", "tried")
 
     def __init__(self) -> None:
         self.count = 0
         self.mean = 0.0
-        self.last = 0  # the size's count when it was seen last
-        self.tried = 0  # times it was given out on trial; some may still be under way
+        self.last = 0  # the count of the size class at the most recent forward
+        self.tried = 0  # trials started; some may not have been observed yet
 
     def add(self, exposed: float) -> float:
-        """Returns how far it was from what was expected."""
+        """Add a forward and return its difference from the mean before."""
         residual = exposed - self.mean if self.count else 0.0
         self.count += 1
         self.mean += (exposed - self.mean) / min(self.count, _MEMORY)
@@ -125,14 +125,14 @@ class _Line:
         self._yy = self._yy * keep + y * y
 
     def likely(self, n: int) -> float:
-        """y at N, the slope made the flatter the less it stands out of the noise: most of that is not about N."""
+        """Estimate y at N. The slope is reduced according to its standard error, since noise does not depend on N."""
         _, slope, error = self._fit()
         squared = slope * slope
-        believed = slope * squared / (squared + error * error) if squared else 0.0
-        return (self._y + believed * (n * self._w - self._n)) / self._w
+        reduced = slope * squared / (squared + error * error) if squared else 0.0
+        return (self._y + reduced * (n * self._w - self._n)) / self._w
 
     def possible(self, n: int) -> tuple[float, ...]:
-        """y at N: by the fit, or by the flattest and the steepest line there is while only one N was seen."""
+        """Estimate y at N by the fit, or by the flattest and steepest possible line if only one N was observed."""
         base, slope, error = self._fit()
         if error == inf:
             mean_n, mean = self._n / self._w, self._y / self._w
@@ -151,28 +151,28 @@ class _Line:
 
 
 class _Size:
-    """Forwards of about one size."""
+    """Measurements of forwards of one size class."""
 
     def __init__(self) -> None:
         self._arms: dict[int, _Arm] = {}
         self._compute = _Line()
         self._transfer = _Line()
-        self.asked = 0  # choices made; forwards cut in other ways may be observed, too
+        self.asked = 0  # choices made; forwards with other numbers of groups may be observed, too
         self._count = 0
         self._tried = 0
         self._pace = 0.0  # compute per token, recent forwards
         self._strayed = 0  # forwards in a row at another pace
-        self._variance = 0.0  # of what is exposed around the mean of its N
+        self._variance = 0.0  # of the exposed time around the mean of its N
 
     def strays(self, compute: float) -> bool:
-        """Whether a forward's compute is at another pace than those before it."""
+        """Record and return whether a forward computed at another pace than the forwards before it."""
         strays = bool(self._pace) and not self._pace / _PACE < compute < self._pace * _PACE
         self._strayed = self._strayed + 1 if strays else 0
         return strays
 
     @property
     def astray(self) -> bool:
-        """Several in a row were at another pace: it is no accident."""
+        """Whether several forwards in a row computed at another pace, so that the change is not noise."""
         return self._strayed >= _ENOUGH
 
     def add(self, groups: int, compute: float, transfer: float, exposed: float) -> None:
@@ -183,7 +183,7 @@ class _Size:
             arm = self._arms[groups] = _Arm()
         arm.last = self._count
         if arm.count >= _ENOUGH:
-            # A machine that was busy with something else says nothing about N, but would for many forwards.
+            # A delay by other load does not depend on N, but uncut it would distort the mean for many forwards.
             exposed = min(exposed, arm.mean + _OUTLIER * sqrt(self._variance))
         residual = arm.add(exposed)
         if arm.count > 1:
@@ -196,7 +196,7 @@ class _Size:
         return arm is not None and arm.count >= _ENOUGH and self._count - arm.last <= _STALE
 
     def best(self, formula: int) -> int:
-        """The cheapest N that is known; others than the formula's must be so beyond the noise."""
+        """Return the fastest known N. An N other than the formula's must be faster by more than its standard error."""
 
         def score(groups: int) -> float:
             arm = self._arms[groups]
@@ -209,7 +209,7 @@ class _Size:
         return self._tried < _HEAD_START + self.asked / _SHARE
 
     def trial(self, best: int, num_layers: int, formula: int) -> int | None:
-        """An N that may be better than the best known; None where nothing promises to be."""
+        """Return an N to try that may be faster than `best`, or None."""
         now = min(self._predicted(best))
         promise = {
             groups: min(self._predicted(groups))
@@ -220,13 +220,13 @@ class _Size:
         if chosen is None or promise[chosen] > now * (1 - _GAIN):
             if formula == best or self._count - self._arms[formula].last < _SHARE:
                 return None
-            chosen = formula  # is it still the worse one?
+            chosen = formula  # measured again from time to time, as it may have become faster
         self._tried += 1
         self._arms.setdefault(chosen, _Arm()).tried += 1
         return chosen
 
     def _open(self, groups: int, best: int) -> bool:
-        """Whether it is cheaper has not been settled, and not too many forwards are out already to see."""
+        """Whether it is undecided if `groups` is faster than `best`, and not too many trials await observation."""
         arm = self._arms.get(groups)
         if arm is None:
             return True
@@ -237,15 +237,15 @@ class _Size:
         )
 
     def _doubt(self, arm: _Arm) -> float:
-        """Standard error of its mean."""
+        """Standard error of the mean of an N."""
         return sqrt(self._variance / min(arm.count, _MEMORY))
 
     def _whole(self, groups: int) -> float:
-        """What forwards cut like this took, as far as the cut decides: ns per token."""
+        """Estimated total time of forwards with this number of groups, in ns per token."""
         return self._compute.likely(groups) + self._arms[groups].mean
 
     def _predicted(self, groups: int) -> list[float]:
-        """The same by the model, for each overhead per group that what was seen allows."""
+        """The total time by the model, for each overhead per group that is consistent with the observations."""
         compute = self._compute.likely(groups)
         return [
             compute + max(transfer / groups, compute / groups + transfer - compute)
@@ -254,5 +254,5 @@ class _Size:
 
 
 def _ladder(num_layers: int) -> set[int]:
-    """Numbers of groups worth telling apart that equal groups of whole layers can have."""
+    """Numbers of groups to consider that equal groups of whole layers can have."""
     return {-(-num_layers // -(-num_layers // groups)) for groups in _LADDER if groups <= num_layers} - {1}

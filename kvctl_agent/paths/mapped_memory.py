@@ -1,7 +1,7 @@
-"""A peer's memory in our address space, for as long as a kernel of ours may be running on it.
+"""Mapping of a peer's memory that stays open while kernels may use it.
 
-The control loop drops a connection when its peer is lost, was replaced, or has said Bye; workers may have kernels
-on it just then. Those drain, and only behind the last of them the memory is unmapped.
+The control loop drops a connection when its peer is lost, was replaced or has sent Bye. Workers may have kernels
+running on the mapping at that time, so the memory is unmapped only after the last of them has ended.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from kvctl_agent.errors import DeviceError, PeerDisconnected
 
 
 class MappedMemory:
-    """One connection's mapping and its users; safe from any thread.
+    """The mapping of one connection with a count of its users; thread-safe.
 
     Attributes:
-        lane: how the memory is reached; see `device.base.Mapping`.
+        lane: The interconnect to the memory, as in `device.base.Mapping`.
     """
 
     def __init__(self, mapping: Mapping) -> None:
@@ -29,30 +29,30 @@ class MappedMemory:
 
     @property
     def users(self) -> int:
-        """How many have taken it and not given it back."""
+        """Number of kernels that use the mapping."""
         return self._users
 
     def translate(self, addr: int, nbytes: int = 1) -> int:
-        """As `device.base.Mapping`; while it is open."""
+        """Translate as `device.base.Mapping.translate`; only while the mapping is open."""
         return self._mapping.translate(addr, nbytes)
 
     def translate_all(self, addrs: Blocks, nbytes: Blocks | int = 1) -> Blocks:
-        """As `device.base.Mapping`; while it is open."""
+        """Translate as `device.base.Mapping.translate_all`; only while the mapping is open."""
         return self._mapping.translate_all(addrs, nbytes)
 
     def take(self) -> None:
-        """Before a kernel is begun.
+        """Count one more user; call before launching a kernel.
 
         Raises:
-            PeerDisconnected: the connection was dropped; nothing may be begun on it any more.
+            PeerDisconnected: the connection was dropped; no kernel may be launched on the mapping any more.
         """
         with self._lock:
             if self._dropped:
-                raise PeerDisconnected("its memory is no longer mapped here: the peer is gone, or has come back")
+                raise PeerDisconnected("the peer's memory is no longer mapped: the peer is gone or has restarted")
             self._users += 1
 
     def give(self) -> None:
-        """After a kernel has ended, once for each `take`."""
+        """Count one user less; call once for each `take`, after the kernel has ended."""
         with self._lock:
             self._users -= 1
             last = self._dropped and not self._users
@@ -60,7 +60,7 @@ class MappedMemory:
             self._unmap()
 
     def close(self) -> None:
-        """Unmap now, or when the last kernel has ended; idempotent."""
+        """Unmap the memory now, or when the last kernel has ended; idempotent."""
         with self._lock:
             idle = not self._dropped and not self._users
             self._dropped = True
@@ -68,5 +68,5 @@ class MappedMemory:
             self._unmap()
 
     def _unmap(self) -> None:
-        with contextlib.suppress(DeviceError):  # on a device that is lost, nothing is mapped either
+        with contextlib.suppress(DeviceError):  # a lost device has no mappings any more
             self._mapping.close()

@@ -1,12 +1,12 @@
-"""Which path a part takes: a fixed one, or the cheapest by a cost model that was calibrated on this machine.
+"""Chooses the path of a part: a configured one, or the cheapest by a cost model calibrated on this machine.
 
-The model adds up what a part costs both ends, in µs:
+The model adds up the costs of a part at both ends, in µs:
 
 - bulk, slice: one write of n descriptors (`ConnectionCost.write_us`).
-- staged: gather + one contiguous write + scatter, plus the round trip for the grant and the hand-over to the scatter.
-- direct, to a peer whose memory is mapped here: one kernel, so much for itself and so much per MiB (`DirectCost`).
+- staged: gather, one contiguous write and scatter, plus the round trip for the grant and the start of the scatter.
+- direct, to a peer whose memory is mapped: one kernel, with a fixed cost and a cost per MiB (`DirectCost`).
 
-On one host all of this competes for the same cores, so the sum and not the longest stage is what counts.
+The stages are added because on one host they compete for the same cores.
 """
 
 from __future__ import annotations
@@ -23,22 +23,27 @@ from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.paths.base import BULK, DIRECT, SLICE, STAGED
 
 AUTO = "auto"
-# Request and grant over the control channel, and waking the scatter: measured between idle processes on one host.
+# Request and grant over the control channel, and waking the scatter, measured between idle processes on one host.
 _STAGED_FIXED_US = 250.0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
-    """Row copies on this machine: µs per MiB by row size, ascending; the rate of the nearest smaller row applies."""
+    """Cost of row copies on this machine, in µs per MiB for ascending row sizes.
+
+    The rate of the next smaller measured row size applies.
+    """
 
     row_bytes: tuple[int, ...]
     gather_us_per_mib: tuple[float, ...]
     scatter_us_per_mib: tuple[float, ...]
 
     def gather_us(self, nbytes: int, row_bytes: int) -> float:
+        """Return the µs for a gather of `nbytes` bytes in rows of `row_bytes`."""
         return nbytes / (1 << 20) * self.gather_us_per_mib[self._place(row_bytes)]
 
     def scatter_us(self, nbytes: int, row_bytes: int) -> float:
+        """Return the µs for a scatter of `nbytes` bytes in rows of `row_bytes`."""
         return nbytes / (1 << 20) * self.scatter_us_per_mib[self._place(row_bytes)]
 
     def _place(self, row_bytes: int) -> int:
@@ -47,32 +52,35 @@ class CopyCost:
 
 @dataclass(frozen=True, slots=True)
 class DirectCost:
-    """A part by kernels that write into the peer's pages.
+    """Cost of a part on path direct.
 
     Attributes:
-        us_per_part: to begin them, and to learn that they have ended.
-        us_per_mib: for the bytes, with as many multiprocessors as such kernels may take.
+        us_per_part: µs to launch the kernels and to detect that they have ended.
+        us_per_mib: µs per MiB, with the multiprocessors that these kernels may use.
     """
 
     us_per_part: float
     us_per_mib: float
 
     def us(self, nbytes: int) -> float:
+        """Return the µs for a part of `nbytes` bytes."""
         return self.us_per_part + nbytes / (1 << 20) * self.us_per_mib
 
 
 class PathChooser:
-    """The answer for one agent; `path` may be changed while running.
+    """Chooses paths for one agent; `path` may be changed at run time.
 
     Args:
+        shape: The model.
+        page_size: Tokens per page.
         path: bulk, slice, staged, direct or auto.
-        staging: off, on or auto; off removes staged from the choices, on prefers it.
+        staging: off, on or auto. off excludes path staged, on prefers it.
 
     Attributes:
-        connection: what writes cost; None until it is measured: until then parts go direct to peers whose memory is
-            mapped, and staged to the others where that is allowed.
-        copy: what gather and scatter cost.
-        direct: what the direct path costs; None until it was measured.
+        connection: Cost of writes; None until measured. Until then the choice is direct for peers whose memory is
+            mapped, and staged for others if it is allowed.
+        copy: Cost of gathers and scatters; None until measured.
+        direct: Cost of path direct; None until measured.
     """
 
     def __init__(self, shape: ModelShape, page_size: int, path: str, staging: str) -> None:
@@ -86,14 +94,19 @@ class PathChooser:
     def choose(
         self, ring_bytes: int, share: TransferSlice, layers: int, dst_pages: npt.NDArray[np.int32], direct: bool = False
     ) -> str:
-        """The path of one part of KV; the reader's page runs stand for both sides, since ours are not known yet.
+        """Return the path of a part of KV.
+
+        The cost model uses the reader's page runs for both sides, because the local pages are not known yet.
 
         Args:
-            ring_bytes: of the peer's ring; 0: it has none.
-            direct: the peer's memory is mapped here.
+            ring_bytes: Size of the peer's ring; 0 if it has none.
+            share: The part's transfer slice.
+            layers: Number of layers of the part.
+            dst_pages: The reader's pages.
+            direct: Whether the peer's memory is mapped.
         """
         if self.path == BULK and not share.whole_rows:
-            return SLICE  # bulk cannot serve these heads at all
+            return SLICE  # path bulk requires the same heads on both sides
         if self.path != AUTO:
             return self.path
         staged = ring_bytes > 0 and self.staging != "off"
@@ -109,7 +122,7 @@ class PathChooser:
         return min(costs, key=lambda path: costs[path])
 
     def without_ring(self, share: TransferSlice, direct: bool = False) -> str:
-        """The path of a part that can have no ring region: state has none, since it is small and lies anywhere."""
+        """Return the path of a part without a ring region. State never has one, because it is small and scattered."""
         if self.path == DIRECT or (self.path == AUTO and direct):
             return DIRECT
         return BULK if share.whole_rows and self.path != SLICE else SLICE
@@ -117,7 +130,7 @@ class PathChooser:
     def costs(
         self, share: TransferSlice, layers: int, dst_pages: npt.NDArray[np.int32], direct: bool = False
     ) -> dict[str, float]:
-        """Predicted µs of one part by path."""
+        """Return the predicted cost of a part on each path, in µs; the arguments are those of `choose`."""
         assert self.connection is not None
         assert self.copy is not None
         pages, cells = len(dst_pages), layers * len(dst_pages)

@@ -1,4 +1,4 @@
-"""One segment at both ends of a connection: page addresses here, at the peer, and in a mapping of its memory."""
+"""Page addresses of one segment in the local pool, in a peer's pool, and in a mapping of the peer's memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ Numbers = npt.NDArray[np.int64]
 
 
 class SegmentPair:
-    """One segment of our pool and of a peer's, which hold different layers and heads of it, maybe.
+    """One segment in the local pool and in a peer's pool, which may hold different layers and heads of it.
 
     Attributes:
-        ours, theirs: where each side's bytes are.
-        page_bytes: of each plane, where both hold the same heads; int64 `[planes]`.
+        ours, theirs: Addresses in the local pool and in the peer's pool.
+        page_bytes: Bytes of a page of each plane in the peer's pool, int64 `[planes]`.
     """
 
     def __init__(self, ours: SegmentAddresses, theirs: SegmentAddresses, mapping: MappedMemory | None = None) -> None:
-        """`mapping`: of the peer's memory, where there is one.
+        """Collect the addresses of both sides.
+
+        Args:
+            ours, theirs: Addresses in the local pool and in the peer's pool.
+            mapping: Mapping of the peer's memory, if there is one.
 
         Raises:
-            DeviceError: some page of the peer's lies outside of what is mapped.
+            DeviceError: a page of the peer lies outside the mapped memory.
         """
         self.ours = ours
         self.theirs = theirs
@@ -37,33 +41,33 @@ class SegmentPair:
 
     @property
     def common_layers(self) -> tuple[int, int]:
-        """The layers [lo, hi) that both sides hold; none where lo >= hi."""
+        """The layers [lo, hi) that both sides hold; empty if lo >= hi."""
         ours, theirs = self.ours.shard, self.theirs.shard
         return max(ours.layer_lo, theirs.layer_lo), min(ours.layer_hi, theirs.layer_hi)
 
     def bases(self, lo: int, hi: int) -> tuple[Numbers, Numbers]:
-        """Addresses of page 0 of every plane of layers [lo, hi), here and there, int64 `[hi - lo, planes]`.
+        """Return the local and the peer's addresses of page 0 in layers [lo, hi), each int64 `[hi - lo, planes]`.
 
         Raises:
-            MemoryLayoutError: as `check_layers`.
+            MemoryLayoutError: as for `check_layers`.
         """
         self.check_layers(lo, hi)
         ours, theirs = self.ours.shard.layer_lo, self.theirs.shard.layer_lo
         return self._ours[lo - ours : hi - ours], self._theirs[lo - theirs : hi - theirs]
 
     def mapped_bases(self, lo: int, hi: int) -> Numbers:
-        """The peer's addresses of `bases`, in our address space; only where its memory is mapped."""
+        """Return the peer's addresses of `bases` in the mapping; the peer's memory must be mapped."""
         assert self._mapped is not None
         first = self.theirs.shard.layer_lo
         return self._mapped[lo - first : hi - first]
 
     def check_layers(self, lo: int, hi: int) -> None:
-        """Raises MemoryLayoutError unless both sides hold layers [lo, hi)."""
-        for held in (self.ours.shard, self.theirs.shard):
-            if not held.layer_lo <= lo < hi <= held.layer_hi:
+        """Raise MemoryLayoutError unless both sides hold layers [lo, hi)."""
+        for shard in (self.ours.shard, self.theirs.shard):
+            if not shard.layer_lo <= lo < hi <= shard.layer_hi:
                 raise MemoryLayoutError(
-                    f"{held.segment.name}: layers {layer_range(lo, hi)} are not those of a rank that has "
-                    f"{layer_range(held.layer_lo, held.layer_hi)}"
+                    f"{shard.segment.name}: layers {layer_range(lo, hi)} are not all on a rank that has "
+                    f"{layer_range(shard.layer_lo, shard.layer_hi)}"
                 )
 
     def _translated(self, mapping: MappedMemory) -> Numbers:

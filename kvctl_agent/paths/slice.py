@@ -1,8 +1,8 @@
-"""`slice`: one descriptor per row (a token's heads), layer and plane, for any two layouts.
+"""Path slice: one descriptor per row (the heads of a token), layer and plane, for any two layouts.
 
-This is the path that `staged` exists to avoid: a room of 1,024 tokens and 32 layers is 65,536 descriptors per writer.
-Descriptor lists of both pools are prepared once per peer, segment and head slice; a part is then two index arrays. They
-are sorted by source, so that the engine merges rows that are neighbours on both sides.
+A room of 1,024 tokens and 32 layers takes 65,536 descriptors per writer, which path staged avoids. Descriptor lists of
+both pools are prepared once per peer, segment and head slice, and a part is then two index arrays. They are sorted by
+source, so that the engine merges rows that are adjacent on both sides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_ROWS = (1 << 31) - 1  # a prepared list is indexed by int32
 
 
 class SlicePath:
-    """Keeps the prepared lists of our own pool; those of peers live with their connections."""
+    """Path slice, with the prepared descriptor lists of the local pool; those of peers belong to their connections."""
 
     def __init__(self) -> None:
         self._ours: dict[tuple[int, int, int], Prepared] = {}
@@ -30,7 +30,7 @@ class SlicePath:
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         share = order.share
         if share is None:
-            raise MemoryLayoutError(f"{order.key} owes no heads")
+            raise MemoryLayoutError(f"{order.key} has no heads to send on path slice")
         began_ns = time.monotonic_ns()
         segment = connection.segments[share.segment]
         segment.check_layers(order.key.lo, order.key.hi)
@@ -57,7 +57,7 @@ class SlicePath:
 
 
 def _rows(where: SegmentAddresses, head: int, heads: int) -> tuple[Addresses, Sizes]:
-    """Every row of a segment, numbered layer, plane, page, row."""
+    """Addresses and sizes of all rows of a segment, ordered by layer, plane, page and row."""
     count = where.shard.num_layers * where.num_slots * sum(plane.rows for plane in where.shard.segment.planes)
     if count > _MOST_ROWS:
         raise MemoryLayoutError(
@@ -75,7 +75,7 @@ def _rows(where: SegmentAddresses, head: int, heads: int) -> tuple[Addresses, Si
 
 
 def _numbers(where: SegmentAddresses, pages: Pages, lo: int, hi: int) -> npt.NDArray[np.int32]:
-    """Numbers, in `_rows`, of all rows of `pages` in layers [lo, hi); they fit, since `_rows` was built."""
+    """Indices into `_rows` of all rows of `pages` in layers [lo, hi). `_rows` has checked that they fit into int32."""
     inside: list[npt.NDArray[np.int32]] = []  # of one layer
     before = 0
     for plane in where.shard.segment.planes:

@@ -1,9 +1,9 @@
-"""`staged`: gather into staging, write contiguously into the reader's ring, where the reader scatters.
+"""Path staged: gathers a part into staging and writes it to the reader's ring, from which the reader scatters it.
 
-A part is one contiguous region of the ring, so it costs one descriptor per piece however scattered its pages are.
-It is cut into pieces that stay in cache (on a device: as large as writes want to be): while one is on the wire the next
-is gathered. The tag travels with the last piece, and only after all others are complete, because tags of different
-writes may overtake each other.
+A part has one contiguous region of the ring, so it takes one descriptor per piece however scattered its pages are. It
+is divided into pieces that stay in cache (on a device, pieces large enough for the full write rate), and the next piece
+is gathered while the previous one is on the wire. The tag is sent with the last piece, after all others are complete,
+because tags of different writes may overtake each other.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.transport.base import Write
 
-# Pieces of one part on the wire at once: enough to keep a connection busy, few enough to stay in cache.
+# Pieces of one part on the wire at a time: enough to keep a connection busy, few enough to stay in cache.
 _IN_FLIGHT = 4
 
 
 class StagedFlight(Flight):
-    """A part that moves piece by piece; when all buffers are in use it simply waits its turn."""
+    """The transfer of a part in pieces. If all staging buffers are in use, it continues when one is free."""
 
     def __init__(
         self,
@@ -51,16 +51,16 @@ class StagedFlight(Flight):
         self._pieces = layout.pieces(min(copier.piece_bytes, buffers.buffer_bytes))
         self._next = 0
         self._wired: list[tuple[Write, Buffer]] = []
-        self._work: PendingCopy | None = None  # the gather into these:
+        self._work: PendingCopy | None = None  # the gather into `_filling`
         self._filling: list[Buffer] = []
         self._since_ns = 0
-        self._held: list[Buffer] = []  # gathered, not yet posted; the last piece waits here for all others
+        self._gathered_buffers: list[Buffer] = []  # not yet posted; the last piece waits here for all others
 
     def advance(self) -> bool:
         self._reap()
         cancel = self.order.cancel
         while self._next < len(self._pieces) and cancel.may_post(time.monotonic_ns()):
-            if not self._held and not (self._begin() and self._gathered()):
+            if not self._gathered_buffers and not (self._begin() and self._gathered()):
                 return False
             self._reap()
             last = self._next == len(self._pieces) - 1
@@ -70,13 +70,13 @@ class StagedFlight(Flight):
         if cancel.cancelled:
             self._drop()
         elif self._next < len(self._pieces):
-            return False  # the lease has ended: what is left waits for it
+            return False  # the lease has expired; the remaining pieces wait for the next one
         self._reap()
         return not self._wired and self._work is None
 
     def give_up(self) -> bool:
         self._drop()
-        # Buffers that the engine may still read stay out of use until it lets go.
+        # Buffers that the engine may still read are not released.
         for write, buffer in self._wired[:]:
             if write.release():
                 self._buffers.release(buffer)
@@ -84,7 +84,7 @@ class StagedFlight(Flight):
         return not self._wired and self._work is None
 
     def _begin(self) -> bool:
-        """Gather the next piece, or as many as go together; False when none can begin and none has."""
+        """Start the gather of the next pieces if none is running; return whether a gather is running."""
         if self._work is not None:
             return True
         if len(self._wired) >= _IN_FLIGHT:
@@ -103,20 +103,20 @@ class StagedFlight(Flight):
         return True
 
     def _gathered(self) -> bool:
-        """Whether the gather that was begun is done; then its buffers are held."""
+        """Whether the running gather is done; if so, move its buffers to `_gathered_buffers`."""
         assert self._work is not None
         try:
             if not self._work.done():
                 return False
         except KvctlError:
-            self._work = None  # it touches nothing any more
+            self._work = None  # a failed copy no longer uses the buffers
             raise
         self.gather_ns += time.monotonic_ns() - self._since_ns
-        self._held, self._filling, self._work = self._filling, [], None
+        self._gathered_buffers, self._filling, self._work = self._filling, [], None
         return True
 
     def _post(self, tag: bytes | None) -> None:
-        buffer, piece = self._held[0], self._pieces[self._next]
+        buffer, piece = self._gathered_buffers[0], self._pieces[self._next]
         here = np.array([buffer.span.addr], np.uint64)
         there = np.array([self._target + piece.offset], np.uint64)
         since = time.monotonic_ns()
@@ -124,30 +124,30 @@ class StagedFlight(Flight):
             self.connection.peer, here, there, np.array([piece.nbytes], np.uint64), tag
         )
         self.count(write, since)
-        self._wired.append((write, self._held.pop(0)))
+        self._wired.append((write, self._gathered_buffers.pop(0)))
         self._next += 1
 
     def _reap(self) -> None:
-        """Give back the buffers of pieces that are complete."""
+        """Release the buffers of complete writes."""
         for write, buffer in self._wired[:]:
             if write.poll():
                 self._wired.remove((write, buffer))
                 self._buffers.release(buffer)
 
     def _drop(self) -> None:
-        """Give back the buffers that no write has; those of a gather that still runs stay out."""
+        """Release the buffers without a write, except those of a gather that still runs."""
         if self._work is not None:
-            with contextlib.suppress(KvctlError):  # the part is over, and why is known
+            with contextlib.suppress(KvctlError):  # the part has already failed or been cancelled
                 self._gathered()
         if self._work is None:
-            self._held += self._filling  # of a gather that failed
+            self._gathered_buffers += self._filling  # buffers of a gather that failed
             self._filling = []
-        while self._held:
-            self._buffers.release(self._held.pop())
+        while self._gathered_buffers:
+            self._buffers.release(self._gathered_buffers.pop())
 
 
 class StagedPath:
-    """Gathers into `buffers`, at least one piece each, by `copier`, which is the worker's."""
+    """Path staged with the staging buffers and the copier of one worker."""
 
     def __init__(self, buffers: StagingBuffers, copier: Copier) -> None:
         self._buffers = buffers

@@ -146,7 +146,7 @@ class TestSlice:
 
     def test_a_rank_that_owes_nothing_is_a_local_error(self, ends: Any, geometry: Any) -> None:
         made = ends(geometry())
-        with pytest.raises(MemoryLayoutError, match="owes no heads"):
+        with pytest.raises(MemoryLayoutError, match="has no heads to send"):
             SlicePath().start(made.connection(made.geometry.shares()[0]), made.order(None, [1], [1]))
 
 
@@ -166,5 +166,5 @@ class TestAux:
     def test_a_row_that_was_not_given_says_what_to_do(self, ends: Any, geometry: Any, row: int) -> None:
         made = ends(geometry())
         order = made.order(None, [row], [3], kind=PartKind.AUX)
-        with pytest.raises(MemoryLayoutError, match=r"give finish\(\) an aux row"):
+        with pytest.raises(MemoryLayoutError, match=r"pass an aux row to finish\(\)"):
             AuxPath().start(made.connection(made.geometry.shares()[0]), order)
