@@ -1,6 +1,6 @@
-"""Moves bytes between processes: one interface (`base`), one module per engine, chosen by name.
+"""Transports, which write bytes into the memory of peers: one interface (`base`), and one implementation per engine.
 
-Importing this package loads no engine; `open_transport` does.
+Importing this package does not load an engine; `open_transport` loads the one it opens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes that were given up while the engine still had them: polled on, since nothing can take them back."""
+"""Abandoned writes, which cannot be cancelled and are polled until the engine has finished them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ W = TypeVar("W")
 
 
 class AbandonedWrites(ABC, Generic[W]):
-    """Base of what holds an engine's writes; a member's bound `advance` would make a cycle that outlives a close."""
+    """Base class that keeps the abandoned writes of an engine.
+
+    `advance` is a method and not a callback, because a stored bound method would be a reference cycle that delays the
+    destruction of a closed transport.
+    """
 
     def __init__(self) -> None:
         self._draining: list[W] = []
@@ -18,10 +22,10 @@ class AbandonedWrites(ABC, Generic[W]):
 
     @abstractmethod
     def advance(self, write: W) -> bool:
-        """Drives a write on; True when the engine has nothing of it any more, why is then in its `error`."""
+        """Poll a write; return True when the engine has finished it, with any failure in the write's `error`."""
 
     def drain(self, write: W) -> bool:
-        """As `advance`; from now on also from `drain_on`."""
+        """Poll a write as `advance` does, and let `drain_on` poll it from now on until it is finished."""
         with self._drain_lock:
             if self.advance(write):
                 return True
@@ -30,7 +34,7 @@ class AbandonedWrites(ABC, Generic[W]):
             return False
 
     def drain_on(self) -> None:
-        """Drives all writes on that were given up."""
+        """Poll all abandoned writes."""
         if self._draining:
             with self._drain_lock:
                 self._draining = [write for write in self._draining if not self.advance(write)]

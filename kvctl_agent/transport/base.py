@@ -1,22 +1,21 @@
-"""The one interface behind which every engine stands: a transport only writes and tells.
+"""Interface of the transports: writes of bytes into a peer's memory, and tags that announce them.
 
-Paths and runtime are written against this file alone, so that an engine can be exchanged without an `if` in a
-path. What differs between engines (how an arrival is told, which call drives progress, how handles are freed)
-is each transport's own affair and is hidden behind these few promises:
+Paths and runtime use only this interface. Differences between engines (how arrivals are announced, which call makes
+progress, how handles are freed) are hidden behind these guarantees and duties:
 
 - **Order.** When `arrivals()` returns a tag, all bytes of the write that carried it are visible to this CPU.
   Tags of one peer's *different* writes may overtake each other.
 - **Duty to poll.** A posted write makes progress only inside calls of the side that posted it: call
-  `Write.poll()` until it is True, or hand the write over with `Write.release()`, after which `arrivals()` and
-  `close()` of the same transport drive it. Besides, both sides call `arrivals()` or `progress()` now and then,
-  every few milliseconds while anything is going on: there may be no thread that does it for them. A write
-  to a target that calls nothing may stay incomplete for that long, its tag unsent and, if it is the first one, its
-  bytes too; and a tag that could not leave at once (after `tell`, but also behind a complete write) leaves in such
-  calls of its sender.
-- **Nothing is recalled.** There is no cancel: a write that was posted may land until it is complete.
-- **No call blocks on a peer.** `write` may copy (that is the engine moving the bytes), but never waits for an
-  answer; a stopped peer is a `poll()` that stays False, and the caller's deadline decides.
-- **Threads.** Every method may be called from any thread. One `Write` belongs to one thread at a time.
+  `Write.poll()` until it is True, or abandon the write with `Write.release()`, after which `arrivals()` and
+  `close()` of the same transport poll it. In addition, both sides must call `arrivals()` or `progress()` every few
+  milliseconds while transfers are in progress, because an engine may have no thread of its own. While the target
+  makes no calls, a write to it may stay incomplete: its tag is not sent, and for the first write its bytes are not
+  either. A tag that could not be sent at once (after `tell`, or with a complete write) is sent in later calls of
+  its sender.
+- **No cancel.** A write that was posted may land at any time until it is complete.
+- **No call blocks on a peer.** `write` may copy the bytes itself, but never waits for an answer. For a stopped peer,
+  `poll()` stays False, and the caller's deadline decides.
+- **Threads.** Every method may be called from any thread. A `Write` is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ Sizes = npt.NDArray[np.uint64]
 """Bytes per descriptor, shape [n]."""
 
 Indices = npt.NDArray[np.int32]
-"""Places in a prepared descriptor list, shape [n]."""
+"""Indices into a prepared descriptor list, shape [n]."""
 
 MAX_TAG_BYTES = 4096
-"""Longest tag that every transport carries; the shortest is one byte (an engine takes none for no tag)."""
+"""Longest tag in bytes; the shortest is one byte, because engines treat an empty tag as none."""
 
 
 class Region(NamedTuple):
-    """One contiguous piece of this process's memory; `device` is the number of the GPU it is on, or HOST."""
+    """A contiguous range of this process's memory; `device` is the number of its GPU, or HOST."""
 
     addr: int
     nbytes: int
@@ -52,9 +51,9 @@ class Region(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A tag that landed, and whose it is.
+    """A tag that has arrived, and its sender.
 
-    `peer` is the key the sender was connected under here or, where it was not, the name it gave itself.
+    `peer` is the name under which the sender is connected here, or its own agent name if it is not connected.
     """
 
     peer: str
@@ -62,11 +61,11 @@ class Arrival(NamedTuple):
 
 
 class Prepared(Protocol):
-    """Opaque list of descriptors that the engine has already checked; lives until disconnect or close."""
+    """Opaque list of descriptors that the engine has checked; valid until disconnect or close."""
 
     @property
     def count(self) -> int:
-        """Descriptors in the list."""
+        """Number of descriptors in the list."""
         ...
 
 
@@ -74,8 +73,8 @@ class Write(Protocol):
     """One posted write.
 
     Attributes:
-        bytes: payload of all descriptors together.
-        descriptors: number of descriptors as given, before the engine merges neighbours.
+        bytes: Payload of all descriptors together.
+        descriptors: Number of descriptors passed, before the engine merges adjacent ones.
     """
 
     @property
@@ -85,81 +84,82 @@ class Write(Protocol):
     def descriptors(self) -> int: ...
 
     def poll(self) -> bool:
-        """Drives the write on; True once it is complete here.
+        """Make progress; return True once the write is complete on this side.
 
-        Complete means: the source may be overwritten, the bytes are (or, behind a network, will be before the
-        tag) visible at the target, and the tag is on its way. True for ever after; frees the engine's handle.
+        Complete means that the source may be overwritten, that the bytes are visible at the target (over a network:
+        will be before the tag), and that the tag is being sent. Once true, it stays true. Frees the engine's handle.
 
         Raises:
-            PeerDisconnected: the engine says that the peer is gone. Whether bytes landed is unknown.
-            TransportError: the engine failed otherwise.
+            PeerDisconnected: the engine reports that the peer is gone. It is unknown whether bytes landed.
+            TransportError: the engine failed in another way.
         """
         ...
 
     def release(self) -> bool:
-        """Gives the write up without waiting for it; idempotent, never raises.
+        """Abandon the write without waiting for it; idempotent, never raises.
 
         Returns:
-            True when the engine has nothing of this write any more (complete or failed). False while it is
-            still in flight: that is a drain, not a cancel. The transport polls it on, and source and target
-            memory must stay untouched until a later `release()` returns True; `poll()` is not called again.
+            True when the engine has finished the write (complete or failed). False while it is still in flight: the
+            write is drained, not cancelled. The transport then polls it, and source and target memory must not be
+            reused until a later `release()` returns True. `poll()` must not be called again.
         """
         ...
 
 
 class Transport(Protocol):
-    """Registers memory, connects peers, writes batches of descriptors with a tag, reports what arrived."""
+    """Registers memory, connects peers, writes batches of descriptors with a tag, and reports arrived tags."""
 
     @property
     def name(self) -> str:
-        """`nixl`, `mooncake`, `loopback`."""
+        """Name of the transport: `nixl`, `mooncake` or `loopback`."""
         ...
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Lets the engine read from and peers write into `regions`; before `metadata()`."""
+        """Register memory that the engine reads and peers write. Must be called before `metadata()`."""
         ...
 
     def metadata(self) -> bytes:
-        """What a peer needs to write to us; opaque, differs for every incarnation of an agent."""
+        """Return the opaque data that peers need to write to this agent; different for every incarnation."""
         ...
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        """Makes `peer` writable under this name.
+        """Connect a peer under the name `peer`, so that it can be written to.
 
-        The same metadata again changes nothing; metadata of a new incarnation replaces the old one, and
-        everything prepared for the old one is gone.
+        The same metadata again changes nothing. Metadata of a new incarnation replaces the old connection and
+        invalidates all descriptor lists prepared for it.
 
         Raises:
-            PeerDisconnected: the process behind `metadata` is gone.
-            TransportError: the metadata is malformed or not ours.
+            PeerDisconnected: the process that created `metadata` is gone.
+            TransportError: the metadata is malformed or of another transport.
         """
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forgets `peer` and what was prepared for it; unknown names are fine.
+        """Disconnect `peer` and drop the descriptor lists prepared for it; an unknown name is ignored.
 
-        Writes in flight to it end with an error (their bytes may land all the same).
+        Writes in flight to it end with an error, but their bytes may still land.
         """
         ...
 
     def prepare_local(self, addrs: Addresses, sizes: Sizes) -> Prepared:
-        """Checks descriptors of our own registered memory once, for many `write_prepared`."""
+        """Check descriptors of locally registered memory once, for many calls of `write_prepared`."""
         ...
 
     def prepare_remote(self, peer: str, addrs: Addresses, sizes: Sizes) -> Prepared:
-        """Checks descriptors of `peer`'s registered memory once; valid until that incarnation is gone."""
+        """Check descriptors of `peer`'s registered memory once; valid for the current incarnation of the peer."""
         ...
 
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | None
     ) -> Write:
-        """Posts local_addrs[i] → remote_addrs[i], sizes[i] bytes, for all i at once; one tag at the end.
+        """Write sizes[i] bytes from local_addrs[i] to remote_addrs[i] for all i, and send `tag` after them if not None.
 
-        Best for few and large descriptors: nothing is merged.
+        Suited to few large descriptors, because adjacent descriptors are not merged.
 
         Raises:
-            PeerDisconnected: the engine says that the peer is gone.
-            TransportError: not connected, memory not registered, no descriptors, or an engine failure.
+            PeerDisconnected: the engine reports that the peer is gone.
+            TransportError: the peer is not connected, memory is not registered, there are no descriptors, or the engine
+                failed.
         """
         ...
 
@@ -172,9 +172,9 @@ class Transport(Protocol):
         remote_index: Indices,
         tag: bytes | None,
     ) -> Write:
-        """Posts local[local_index[i]] → remote[remote_index[i]] for all i.
+        """Write local[local_index[i]] to remote[remote_index[i]] for all i, and send `tag` after them if not None.
 
-        Best for many small descriptors: neighbours on both sides merge where the index arrays are sorted.
+        Suited to many small descriptors: those adjacent on both sides are merged if the index arrays are sorted.
 
         Raises:
             PeerDisconnected, TransportError: as `write`.
@@ -182,7 +182,7 @@ class Transport(Protocol):
         ...
 
     def tell(self, peer: str, tag: bytes) -> None:
-        """Sends a bare tag (a part of zero bytes); what cannot leave at once leaves in later calls.
+        """Send a tag without bytes. A tag that cannot be sent at once is sent in later calls.
 
         Raises:
             PeerDisconnected, TransportError: as `write`.
@@ -190,8 +190,8 @@ class Transport(Protocol):
         ...
 
     def progress(self) -> None:
-        """Lets the engine work without taking arrivals: answers peers that connect, sends what is queued, drives
-        released writes on.
+        """Let the engine work without returning arrivals: accept connecting peers, send queued tags, poll abandoned
+        writes.
 
         Raises:
             TransportError: the engine failed, or the transport is closed.
@@ -199,31 +199,31 @@ class Transport(Protocol):
         ...
 
     def arrivals(self) -> list[Arrival]:
-        """Tags that landed since the last call, without waiting; their bytes are visible.
+        """Return the tags that arrived since the last call, without waiting; the bytes of their writes are visible.
 
-        A tag is 1 to `MAX_TAG_BYTES` bytes of any value. Does what `progress` does, too.
+        A tag has 1 to `MAX_TAG_BYTES` bytes of any value. Also does what `progress` does.
         """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """For people: engine and version, backend, the lanes in use."""
+        """Return engine, version, backend and lanes in use, for display."""
         ...
 
     def close(self) -> None:
-        """Releases everything within about half a second, also with writes in flight to a stopped peer; idempotent.
+        """Free all resources within about half a second, also if writes to a stopped peer are in flight; idempotent.
 
-        What was told just before still leaves if the peer is there to take it. Comes after the threads that use the
-        transport have ended; later calls raise TransportError.
+        Tags sent just before are still delivered if the peer accepts them. All threads that use the transport must have
+        ended before; later calls raise TransportError.
         """
         ...
 
 
 def check_tag(tag: bytes) -> bytes:
-    """The tag itself, if every transport can carry it.
+    """Return the tag if its length is valid.
 
     Raises:
-        TransportError: it is empty or too long.
+        TransportError: the tag is empty or too long.
     """
     if not 0 < len(tag) <= MAX_TAG_BYTES:
-        raise TransportError(f"a tag has 1 to {MAX_TAG_BYTES} bytes, this one {len(tag)}")
+        raise TransportError(f"a tag must have 1 to {MAX_TAG_BYTES} bytes, this one has {len(tag)}")
     return tag

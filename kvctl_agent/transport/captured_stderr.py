@@ -1,4 +1,4 @@
-"""What an engine's C++ half writes to stderr, where that is the only place that says why something failed."""
+"""Captures stderr of an engine's C++ code, where it is the only place with the cause of a failure."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 
-_listening = threading.Lock()
+_capturing = threading.Lock()
 
 
 @contextlib.contextmanager
 def captured_stderr(less: Sequence[bytes] = (), quiet: bool = False) -> Iterator[bytearray]:
-    """Keeps what this process writes to stderr meanwhile; passes it on at the end.
+    """Capture what this process writes to stderr within the block, and write it to stderr at the end.
 
     Args:
-        less: lines with any of these in them are dropped.
-        quiet: pass nothing on: it was said before.
+        less: Lines that contain one of these strings are dropped.
+        quiet: Write nothing to stderr at the end, for text that was written before.
     """
-    said = bytearray()
-    with _listening, tempfile.TemporaryFile() as heard:
+    captured = bytearray()
+    with _capturing, tempfile.TemporaryFile() as file:
         stderr = os.dup(2)
-        os.dup2(heard.fileno(), 2)
+        os.dup2(file.fileno(), 2)
         try:
-            yield said
+            yield captured
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-            heard.seek(0)
-            for line in heard:
-                if not any(alarm in line for alarm in less):
-                    said += line
+            file.seek(0)
+            for line in file:
+                if not any(dropped in line for dropped in less):
+                    captured += line
             if not quiet:
-                os.write(2, said)
+                os.write(2, captured)

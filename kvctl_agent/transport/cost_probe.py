@@ -1,9 +1,9 @@
-"""Measures what a lane between two connected agents costs, for the cost model that chooses a path.
+"""Measures the cost of writes on the connection of two agents, for the cost model that chooses a path.
 
-A write costs its post and completion, plus so much for each descriptor, by its size. On lanes that copy with one
-system call per descriptor a small one costs far more than its bytes, and the curve bends between 4 and 64 KiB; so a
-few sizes are measured on the live lane and what lies between is interpolated. A model of two constants was tried
-first: noise in one of them made thousands of descriptors look free.
+A write has a cost for its post and completion, and one for each descriptor, which depends on its size. On connections
+that copy with one system call per descriptor, a small descriptor costs far more than its bytes, and the curve bends
+between 4 and 64 KiB. Therefore a few sizes are measured on the live connection, and sizes between are interpolated. An
+earlier model had two constants, and noise in one of them made thousands of descriptors look free.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAST_ROUNDS = 5
 _WAIT_S = 2.0
 BIG_BYTES = 16 << 20
 DEVICE_BIG_BYTES = 256 << 20
-"""Between GPUs: NVLink is at half its rate with 16 MiB."""
+"""Size of the large write between GPUs; with 16 MiB NVLink reaches half its rate."""
 _PAYS_US = 4000.0
 _SIZES = (512, 4096, 32768, 262144)
 _COUNTS = (256, 256, 64, 8)
@@ -58,7 +58,7 @@ def measure_connection(
     """
     usable = min(local.nbytes, remote.nbytes)
     if usable < _LEAST_BYTES:
-        raise TransportError(f"measuring a lane needs {_LEAST_BYTES} bytes on both sides, not {usable}")
+        raise TransportError(f"measuring a connection needs {_LEAST_BYTES} bytes on both sides, not {usable}")
     random = np.random.default_rng(0)
     # The first write of a connection waits until both ends are wired up, which says nothing about the next.
     _once_us(transport, peer, local, remote, 64)

@@ -1,7 +1,7 @@
-"""Where memory is, by address: what an engine must be told of every list of descriptors, its own and a peer's.
+"""Map from addresses to devices, for engines that need the device of every local and remote descriptor list.
 
-Engines check addresses themselves, so this keeps no sizes: only from which address on memory is of which device. An
-address of no registered memory is called whatever lies below it, and refused by the engine.
+The map has no sizes, because engines check addresses themselves: it has only the first address of each range of one
+device. An address outside registered memory gets the device of the range below it, and the engine rejects it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvctl_agent.transport.base import Addresses, Region
 
 _MAX_DEVICE = 1 << 16
 MAX_ROWS = 1 << 14
-"""Rows of a packed map; more than any sane mix of kinds has, and far less than a peer's metadata may hold."""
+"""Maximum rows of a packed map; more than real memory layouts need, and far less than a peer's metadata may hold."""
 
 _ROW = np.dtype([("addr", "<u8"), ("device", "<i8")])
 
 
 class DeviceMap:
-    """The devices of some regions of one process."""
+    """Devices of the registered regions of one process."""
 
     def __init__(self, regions: Iterable[Region]) -> None:
         addrs: list[int] = []
         devices: list[int] = []
         for addr, _, device in sorted(regions):
-            if not devices or device != devices[-1]:  # neighbours of one device are one row, however far apart
+            if not devices or device != devices[-1]:  # consecutive regions of one device are one row, gaps included
                 addrs.append(addr)
                 devices.append(device)
         self._addrs = addrs
@@ -37,20 +37,20 @@ class DeviceMap:
         self._only = devices[0] if len(devices) == 1 else None
 
     def of(self, addrs: Addresses, whose: str) -> int:
-        """The one device that all of `addrs` are on, or HOST.
+        """Return the device of all `addrs`, or HOST.
 
         Args:
-            addrs: at least one.
-            whose: for errors.
+            addrs: Addresses, at least one.
+            whose: Owner of the memory, for error texts.
 
         Raises:
-            TransportError: they are on several: an engine takes one kind of memory for a list.
+            TransportError: the addresses are on several devices; an engine accepts one kind of memory per list.
         """
         if self._only is not None:
             return self._only
         if not self._devices:
             return HOST
-        # As a rule all lie within one row, which their ends tell: 10 µs for 32,768 of them.
+        # Usually all are in one row, which the lowest and highest address show: 10 µs for 32,768 addresses.
         first, last = (self._row(int(end)) for end in ((addrs[0],) * 2 if len(addrs) == 1 else _ends(addrs)))
         if first == last:
             return self._devices[first]
@@ -64,7 +64,7 @@ class DeviceMap:
         return found.pop()
 
     def pack(self) -> bytes:
-        """For a peer's `unpack`."""
+        """Return the map as bytes for a peer's `unpack`."""
         rows = np.empty(len(self._addrs), _ROW)
         rows["addr"], rows["device"] = self._addrs, self._devices
         if len(rows) > MAX_ROWS:
@@ -73,10 +73,10 @@ class DeviceMap:
 
     @classmethod
     def unpack(cls, packed: bytes) -> tuple[DeviceMap, bytes]:
-        """What `pack` made of another process's regions, and what follows it.
+        """Return the map that a peer packed, and the bytes after it.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the bytes are not a packed map.
         """
         count = int.from_bytes(packed[:4], "little")
         end = 4 + count * _ROW.itemsize
@@ -94,7 +94,7 @@ class DeviceMap:
 
 
 def device_name(device: int) -> str:
-    """For people."""
+    """Return the display name of a device."""
     return "the host" if device == HOST else f"GPU {device}"
 
 

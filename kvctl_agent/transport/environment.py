@@ -1,4 +1,4 @@
-"""What has to be in the environment before torch or an engine is imported, in one function.
+"""Environment variables that must be set before torch or an engine is imported.
 
 Engines and torch read these variables once, while their libraries load. So this runs first thing in a process
 (the rig's rank processes, an embedding worker's plugin); every transport calls it again before it imports its
@@ -16,7 +16,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def prepare_environment() -> dict[str, str]:
-    """Sets what is missing; imports nothing heavy and may be called again.
+    """Set the variables that are missing. Imports no engine and may be called repeatedly.
 
     Returns:
         The variables that this call set.
@@ -46,15 +46,15 @@ def prepare_environment() -> dict[str, str]:
 
 
 def has_infiniband() -> bool:
-    """Whether this machine has an RDMA device."""
+    """Return whether this machine has an RDMA device."""
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
 def require_cuda_transports() -> None:
-    """Refuse settings that keep UCX from GPU memory at all, before NIXL does so with a bare code.
+    """Check that UCX may access GPU memory; NIXL would report this only as an error code.
 
     Raises:
-        ConfigError: UCX_TLS allows nothing that copies to and from a GPU.
+        ConfigError: UCX_TLS excludes all UCX transports that copy to and from a GPU.
     """
     lanes = os.environ.get("UCX_TLS", "all")
     if not lanes.startswith("^") and not {"all", "cuda", "cuda_copy"} & {

@@ -1,8 +1,8 @@
-"""What becomes of engines in a process that was forked off: nothing, for ever.
+"""Keeps forked child processes from destroying the engines of their parent.
 
-The child shares its parent's descriptors but has none of its threads. An engine that the child destroys, be it only
-because its interpreter ends, takes its connections out of the parent's epoll sets and shuts them down: UCX then aborts
-the parent. So a child holds on to every engine until it is gone itself.
+A child shares its parent's descriptors but has none of its threads. If the child destroys an engine, even only because
+its interpreter ends, the engine's connections are removed from the parent's epoll sets and shut down, and UCX aborts
+the parent. A child therefore keeps every engine until the child's process ends.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _engines: set[weakref.ref[Any]] = set()
 
 
 def disown_in_children(engine: Any) -> None:
-    """From now on no forked child runs the destructor of this engine."""
+    """Make sure that no child forked from now on runs the destructor of `engine`."""
     _engines.add(weakref.ref(engine, _engines.discard))
 
 
 def _hold_on() -> None:
     for reference in list(_engines):
         if (engine := reference()) is not None:
-            # A reference that nobody owns: the interpreter's end clears all others.
+            # A reference without an owner; all others are cleared when the interpreter ends.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
 
 

@@ -1,4 +1,4 @@
-"""What carries bytes between GPUs, told by how fast they go.
+"""Infers the interconnect between two GPUs from the rate of a large write.
 
 UCX chooses a lane for every kind of memory, and takes a slow one without a word. Nothing can be asked afterwards: its
 protocol table goes to a log, and NIXL's telemetry has times only. But the lanes are so far apart that the rate of one
@@ -20,11 +20,11 @@ _MORE_THAN_NETWORKS_GB_PER_S = 120.0  # UCX uses two network cards at most for a
 
 
 class Interconnect(NamedTuple):
-    """What a lane between two GPUs is.
+    """The interconnect between two GPUs.
 
     Attributes:
-        name: inferred: CUDA_IPC, RDMA or THROUGH_HOST.
-        expected: what it could be on this hardware; the same, where it could be no better.
+        name: The inferred interconnect: CUDA_IPC, RDMA or THROUGH_HOST.
+        expected: The best interconnect on this hardware.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Interconnect(NamedTuple):
 
 
 def interconnect_of(gb_per_s: float, same_host: bool, network: bool) -> Interconnect:
-    """Name a lane between GPUs by the rate of a large write.
+    """Return the interconnect between two GPUs by the rate of a large write.
 
     Args:
-        gb_per_s: 10⁹ bytes a second.
-        same_host: its ends are on one host, and see each other's processes.
-        network: this host has an RDMA device.
+        gb_per_s: Rate in 10⁹ bytes per second.
+        same_host: Whether both ends are on one host and see each other's processes.
+        network: Whether this host has an RDMA device.
     """
     if gb_per_s >= (_IPC_GB_PER_S if same_host else _MORE_THAN_NETWORKS_GB_PER_S):
         return Interconnect(CUDA_IPC, CUDA_IPC)

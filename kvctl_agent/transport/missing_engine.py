@@ -1,4 +1,4 @@
-"""Says how to get an engine that cannot be imported: the extra, or the Debian package of a missing library."""
+"""Error for an engine that cannot be imported, with the pip extra or Debian package to install."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> TransportUnavailable:
-    """The error to raise when importing `engine` failed with `error`.
+    """Return the error to raise when importing `engine` failed with `error`.
 
     Args:
-        engine: name of the transport.
-        error: its text names the library, if one is missing.
-        others: Debian packages the engine needs besides: the loader names one library at a time.
+        engine: Name of the transport.
+        error: The import error, whose text has the name of a missing library.
+        others: Debian packages that the engine also needs; the loader reports only one missing library at a time.
     """
     library = _LIBRARY.search(str(error))
     if library is None:
@@ -43,5 +43,5 @@ def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> 
 
 
 def _extra(engine: str) -> str:
-    """Mooncake has a wheel of its own for machines without CUDA."""
+    """The pip extra of an engine; Mooncake has a separate wheel for machines without CUDA."""
     return "mooncake-cpu" if engine == "mooncake" and not _NVIDIA_DRIVER.exists() else engine

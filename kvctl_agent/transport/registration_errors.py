@@ -1,6 +1,6 @@
-"""Why an engine refused to register memory, and the one thing to do about it.
+"""Causes and remedies of failed memory registrations.
 
-Engines return a bare code. What the kernel or the driver said is a line of theirs on stderr, in C's words for an errno.
+Engines return only an error code. The error of the kernel or driver is in a line on stderr, as the text of an errno.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _CAUSES = (
 
 
 def explain_refusal(said: str, device: int) -> str:
-    """The cause and its remedy as the end of a sentence, with a colon in front; "" where what was said tells neither.
+    """Return the cause and its remedy, with a leading colon to append to a sentence; "" if the cause is unknown.
 
     Args:
-        said: by the engine, on stderr.
-        device: whose memory it is, or HOST.
+        said: The engine's output on stderr.
+        device: The device of the memory, or HOST.
     """
     on_device = device != HOST
     for cause in _CAUSES:
@@ -82,7 +82,7 @@ def explain_refusal(said: str, device: int) -> str:
 
 
 def _expandable() -> str:
-    """The variable that makes PyTorch allocate memory in a way that no other process or card can reach, if one does."""
+    """The environment variable that enables PyTorch's expandable segments, which cannot be shared; "" if none does."""
     for name in _ALLOCATOR:
         if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
             return name

@@ -1,4 +1,4 @@
-"""Transports by name: the one place that knows which engines there are, importing only the one asked for."""
+"""Registry of the transports by name; imports an engine only when its transport is opened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvctl_agent.errors import ConfigError
 from kvctl_agent.transport.base import Transport
 
 MAX_NAME_CHARACTERS = 256
-"""The sender's name travels with every tag."""
+"""Longest agent name; the sender's name is sent with every tag."""
 
 
 def _nixl(agent_name: str, params: Mapping[str, str], device: Device | None) -> Transport:
@@ -41,19 +41,19 @@ TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None], Transpor
 def open_transport(
     name: str, agent_name: str, params: Mapping[str, str] | None = None, device: Device | None = None
 ) -> Transport:
-    """Starts the transport `name` for an agent of any name.
+    """Start a transport for an agent.
 
     Args:
-        name: a key of `TRANSPORTS`.
-        agent_name: any text up to `MAX_NAME_CHARACTERS`; what peers see as the sender where they have not
-            connected us under a name of theirs.
-        params: the engine's own settings (`transport_params`).
-        device: where the memory to be registered is, besides the host's.
+        name: A key of `TRANSPORTS`.
+        agent_name: Any text of up to `MAX_NAME_CHARACTERS`; peers that have not connected this agent see it as the
+            sender of its tags.
+        params: The engine's own settings (`transport_params`).
+        device: Device of the memory to be registered, in addition to the host; None for the host only.
 
     Raises:
         TransportUnavailable: the engine or a library it needs is not installed; the text says how to get it.
-        ConfigError: no such transport or parameter.
-        TransportError: the engine is there but cannot start.
+        ConfigError: the transport or a parameter is unknown.
+        TransportError: the engine is installed but cannot start.
     """
     if name not in TRANSPORTS:
         near = difflib.get_close_matches(name, TRANSPORTS, n=1)
@@ -65,13 +65,13 @@ def open_transport(
 
 
 def parse_params(text: str) -> dict[str, str]:
-    """The engine's own settings as `transport_params` has them: name=value pairs joined by commas.
+    """Parse the value of `transport_params`: name=value pairs separated by commas.
 
     Raises:
-        ConfigError: something is no such pair.
+        ConfigError: an element is not a name=value pair.
     """
     pairs = [pair.strip() for pair in text.split(",") if pair.strip()]
     for pair in pairs:
         if "=" not in pair:
-            raise ConfigError(f"transport_params: {pair!r} is no name=value pair")
+            raise ConfigError(f"transport_params: {pair!r} is not a name=value pair")
     return dict(pair.split("=", 1) for pair in pairs)

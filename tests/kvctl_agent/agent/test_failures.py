@@ -249,7 +249,7 @@ class TestNames:
             ({"bootstrap": "tcp://0.0.0.0:7000"}, "not a loopback address"),
             ({"bootstrap": "tcp://127.0.0.1"}, "is no endpoint"),
             ({"transport": "carrier-pigeon"}, "carrier-pigeon"),
-            ({"transport_params": "speed"}, "'speed' is no name=value pair"),
+            ({"transport_params": "speed"}, "'speed' is not a name=value pair"),
             ({"colour": "red"}, "colour"),
             ({"role": "spectator"}, "must be 'prefill' or 'decode'"),
         ],

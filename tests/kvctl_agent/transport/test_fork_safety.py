@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import os, sys
-from kvctl_agent.transport.fork_safety import spare_in_children
+from kvctl_agent.transport.fork_safety import disown_in_children
 
 class Engine:
     def __init__(self, name):
@@ -19,8 +19,8 @@ class Engine:
 
 role = "parent"
 kept, gone = Engine("kept"), Engine("gone")
-spare_in_children(kept)
-spare_in_children(gone)
+disown_in_children(kept)
+disown_in_children(gone)
 del gone
 child = os.fork()
 if not child:
