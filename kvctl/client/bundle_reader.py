@@ -1,24 +1,28 @@
-"""The archive of `kvctl debug bundle`, read in memory: nothing of it is ever written to disk.
+"""The archive of `kvctl debug bundle`: written so that an interrupt leaves a readable one, and read in memory.
 
 A bundle is sent about, so it is read as what a stranger made: only plain files of the names that bundles have, within
-bounds, each as its manifest says.
+bounds, each as its manifest says. Nothing of it is ever written to disk.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import signal
 import struct
 import tarfile
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import IO, Any, Self, cast
 
 import orjson
 
 from kvctl_agent.contract.recording import RecordingError, RecordingVersionError
+from kvctl_agent.contract.version import VERSION
 
 MAGIC = b"\x28\xb5\x2f\xfd"  # of zstd
 BUNDLE_VERSION = 1
@@ -29,15 +33,8 @@ _MOST_BYTES = 1 << 30  # of all that is in it, unpacked
 _MOST_FILES = 10_000
 _MOST_MANIFEST_BYTES = 8 << 20
 _MOST_HEADER_BYTES = 1 << 16  # tarfile takes seconds for a few megabytes of attributes
+_LEVEL = 10
 _BROKEN = (tarfile.TarError, ValueError, EOFError, IndexError, KeyError, OverflowError, struct.error, zlib.error)
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One file of a bundle."""
-
-    name: str
-    data: bytes
 
 
 def is_bundle(file: IO[bytes]) -> bool:
@@ -47,37 +44,50 @@ def is_bundle(file: IO[bytes]) -> bool:
     return begins == MAGIC
 
 
-@contextmanager
-def recording(file: IO[bytes]) -> Iterator[IO[bytes]]:
+def recording(file: IO[bytes]) -> bytes:
     """The recording in a bundle.
 
     Raises:
         RecordingError: it is no bundle, is damaged, cut short, or holds no recording.
-        RecordingVersionError: it is one of another version.
-    """
-    manifest: dict[str, Any] | None = None
-    found: bytes | None = None
-    for member in members(file, {MANIFEST, RECORDING}):
-        if member.name == MANIFEST:
-            manifest = parsed_manifest(member.data)
-        else:
-            found = member.data
-    if manifest is None:
-        raise RecordingError("it is no bundle of kvctl: it has no manifest")
-    if found is None:
-        raise RecordingError("this bundle holds no recording: its manifest says why (kvctl debug show)")
-    check(manifest, RECORDING, found)
-    with io.BytesIO(found) as inner:
-        yield inner
-
-
-def parsed_manifest(data: bytes) -> dict[str, Any]:
-    """The manifest, its version checked.
-
-    Raises:
-        RecordingError: it is none.
         RecordingVersionError: it is of another version.
     """
+    return _checked(file, RECORDING)[1]
+
+
+def checked(file: IO[bytes]) -> dict[str, Any]:
+    """The manifest of a bundle in which everything is as it says.
+
+    Raises:
+        RecordingError: it is not.
+        RecordingVersionError: it is of another version.
+    """
+    return _checked(file)[0]
+
+
+def _checked(file: IO[bytes], wanted: str | None = None) -> tuple[dict[str, Any], bytes]:
+    """The manifest, and the contents of the file that is wanted."""
+    checksums: dict[str, str] = {}
+    manifest: dict[str, Any] | None = None
+    found = b""
+    for name, data in members(file):
+        if name == MANIFEST:
+            manifest = _manifest(data)
+        elif name == wanted:
+            found = data
+        checksums[name] = hashlib.sha256(data).hexdigest()
+    if manifest is None:
+        raise RecordingError("it is no bundle of kvctl: it has no manifest")
+    if wanted is not None and wanted not in checksums:
+        raise RecordingError("this bundle holds no recording: its manifest says why (kvctl debug show)")
+    listed = {each["name"]: each["sha256"] for each in manifest["files"]}
+    for name in (*listed, *((wanted,) if wanted is not None else ())):
+        if checksums.get(name) != listed.get(name):
+            raise RecordingError(f"it is damaged: {name!r:.60} is not what its manifest says")
+    return manifest, found
+
+
+def _manifest(data: bytes) -> dict[str, Any]:
+    """The manifest, its version checked."""
     try:
         manifest = orjson.loads(data)
         version, files = manifest["bundle"], manifest["files"]
@@ -97,36 +107,8 @@ def parsed_manifest(data: bytes) -> dict[str, Any]:
     return cast(dict[str, Any], manifest)
 
 
-def checked(file: IO[bytes]) -> dict[str, Any]:
-    """The manifest of a bundle in which everything is as it says.
-
-    Raises:
-        RecordingError: it is not.
-        RecordingVersionError: it is of another version.
-    """
-    found: dict[str, str] = {}
-    manifest: dict[str, Any] | None = None
-    for member in members(file):
-        if member.name == MANIFEST:
-            manifest = parsed_manifest(member.data)
-        found[member.name] = hashlib.sha256(member.data).hexdigest()
-    if manifest is None:
-        raise RecordingError("it is no bundle of kvctl: it has no manifest")
-    for each in manifest["files"]:
-        if found.get(each["name"]) != each["sha256"]:
-            raise RecordingError(f"it is damaged: {each['name']!r:.60} is not what its manifest says")
-    return manifest
-
-
-def check(manifest: dict[str, Any], name: str, data: bytes) -> None:
-    """Raises RecordingError where `data` is not what the manifest says."""
-    checksums = {each["name"]: each["sha256"] for each in manifest["files"]}
-    if checksums.get(name) != hashlib.sha256(data).hexdigest():
-        raise RecordingError(f"it is damaged: {name} is not what its manifest says")
-
-
-def members(file: IO[bytes], wanted: set[str] | None = None) -> Iterator[Member]:
-    """The files of a bundle; those that are not `wanted` are passed over unread.
+def members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files of a bundle.
 
     Raises:
         RecordingError: it is no archive, is cut short, or holds what no bundle does.
@@ -143,15 +125,13 @@ def members(file: IO[bytes], wanted: set[str] | None = None) -> Iterator[Member]
                 count += 1
                 if count > _MOST_FILES or not info.isreg() or info.issparse() or "/../" in f"/{info.name}/":
                     raise RecordingError(f"it is no bundle of kvctl: it holds {info.name!r:.60}, which none does")
-                if wanted is not None and info.name not in wanted:
-                    continue
                 if info.name == MANIFEST and info.size > _MOST_MANIFEST_BYTES:
                     raise RecordingError(f"it is damaged: its manifest claims {info.size} bytes")
                 reader = archive.extractfile(info)
                 data = reader.read() if reader else b""
                 if len(data) != info.size:
                     raise RecordingError("it was cut short: a file in it has no end")
-                yield Member(info.name, data)
+                yield info.name, data
     except zstandard.ZstdError:
         raise RecordingError("it is damaged, or was cut short: it cannot be unpacked") from None
     except _BROKEN as error:
@@ -182,3 +162,77 @@ class _Bounded:
         data: bytes = self._plain.read(size)
         self._left -= len(data)
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file of the bundle, as its manifest lists it."""
+
+    name: str
+    bytes: int
+    sha256: str
+    what: str
+
+
+class Archive:
+    """A bundle that is being written. What is added is in it as a whole, and Ctrl-C comes before or after."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        import zstandard
+
+        packer = zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False)
+        self._packer = cast(IO[bytes], packer)
+        self._tar = tarfile.open(fileobj=self._packer, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115  # see end
+        self._at = int(time.time())
+        self.entries: list[Entry] = []
+
+    def add(self, name: str, data: bytes | IO[bytes], what: str) -> None:
+        """A file; one that is open is read from its beginning."""
+        file = io.BytesIO(data) if isinstance(data, bytes) else data
+        file.seek(0)
+        checksum = hashlib.file_checksum(cast(io.BytesIO, file), "sha256").hexdigest()
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        with undisturbed():
+            self._write(name, file, size)
+            self.entries.append(Entry(name, size, checksum, what))
+
+    def end(self, about: dict[str, Any]) -> None:
+        """Adds the manifest, which says `about` besides what is in the bundle, and closes it."""
+        manifest = {
+            "bundle": BUNDLE_VERSION,
+            "kvctl": VERSION,
+            **about,
+            "files": [asdict(entry) for entry in self.entries],
+        }
+        data = orjson.dumps(manifest, option=orjson.OPT_INDENT_2)
+        with undisturbed():
+            self._write(MANIFEST, io.BytesIO(data), len(data))
+            self._tar.close()
+            self._packer.close()
+
+    def _write(self, name: str, file: IO[bytes], size: int) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mtime, info.mode = size, self._at, 0o600
+        self._tar.addfile(info, file)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C waits until what is inside is done."""
+    came: list[int] = []
+
+    def later(number: int, _: FrameType | None) -> None:
+        came.append(number)
+
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):  # whoever ignores it, as what a shell runs in the background does, goes on doing so
+        yield
+        return
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, Self, cast
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate
-from kvctl.client.duplicate_names import tell_apart
 from kvctl.client.endpoints import Discovery, Endpoint, discover
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
@@ -85,6 +85,9 @@ def room_rows(data: Mapping[str, Any], command: str) -> Sequence[Any]:
     return rows
 
 
+Ask = Callable[[Sequence[tuple[Endpoint, Call]]], list[Reply]]
+
+
 class Fleet:
     """Asks the agents that match `endpoints` and `labels`; a context manager that owns the sockets.
 
@@ -116,19 +119,9 @@ class Fleet:
             calls: commands, each at most once.
             clock_rounds: hellos per agent; the first pays for the connection, so clocks want more than one.
         """
-        found = discover(self._endpoints)
-        survey = Survey(found, faults=list(found.faults))
-        asked = [_HELLO, *([_STATUS] if self._labels and _STATUS not in calls else []), *calls]
-        requests = [(endpoint, call) for endpoint in found.live for call in asked]
-        by_endpoint: dict[Endpoint, list[Reply]] = {}
-        for reply in self._fanout.ask(requests, self._timeout_ns):
-            by_endpoint.setdefault(reply.endpoint, []).append(reply)
-        for endpoint, replies in by_endpoint.items():
-            self._admit(endpoint, replies, survey)
+        survey = gather(discover(self._endpoints), calls, self._labels, self.ask)
         for _ in range(clock_rounds - 1):
             self._sharpen(survey.agents)
-        tell_apart(survey.agents)
-        survey.agents.sort(key=lambda agent: agent.name)
         survey.at_ns, survey.tick_ns = time.time_ns(), time.monotonic_ns()
         return survey
 
@@ -137,39 +130,56 @@ class Fleet:
         return True
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
-        """Asks agents that a survey has found, each what concerns it alone; a reply per request, in their order."""
-        return self._fanout.ask(requests, self._timeout_ns)
-
-    def _admit(self, endpoint: Endpoint, replies: Sequence[Reply], survey: Survey) -> None:
-        hello, *others = replies
-        fault = hello.fault or _protocol_fault(endpoint, hello.data)
-        if fault is not None:
-            if fault.code in SILENT:
-                self._fanout.forget(endpoint)
-            survey.faults.append(fault)
-            return
-        greeting = cast(Hello, hello.data)
-        clock = estimate(hello.sent_at_ns, hello.received_at_ns, greeting["now_ns"])
-        agent = AgentAnswer(endpoint, greeting, hello.rtt_ns, clock)
-        agent.data.update((reply.call.command, reply.data) for reply in others if reply.fault is None)
-        if self._labels:
-            status = agent.data.get(_STATUS.command)
-            if status is None:
-                survey.faults.extend(reply.fault for reply in others if reply.fault and reply.call == _STATUS)
-                return
-            if not matches(self._labels, status):
-                survey.filtered += 1
-                return
-        survey.faults.extend(reply.fault for reply in others if reply.fault is not None)
-        survey.agents.append(agent)
+        """Asks agents that were discovered, each what concerns it alone; a reply per request, in their order."""
+        replies = self._fanout.ask(requests, self._timeout_ns)
+        for reply in replies:
+            if reply.call == _HELLO and reply.fault is not None and reply.fault.code in SILENT:
+                self._fanout.forget(reply.endpoint)
+        return replies
 
     def _sharpen(self, agents: Sequence[AgentAnswer]) -> None:
         by_endpoint = {agent.endpoint: agent for agent in agents}
-        for reply in self._fanout.ask([(endpoint, _HELLO) for endpoint in by_endpoint], self._timeout_ns):
+        for reply in self.ask([(endpoint, _HELLO) for endpoint in by_endpoint]):
             agent = by_endpoint[reply.endpoint]
             if reply.fault is None and reply.rtt_ns < agent.rtt_ns:
                 agent.rtt_ns = reply.rtt_ns
                 agent.clock = estimate(reply.sent_at_ns, reply.received_at_ns, reply.data["now_ns"])
+
+
+def gather(found: Discovery, calls: Sequence[Call], labels: Mapping[str, str], ask: Ask) -> Survey:
+    """Asks the live agents of `found`; keeps those that answer hello in a protocol we speak and match the labels."""
+    survey = Survey(found, faults=list(found.faults))
+    asked = [_HELLO, *([_STATUS] if labels and _STATUS not in calls else []), *calls]
+    by_endpoint: dict[Endpoint, list[Reply]] = {}
+    for reply in ask([(endpoint, call) for endpoint in found.live for call in asked]):
+        by_endpoint.setdefault(reply.endpoint, []).append(reply)
+    for endpoint, replies in by_endpoint.items():
+        _admit(endpoint, replies, labels, survey)
+    tell_apart(survey.agents)
+    survey.agents.sort(key=lambda agent: agent.name)
+    return survey
+
+
+def _admit(endpoint: Endpoint, replies: Sequence[Reply], labels: Mapping[str, str], survey: Survey) -> None:
+    hello, *others = replies
+    fault = hello.fault or _protocol_fault(endpoint, hello.data)
+    if fault is not None:
+        survey.faults.append(fault)
+        return
+    greeting = cast(Hello, hello.data)
+    clock = estimate(hello.sent_at_ns, hello.received_at_ns, greeting["now_ns"])
+    agent = AgentAnswer(endpoint, greeting, hello.rtt_ns, clock)
+    agent.data.update((reply.call.command, reply.data) for reply in others if reply.fault is None)
+    if labels:
+        status = agent.data.get(_STATUS.command)
+        if status is None:
+            survey.faults.extend(reply.fault for reply in others if reply.fault and reply.call == _STATUS)
+            return
+        if not matches(labels, status):
+            survey.filtered += 1
+            return
+    survey.faults.extend(reply.fault for reply in others if reply.fault is not None)
+    survey.agents.append(agent)
 
 
 def _protocol_fault(endpoint: Endpoint, hello: Any) -> Fault | None:
@@ -184,3 +194,57 @@ def _protocol_fault(endpoint: Endpoint, hello: Any) -> Fault | None:
             )
             return Fault(endpoint.name, FaultCode.PROTOCOL, text)
     return Fault(endpoint.name, FaultCode.PROTOCOL, "its hello is not one that this kvctl understands")
+
+
+_DIGITS = 6
+"""Of the incarnation, the last ones: the first are the time of the start, which twins nearly share."""
+
+
+def tell_apart(agents: Sequence[AgentAnswer]) -> None:
+    """Renames agents whose name another one has, too, to `decode-0#487f51`, by the end of the incarnation.
+
+    Rows of their own answers follow, and what the peers of all agents are called where the incarnation says which.
+    """
+    names = Counter(agent.name for agent in agents)
+    renamed: dict[tuple[str, str], str] = {}
+    for agent in agents:
+        name, incarnation = agent.name, agent.hello["incarnation"]
+        if names[name] > 1:
+            new = renamed[name, incarnation] = f"{name}#{incarnation[-_DIGITS:]}"
+            agent.hello = {**agent.hello, "name": new}
+            for row in _rows(agent.data.values()):
+                for key in ("agent", "name"):
+                    if row.get(key) == name:
+                        row[key] = new
+    for agent in agents if renamed else ():
+        for row in _rows([agent.data.get("peers")]):
+            if renaming := renamed.get((str(row.get("peer")), str(row.get("incarnation")))):
+                row["peer"] = renaming
+
+
+def _rows(answers: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The answers that are objects, and the objects in their lists."""
+    for answer in answers:
+        if isinstance(answer, dict):
+            yield answer
+        for value in answer.values() if isinstance(answer, dict) else [answer]:
+            if isinstance(value, list):
+                yield from (row for row in value if isinstance(row, dict))
+
+
+class Source(Protocol):
+    """Answers surveys: a live `Fleet`, or a recording; a context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
+        """What its agents answer to `calls`, each at most once."""
+        ...
+
+    def advance(self) -> bool:
+        """Goes on to the next moment; False where there is none. A live fleet goes on by itself."""
+        ...

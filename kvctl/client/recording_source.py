@@ -1,4 +1,4 @@
-"""A recording or a bundle in place of a living fleet: it is asked the same questions and gives the same answers."""
+"""Recordings and bundles in place of a live fleet: stored answers are found by agent, command and room."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
-from kvctl.client.fleet import AgentAnswer, Survey
-from kvctl.client.fleet_snapshot import AgentSnapshot, FleetSnapshot
-from kvctl.client.labels import matches
-from kvctl.client.recorded_answers import Absent, AgentHistory, answer
-from kvctl.client.recording_reader import load, understood
+from kvctl.client.fleet import FINISHED, Survey, gather, room_rows
+from kvctl.client.recording_reader import Answer, Moment, RecordedAgent, load, understood
+from kvctl_agent.contract.admin import ErrorCode
+
+_ROWS = 1000  # default limit of the agents
 
 
 class RecordingSource:
@@ -42,8 +44,8 @@ class RecordingSource:
         self._endpoints = endpoints
         self._labels = labels or {}
         self._file = load(path)
-        self._pasts: dict[tuple[str, str], AgentHistory] = {}
-        self._remembered = 0  # moments that are in the pasts
+        self._histories: dict[tuple[Endpoint, str], _History] = {}
+        self._remembered = 0  # moments that are in the histories
         self.moments: Sequence[int] = self._file.at_ns
         self.moment = 0
         self.seek(at % len(self.moments))
@@ -75,77 +77,75 @@ class RecordingSource:
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
         """What the agents answered at the present moment; clocks are as sharp as they were measured then."""
         moment = self._file[self.moment]
-        chosen, faults = self._chosen(moment)
-        stale = [each for each in moment.discovery.stale if not self._endpoints or _wanted(each, self._endpoints)]
-        found = Discovery(moment.discovery.directory, [each.endpoint for each in chosen], stale, faults)
-        survey = Survey(found, faults=list(faults), at_ns=moment.at_ns, tick_ns=moment.at_ns)
         with understood(self._path):
-            for seen in chosen:
-                self._admit(seen, calls, survey)
-        survey.agents.sort(key=lambda agent: agent.name)
-        survey.remarks.insert(0, self._when())
+            survey = gather(self._select(moment), calls, self._labels, self._ask)
+            survey.at_ns = survey.tick_ns = moment.at_ns
+            survey.remarks.append(self._when())
+            for agent in survey.agents:
+                if any(not rank["timeline"] and not rank["timeline_dropped"] for rank in agent.data.get("room", ())):
+                    survey.remarks.append(f"{agent.name}: the timeline of this room was left out of {self._path.name}")
         return survey
 
-    def _admit(self, seen: AgentSnapshot, calls: Sequence[Call], survey: Survey) -> None:
-        if seen.answer is None:
-            if seen.fault is not None:
-                survey.faults.append(seen.fault)
-            return
-        if self._labels:
-            status = seen.answer.data.get("status")
-            if status is None:
-                survey.faults.extend(fault for command, fault in seen.refused.items() if command == "status")
-                return
-            if not matches(self._labels, status):
-                survey.filtered += 1
-                return
-        agent = AgentAnswer(seen.endpoint, seen.answer.hello, seen.answer.rtt_ns, seen.answer.clock)
-        for call in calls:
-            try:
-                agent.data[call.command] = answer(seen, lambda: self._past(seen), call)
-            except Absent as absent:
-                survey.faults.append(absent.fault)
-        if any(not rank["timeline"] and not rank["timeline_dropped"] for rank in agent.data.get("room", ())):
-            survey.remarks.append(f"{agent.name}: the timeline of this room was left out of {self._path.name}")
-        survey.agents.append(agent)
-
-    def _past(self, seen: AgentSnapshot) -> AgentHistory:
-        """What the file tells of this life of the agent up to now, and perhaps beyond."""
-        while self._remembered <= self.moment:
-            for each in self._file[self._remembered].seen:
-                if each.answer is not None:
-                    self._pasts.setdefault(each.life, AgentHistory()).add(each)
-            self._remembered += 1
-        return self._pasts[seen.life]
-
-    def _chosen(self, moment: FleetSnapshot) -> tuple[list[AgentSnapshot], list[Fault]]:
-        """Agents that the user asks for, in the order of the request, and who of them is not there."""
-        discovery = moment.discovery
+    def _select(self, moment: Moment) -> Discovery:
+        """Agents that the user asks for, in the order of the request, and those of them that are not there."""
+        live = [agent.endpoint for agent in moment.agents]
         if not self._endpoints:
-            return list(moment.seen), list(discovery.faults)
-        chosen: list[AgentSnapshot] = []
-        faults: list[Fault] = []
+            return Discovery(moment.directory, live, list(moment.stale), list(moment.faults))
+        found = Discovery(moment.directory)
         for wanted in self._endpoints:
-            named = [each for each in moment.seen if _wanted(each.endpoint, (wanted,))]
-            chosen += [each for each in named if each not in chosen]
-            told = [fault for fault in discovery.faults if fault.agent == wanted]
-            gone = [each for each in discovery.stale if _wanted(each, (wanted,))]
-            if told:
-                faults += told
-            elif gone:
-                faults += [
-                    Fault(each.name, FaultCode.UNREACHABLE, "the agent was gone and had left its socket")
-                    for each in gone
-                ]
+            named = [each for each in live if _named(each, wanted)]
+            stale = [each for each in moment.stale if _named(each, wanted)]
+            found.live += [each for each in named if each not in found.live]
+            found.stale += [each for each in stale if each not in found.stale]
+            if faults := [fault for fault in moment.faults if fault.agent == wanted]:
+                found.faults += faults
+            elif stale:
+                text = "the agent was gone and had left its socket"
+                found.faults += [Fault(each.name, FaultCode.UNREACHABLE, text) for each in stale]
             elif not named:
-                faults.append(Fault(wanted, FaultCode.UNREACHABLE, self._unknown(wanted, moment)))
-        return chosen, faults
+                names = [each.name for each in live]
+                near = difflib.get_close_matches(wanted, names, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}" if names else ""
+                text = f"{self._path} has no agent {wanted}{hint}"
+                found.faults.append(Fault(wanted, FaultCode.UNREACHABLE, text))
+        return found
 
-    def _unknown(self, wanted: str, moment: FleetSnapshot) -> str:
-        names = [each.endpoint.name for each in moment.seen]
-        near = difflib.get_close_matches(wanted, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}" if names else ""
-        return f"{self._path} has no agent {wanted}{hint}"
+    def _ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
+        agents = {agent.endpoint: agent for agent in self._file[self.moment].agents}
+        return [self._reply(agents[endpoint], call) for endpoint, call in requests]
+
+    def _reply(self, agent: RecordedAgent, call: Call) -> Reply:
+        answer = self._answer(agent, call)
+        sent_at_ns = received_at_ns = 0
+        if call.command == "hello" and answer.fault is None:  # sent so that its clock is estimated as it was then
+            error_ns = agent.clock.error_ns
+            sent_at_ns = answer.data["now_ns"] - agent.clock.offset_ns - error_ns
+            received_at_ns = sent_at_ns + 2 * error_ns
+        return Reply(agent.endpoint, call, answer.data, answer.fault, sent_at_ns, received_at_ns, agent.rtt_ns)
+
+    def _answer(self, agent: RecordedAgent, call: Call) -> Answer:
+        if agent.hello.fault is not None:
+            return agent.hello
+        command, room = call.command, call.args.get("room")
+        stored = agent.find(command, room)
+        if stored is None and room is not None:
+            return self._history(agent).finished_room(agent, command, room)
+        if stored is None:
+            return _missing(agent, call, f"{command} was not asked when this was recorded")
+        if stored.fault is not None or not (command == "events" or command in _LISTS):
+            return stored
+        if command == "events":
+            return Answer(command, None, self._history(agent).events_page(stored.data["next"], call.args))
+        return Answer(command, None, _narrow(stored.data, call.args))
+
+    def _history(self, agent: RecordedAgent) -> _History:
+        """What is known of this process of the agent up to now, and perhaps beyond."""
+        while self._remembered <= self.moment:
+            for each in self._file[self._remembered].agents:
+                if each.hello.fault is None:
+                    self._histories.setdefault(_process(each), _History()).add(each)
+            self._remembered += 1
+        return self._histories[_process(agent)]
 
     def _when(self) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.moments[self.moment] / 1e9))
@@ -154,8 +154,85 @@ class RecordingSource:
         return f"{self._path.name} as of {at}{place}"
 
 
-def _wanted(endpoint: Endpoint, wanted: Sequence[str]) -> bool:
-    return any(
-        each in {endpoint.address, str(endpoint.path)} if "/" in each else fnmatch.fnmatchcase(endpoint.name, each)
-        for each in wanted
-    )
+class _History:
+    """What a moment of a series does not repeat, of one agent process: old events, and rooms that have finished.
+
+    It may know more than the moment that asks; what that moment could not know yet is not given to it.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+        self._rooms: dict[tuple[str, str], Any] = {}  # by number and nonce
+        self._layers: dict[str, Answer] = {}  # by number
+
+    def add(self, agent: RecordedAgent) -> None:
+        """The answers of the next moment."""
+        for answer in agent.answers:
+            if answer.fault is not None:
+                continue
+            if answer.command == "events":
+                self._events += answer.data["events"]
+            elif answer.command == "room" and answer.room is not None:
+                finished = [one for one in answer.data if one["finished_at_ns"] is not None]
+                self._rooms.update(((answer.room, one["nonce"]), one) for one in finished)
+                layers = agent.find("layers", answer.room)
+                if len(finished) == len(answer.data) and layers is not None:
+                    self._layers[answer.room] = layers
+
+    def events_page(self, following: int, args: Mapping[str, Any]) -> Any:
+        """The answer to `events` of an agent whose next event is number `following`, as its recorder gives it."""
+        rows = [row for row in self._events if row["sequence"] < following]
+        since, limit = args.get("since"), args.get("limit", _ROWS)
+        if since is None:
+            return {"events": rows[-limit:] if limit else [], "next": following, "dropped": 0}
+        if since >= following:
+            return {"events": [], "next": following, "dropped": 0}
+        oldest = rows[0]["sequence"] if rows else following
+        chosen = [row for row in rows if row["sequence"] >= since][:limit]
+        following = chosen[-1]["sequence"] + 1 if chosen else max(since, oldest)
+        return {"events": chosen, "next": following, "dropped": max(0, oldest - since)}
+
+    def finished_room(self, agent: RecordedAgent, command: str, room: str) -> Answer:
+        """The answer to `room` or `layers` about a room that was not asked for again at this moment."""
+        data = {answer.command: answer.data for answer in agent.answers if answer.fault is None}
+        rows = [row for each in ("rooms", *FINISHED) for row in room_rows(data, each) if row["room"] == room]
+        rows = list({row["nonce"]: row for row in rows}.values())
+        call = Call(command, {"room": room})
+        if not rows:
+            text = f"{agent.endpoint.name} knows no room {room}, active or lately"
+            return _missing(agent, call, text, ErrorCode.UNKNOWN_ROOM)
+        if command == "layers":
+            if all(row["finished_at_ns"] is not None for row in rows) and room in self._layers:
+                return self._layers[room]
+            return _missing(agent, call, f"the layers of room {room} were left out when this was recorded")
+        # Of a room whose timeline was left out there is still its row.
+        bare = {"timeline": [], "timeline_dropped": 0}
+        known = {
+            row["nonce"]: self._rooms.get((room, row["nonce"])) for row in rows if row["finished_at_ns"] is not None
+        }
+        return Answer(command, room, [known.get(row["nonce"]) or {**row, **bare} for row in rows])
+
+
+_LISTS = frozenset({"rooms", *FINISHED})
+
+
+def _narrow(data: Any, args: Mapping[str, Any]) -> Any:
+    """The rows that the agent would have answered with these arguments."""
+    rows = data["rooms"] if isinstance(data, Mapping) else data
+    rows = [row for row in rows if args.get("state") in {None, row["state"]}][: args.get("limit", _ROWS)]
+    return {**data, "rooms": rows} if isinstance(data, Mapping) else rows
+
+
+def _missing(agent: RecordedAgent, call: Call, text: str, code: str = FaultCode.NOT_CAPTURED) -> Answer:
+    return Answer(call.command, call.args.get("room"), None, Fault(agent.endpoint.name, code, text))
+
+
+def _process(agent: RecordedAgent) -> tuple[Endpoint, str]:
+    """Distinguishes the processes that have served at one endpoint."""
+    return agent.endpoint, agent.hello.data["incarnation"]
+
+
+def _named(endpoint: Endpoint, wanted: str) -> bool:
+    if "/" in wanted:
+        return wanted in {endpoint.address, str(endpoint.path)}
+    return fnmatch.fnmatchcase(endpoint.name, wanted)

@@ -21,7 +21,7 @@ from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Fleet, Survey
-from kvctl.client.fleet_snapshot import FleetSnapshot, encode
+from kvctl.client.recording_reader import Moment, encode
 from kvctl.client.snapshot_recorder import SnapshotRecorder
 from kvctl.errors import CliError
 from kvctl_agent.contract import recording as form
@@ -121,7 +121,7 @@ def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Serie
     writer.end()
 
 
-def write_moments(file: IO[bytes], moments: Iterable[FleetSnapshot]) -> bool:
+def write_moments(file: IO[bytes], moments: Iterable[Moment]) -> bool:
     """A recording of moments only, into an empty file; False where Ctrl-C has cut it short, which leaves it whole."""
     writer = _Writer(file)
     try:

@@ -18,14 +18,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvctl.client.fleet_snapshot import FleetSnapshot, bodies, of_bodies
+from kvctl.client.clock import ClockOffset
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.faults import Fault
+from kvctl.client.recording_reader import Answer, Moment, RecordedAgent, of_document
 from kvctl_agent.contract import snapshots
 from kvctl_agent.contract.admin import socket_dir
 
 # Values of these are words of ours, by which tables are made.
-_VOCABULARY = frozenset({"role", "state", "stage", "kind", "severity", "code", "level", "type", "unit", "mode"})
+_VOCABULARY = frozenset(
+    {"command", "role", "state", "stage", "kind", "severity", "code", "level", "type", "unit", "mode"}
+)
+_FORM = (Moment, RecordedAgent, Answer, Endpoint, Fault, ClockOffset)
 _FIELDS = frozenset(
-    name for each in vars(snapshots).values() if isinstance(each, type) for name in getattr(each, "__annotations__", ())
+    name
+    for each in (*vars(snapshots).values(), *_FORM)
+    if isinstance(each, type)
+    for name in getattr(each, "__annotations__", ())
 )
 _PLACES = frozenset({"path", "directory", "endpoint", "value", "default"})
 _SHORT = 6
@@ -160,13 +169,12 @@ class Redaction:
         return self._name("address", found[0]) if _is_address(found[0]) else found[0]
 
 
-def redacted(moments: Iterable[FleetSnapshot], redaction: Redaction) -> Iterator[FleetSnapshot]:
+def redacted(moments: Iterable[Moment], redaction: Redaction) -> Iterator[Moment]:
     """The moments without what they must not tell; what one of them names is known in those after it."""
     for moment in moments:
-        told, agents = bodies(moment)
-        redaction.learn(told)
-        redaction.learn(agents)
-        yield of_bodies(moment.at_ns, redaction.document(told), redaction.document(agents))
+        document = moment.document()
+        redaction.learn(document)
+        yield of_document(redaction.document(document))
 
 
 def _module(path: str) -> str:

@@ -14,8 +14,24 @@ from kvctl.commands.files import CONTEXT, CONTEXT_KEYS, File, context_of, user_f
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings, check_context, chosen_context
-from kvctl.render.contexts import CONTEXTS
+from kvctl.render.kinds import Kind
 from kvctl.render.report import Report
+from kvctl.render.view import Column, View, Width
+
+CONTEXTS = View(
+    "contexts",
+    (
+        Column("context"),
+        Column("in_use", kind=Kind.FLAG, header="IN USE", styles={"True": "bold green"}),
+        Column("endpoint", kind=Kind.LIST),
+        Column("labels", kind=Kind.LIST, width=Width.NORMAL),
+        Column("timeout", width=Width.NORMAL),
+        Column("key", width=Width.NORMAL),
+        Column("server_key", width=Width.WIDE),
+    ),
+    sort=("context",),
+    empty="no contexts: kvctl context add NAME -e tcp://HOST:PORT",
+)
 
 
 @click.group(cls=KvctlGroup, default="ls")

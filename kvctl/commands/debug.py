@@ -20,9 +20,21 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.render.bundles import BUNDLE
+from kvctl.render.kinds import Kind
 from kvctl.render.report import Report
+from kvctl.render.view import Column, View, Width
 from kvctl_agent.contract.recording import RecordingError
+
+BUNDLE = View(
+    "bundle",
+    (
+        Column("file"),
+        Column("size", path="bytes", kind=Kind.BYTES),
+        Column("what"),
+        Column("sha256", width=Width.WIDE),
+    ),
+    empty="an empty bundle",
+)
 
 
 @click.group(cls=KvctlGroup)

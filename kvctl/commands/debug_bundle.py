@@ -7,8 +7,12 @@ where names were taken out of the recording there are none in them.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
 import os
+import platform
+import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,16 +23,13 @@ from typing import IO, Any
 import click
 import orjson
 
-from kvctl.client.bundle_reader import RECORDING
-from kvctl.client.bundle_writer import Archive, Entry
+from kvctl.client.bundle_reader import RECORDING, Archive, Entry
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
-from kvctl.client.fleet_snapshot import FleetSnapshot, utf8
-from kvctl.client.recording_reader import load
+from kvctl.client.recording_reader import Moment, load, utf8
 from kvctl.client.recordings import Saving, Series, write_moments, write_recording
 from kvctl.client.redaction import Redaction, redacted
 from kvctl.client.snapshot_recorder import SnapshotRecorder
-from kvctl.commands.debug_host import facts
 from kvctl.commands.registry import load as command_named
 from kvctl.exit_codes import ExitCode
 
@@ -178,30 +179,30 @@ def _record(file: IO[bytes], wish: BundleRequest, redaction: Redaction | None, m
         made.left_out += saving.left_out
         made.partial = saving.interrupted
         return "moments of the fleet, for --from, and what its machines were told, for kvctl replay"
-    moments: Iterable[FleetSnapshot] = _taken(wish.fleet) if wish.fleet is not None else _loaded(wish.source)
+    moments: Iterable[Moment] = _taken(wish.fleet) if wish.fleet is not None else _loaded(wish.source)
     counted = _counted(moments, made)
     made.partial = not write_moments(file, counted if redaction is None else redacted(counted, redaction))
     made.left_out.append("what the machines were told: it holds addresses" if redaction else "machine inputs")
     return "moments of the fleet, for --from"
 
 
-def _taken(fleet: Fleet) -> Iterator[FleetSnapshot]:
+def _taken(fleet: Fleet) -> Iterator[Moment]:
     taker = SnapshotRecorder(fleet)
     yield taker.take()
     time.sleep(_APART_NS / 1e9)
     yield taker.take()
 
 
-def _loaded(source: Path | None) -> Iterator[FleetSnapshot]:
+def _loaded(source: Path | None) -> Iterator[Moment]:
     assert source is not None
     moments = load(source)
     return (moments[index] for index in range(len(moments)))
 
 
-def _counted(moments: Iterable[FleetSnapshot], made: BundleResult) -> Iterator[FleetSnapshot]:
+def _counted(moments: Iterable[Moment], made: BundleResult) -> Iterator[Moment]:
     for moment in moments:
-        made.agents = max(made.agents, sum(seen.answer is not None for seen in moment.seen))
-        made.faults = [*moment.discovery.faults, *(seen.fault for seen in moment.seen if seen.fault is not None)]
+        made.agents = max(made.agents, len(moment.agents) - len(moment.silent))
+        made.faults = [*moment.faults, *moment.silent]
         made.left_out = list(moment.left_out)  # a series makes up for what its first moments lack
         yield moment
 
@@ -239,3 +240,71 @@ def _columns() -> Iterator[None]:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
+
+
+_PACKAGES = ("nixl", "mooncake-transfer-engine", "torch", "numpy", "pyzmq", "orjson", "msgspec", "triton")
+_ENVIRONMENT = ("KVCTL_", "UCX_", "NIXL_", "MC_", "SGLANG_DISAGG", "CUDA_VISIBLE", "NCCL_")
+_LIMITS = {
+    "memlock_bytes": resource.RLIMIT_MEMLOCK,
+    "open_files": resource.RLIMIT_NOFILE,
+    "core_bytes": resource.RLIMIT_CORE,
+}
+
+
+def facts() -> dict[str, Any]:
+    """JSON-ready; a fact that cannot be had is None."""
+    system = platform.uname()
+    return {
+        "at_ns": time.time_ns(),
+        "host": system.node,
+        "system": f"{system.system} {system.release} {system.machine}",
+        "libc": " ".join(platform.libc_ver()),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "memory": _meminfo(),
+        "shared_memory_free_bytes": _free("/dev/shm"),
+        "limits": {name: _limit(which) for name, which in _LIMITS.items()},
+        "infiniband": _names("/sys/class/infiniband"),
+        "nvidia": _names("/proc/driver/nvidia/gpus"),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "environment": {
+            name: utf8(value) for name, value in sorted(os.environ.items()) if name.startswith(_ENVIRONMENT)
+        },
+    }
+
+
+def _meminfo() -> dict[str, int] | None:
+    wanted = {"MemTotal": "total_bytes", "MemAvailable": "available_bytes"}
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    pairs = (line.split(":", 1) for line in lines)
+    return {wanted[name]: int(rest.split()[0]) * 1024 for name, rest in pairs if name in wanted}
+
+
+def _free(path: str) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _limit(which: int) -> list[int | None]:
+    """Soft and hard; None is no limit."""
+    return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)]
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return sorted(each.name for each in Path(directory).iterdir())
+    except OSError:
+        return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -18,17 +18,98 @@ from kvctl.commands.queries import run, source
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.health import mute_file
+from kvctl.health.areas import area
 from kvctl.health.codes import CODES, CODES_BY_NAME
 from kvctl.health.engine import examine
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.mutes import Baseline, Mute
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
-from kvctl.render.findings import HEALTH, overview, paragraphs, row
-from kvctl.render.health import CODES_VIEW, MUTES, code_row, mute_row, page
-from kvctl.render.report import Report
+from kvctl.render import palette
+from kvctl.render.findings import HEALTH, labelled, overview, paragraphs, row
+from kvctl.render.kinds import Kind
+from kvctl.render.report import Block, Report, Text
 from kvctl.render.units import duration, parse_duration
+from kvctl.render.view import Column, Row, View, Width
 
 _PREFIX = "KV_"
+
+CODES_VIEW = View(
+    "health_codes",
+    (
+        Column("code"),
+        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS),
+        Column("area", width=Width.NORMAL),
+        Column("sees"),
+        Column("means", width=Width.WIDE),
+        Column("remedy", width=Width.WIDE),
+        Column("alert", width=Width.WIDE),
+    ),
+)
+
+MUTES = View(
+    "health_mutes",
+    (
+        Column("target", header="MUTED"),
+        Column("left", kind=Kind.DURATION),
+        Column("until_worse", header="UNTIL WORSE THAN"),
+        Column("reason"),
+        Column("made_at", kind=Kind.SECOND, width=Width.WIDE),
+    ),
+    sort=("left",),
+    empty="nothing is muted",
+)
+
+
+def code_row(code: Code) -> dict[str, Any]:
+    """Returns the row of one health code."""
+    return {
+        "code": code.name,
+        "severity": code.severity.label,
+        "area": area(code.name),
+        "sees": code.sees,
+        "means": code.means,
+        "remedy": code.remedy,
+        "alert": code.alert,
+    }
+
+
+def page(rows: Sequence[Row], width: int) -> list[Block]:
+    """The page of a code."""
+    return [
+        Text(
+            [
+                [
+                    (row["code"], "bold"),
+                    (
+                        f"  {palette.VERDICT_GLYPHS[row['severity']]} {row['severity']}",
+                        palette.VERDICTS[row["severity"]],
+                    ),
+                    (f"  kvctl check {row['area']}", "dim"),
+                ],
+                *(
+                    line
+                    for label in ("sees", "means", "remedy", "alert")
+                    for line in labelled(label, row[label] or "", width)
+                ),
+            ]
+        )
+        for row in rows
+    ]
+
+
+def mute_row(mute: Mute, now_ns: int) -> dict[str, Any]:
+    """Returns the row of one mute."""
+    worst = mute.baseline
+    return {
+        "target": mute.target,
+        "code": mute.code,
+        "subject": mute.subject,
+        "left_ns": mute.until_ns - now_ns,
+        "until_ns": mute.until_ns,
+        "made_at_ns": mute.made_at_ns,
+        "until_worse": f"{worst.count} {worst.severity.label}, weight {worst.weight:.3g}" if worst else None,
+        "reason": mute.reason or None,
+    }
 
 
 def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:

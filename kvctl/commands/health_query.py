@@ -10,11 +10,10 @@ from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.queries import source
 from kvctl.commands.settings import Settings
-from kvctl.errors import CliError
 from kvctl.health import mute_file
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
-from kvctl.health.mutes import Judged, Mute, judge
+from kvctl.health.mutes import Judged, judge
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
 
 PAUSE_S = 1.0
@@ -45,7 +44,7 @@ class HealthQuery:
         snapshot = Snapshot(survey, survey.tick_ns, self._before)
         self._before = Snapshot(survey, survey.tick_ns)  # without its own past: that chain would never be freed
         # What is muted here is muted of the fleet that lives; a file is looked at for what is in it.
-        mutes, remarks = _mutes() if self._settings.from_file is None else ([], [])
+        mutes, remarks = mute_file.in_force() if self._settings.from_file is None else ([], [])
         return HealthReading(snapshot, judge(examine(snapshot, CODES), mutes, time.time_ns()), remarks)
 
 
@@ -81,15 +80,3 @@ def _moment_before(settings: Settings, calls: Sequence[Call]) -> Snapshot | None
         file.seek(file.moment - 1)
         survey = file.survey(calls)
     return Snapshot(survey, survey.tick_ns)
-
-
-def _mutes() -> tuple[list[Mute], list[str]]:
-    """What is muted; what cannot be read keeps nothing quiet, and is told. Who has no home has muted nothing."""
-    try:
-        file = mute_file.path()
-    except CliError:
-        return [], []
-    try:
-        return mute_file.load(file), []
-    except CliError as error:
-        return [], [f"nothing is muted: {error}"]

@@ -15,9 +15,11 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.render.keys import KEY
 from kvctl.render.report import Report
+from kvctl.render.view import Column, View
 from kvctl_agent.contract.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, public_text, secret_text
+
+KEY = View("key", (Column("key"), Column("public"), Column("secret_file"), Column("public_file")))
 
 
 @click.group(cls=KvctlGroup)

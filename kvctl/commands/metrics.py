@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 import click
 
 from kvctl.client.calls import Call
@@ -10,9 +14,104 @@ from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.render.metrics import METRICS, SCHEMA, exposition, sample_rows
+from kvctl.render.kinds import Kind
 from kvctl.render.report import Report
+from kvctl.render.sanitize import one_line, printable
+from kvctl.render.view import Column, Row, View, Width
 from kvctl_agent.contract.metrics import METRICS as DECLARED
+
+_NOT_IN_NAMES = re.compile("[^a-zA-Z0-9_:]")
+
+
+def _mean(row: Row) -> float | None:
+    return row["sum"] / row["count"] if row.get("count") else None
+
+
+METRICS = View(
+    "metrics",
+    (
+        Column("agent"),
+        Column("name"),
+        Column("labels", kind=Kind.MAP),
+        Column("value", kind=Kind.NUMBER),
+        Column("count", kind=Kind.COUNT, width=Width.NORMAL),
+        Column("mean", _mean, Kind.NUMBER, Width.NORMAL),
+        Column("unit", width=Width.NORMAL),
+        Column("kind", width=Width.WIDE),
+        Column("sum", kind=Kind.NUMBER, width=Width.WIDE),
+        Column("help", width=Width.WIDE),
+    ),
+    sort=("name", "agent"),
+)
+
+SCHEMA = View(
+    "metrics_schema",
+    (
+        Column("name"),
+        Column("kind"),
+        Column("unit"),
+        Column("labels", kind=Kind.LIST),
+        Column("help", width=Width.NORMAL),
+    ),
+)
+
+
+def sample_rows(agent: str, families: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns one row per sample of one agent's metric families."""
+    return [
+        {
+            "agent": agent,
+            **{key: family[key] for key in ("name", "kind", "unit", "help")},
+            "value": None,
+            "count": None,
+            "sum": None,
+            **sample,
+        }
+        for family in families
+        for sample in family["samples"]
+    ]
+
+
+def exposition(rows: Sequence[Row]) -> str:
+    """Formats rows as Prometheus text format 0.0.4: each family once, with an `agent` label on every sample."""
+    families: dict[str, list[Row]] = {}
+    for row in rows:
+        families.setdefault(_NOT_IN_NAMES.sub("_", row["name"]), []).append(row)
+    lines: list[str] = []
+    for name, samples in sorted(families.items()):
+        help_text = printable(samples[0]["help"].replace("\\", "\\\\").replace("\n", "\\n"))
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {one_line(samples[0]['kind'])}"]
+        for row in samples:
+            labels = {"agent": row["agent"], **row["labels"]}
+            if row["kind"] == "histogram":
+                lines += _histogram(name, labels, row)
+            elif row["value"] is not None:
+                lines.append(f"{name}{_labels(labels)} {_number(row['value'])}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _histogram(name: str, labels: Mapping[str, str], row: Row) -> list[str]:
+    lines = [
+        f"{name}_bucket{_labels({**labels, 'le': '+Inf' if bound is None else _number(bound)})} {_number(total)}"
+        for bound, total in row.get("buckets", ())
+    ]
+    return [
+        *lines,
+        f"{name}_sum{_labels(labels)} {_number(row['sum'])}",
+        f"{name}_count{_labels(labels)} {row['count']}",
+    ]
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    escaped = (
+        (_NOT_IN_NAMES.sub("_", key), str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
+        for key, value in labels.items()
+    )
+    return "{" + ",".join(f'{key}="{printable(value)}"' for key, value in escaped) + "}"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1 << 53 else repr(float(value))
 
 
 @click.group(cls=KvctlGroup, default="show")

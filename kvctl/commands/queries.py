@@ -12,8 +12,7 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import missing
 from kvctl.client.faults import Fault, FaultCode, exit_code, lines
-from kvctl.client.fleet import Fleet, Survey
-from kvctl.client.source import Source
+from kvctl.client.fleet import Fleet, Source, Survey
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.exit_codes import ExitCode

@@ -113,7 +113,4 @@ def _recording(file: Path) -> Iterator[Path]:
 
 def _bundled(file: Path) -> bytes | None:
     with readable(file), file.open("rb") as opened:
-        if not bundle_reader.is_bundle(opened):
-            return None
-        with bundle_reader.recording(opened) as recording:
-            return recording.read()
+        return bundle_reader.recording(opened) if bundle_reader.is_bundle(opened) else None

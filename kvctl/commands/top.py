@@ -104,9 +104,9 @@ def top(
     if snapshot is None and os.environ.get("TERM") in {None, "", "dumb"}:
         raise click.UsageError("this terminal (TERM) cannot be drawn on; kvctl status -w writes a line per reading")
     if snapshot is not None and snapshot.suffix == ".png":
-        from kvctl.tui.png import check
+        from kvctl.tui.snapshot import check_png
 
-        check()
+        check_png()
     from kvctl.tui.app import TopApp
     from kvctl.tui.feed import SourceFeed
     from kvctl.tui.pictures.frame import Mode

@@ -33,6 +33,18 @@ def path() -> Path:
     return home / "kvctl" / "mutes.json"
 
 
+def in_force() -> tuple[list[Mute], list[str]]:
+    """What the user has muted, and why it cannot be read: then nothing is muted. Without a home nothing is."""
+    try:
+        file = path()
+    except CliError:
+        return [], []
+    try:
+        return load(file), []
+    except CliError as error:
+        return [], [f"nothing is muted: {error}"]
+
+
 def load(file: Path) -> list[Mute]:
     """What is muted; nothing where there is no file.
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from kvctl.render.view import Column, View
-from kvctl_agent.contract.states import STAGES
 
 _UNITS = {"_ns": "nanoseconds", "_bytes": "bytes", "_ratio": "ratio"}
 _QUANTILES = {"p50": "Median", "p90": "90th percentile", "p99": "99th percentile"}
@@ -382,13 +381,3 @@ def meaning(view: View, column: Column) -> str | None:
 def unit(column: Column) -> str:
     """Returns the unit of a column in JSON, YAML, CSV and TSV; "" for columns without a unit."""
     return _UNITS.get(column.kind.value.suffix, "")
-
-
-def unknown_names(views: Sequence[View]) -> set[str]:
-    """Returns glossary entries without a column in these views; tests check that there are none."""
-    columns = {view.name: set(view.names()) for view in views}
-    everywhere = set[str]().union(*columns.values())
-    of_view = {
-        f"{view}: {name}" for view, names in _OF_VIEW.items() for name in names if name not in columns.get(view, set())
-    }
-    return of_view | (_COMMON.keys() - everywhere) | (_STAGES.keys() ^ set(STAGES))

@@ -17,23 +17,21 @@ from textual.widgets import ContentSwitcher
 from kvctl.render.sanitize import printable, printable_lines
 from kvctl.render.view import Row
 from kvctl.tui import keys
-from kvctl.tui.palette import PALETTES
+from kvctl.tui.palette import PALETTES, theme_of
 from kvctl.tui.panels.events import EventsPanel
-from kvctl.tui.panels.failed import FailedPanel
 from kvctl.tui.panels.layers import LayersPanel
 from kvctl.tui.panels.overview import OverviewPanel
 from kvctl.tui.panels.panel import Panel
 from kvctl.tui.panels.peers import PeersPanel
 from kvctl.tui.panels.record import RecordPanel
 from kvctl.tui.panels.room import RoomPanel
-from kvctl.tui.panels.rooms import RoomsPanel
+from kvctl.tui.panels.rooms import FailedPanel, RoomsPanel
 from kvctl.tui.panels.staging import StagingPanel
 from kvctl.tui.pictures import frame
 from kvctl.tui.readings import Feed, Question, Reading
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import TableQuery
-from kvctl.tui.themes import theme_of
-from kvctl.tui.widgets.bars import Bar
+from kvctl.tui.widgets.canvas import Bar
 from kvctl.tui.widgets.table import Table
 
 _PANELS: dict[str, type[Panel]] = {

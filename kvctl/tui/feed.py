@@ -14,10 +14,13 @@ from typing import Protocol, runtime_checkable
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
-from kvctl.client.source import Source
+from kvctl.client.fleet import Source, Survey
 from kvctl.errors import CliError
-from kvctl.health.snapshot import HEALTH_CALLS
-from kvctl.tui.health_watch import HealthWatch
+from kvctl.health import mute_file
+from kvctl.health.codes import CODES
+from kvctl.health.engine import examine
+from kvctl.health.mutes import Judged, judge
+from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
 from kvctl.tui.readings import Deliver, Place, Question, Reading
 
 # The health codes read much more than any view does. However large the fleet is, they rest this many times as long as
@@ -189,3 +192,18 @@ class SourceFeed:
         done = len(requests) - len(failed)
         text = f"{orders[0][1].command}: done on {done} of {len(orders)} agent{'s' * (len(orders) != 1)}"
         return "; ".join([text, *troubles])
+
+
+class HealthWatch:
+    """Judges one survey of the health calls after the other."""
+
+    def __init__(self) -> None:
+        self._before: Snapshot | None = None
+
+    def judge(self, survey: Survey) -> Judged:
+        """What is wrong now. A survey from before the last, as of a recording turned back, is compared with none."""
+        before = self._before if self._before is None or self._before.taken_ns < survey.tick_ns else None
+        found = examine(Snapshot(survey, survey.tick_ns, before), CODES)
+        self._before = Snapshot(survey, survey.tick_ns)  # without its own past: that chain would never be freed
+        mutes, _ = mute_file.in_force()  # kvctl health says why they cannot be read
+        return judge(found, mutes, survey.at_ns)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rich.color import blend_rgb, parse_rgb_hex
 from rich.style import Style
+from textual.theme import Theme
 
 # How far a faint colour is on its way to the background.
 _FAINT = 0.6
@@ -124,3 +125,21 @@ CONTRAST = Palette(
 )
 PALETTES = (DARK, LIGHT, CONTRAST)
 BY_NAME = {palette.name: palette for palette in PALETTES}
+
+
+def theme_of(palette: Palette) -> Theme:
+    """One palette."""
+    return Theme(
+        name=palette.name,
+        primary=palette.accent,
+        secondary=palette.colours["blue"],
+        accent=palette.accent,
+        warning=palette.colours["yellow"],
+        error=palette.colours["red"],
+        success=palette.colours["green"],
+        foreground=palette.foreground,
+        background=palette.background,
+        surface=palette.background,
+        panel=palette.bar,
+        dark=palette.dark,
+    )

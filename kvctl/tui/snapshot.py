@@ -1,36 +1,96 @@
-"""One screen without a terminal: as a picture or as text."""
+"""Writes one screen to a file without a terminal: as SVG, as PNG or as text."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.style import Style
+from rich.color import parse_rgb_hex
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.terminal_theme import TerminalTheme
 from textual.app import App
 
 from kvctl.errors import CliError
 from kvctl.tui.app import TopApp
 from kvctl.tui.palette import BY_NAME, DARK
-from kvctl.tui.png import png
-from kvctl.tui.svg import Run, picture
 
 _POLL_S = 0.02
+_SCALE = 2  # pixels per unit of the SVG: text stays sharp on a screen with a high resolution
+_CELL, _LINE, _MARGIN = 12.2, 24.4, 14  # width and height of a cell as rich draws it
+_FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
+# No font is fetched; at 21 px the block glyphs of the usual fonts are as high as a line.
+_FORMAT = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}">
+<style>
+.s-matrix {{{{ font: 21px {fonts} }}}}
+{{styles}}
+</style>
+<defs>{{lines}}</defs>
+<rect width="100%" height="100%" rx="11" fill="{paper}"/>
+<g transform="translate({margin} {margin})">{{backgrounds}}<g class="s-matrix">
+{{matrix}}</g></g>
+</svg>
+"""
+_LETTER = (
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 18" font-family="{_FONTS}"><text y="14">M</text></svg>'
+)
 
 
 def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -> None:
     """Runs the app unseen until there is something to show of everything, or patience ends, and writes its screen.
 
     Raises:
-        CliError: the file cannot be written.
+        CliError: the file cannot be written, or resvg is not installed and a PNG is asked for.
     """
     drawn = asyncio.run(_screen(app, path.suffix, size, patience_ns))
-    data = png(drawn) if path.suffix == ".png" else drawn.encode()
+    data = _png(drawn) if path.suffix == ".png" else drawn.encode()
     try:
         path.write_bytes(data)
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_png() -> None:
+    """Whether a PNG can be rendered here.
+
+    Raises:
+        CliError: resvg is not installed, or this host has no monospaced font, so that all text would be missing.
+    """
+    if _png(_LETTER) == _png(_LETTER.replace("M", "")):
+        raise CliError("PNG: no monospaced font here; apt-get install fonts-dejavu-core, or write FILE.svg")
+
+
+def svg(app: App[None]) -> str:
+    """The screen as a picture that needs nothing from elsewhere."""
+    palette = BY_NAME.get(app.theme, DARK)
+    lines = _lines(app)
+    return picture(lines, app.size.width, palette.foreground, palette.background)
+
+
+def picture(lines: Sequence[Sequence[Segment]], columns: int, foreground: str, background: str) -> str:
+    """Lines of that many cells as SVG; the colours are for text whose style has none."""
+    console = Console(width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor", record=True)
+    console.print(Segments([segment for line in lines for segment in (*line, Segment.line())]), end="")
+    ansi = [(0, 0, 0)] * 8  # no style names a colour of the terminal
+    return console.export_svg(
+        unique_id="s",
+        theme=TerminalTheme(parse_rgb_hex(background[1:]), parse_rgb_hex(foreground[1:]), ansi),
+        code_format=_FORMAT.format(
+            width=columns * _CELL + 2 * _MARGIN,
+            height=len(lines) * _LINE + 2 * _MARGIN,
+            margin=_MARGIN,
+            paper=background,
+            fonts=_FONTS,
+        ),
+    )
+
+
+def text(app: App[None]) -> str:
+    """The screen as lines of text."""
+    return "".join("".join(segment.text for segment in line).rstrip() + "\n" for line in _lines(app))
 
 
 async def _screen(app: TopApp, suffix: str, size: tuple[int, int], patience_ns: int) -> str:
@@ -42,20 +102,17 @@ async def _screen(app: TopApp, suffix: str, size: tuple[int, int], patience_ns: 
         return text(app) if suffix == ".txt" else svg(app)
 
 
-def svg(app: App[None]) -> str:
-    """The screen as a picture that needs nothing from elsewhere."""
-    palette = BY_NAME.get(app.theme, DARK)
-    return picture(_runs(app), palette.foreground, palette.background)
-
-
-def text(app: App[None]) -> str:
-    """The screen as lines of text."""
-    return "".join("".join(run for run, _ in line).rstrip() + "\n" for line in _runs(app))
-
-
-def _runs(app: App[None]) -> Sequence[Sequence[Run]]:
-    """What is on screen, dialogs over panels; textual has no public way to read it but its own SVG."""
+def _lines(app: App[None]) -> Sequence[Sequence[Segment]]:
+    """Segments on screen, dialogs over panels; textual has no public way to read them but an SVG that fetches fonts."""
     compositor = app.screen._compositor
     compositor.render_update(full=True, screen_stack=app._background_screens)
-    strips = [strip.simplify() for strip in compositor.render_strips()]
-    return [[(segment.text, segment.style or Style.null()) for segment in strip] for strip in strips]
+    return [list(strip.simplify()) for strip in compositor.render_strips()]
+
+
+def _png(drawn: str) -> bytes:
+    """Renders an SVG with the fonts of this host."""
+    try:
+        import resvg_py
+    except ImportError as error:
+        raise CliError("PNG needs resvg: pip install 'kvctl[png]'; or write FILE.svg") from error
+    return bytes(resvg_py.svg_to_bytes(svg_string=drawn, zoom=_SCALE))

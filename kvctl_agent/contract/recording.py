@@ -9,8 +9,8 @@ kinds. Sizes and checksums are verified before a frame is used.
 | `HEAD` | time of the recording and version of kvctl | |
 | `AGNT` | number of an agent in this file, and its `InputHeader` | |
 | `BLOB` | that number, and the fields of an `InputBlob` except `data` | the data |
-| `MOMT` | a moment at which the whole fleet was queried; version of the body | `MomentBody` |
-| `SEEN` | number of the moment, and name of an agent | `AnswersBody`: the answers of this agent |
+| `MOMT` | a moment at which the whole fleet was queried: number, time, version of the form | agents that are missing, as JSON |
+| `SEEN` | number of the moment, and name of an agent | the answers of this agent to the reading commands, as JSON |
 | `DONE` | number of frames before this one | |
 """
 
@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, NamedTuple, TypedDict
 
-from kvctl_agent.contract.snapshots import Hello, LayerRow, RoomDetail
 from kvctl_agent.errors import RecordingError as RecordingError
 from kvctl_agent.errors import RecordingVersionError as RecordingVersionError
 
@@ -30,7 +29,7 @@ MAGIC = b"KVCTLREC"
 FORMAT_VERSION = 1
 HEAD, AGENT, BLOB, DONE = b"HEAD", b"AGNT", b"BLOB", b"DONE"
 MOMENT, ANSWERS = b"MOMT", b"SEEN"
-MOMENT_VERSION = 1
+MOMENT_VERSION = 2
 
 MAX_OBJECT_BYTES = 1 << 20
 MAX_BODY_BYTES = 64 << 20
@@ -75,45 +74,6 @@ class InputPage(TypedDict):
     next: int  # value of `since` for the next request
     end: int  # value of `until` for the next request; nothing is left when `next` has reached it
     dropped: int  # blobs from `since` on that are no longer stored
-
-
-class FaultBody(TypedDict):
-    """Error of an agent that did not answer."""
-
-    agent: str
-    code: str
-    message: str
-
-
-class MomentBody(TypedDict):
-    """Facts about a moment other than the agents' answers; JSON, compressed with zlib."""
-
-    directory: str  # socket directory that was searched
-    stale: list[EndpointBody]  # sockets of processes that have ended
-    faults: list[FaultBody]  # agents that were requested but not found
-    left_out: list[str]  # descriptions of data omitted for lack of space or time
-
-
-class EndpointBody(TypedDict):
-    """Address at which an agent was queried: a socket path, or a remote endpoint."""
-
-    name: str
-    path: str | None
-    remote: str
-
-
-class AnswersBody(TypedDict):
-    """All answers of one agent at one moment; JSON, compressed with zlib."""
-
-    endpoint: EndpointBody
-    fault: FaultBody | None  # the agent did not answer `hello`: every other field is empty
-    hello: Hello | None
-    rtt_ns: int
-    clock: tuple[int, int]  # clock offset and its error, ns
-    answers: dict[str, Any]  # by command
-    refused: dict[str, FaultBody]  # by command
-    rooms: dict[str, list[RoomDetail]]  # by room; a finished room is stored once, at the first moment that has it
-    layers: dict[str, list[LayerRow]]  # by room
 
 
 class Frame(NamedTuple):

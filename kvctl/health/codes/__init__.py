@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvctl.health.codes.corruption import CHECKSUM_MISMATCH, PAGE_REUSED, READY_VIOLATION
-from kvctl.health.codes.devices import DEVICE
 from kvctl.health.codes.draining import DRAINING
+from kvctl.health.codes.failures import DEVICE
 from kvctl.health.codes.fit import COMPAT_MISMATCH, PLAN_MISMATCH
 from kvctl.health.codes.grants import CHUNK_OVERSIZED, GRANT_UNANSWERED
 from kvctl.health.codes.lanes import DESCRIPTOR_FLOOD, LANE_SLOW, READY_GAP
@@ -15,8 +15,8 @@ from kvctl.health.codes.peers import CLOCK_SKEW, PEER_BLOCKING, PEER_STALE, SUBS
 from kvctl.health.codes.quarantine import QUARANTINE
 from kvctl.health.codes.readiness import NOT_READY
 from kvctl.health.codes.ring import RING_GATED_EMPTY, RING_PINNED
-from kvctl.health.codes.ring_cycle import RING_CYCLE
 from kvctl.health.codes.ring_size import RING_SMALL
+from kvctl.health.codes.ring_waits import RING_CYCLE
 from kvctl.health.codes.stuck import STUCK_BOOTSTRAP, STUCK_SCATTER, STUCK_TRANSFER, STUCK_WAITING
 from kvctl.health.codes.traffic import IDLE, ROOM_DUPLICATE
 from kvctl.health.finding import Code

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from kvctl.health.answers import amount, counts, number, text, texts
+from kvctl.health.answers import Row, amount, counts, number, text, texts
 from kvctl.health.codes.failures import Failed, failed_lately
 from kvctl.health.codes.formatting import counted, listed
 from kvctl.health.finding import Code, Finding, Severity
@@ -13,7 +13,7 @@ from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
 
 _CODE = "KV_DRAINING"
-_UNOPENED = "KV_ROOM_STUCK_BOOTSTRAP"
+BOOTSTRAP = "KV_ROOM_STUCK_BOOTSTRAP"
 # A room is some moments older at one rank than at the other.
 _SLACK_NS = 2_000_000_000
 
@@ -53,23 +53,33 @@ def unopened_for_drain(snapshot: Snapshot, age_ns: float) -> bool:
 def expired_for_drain(snapshot: Snapshot, failed: Failed) -> bool:
     """Whether a room that no decode rank opened in time is one that a draining decode rank refused."""
     knew = [snapshot.agents[name] for name in (failed.rank, *failed.known_to) if name in snapshot.agents]
-    if failed.code != _UNOPENED or {agent.role for agent in knew} != {"prefill"}:
+    if failed.code != BOOTSTRAP or {agent.role for agent in knew} != {"prefill"}:
         return False
     return unopened_for_drain(snapshot, failed.ago_ns + knew[0].period_ns("bootstrap_timeout_s"))
 
 
+def unanswered_rooms(snapshot: Snapshot, *, refused: bool) -> Iterator[tuple[Agent, Row]]:
+    """Rooms that prefill ranks began and that have no peer yet, as (prefill rank, its row).
+
+    Args:
+        refused: only those that a draining decode rank can have refused; otherwise only the others.
+    """
+    for agent in snapshot.of_role("prefill"):
+        for row in agent.rooms:
+            unanswered = text(row, "state") == "Bootstrapping" and not texts(row, "peers")
+            if unanswered and unopened_for_drain(snapshot, amount(row, "state_age_ns")) == refused:
+                yield agent, row
+
+
+def decode_rooms(snapshot: Snapshot) -> set[str]:
+    """Rooms that decode ranks have opened."""
+    return {text(row, "room") for agent in snapshot.of_role("decode") for row in agent.rooms}
+
+
 def _waiting(snapshot: Snapshot) -> list[str]:
     """Rooms that prefill ranks began while a decode rank took none, and that no decode rank has opened."""
-    opened = {text(row, "room") for agent in snapshot.of_role("decode") for row in agent.rooms}
-    rooms = {
-        text(row, "room")
-        for agent in snapshot.of_role("prefill")
-        for row in agent.rooms
-        if text(row, "state") == "Bootstrapping"
-        and not texts(row, "peers")
-        and unopened_for_drain(snapshot, amount(row, "state_age_ns"))
-    }
-    return sorted(rooms - opened)
+    rooms = {text(row, "room") for _, row in unanswered_rooms(snapshot, refused=True)}
+    return sorted(rooms - decode_rooms(snapshot))
 
 
 def _nobody_left(snapshot: Snapshot, role: str, agents: Sequence[Agent]) -> bool:
@@ -85,7 +95,7 @@ def _nobody_left(snapshot: Snapshot, role: str, agents: Sequence[Agent]) -> bool
 
 
 def _expired(snapshot: Snapshot) -> set[str]:
-    failures = snapshot.once(failed_lately).get(_UNOPENED, ())
+    failures = snapshot.once(failed_lately).get(BOOTSTRAP, ())
     return {failed.room for failed in failures if expired_for_drain(snapshot, failed)}
 
 

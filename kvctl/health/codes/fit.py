@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 
 from kvctl.health.answers import text, texts
-from kvctl.health.codes.failures import Failed, all_names, failed_lately
+from kvctl.health.codes.failures import all_names, failure_finding, failures_by_rank
 from kvctl.health.codes.formatting import common_factors, counted, listed, named_in
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.render.units import duration
 
 _FACTOR = re.compile(r"(?P<name>.*\S) (?P<ours>\S+) ≠ (?P<theirs>\S+)")
 _Pair = tuple[str, str]  # prefill, decode
@@ -67,33 +66,22 @@ def _plan(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _lately(snapshot: Snapshot, code: str, severity: Severity, why: str) -> Iterator[Finding]:
-    by_rank: dict[str, list[Failed]] = {}
-    for failed in snapshot.once(failed_lately).get(code, ()):
-        by_rank.setdefault(failed.rank, []).append(failed)
-    for rank, failures in by_rank.items():
+    for rank, failures in failures_by_rank(snapshot, code).items():
         latest = failures[0]
-        agents = dict.fromkeys((rank, *latest.known_to, *named_in(latest.text, snapshot.once(all_names))))
+        named = named_in(latest.text, snapshot.once(all_names))
+        agents = (rank, *latest.known_to, *named)
         roles = {one: snapshot.agents[one].role for one in agents if one in snapshot.agents}
         other = next((one for one, role in roles.items() if role != roles.get(rank)), "")
         layouts = (
             f"`kvctl peers diff {rank} {other}` shows whether their layouts differ" if other else "compare layouts"
         )
-        yield Finding(
-            code=code,
-            severity=severity,
-            subject=rank,
-            agents=tuple(agents),
-            since_ns=latest.ago_ns,
-            weight=len(failures),
-            evidence={
-                "failed_rooms": len(failures),
-                "latest_room": latest.room,
-                "latest_ago_ns": latest.ago_ns,
-                "latest": latest.text,
-            },
-            cause=f"{counted(len(failures), 'room')} failed {why}, last {duration(latest.ago_ns)} ago: {latest.text}",
-            remedy=f"`kvctl rooms show {latest.room}` shows both ends; {layouts}; if they do not, the engines disagree "
-            "on the prompt or its cached prefix",
+        yield failure_finding(
+            code,
+            severity,
+            failures,
+            f"{counted(len(failures), 'room')} failed {why}",
+            f"both ends; {layouts}; if they do not, the engines disagree on the prompt or its cached prefix",
+            named,
         )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from kvctl.health.answers import inner, number
-from kvctl.health.codes.failures import Failed, all_names, failed_lately
+from kvctl.health.codes.failures import all_names, failure_finding, failures_by_rank
 from kvctl.health.codes.formatting import counted, named_in
 from kvctl.health.codes.silence import absent
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.render.units import duration, percent
+from kvctl.render.units import percent
 
 _FEW = 0.8
 _ALMOST_NONE = 0.95
@@ -93,34 +94,22 @@ REGISTER_FAILED = Code(
 
 
 def _transport(snapshot: Snapshot) -> Iterator[Finding]:
-    by_rank: dict[str, list[Failed]] = {}
-    names = snapshot.once(all_names)
-    for failed in snapshot.once(failed_lately).get("KV_TRANSPORT", ()):
-        if any(name in snapshot.once(absent) for name in named_in(failed.text, names)):
-            continue  # a write to an agent that is silent or gone: that agent is named itself
-        by_rank.setdefault(failed.rank, []).append(failed)
-    for rank, failures in by_rank.items():
-        latest = failures[0]
-        agent = snapshot.agents.get(rank)
-        yield Finding(
-            code="KV_TRANSPORT",
-            severity=Severity.WARNING,
-            subject=rank,
-            agents=tuple(dict.fromkeys((rank, *latest.known_to))),
-            since_ns=latest.ago_ns,
-            weight=len(failures),
-            evidence={
-                "failed_rooms": len(failures),
-                "latest_room": latest.room,
-                "latest_ago_ns": latest.ago_ns,
-                "latest": latest.text,
-                "transport_errors_total": agent and agent.total("kvctl_transport_errors_total"),
-            },
-            cause=f"the engine of {rank} failed {counted(len(failures), 'room')}, last {duration(latest.ago_ns)} ago: "
-            f"{latest.text}",
-            remedy=f"`kvctl rooms show {latest.room}` shows which part failed and to whom; then see the engine's own "
-            f"log of {rank}",
+    names, silent = snapshot.once(all_names), snapshot.once(absent)
+    for rank, all_failures in failures_by_rank(snapshot, "KV_TRANSPORT").items():
+        # A write to an agent that is silent or gone: that agent is named itself.
+        failures = [one for one in all_failures if not any(name in silent for name in named_in(one.text, names))]
+        if not failures:
+            continue
+        finding = failure_finding(
+            "KV_TRANSPORT",
+            Severity.WARNING,
+            failures,
+            f"the engine of {rank} failed {counted(len(failures), 'room')}",
+            f"which part failed and to whom; then see the engine's own log of {rank}",
         )
+        agent = snapshot.agents.get(rank)
+        errors = agent and agent.total("kvctl_transport_errors_total")
+        yield replace(finding, evidence={**finding.evidence, "transport_errors_total": errors})
 
 
 TRANSPORT = Code(

@@ -9,7 +9,7 @@ from kvctl.client.faults import FaultCode
 from kvctl.health.answers import number
 from kvctl.health.codes.failures import failed_lately
 from kvctl.health.codes.formatting import counted, listed, pair
-from kvctl.health.codes.incarnations import stale_pairs
+from kvctl.health.codes.peers import stale_pairs
 from kvctl.health.codes.silence import Silence, mute_agents, silences
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot

@@ -8,11 +8,27 @@ from itertools import groupby
 
 from kvctl.health.answers import NO_ROW, Row, amount, number, numbers, rows, text
 from kvctl.health.codes.formatting import counted, listed, pair
-from kvctl.health.codes.incarnations import stale_pairs
 from kvctl.health.codes.silence import absent
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
+
+# Greetings are repeated until they are answered: after this much a new life is known to all who hear it.
+_SETTLED_NS = 10_000_000_000
+
+
+def stale_pairs(snapshot: Snapshot) -> Iterator[tuple[str, Agent, Agent]]:
+    """Pairs of which one knows a life of the other that is over, long after the new one began."""
+    for agent in snapshot.agents.values():
+        patience_ns = max(agent.period_ns("lost_s"), _SETTLED_NS)
+        for row in agent.peers:
+            other = snapshot.agents.get(text(row, "peer"))
+            known = text(row, "incarnation")
+            if other is None or not known or not other.incarnation or known == other.incarnation:
+                continue
+            if min(amount(other.status, "uptime_ns"), amount(agent.status, "uptime_ns")) >= patience_ns:
+                yield pair(agent.name, other.name), agent, other
+
 
 _BACKLOG = 100
 # A control thread without a core sees everything late.

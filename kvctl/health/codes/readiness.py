@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.health.answers import amount, inner, text
+from kvctl.health.codes.draining import BOOTSTRAP
 from kvctl.health.codes.failures import all_names
 from kvctl.health.codes.formatting import counted, listed, named_in
 from kvctl.health.codes.silence import absent
 from kvctl.health.codes.stuck import stuck_rooms
-from kvctl.health.codes.unopened import BOOTSTRAP
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvctl.health.answers import amount, text, texts
-from kvctl.health.codes.draining import unopened_for_drain
+from kvctl.health.answers import amount
+from kvctl.health.codes.draining import unanswered_rooms
 from kvctl.health.codes.failures import all_names, failed_lately
 from kvctl.health.codes.formatting import counted, listed, named_in
 from kvctl.health.finding import Code, Finding, Severity
@@ -45,12 +45,8 @@ def _never_asked(snapshot: Snapshot) -> Iterator[Finding]:
     """The engines of prefill ranks begin rooms, and no decode rank was ever told of one."""
     waiting = [
         (agent, row)
-        for agent in snapshot.of_role("prefill")
-        for row in agent.rooms
-        if text(row, "state") == "Bootstrapping"
-        and amount(row, "state_age_ns") >= _WAITED_NS
-        and not texts(row, "peers")
-        and not unopened_for_drain(snapshot, amount(row, "state_age_ns"))
+        for agent, row in unanswered_rooms(snapshot, refused=False)
+        if amount(row, "state_age_ns") >= _WAITED_NS
     ]
     if len(waiting) < _ROOMS:
         return

@@ -2,20 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
 from textual.app import ComposeResult
 
 from kvctl.client.calls import Call
-from kvctl.render.report import Line
+from kvctl.render import units
+from kvctl.render.bars import STAGE_GLYPHS, split
+from kvctl.render.kinds import Kind
+from kvctl.render.layers import hidden_share
+from kvctl.render.report import Line, Span
+from kvctl.render.view import Row
 from kvctl.render.waterfall import draw
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.pictures.heat import heat_map, over_agents
 from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import LAYERS_SHEET, TableQuery, listing
 from kvctl.tui.widgets.picture import Picture
 from kvctl.tui.widgets.table import Table
+from kvctl_agent.contract.states import STAGES
 
 _MEDIANS: Line = [("medians over the agents", "dim")]
+_SHADES = ("  ", "░░", "▒▒", "▓▓", "██")
+_STYLES = ("dim", "cyan", "cyan", "yellow", "bold red")
+_VALUE = 7
+_SHARE = 6
+_HIDDEN = 8  # of the hidden share's number
+_NARROWEST = 6
+
+
+def over_agents(rows: Sequence[Row]) -> list[Row]:
+    """One row for each layer group and path of the writers, then of the readers: medians over the agents."""
+    found: dict[tuple[bool, str, int, int], list[Row]] = {}
+    for row in rows:
+        reads = hidden_share(row) is None and "arrive" in row["stages"]
+        found.setdefault((reads, row["path"], row["layers"][0], row["layers"][1]), []).append(row)
+    return [_median_row(key[0], group) for key, group in sorted(found.items())]
+
+
+def _median_row(reads: bool, rows: Sequence[Row]) -> Row:
+    stages = {
+        stage: {"p50_ns": _median([(row["stages"].get(stage) or {}).get("p50_ns") for row in rows])} for stage in STAGES
+    }
+    return {
+        "agent": "readers" if reads else "writers",
+        "layers": rows[0]["layers"],
+        "path": rows[0]["path"],
+        "parts": sum(row["parts"] for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+        "stages": stages,
+        "exposed_ns": _median([row["exposed_ns"] for row in rows]),
+        "overlapped_ns": _median([row["overlapped_ns"] for row in rows]),
+    }
+
+
+def _median(values: Sequence[Any]) -> int | None:
+    known = [value for value in values if value is not None]
+    return round(median(known)) if known else None
+
+
+def heat_map(rows: Sequence[Row], width: int) -> list[Line]:
+    """Shades are relative to the longest stage of all; `rows` as `over_agents` makes them."""
+    if not rows:
+        return []
+    names = [f"{row['agent']} {Kind.LAYERS.value.human(row['layers'])} {row['path']}" for row in rows]
+    label = max(map(len, names)) + 2
+    stages = list(STAGE_GLYPHS)
+    cell = len(_SHADES[0]) + 1 + _VALUE + 1
+    values = label + cell * len(stages) + _SHARE + _HIDDEN <= width
+    if not values:
+        cell = max(_NARROWEST, (width - label - _HIDDEN) // len(stages))
+    highest = max((_took(row, stage) or 0 for row in rows for stage in stages), default=0)
+    lines: list[Line] = [
+        [(" " * label, ""), *((f"{stage[: cell - 1]:<{cell}}", "bold") for stage in stages), ("hidden", "bold")]
+    ]
+    for row, name in zip(rows, names, strict=True):
+        spans: list[Span] = [(f"{name:<{label}}", "")]
+        for stage in stages:
+            spans += _cell(_took(row, stage), highest, cell, values)
+        lines.append([*spans, *_hidden(row, values)])
+    legend: list[Span] = [("shares of the longest, ", "dim"), (units.duration(highest), ""), (":  ", "dim")]
+    for shade, style, words in zip(_SHADES[1:], _STYLES[1:], ("< ¼", "< ½", "< ¾", "≥ ¾"), strict=True):
+        legend += [(shade, style), (f" {words}  ", "dim")]
+    return [*lines, legend]
+
+
+def _took(row: Row, stage: str) -> int | None:
+    took: int | None = row["stages"][stage]["p50_ns"]
+    return took
+
+
+def _hidden(row: Row, bar: bool) -> list[Span]:
+    share = hidden_share(row)
+    if share is None:
+        return [(units.UNKNOWN, "dim")]
+    return [*(split(share, _SHARE) if bar else []), (f" {units.percent(round(share, 2))}", "")]
+
+
+def _cell(took: int | None, highest: int, cell: int, values: bool) -> list[Span]:
+    if took is None:
+        return [(f"{'·':<{cell}}", "dim")]
+    level = min(4, 1 + took * 4 // highest) if highest and took > 0 else 0
+    if values:
+        return [(f"{_SHADES[level]} ", _STYLES[level]), (f"{units.duration(took):<{_VALUE}} ", "")]
+    return [(f"{_SHADES[level][0] * (cell - 1)} ", _STYLES[level])]
 
 
 class LayersPanel(Panel):

@@ -10,9 +10,9 @@ from kvctl.client.calls import Call
 from kvctl.client.room_timeline import RoomTimeline
 from kvctl.render.report import Grid, Line, Text
 from kvctl.render.room_report import blocks
-from kvctl.render.view import Row
+from kvctl.render.terminal import fitted, natural, table_header, table_row
+from kvctl.render.view import Row, View, Width
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.pictures.cells import grid
 from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import TIMELINE_SHEET, TableQuery
@@ -67,3 +67,12 @@ def _drawn(room: RoomTimeline, width: int) -> Sequence[Line]:
         *texts,
         *(line for block in drawn if isinstance(block, Grid) for line in grid(block.view, block.rows, width)),
     ]
+
+
+def grid(view: View, rows: Sequence[Row], width: int) -> list[Line]:
+    """The rows in columns that fit the width."""
+    if not rows:
+        return [[(view.empty, "dim")]]
+    columns = [column for column in view.columns if column.width is not Width.WIDE]
+    widths, _ = fitted(natural(columns, rows), rows, width)
+    return [table_header(widths), *(table_row(row, widths) for row in rows)]

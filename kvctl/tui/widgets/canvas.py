@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from rich.segment import Segment
 from textual import events
-from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
 from kvctl.render.report import Line
 from kvctl.render.sanitize import printable
 from kvctl.tui.palette import BY_NAME, DARK, Palette
-from kvctl.tui.pictures.compose import rule
+from kvctl.tui.pictures.compose import rule, spread
 
 _WHEEL = 3
 
@@ -28,9 +27,6 @@ class Canvas(Widget, can_focus=True):
     """
 
     DEFAULT_CSS = "Canvas { height: 1fr; }"
-
-    class Scrolled(Message):
-        """Lines moved under a wheel."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -98,3 +94,26 @@ class Canvas(Widget, can_focus=True):
 
     def scrolled(self, lines: int) -> None:
         """The wheel was turned."""
+
+
+class Bar(Canvas, can_focus=False):
+    """One line, or as many as it was given, with something at either end."""
+
+    DEFAULT_CSS = "Bar { height: 1; }"
+
+    def __init__(self, *, id: str, style: str = "") -> None:
+        super().__init__(id=id)
+        self.paper = style
+        self._lines: Sequence[tuple[Line, Line]] = ()
+        self.display = False
+
+    def show(self, *lines: tuple[Line, Line]) -> None:
+        """Left and right end of each line; a bar without lines takes no room."""
+        if len(lines) != len(self._lines):
+            self.styles.height = len(lines)
+            self.display = bool(lines)
+        self._lines = lines
+        self.changed()
+
+    def draw(self, width: int, height: int) -> Sequence[Line]:
+        return [spread([(" ", ""), *left], [*right, (" ", "")], width) for left, right in self._lines]

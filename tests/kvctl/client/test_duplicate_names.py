@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvctl.client.clock import ClockOffset
-from kvctl.client.duplicate_names import tell_apart
 from kvctl.client.endpoints import Endpoint
-from kvctl.client.fleet import AgentAnswer
+from kvctl.client.fleet import AgentAnswer, tell_apart
 
 ONE, OTHER = "18ea5cf158487f51", "18ea5cf1d4b31183"
 

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from kvctl.client import snapshot_recorder
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
-from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
-from kvctl.client.fleet import AgentAnswer, Fleet
-from kvctl.client.fleet_snapshot import AgentSnapshot, FleetSnapshot, decode, encode
-from kvctl.client.recorded_answers import Absent, AgentHistory, answer
+from kvctl.client.fleet import Fleet
+from kvctl.client.recording_reader import Answer, Moment, RecordedAgent, decode, encode, text_endpoint, text_fault
 from kvctl.client.recording_source import RecordingSource
 from kvctl.client.recordings import write_moments
 from kvctl.client.snapshot_recorder import SnapshotRecorder
@@ -35,78 +34,60 @@ from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 S = 1_000_000_000
 
 
-def seen(canned: Any, name: str = "decode-0", **data: Any) -> AgentSnapshot:
-    endpoint = Endpoint(name, Path(f"/run/{name}.sock"))
-    told = AgentAnswer(endpoint, canned.hello(name), 1000, ClockOffset(5, 2))
-    told.data.update(data)
-    return AgentSnapshot(endpoint, None, told)
+def agent(canned: Any, name: str = "decode-0", /, **data: Any) -> RecordedAgent:
+    answers = [Answer("hello", None, canned.hello(name))]
+    answers += [Answer(command, None, told) for command, told in data.items()]
+    return RecordedAgent(Endpoint(name, Path(f"/run/{name}.sock")), 1000, ClockOffset(5, 2), answers)
 
 
-def told_by(one: AgentSnapshot) -> dict[str, Any]:
-    assert one.answer is not None
-    return one.answer.data
+def moment(*agents: RecordedAgent, at_ns: int = S) -> Moment:
+    return Moment(at_ns, Path("/run"), [], [], list(agents), [])
 
 
-def moment(*agents: AgentSnapshot, at_ns: int = S) -> FleetSnapshot:
-    return FleetSnapshot(at_ns, Discovery(Path("/run"), [each.endpoint for each in agents]), list(agents), [])
-
-
-def saved(path: Path, *moments: FleetSnapshot) -> Path:
+def saved(path: Path, *moments: Moment) -> Path:
     with path.open("wb") as file:
         write_moments(file, moments)
     return path
 
 
-def back(one: FleetSnapshot) -> FleetSnapshot:
-    frames = list(
-        form.read_frames(
-            io.BytesIO(
-                form.file_header()
-                + b"".join(encode(one, 0))
-                + form.encode_frame(form.DONE, {"frames": 1 + len(one.seen)})
-            )
-        )
-    )
-    return decode(one.at_ns, frames[0].body, [frame.body for frame in frames[1:]])
+def back(one: Moment) -> Moment:
+    data = form.file_header() + b"".join(encode(one, 0)) + form.encode_frame(form.DONE, {"frames": 1 + len(one.agents)})
+    return decode(one.at_ns, [frame.body for frame in form.read_frames(io.BytesIO(data))])
 
 
 def test_a_moment_comes_back_as_it_was(canned: Any) -> None:
-    silent = AgentSnapshot(Endpoint("decode-9", None, remote="tcp://h:1"), Fault("decode-9", "timeout", "no answer"))
-    told = replace(
-        seen(canned, status=canned.status("decode-0")),
-        refused={"peers": Fault("decode-0", "internal", "boom")},
-        rooms={"7": [canned.room_detail("decode-0")]},
-        layers={"7": canned.layers("decode-0")},
-    )
-    one = replace(moment(told, silent), left_out=["the rest"])
-    one.discovery.stale.append(Endpoint("old", Path("/run/old.sock")))
-    one.discovery.faults.append(Fault("who", "unreachable", "nobody"))
+    remote = Endpoint("decode-9", None, remote="tcp://h:1")
+    no_answer = Answer("hello", None, None, Fault("decode-9", "timeout", "no answer"))
+    told = agent(canned, status=canned.status("decode-0"))
+    told.answers.append(Answer("peers", None, None, Fault("decode-0", "internal", "boom")))
+    told.answers.append(Answer("room", "7", [canned.room_detail("decode-0")]))
+    told.answers.append(Answer("layers", "7", canned.layers("decode-0")))
+    one = replace(moment(told, RecordedAgent(remote, 0, ClockOffset(0, 0), [no_answer])), left_out=["the rest"])
+    one.stale.append(Endpoint("old", Path("/run/old.sock")))
+    one.faults.append(Fault("who", "unreachable", "nobody"))
     assert back(one) == one
 
 
 def test_names_that_are_no_text_and_texts_that_are_odd_are_kept() -> None:
-    where = Discovery(Path("/run/\udcff"), stale=[Endpoint("\udcfe", Path("/run/\udcfe.sock"))])
-    where.faults.append(Fault("\udcfd", "unreachable", "\0 said \udcfc"))
-    found = back(FleetSnapshot(1, where, [])).discovery
-    assert (str(found.directory), found.stale[0].name) == ("/run/\\udcff", "\\udcfe")
+    one = moment()
+    one.stale.append(text_endpoint(Endpoint("\udcfe", Path("/run/\udcfe.sock"))))
+    one.faults.append(text_fault(Fault("\udcfd", "unreachable", "\0 said \udcfc")))
+    found = back(one)
+    assert (found.stale[0].name, str(found.stale[0].path)) == ("\\udcfe", "/run/\\udcfe.sock")
     assert found.faults[0] == Fault("\\udcfd", "unreachable", "\0 said \\udcfc")
 
 
 def test_an_agent_that_says_too_much_loses_timelines_first_then_its_largest_answer(
     canned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = replace(
-        seen(canned, status=canned.status("decode-0"), rooms=[canned.room_row("decode-0")] * 9),
-        rooms={"7": [canned.room_detail("decode-0")] * 9},
-    )
+    told = agent(canned, status=canned.status("decode-0"), rooms=[canned.room_row("decode-0")] * 9)
+    whole = replace(told, answers=[*told.answers, Answer("room", "7", [canned.room_detail("decode-0")] * 9)])
     monkeypatch.setattr(form, "MAX_ANSWERS_BYTES", 12_000)
-    found = back(moment(told))
-    assert found.seen[0].rooms == {}
-    assert found.seen[0].answer == told.answer
+    assert back(moment(whole)).agents == [told]
     monkeypatch.setattr(form, "MAX_ANSWERS_BYTES", 3_000)
-    found = back(moment(told))
-    assert told_by(found.seen[0]).keys() == {"status"}
-    assert found.seen[0].refused["rooms"].code == "not-captured"
+    found = back(moment(whole))
+    faults = {each.command: each.fault and each.fault.code for each in found.agents[0].answers}
+    assert faults == {"hello": None, "status": None, "rooms": "not-captured"}
     assert len(found.left_out) == 2
 
 
@@ -118,20 +99,23 @@ def test_an_agent_that_says_too_much_loses_timelines_first_then_its_largest_answ
     limit=st.integers(0, 30),
 )
 def test_events_of_a_series_are_those_of_the_recorder(
-    canned: Any, steps: list[int], capacity: int, since: int | None, limit: int
+    canned: Any, steps: list[int], capacity: int, since: int | None, limit: int, tmp_path: Path
 ) -> None:
     """Whatever was new at each moment: the file answers at each as the recorder did then, of what it has ever seen."""
     recorder = FlightRecorder(Clock(), "decode-0", max(capacity, sum(steps)))
-    past, following = AgentHistory(), None
+    following, moments, expected = None, [], []
     for count in steps:
         for _ in range(count):
             recorder.record("room", "text")
         page = recorder.since(following, 1000)
         following = page["next"]
-        one = seen(canned, events=page)
-        past.add(one)
-        asked = Call("events", {"since": since, "limit": limit})
-        assert answer(one, lambda: past, asked) == recorder.since(since, limit)
+        moments.append(moment(agent(canned, events=page)))
+        expected.append(recorder.since(since, limit))
+    file = RecordingSource(saved(tmp_path / "events.kvrec", *moments), at=0)
+    for index, page in enumerate(expected):
+        file.seek(index)
+        (found,) = file.survey([Call("events", {"since": since, "limit": limit})]).agents
+        assert found.data["events"] == page
 
 
 def test_a_series_holds_each_finished_room_once_and_every_moment_can_tell_it(
@@ -195,10 +179,10 @@ def test_many_agents_share_what_may_be_asked(fleet: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(snapshot_recorder, "_ROOMS_OF_ALL", 4)
     with Fleet((), {}, 5 * S) as asked:
         found = SnapshotRecorder(asked).take()
-    assert all(len(each.rooms) == 1 for each in found.seen)
+    rooms = [{answer.room for answer in each.answers} - {None} for each in found.agents]
     assert found.left_out == ["timelines of 12 of 16 rooms; failed and active ones come first"]
     # The failed one is the first that a person would look for.
-    assert {room for each in found.seen for room in each.rooms} == {"6"}
+    assert rooms == [{"6"}] * 4
 
 
 def test_an_agent_that_falls_silent_midway_costs_its_own_timelines(
@@ -220,24 +204,23 @@ def test_an_agent_that_falls_silent_midway_costs_its_own_timelines(
         released.set()
     assert found.left_out == ["some timelines of rooms, for which decode-0 took too long"]
     assert len(asked) == 1
-    rooms = {each.endpoint.name: set(each.rooms) for each in found.seen}
-    assert rooms == {"decode-0": set(), "prefill-0": {canned.ROOM, "5", "6", "7"}}
-    assert found.seen[0].answer is not None
+    rooms = {each.endpoint.name: {answer.room for answer in each.answers} for each in found.agents}
+    assert rooms == {"decode-0": {None}, "prefill-0": {None, canned.ROOM, "5", "6", "7"}}
+    assert found.silent == []
 
 
 def test_a_restarted_agent_begins_a_life_of_its_own(canned: Any, tmp_path: Path) -> None:
-    def living(incarnation: str, *sequences: int) -> FleetSnapshot:
+    def living(incarnation: str, *sequences: int) -> Moment:
         rows = [{**canned.events("decode-0")[0], "sequence": number} for number in sequences]
-        one = seen(canned, events={"events": rows, "next": sequences[-1] + 1, "dropped": 0})
-        assert one.answer is not None
-        one.answer.hello["incarnation"] = incarnation
+        one = agent(canned, events={"events": rows, "next": sequences[-1] + 1, "dropped": 0})
+        one.hello.data["incarnation"] = incarnation
         return moment(one)
 
     file = RecordingSource(saved(tmp_path / "a.kvrec", living("a", 0, 1), living("a", 2), living("b", 0)), at=0)
     told = []
     while True:
-        (agent,) = file.survey([Call("events")]).agents
-        told.append([row["sequence"] for row in agent.data["events"]["events"]])
+        (living_one,) = file.survey([Call("events")]).agents
+        told.append([row["sequence"] for row in living_one.data["events"]["events"]])
         if not file.advance():
             break
     assert told == [[0, 1], [0, 1, 2], [0]]
@@ -245,15 +228,26 @@ def test_a_restarted_agent_begins_a_life_of_its_own(canned: Any, tmp_path: Path)
     assert [row["sequence"] for row in file.survey([Call("events")]).agents[0].data["events"]["events"]] == [0, 1]
 
 
+def test_agents_of_one_name_are_told_apart_as_live_ones_are(canned: Any, tmp_path: Path) -> None:
+    twins = [agent(canned, status=canned.status("decode-0")) for _ in range(2)]
+    for number, twin in enumerate(twins):
+        twin.hello.data["incarnation"] = f"00000000-{number}"
+    hosts = [
+        replace(twin, endpoint=Endpoint(f"h{at}:1", None, remote=f"tcp://h{at}:1")) for at, twin in enumerate(twins)
+    ]
+    for survey in [RecordingSource(saved(tmp_path / "a.kvrec", moment(*hosts))).survey([Call("status")])] * 2:
+        assert [found.name for found in survey.agents] == ["decode-0#0000-0", "decode-0#0000-1"]
+        assert [found.data["status"]["name"] for found in survey.agents] == [found.name for found in survey.agents]
+
+
 def test_what_was_not_asked_is_a_fault(canned: Any, tmp_path: Path) -> None:
-    survey = RecordingSource(saved(tmp_path / "a.kvrec", moment(seen(canned)))).survey([Call("stacks")])
+    survey = RecordingSource(saved(tmp_path / "a.kvrec", moment(agent(canned)))).survey([Call("stacks")])
     assert [(fault.agent, fault.code) for fault in survey.faults] == [("decode-0", "not-captured")]
-    with pytest.raises(Absent, match="was not asked"):
-        answer(seen(canned), AgentHistory, Call("stacks"))
+    assert "was not asked" in survey.faults[0].message
 
 
 def test_moments_are_gone_through_and_chosen(canned: Any, tmp_path: Path) -> None:
-    path = saved(tmp_path / "a.kvrec", *(moment(seen(canned), at_ns=at * S) for at in (1, 2, 3)))
+    path = saved(tmp_path / "a.kvrec", *(moment(agent(canned), at_ns=at * S) for at in (1, 2, 3)))
     with RecordingSource(path, at=0) as file:
         assert list(file.moments) == [S, 2 * S, 3 * S]
         assert [file.survey().at_ns, file.advance(), file.survey().tick_ns] == [S, True, 2 * S]
@@ -267,8 +261,8 @@ def test_moments_are_gone_through_and_chosen(canned: Any, tmp_path: Path) -> Non
 
 
 def test_stale_and_addressed_agents(canned: Any, tmp_path: Path) -> None:
-    one = moment(seen(canned))
-    one.discovery.stale.append(Endpoint("old", Path("/run/old.sock")))
+    one = moment(agent(canned))
+    one.stale.append(Endpoint("old", Path("/run/old.sock")))
     path = saved(tmp_path / "a.kvrec", one)
     assert [each.name for each in RecordingSource(path).survey().discovery.stale] == ["old"]
     assert [agent.name for agent in RecordingSource(path, ["ipc:///run/decode-0.sock"]).survey().agents] == ["decode-0"]
@@ -294,7 +288,7 @@ def look(path: Path) -> None:
 def test_whatever_happens_to_a_file_is_told(
     place: int, by: int, length: int | None, canned: Any, tmp_path: Path
 ) -> None:
-    whole = saved(tmp_path / "whole.kvrec", moment(seen(canned, status=canned.status("decode-0")))).read_bytes()
+    whole = saved(tmp_path / "whole.kvrec", moment(agent(canned, status=canned.status("decode-0")))).read_bytes()
     changed = bytearray(whole)
     changed[place % len(changed)] ^= by
     path = tmp_path / "changed.kvrec"
@@ -308,22 +302,23 @@ JSON = st.recursive(
     max_leaves=5,
 )
 FIELDS = (
-    *("endpoint", "fault", "hello", "rtt_ns", "clock", "answers", "refused", "rooms", "layers", "rooms.7", "layers.7"),
-    *("endpoint.name", "endpoint.path", "endpoint.remote", "hello.name", "hello.incarnation", "refused.peers"),
-    *("answers.status", "answers.events", "answers.rooms", "answers.history"),
+    *("endpoint", "rtt_ns", "clock", "clock.error_ns", "answers", "endpoint.name", "endpoint.path", "endpoint.remote"),
+    *("answers.0.command", "answers.0.fault", "answers.0.data", "answers.0.data.name", "answers.0.data.incarnation"),
+    *("answers.1.data", "answers.1.fault", "answers.2.room", "answers.2.data", "answers.3.data", "answers.4.data"),
 )
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
 @given(field=st.sampled_from(FIELDS), value=JSON)
 def test_whatever_a_well_made_frame_says_is_checked(field: str, value: Any, canned: Any, tmp_path: Path) -> None:
-    frames = list(form.read_frames(io.BytesIO(saved(tmp_path / "a.kvrec", moment(seen(canned))).read_bytes())))
+    told = agent(canned, **{each: [] for each in ("status", "rooms", "events", "history")})
+    frames = list(form.read_frames(io.BytesIO(saved(tmp_path / "a.kvrec", moment(told)).read_bytes())))
     body = orjson.loads(form.decompress(frames[-1].body))
-    outer, _, inner = field.partition(".")
-    if inner:
-        body[outer][inner] = value
-    else:
-        body[outer] = value
+    *outer, last = field.split(".")
+    within = body
+    for name in outer:
+        within = within[int(name)] if name.isdecimal() else within[name]
+    within[last] = value
     made = [form.encode_frame(*frame) for frame in frames[:-1]]
     made.append(form.encode_frame(form.ANSWERS, frames[-1].about, zlib.compress(orjson.dumps(body))))
     path = tmp_path / "b.kvrec"
@@ -334,7 +329,7 @@ def test_whatever_a_well_made_frame_says_is_checked(field: str, value: Any, cann
 def test_a_body_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "MAX_ANSWERS_BYTES", 1000)
     path = tmp_path / "bomb.kvrec"
-    about = {"moment": 0, "at_ns": 1, "agents": 0, "form": 1}
+    about = {"moment": 0, "at_ns": 1, "agents": 0, "form": 2}
     bomb = form.encode_frame(form.MOMENT, about, zlib.compress(bytes(1 << 20)))
     path.write_bytes(form.file_header() + bomb + form.encode_frame(form.DONE, {"frames": 1}))
     with pytest.raises(CliError, match="exceeds the size limit"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.client.clock import ClockOffset
-from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
-from kvctl.client.fleet import AgentAnswer
-from kvctl.client.fleet_snapshot import AgentSnapshot, FleetSnapshot, bodies
+from kvctl.client.recording_reader import Answer, Moment, RecordedAgent
 from kvctl.client.redaction import Redaction, redacted
 
 KEY = "0123456789abcdef" * 4
@@ -104,17 +102,27 @@ def test_a_moment_keeps_its_shape(canned: Any) -> None:
     endpoint = Endpoint("node7-decode-0", Path("/run/user/1000/kvctl/node7-decode-0.sock"))
     hello = canned.hello("decode-0")
     hello["name"] = endpoint.name
-    told = AgentAnswer(endpoint, hello, 9, ClockOffset(0, 1))
-    told.data.update(status=canned.status("decode-0"), peers=canned.peers("decode-0"), config=canned.config("decode-0"))
-    gone = AgentSnapshot(Endpoint("x", None, remote="tcp://10.0.0.9:1"), Fault("x", "unreachable", "10.0.0.9 is down"))
-    where = Discovery(Path("/run/user/1000/kvctl"), [endpoint, gone.endpoint])
-    one = FleetSnapshot(1, where, [replace(gone), AgentSnapshot(endpoint, None, told)])
-    (found,) = redacted([one], ours())
-    text = str(bodies(found))
+    data = {"hello": hello, **{name: getattr(canned, name)("decode-0") for name in ("status", "peers", "config")}}
+    told = [Answer(command, None, answer) for command, answer in data.items()]
+    silence = Answer("hello", None, None, Fault("x", "unreachable", "10.0.0.9 is down"))
+    gone = RecordedAgent(Endpoint("x", None, remote="tcp://10.0.0.9:1"), 0, ClockOffset(0, 0), [silence])
+    living = RecordedAgent(endpoint, 9, ClockOffset(0, 1), told)
+    (found,) = redacted([Moment(1, Path("/run/user/1000/kvctl"), [], [], [gone, living], [])], ours())
+    text = str(found.document())
     assert "node7" not in text
     assert "/run" not in text
     assert "10.0.0.9" not in text
-    assert found.seen[1].answer is not None
-    assert found.seen[1].answer.name == found.seen[1].endpoint.name == "host-1-decode-0"
-    assert found.seen[1].answer.data["status"]["role"] == "decode"
-    assert found.seen[0].endpoint.remote == "tcp://address-1:1"
+    first, second = found.agents
+    assert second.hello.data["name"] == second.endpoint.name == "host-1-decode-0"
+    status = second.find("status")
+    assert status is not None
+    assert status.data["role"] == "decode"
+    assert first.endpoint.remote == "tcp://address-1:1"
+
+
+def test_hosts_that_are_called_as_fields_of_the_file_do_not_break_it(canned: Any) -> None:
+    endpoint = Endpoint("data-decode-0", Path("/run/data-decode-0.sock"))
+    agent = RecordedAgent(endpoint, 9, ClockOffset(0, 1), [Answer("hello", None, canned.hello("decode-0"))])
+    moment = Moment(1, Path("/run"), [], [], [agent], [])
+    (found,) = redacted([moment], Redaction(["data", "answers"], ["agents", "stale"]))
+    assert found.agents[0].endpoint.name == "host-1-decode-0"

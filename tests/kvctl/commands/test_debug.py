@@ -16,9 +16,7 @@ import pytest
 import zstandard
 
 from kvctl.client import recordings, redaction
-from kvctl.client.bundle_reader import RECORDING
-from kvctl.client.bundle_writer import Archive
-from kvctl.client.fleet_snapshot import bodies
+from kvctl.client.bundle_reader import RECORDING, Archive
 from kvctl.client.recording_reader import load
 from kvctl.commands import debug_bundle
 from kvctl.commands.output import Output
@@ -158,9 +156,7 @@ def telling(start: Any, canned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def everything(path: Path) -> str:
     """All of a bundle as text, what is compressed inside it included."""
     moments = load(path)
-    inside = "".join(
-        json.dumps(bodies(moments[index]), default=str, ensure_ascii=False) for index in range(len(moments))
-    )
+    inside = "".join(json.dumps(moments[index].document(), ensure_ascii=False) for index in range(len(moments)))
     rest = "".join(data.decode() for name, data in unpacked(path).items() if name != RECORDING)
     return inside + rest
 

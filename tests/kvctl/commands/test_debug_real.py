@@ -20,7 +20,6 @@ import pytest
 import zstandard
 
 from kvctl.client.bundle_reader import RECORDING
-from kvctl.client.fleet_snapshot import bodies
 from kvctl.client.recording_reader import load
 
 PATIENCE_S = 90.0
@@ -52,7 +51,7 @@ def until_rooms_are_done(kvctl: Any) -> None:
 def everything(path: Path) -> str:
     """All of a bundle as text, what is compressed inside it included."""
     moments = load(path)
-    told = [json.dumps(bodies(moments[index]), default=str, ensure_ascii=False) for index in range(len(moments))]
+    told = [json.dumps(moments[index].document(), ensure_ascii=False) for index in range(len(moments))]
     plain = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(path.read_bytes())).read()
     with tarfile.open(fileobj=io.BytesIO(plain)) as archive:
         files = [archive.extractfile(each) for each in archive if each.name != RECORDING]

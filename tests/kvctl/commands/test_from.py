@@ -168,7 +168,7 @@ def _newer_moment(data: bytes) -> bytes:
     return b"".join(
         [
             form.file_header(),
-            form.encode_frame(form.MOMENT, {"moment": 0, "at_ns": 1, "agents": 0, "form": 2}),
+            form.encode_frame(form.MOMENT, {"moment": 0, "at_ns": 1, "agents": 0, "form": 3}),
             form.encode_frame(form.DONE, {"frames": 1}),
         ]
     )
@@ -186,7 +186,7 @@ def _inputs_only(data: bytes) -> bytes:
         (lambda data: b"hello", 1, "it is not a kvctl recording"),
         (lambda data: data[:300] + b"\0" + data[301:], 1, "it is damaged"),
         (_newer_file, 6, "version 9, this kvctl reads version 1"),
-        (_newer_moment, 6, "moments are of version 2, this kvctl reads version 1"),
+        (_newer_moment, 6, "moments are of version 3, this kvctl reads version 2"),
         (_inputs_only, 1, "it holds machine inputs only"),
     ],
 )

@@ -9,8 +9,10 @@ import click
 import pytest
 
 from kvctl.commands.registry import COMMANDS, load
-from kvctl.render.glossary import entries, tables, unknown_names
+from kvctl.render import glossary
+from kvctl.render.glossary import entries, tables
 from kvctl.render.view import View
+from kvctl_agent.contract.states import STAGES
 
 
 def views(command: click.Command) -> Iterator[View]:
@@ -30,7 +32,11 @@ def test_every_column_has_a_meaning(view: View) -> None:
 
 
 def test_nothing_is_described_that_is_not_printed() -> None:
-    assert unknown_names([*VIEWS.values()]) == set()
+    columns = {view.name: set(view.names()) for view in VIEWS.values()}
+    of_view = {(view, name) for view, names in glossary._OF_VIEW.items() for name in names}
+    assert {(view, name) for view, name in of_view if name not in columns.get(view, set())} == set()
+    assert glossary._COMMON.keys() <= set[str]().union(*columns.values())
+    assert glossary._STAGES.keys() == set(STAGES)
 
 
 def test_no_column_reads_what_another_one_reads() -> None:

@@ -233,7 +233,7 @@ class TestAbortSeveral:
         ask = Fleet.ask
 
         def interrupted(self: Fleet, requests: Any) -> Any:
-            if requests[0][1].args["room"] == "2":
+            if requests[0][1].args.get("room") == "2":
                 raise KeyboardInterrupt
             return ask(self, requests)
 

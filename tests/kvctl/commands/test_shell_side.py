@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.commands.events_follow import Follower
+from kvctl.commands.events import Follower
 
 
 @pytest.fixture(autouse=True)

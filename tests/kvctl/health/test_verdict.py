@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from fleets import Fleet
 
 from kvctl.client.faults import Fault, FaultCode
+from kvctl.commands.check import exposition, plugin, rows
 from kvctl.exit_codes import CheckState
 from kvctl.health.areas import AREAS
 from kvctl.health.finding import Finding, Severity
@@ -13,8 +15,6 @@ from kvctl.health.mutes import Judged, Mute
 from kvctl.health.snapshot import Snapshot
 from kvctl.health.thresholds import Threshold
 from kvctl.health.verdict import Verdict, verdicts, worst
-from kvctl.render.check import exposition, plugin, rows
-from tests.kvctl.health.fleets import Fleet
 
 ALL = tuple(AREAS)
 PINNED = Finding("KV_RING_PINNED", Severity.WARNING, "decode-0", ("decode-0",), "a | b\nc", "remedy")

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.client.faults import Fault
+from kvctl.commands.metrics import exposition, sample_rows
 from kvctl.render.data import comma_separated, json_document, tsv, yaml_document
 from kvctl.render.events import EVENTS
-from kvctl.render.metrics import exposition, sample_rows
 from kvctl.render.rooms import ROOMS
 from kvctl.render.sanitize import printable_lines
 

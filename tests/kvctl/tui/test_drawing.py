@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from rich.segment import Segment
 from rich.style import Style
 
 from kvctl.render import units
 from kvctl.render.report import Line
 from kvctl.tui.palette import PALETTES, Palette
+from kvctl.tui.panels.layers import heat_map, over_agents
+from kvctl.tui.panels.overview import gauges
 from kvctl.tui.pictures.compose import beside, cut, length, padded, rule, spread, wrapped
-from kvctl.tui.pictures.gauges import gauges
-from kvctl.tui.pictures.heat import heat_map, over_agents
 from kvctl.tui.pictures.matrix import draw, matrix
 from kvctl.tui.pictures.sparkline import chart, inline, sparkline
-from kvctl.tui.svg import picture
+from kvctl.tui.snapshot import picture
 from kvctl.tui.trends import Series
 
 TEXT = st.text(st.characters(categories=("L", "N", "P", "Zs")), max_size=30)
@@ -139,22 +140,23 @@ def test_a_pair_is_as_bad_as_its_worse_end(specimen: Any) -> None:
     assert any("[✗]" in words(line) for line in draw(found, ("prefill-0", "decode-0")))
 
 
+COLOURS = ("#ffffff", "#000000")
+
+
 @given(st.lists(st.lists(st.tuples(TEXT, st.booleans()), max_size=5), min_size=1, max_size=6))
 def test_pictures_are_well_formed_whatever_is_in_them(lines: list[list[tuple[str, bool]]]) -> None:
-    styled = [
-        [(text, Style(color="#ff0000", bgcolor="#0000ff", reverse=turned)) for text, turned in line] for line in lines
-    ]
-    root = ET.fromstring(picture(styled, "#ffffff", "#000000"))
+    style = [Style(color="#ff0000", bgcolor="#0000ff", reverse=turned) for turned in (False, True)]
+    root = ET.fromstring(picture([[Segment(t, style[r]) for t, r in line] for line in lines], 200, *COLOURS))
     drawn = "".join(each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text"))
     typed = "".join(text for line in lines for text, _ in line)
     assert "".join(drawn.split()) == "".join(typed.split())
 
 
 def test_a_run_stands_where_it_stands() -> None:
-    root = ET.fromstring(picture([[("ab  cd", Style.null()), ("██", Style.null())]], "#ffffff", "#000000"))
+    root = ET.fromstring(picture([[Segment("ab  cd"), Segment("██", Style(bold=True))]], 20, *COLOURS))
     texts = [(each.text, each.get("x")) for each in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts == [("ab", "0"), ("cd", "33.6")]
-    assert root.findall(".//{http://www.w3.org/2000/svg}rect")[-1].get("x") == "50.4"
+    assert texts[:2] == [("ab\xa0\xa0cd", "0"), ("██", "73.2")]
+    assert root.get("viewBox") == "0 0 272 52.4"
 
 
 def luminance(colour: str) -> float:

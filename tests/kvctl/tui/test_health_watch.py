@@ -9,8 +9,8 @@ import pytest
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.mutes import Mute
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
-from kvctl.tui import health_watch
-from kvctl.tui.health_watch import HealthWatch
+from kvctl.tui import feed
+from kvctl.tui.feed import HealthWatch
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
         seen.append(snapshot)
         return [finding]
 
-    monkeypatch.setattr(health_watch, "examine", examine)
+    monkeypatch.setattr(feed, "examine", examine)
     return seen
 
 
@@ -46,7 +46,7 @@ def test_a_survey_from_earlier_is_compared_with_none(specimen: Any, seen: list[S
 def test_what_is_muted_is_not_raised(specimen: Any, seen: list[Snapshot], monkeypatch: pytest.MonkeyPatch) -> None:
     survey = specimen.survey((), 0)
     mute = Mute("KV_IDLE", "", survey.at_ns, survey.at_ns + 1, "", None)
-    monkeypatch.setattr(health_watch.mute_file, "load", lambda path: [mute])
+    monkeypatch.setattr(feed.mute_file, "load", lambda path: [mute])
     judged = HealthWatch().judge(survey)
     assert (len(judged.raised), len(judged.muted)) == (0, 1)
 

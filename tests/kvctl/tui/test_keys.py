@@ -12,7 +12,7 @@ from textual.widgets import Input
 
 from kvctl.tui.dialogs import Choice, Confirm, Help, Prompt
 from kvctl.tui.palette import PALETTES
-from kvctl.tui.widgets.bars import Bar
+from kvctl.tui.widgets.canvas import Bar
 from kvctl.tui.widgets.table import Table
 
 VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")

@@ -118,6 +118,6 @@ def test_the_picture_of_the_readme(specimen, ill, build, drive) -> None:
 def test_pictures_fetch_nothing_and_are_small() -> None:
     for path in (HERE / "golden").glob("*.svg"):
         drawn = path.read_text(encoding="utf-8")
-        assert "url(" not in drawn
+        assert "url(" not in drawn.replace("url(#", "")
         assert "<script" not in drawn
-        assert len(drawn) < 80_000
+        assert len(drawn) < 100_000

@@ -17,9 +17,9 @@ from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.health.finding import Severity
-from kvctl.health.host import devices, engines, limits, surroundings, versions
+from kvctl.health.host import devices, engines, limits, surroundings
 from kvctl.health.host.fact import Fact
-from kvctl.health.host.inspection import inspect
+from kvctl.health.host.inspection import inspect, version_facts
 from kvctl.health.host.silence import silences
 from kvctl.health.host.view import HostView, LocalAgent, listener_pid
 from kvctl_agent.contract.version import VERSION
@@ -287,7 +287,7 @@ class TestSurroundings:
     ],
 )
 def test_versions(agents: dict[str, str], severity: Severity, words: str) -> None:
-    (fact,) = versions.facts(agents)
+    (fact,) = version_facts(agents)
     assert fact.severity is severity
     assert words in fact.found
 
