@@ -190,7 +190,7 @@ class Archive:
         """A file; one that is open is read from its beginning."""
         file = io.BytesIO(data) if isinstance(data, bytes) else data
         file.seek(0)
-        checksum = hashlib.file_checksum(cast(io.BytesIO, file), "sha256").hexdigest()
+        checksum = hashlib.file_digest(cast(io.BytesIO, file), "sha256").hexdigest()
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         with undisturbed():

@@ -9,7 +9,7 @@ kinds. Sizes and checksums are verified before a frame is used.
 | `HEAD` | time of the recording and version of kvctl | |
 | `AGNT` | number of an agent in this file, and its `InputHeader` | |
 | `BLOB` | that number, and the fields of an `InputBlob` except `data` | the data |
-| `MOMT` | a moment at which the whole fleet was queried: number, time, version of the form | agents that are missing, as JSON |
+| `MOMT` | a moment at which the fleet was queried: number, time, version of the form | missing agents, as JSON |
 | `SEEN` | number of the moment, and name of an agent | the answers of this agent to the reading commands, as JSON |
 | `DONE` | number of frames before this one | |
 """

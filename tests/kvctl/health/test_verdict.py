@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fleets import Fleet
 
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.commands.check import exposition, plugin, rows
@@ -15,6 +14,7 @@ from kvctl.health.mutes import Judged, Mute
 from kvctl.health.snapshot import Snapshot
 from kvctl.health.thresholds import Threshold
 from kvctl.health.verdict import Verdict, verdicts, worst
+from tests.kvctl.health.fleets import Fleet
 
 ALL = tuple(AREAS)
 PINNED = Finding("KV_RING_PINNED", Severity.WARNING, "decode-0", ("decode-0",), "a | b\nc", "remedy")
