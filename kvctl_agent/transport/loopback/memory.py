@@ -1,4 +1,4 @@
-"""Writes bytes from this process into another one of the same host."""
+"""Writes bytes into the memory of another process of the same host with `process_vm_writev`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
 def allow_siblings() -> None:
-    """Lets processes that are no ancestors write here, and checks that the kernel allows such writes at all.
+    """Let processes other than ancestors write to this one, and check that the kernel allows such writes.
 
     Raises:
         TransportUnavailable: `process_vm_writev` is missing or forbidden.
@@ -46,7 +46,7 @@ def allow_siblings() -> None:
 
 
 def copy(pid: int, peer: str, local: Addresses, remote: Addresses, sizes: Sizes) -> None:
-    """Writes sizes[i] bytes from local[i] here to remote[i] in process `pid`.
+    """Write sizes[i] bytes from address local[i] of this process to address remote[i] of process `pid`.
 
     Raises:
         PeerDisconnected: there is no such process.

@@ -1,4 +1,4 @@
-"""One incarnation of a loopback peer: its process, its memory, and the tags waiting for room in its socket."""
+"""One incarnation of a loopback peer: its process, its memory, and a queue of tags that its socket cannot take yet."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OUTBOX_MAX = 65536
 
 
 def pack_metadata(ident: str, path: Path, regions: Sequence[Region]) -> bytes:
-    """What `Peer` reads, for the agent of this process."""
-    told = {"loopback": ident, "pid": os.getpid(), "socket": str(path), "regions": regions}
-    return json.dumps(told).encode()
+    """Return the metadata of this process's agent, which `Peer` parses."""
+    metadata = {"loopback": ident, "pid": os.getpid(), "socket": str(path), "regions": regions}
+    return json.dumps(metadata).encode()
 
 
 class Peer:
@@ -58,16 +58,16 @@ class Peer:
             raise PeerDisconnected(f"loopback: peer {key!r} (process {self.pid}) is gone: {error}") from error
 
     def check_alive(self) -> None:
-        """Raises PeerDisconnected unless both the peer's process and its transport are there.
+        """Raise PeerDisconnected if the peer's process or its transport has ended.
 
-        Writing by process number could otherwise hit a stranger that got the number, or freed memory.
+        Without this check a write by process number could hit another process with the same number, or freed memory.
         """
         # A transport that closes removes its socket; a process's descriptor becomes readable when it exits.
         if self._closed or not self._path.exists() or select.select([self._pidfd], [], [], 0)[0]:
             raise PeerDisconnected(f"loopback: peer {self.key!r} (process {self.pid}) is gone")
 
     def enqueue(self, datagram: bytes) -> int:
-        """Sends a tag, or queues it behind those that wait; returns its number, which `sent` reaches."""
+        """Send a tag or queue it; return its number, which `sent` reaches when the tag has been sent."""
         with self._lock:
             if len(self._outbox) >= _OUTBOX_MAX:
                 raise TransportError(f"loopback: peer {self.key!r} leaves {_OUTBOX_MAX} tags uncollected")
@@ -78,7 +78,7 @@ class Peer:
         return number
 
     def flush(self) -> bool:
-        """Sends what the peer's socket has room for; True when nothing waits any more."""
+        """Send queued tags as far as the peer's socket accepts them; return True when none is left."""
         with self._lock:
             while self._outbox:
                 try:

@@ -37,7 +37,7 @@ _FLUSH_S = 0.5
 
 
 class LoopbackWrite:
-    """A write whose bytes are in place; what may be outstanding is its tag."""
+    """A write whose bytes have been copied; only its tag may still be queued."""
 
     def __init__(self, peer: Peer, number: int, nbytes: int, descriptors: int) -> None:
         self.bytes = nbytes
@@ -224,7 +224,7 @@ class LoopbackTransport:
 
 
 def _private(directory: Path) -> Path:
-    """The directory itself, made if it is missing; refused unless it is ours alone."""
+    """Return the directory, created if missing; raise ConfigError unless only this user has access."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -236,7 +236,7 @@ def _private(directory: Path) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes sockets that nobody listens on; a killed process cannot."""
+    """Remove the sockets of processes that were killed and could not remove them."""
     for path in directory.iterdir():
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as probe:
             try:

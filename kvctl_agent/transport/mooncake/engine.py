@@ -1,12 +1,12 @@
-"""The only module that knows how Mooncake's Python binding behaves; the transport itself sees `Engine`.
+"""Adapter for Mooncake's Python binding, which works around these properties of the engine:
 
-- The protocol named to `initialize` is ignored by most builds, which take RDMA where there is a device and TCP
-  elsewhere, silently. What decides are environment variables and the wheel: both are checked here.
-- It listens on all interfaces, and whoever reaches its ports may write registered memory. On one host we bind its
-  listeners to the loopback device.
-- Its destructor holds the GIL and waits until its listener's `accept` runs out (1 s), or a silent client's read (5 s).
+- Most builds ignore the protocol passed to `initialize` and use RDMA if there is a device, else TCP, without an error.
+  The protocol depends on environment variables and the wheel, which are both checked here.
+- The engine listens on all interfaces, and any client that reaches its ports may write registered memory. For peers on
+  one host, its listeners are bound to the loopback device.
+- Its destructor holds the GIL until the listener's `accept` times out (1 s), or the read from a silent client (5 s).
   `stop` shortens both to milliseconds.
-- It reports an error where there is none each time it starts; what it says then is kept for our own errors.
+- It prints an error on every start, also if it succeeds. The output is used only for the text of a failed start.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ class Engine:
         self._registered += addrs
 
     def open(self, session: str) -> str:
-        """Makes a session known, which waits for the peer's engine: for threads of their own.
+        """Open a session. The call waits for the peer's engine, so it needs a thread of its own.
 
         Returns:
-            "" or why it failed.
+            "", or the reason of the failure.
         """
         engine, submit, check = self._engine, self.submit, self.check
         # Without the engine's lock, which the calls below would hold while they wait for a stopped peer.
@@ -127,7 +127,7 @@ class Engine:
         return ""
 
     def stop(self) -> None:
-        """Forgets all memory and ends the engine, in milliseconds; entries in flight are given up."""
+        """Unregister all memory and stop the engine within milliseconds; entries in flight are abandoned."""
         if self._registered:
             self._engine.batch_unregister_memory(self._registered)
         for number in self._listeners:
@@ -144,7 +144,7 @@ class Engine:
 
 
 def start(protocol: str, device: str, host: str) -> Engine:
-    """Starts an engine that peers reach at `host`.
+    """Start an engine that peers reach at `host`.
 
     Raises:
         ConfigError: no such protocol or device.

@@ -1,11 +1,11 @@
-"""Tags of the `mooncake` transport: a TCP connection of our own from each writer to each of its readers.
+"""TCP connections for the tags of the `mooncake` transport, one from each writer to each of its readers.
 
-A connection carries tags one way: a greeting (who, and a secret from the reader's metadata), then length and bytes of
-each tag. Nothing is sent back. That it ends is how a writer learns that its reader's process or transport is gone,
-within microseconds; Mooncake itself finds out with its next write, after up to 1 s.
+A connection carries tags in one direction: a greeting (the writer's identity and a secret from the reader's metadata),
+then length and bytes of each tag. Readers send nothing. When the connection ends, the writer knows within microseconds
+that the reader's process or transport is gone; Mooncake itself detects it with its next write, after up to 1 s.
 
-All sockets are driven from the transport's own calls, there is no thread. Strangers that reach the port must know the
-secret; what they send is bounded, and the connection ends with the first byte out of place.
+All sockets are read and written inside the transport's calls, without a thread. Clients must send the secret; the bytes
+they may send are bounded, and a connection is closed at the first malformed byte.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TagListener:
         self._epoll.register(self._listener, select.EPOLLIN)
 
     def collect(self, landed: deque[tuple[Sender, bytes]]) -> None:
-        """Appends the tags that are here, in each sender's order; never waits."""
+        """Append the tags that have arrived, in each sender's order, without waiting."""
         with self._lock:
             for number, _ in self._epoll.poll(0):
                 if number == self._listener.fileno():
@@ -118,7 +118,7 @@ class TagListener:
                     self._receive(self._senders[number], landed)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Close all connections."""
         with self._lock:
             for sender in self._senders.values():
                 sender.connection.close()
@@ -164,11 +164,11 @@ class TagListener:
 
 
 class TagLink:
-    """The connection to one reader; tags that find no room wait here.
+    """The connection to one reader, with a queue for tags that do not fit into the socket.
 
     Attributes:
-        queued: tags given so far.
-        sent: tags that left for good.
+        queued: Number of tags passed so far.
+        sent: Number of tags completely written to the socket.
     """
 
     def __init__(self, whose: str, address: tuple[str, int], greeting: bytes) -> None:
@@ -193,17 +193,17 @@ class TagLink:
 
     @property
     def pending(self) -> bool:
-        """Whether anything waits here."""
+        """Whether tags are queued."""
         return bool(self._rest or self._outbox)
 
     def check_alive(self) -> None:
-        """Raises PeerDisconnected once the reader is known to be gone; asks the kernel."""
+        """Raise PeerDisconnected if the kernel reports that the reader has closed the connection."""
         with self._lock:
             self._look()
             self._check()
 
     def enqueue(self, tag: bytes) -> int:
-        """Sends a tag, or queues it behind those that wait; returns its number, which `sent` reaches."""
+        """Send a tag or queue it; return its number, which `sent` reaches when the tag has been sent."""
         with self._lock:
             self._look()
             self._check()
@@ -218,7 +218,7 @@ class TagLink:
         return number
 
     def flush(self) -> None:
-        """Sends what the connection has room for.
+        """Send queued tags as far as the socket accepts them.
 
         Raises:
             PeerDisconnected: the reader is gone.

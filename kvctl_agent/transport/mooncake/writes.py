@@ -1,9 +1,9 @@
-"""Writes of the `mooncake` transport: each descriptor is an entry of the engine's, posted through a bounded window.
+"""Writes of the `mooncake` transport: each descriptor is one entry in the engine, posted through a bounded window.
 
-Why entries one by one: the engine's batches have no status call that returns at once (it spins until all are done or
-30 s are over), and a batch of more than about 2,048 entries fails, with the small ones after it. An entry of its own
-can be asked without waiting, costs 3 µs to post and 1 to check, and with 64 or more in the window 512-byte
-descriptors take 19 µs each where batches of 1,024 take 29.
+Entries are posted one at a time because the engine's batches have no status call that returns immediately (it spins
+until all entries are done or 30 s have passed), and a batch of more than about 2,048 entries fails, as do the small
+batches after it. The status of a single entry can be queried without waiting. An entry costs 3 µs to post and 1 µs to
+check, and with 64 or more in the window 512-byte descriptors take 19 µs each; in batches of 1,024 they take 29 µs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Peer:
 
 
 class MooncakeWrite:
-    """A write: descriptors to post, entries in flight, and its tag, which leaves when the last entry is done."""
+    """A write: descriptors to post, entries in flight, and its tag, which is sent when the last entry is done."""
 
     def __init__(
         self,
@@ -113,12 +113,12 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         self._open: set[MooncakeWrite] = set()
 
     def post(self, write: MooncakeWrite) -> None:
-        """Takes a write on; posts what the windows allow."""
+        """Start a write and post as many entries as the windows allow."""
         self._open.add(write)
         self.advance(write)
 
     def advance(self, write: MooncakeWrite) -> bool:
-        """Drives a write on; True when it is over, why is then in its `error`. Never waits."""
+        """Poll a write without waiting; return True when it has ended, with any failure in its `error`."""
         if write.done:
             return True
         self._reap(write)
@@ -135,7 +135,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         return True
 
     def close(self) -> None:
-        """Waits a moment for what is in flight, then gives it up."""
+        """Wait briefly for the writes in flight, then abandon them."""
         deadline = time.monotonic() + _DRAIN_S
         while [write for write in list(self._open) if not self.advance(write)] and time.monotonic() < deadline:
             time.sleep(0.0005)
@@ -148,7 +148,7 @@ class InFlight(AbandonedWrites[MooncakeWrite]):
         self._draining.clear()
 
     def _fill(self, write: MooncakeWrite) -> None:
-        """Posts entries while both windows have room."""
+        """Post entries while both windows have room."""
         peer = write.peer
         if not peer.opened:
             if peer.refused:

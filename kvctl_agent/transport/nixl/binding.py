@@ -1,13 +1,14 @@
-"""The only module that knows how NIXL's Python binding looks; the transport itself sees an agent and errors.
+"""Adapter for NIXL's Python binding: creates agents and converts NIXL's errors.
 
-We use the compiled binding and not `nixl_agent`: it takes arrays of descriptors and threads of ours as they are.
+It uses the compiled binding and not `nixl_agent`, because the binding accepts descriptor arrays and calls from any
+thread.
 
-Agents run without NIXL's progress thread. By default it spins, so every agent burns one core for ever, and on a
-machine with as many agents as cores a notification takes 8 to 16 ms, because the spinning threads starve the ones
-with work. It can be made to sleep until the engine has something; but then it wakes for every tag and fights with
-the threads that post and poll for UCX's spin lock: with eight agents on two cores that took 10 % of all cycles, and
-a room 6.0 ms of CPU time instead of 5.0, its 99th percentile 3 to 7 ms instead of 1.9. The agent's user has threads
-that call in anyway, and those calls are all that UCX needs.
+Agents run without NIXL's progress thread. By default that thread spins, so every agent uses one core permanently, and
+on a machine with as many agents as cores a notification takes 8 to 16 ms, because the spinning threads starve those
+with work. The thread can also sleep until the engine has work, but then it wakes for every tag and competes with the
+posting and polling threads for UCX's spin lock: with eight agents on two cores that took 10 % of all cycles, and a room
+took 6.0 ms of CPU time instead of 5.0, its 99th percentile 3 to 7 ms instead of 1.9. The agent has threads that call
+the transport anyway, and those calls are sufficient for UCX.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class Engine(NamedTuple):
 
     Attributes:
         binding: NIXL's compiled module.
-        agent: its `nixlAgent`.
-        version: of the installed wheel, as "1.5.1".
-        errors: all exceptions the binding raises; each derives from Exception alone.
-        enter: makes the agent's device, if it has one, the calling thread's, in front of every call of the engine.
-            UCX asks the driver for it: to see, while a peer is connected, whether its memory can be mapped, and to
-            record events. Its NIXL plugin leaves that to its user.
+        agent: The `nixlAgent`.
+        version: Version of the installed wheel, for example "1.5.1".
+        errors: All exceptions that the binding raises; each derives directly from Exception.
+        enter: Makes the agent's device, if it has one, current on the calling thread; called before every engine call.
+            UCX queries the current device when it connects a peer, to check whether its memory can be mapped, and to
+            record events. NIXL's UCX plugin does not set it.
     """
 
     binding: Any
@@ -50,13 +51,13 @@ class Engine(NamedTuple):
 
 
 def load() -> tuple[Any, str]:
-    """Imports NIXL (0.2 s the first time).
+    """Import NIXL (0.2 s the first time).
 
     Returns:
         The binding and NIXL's version.
 
     Raises:
-        TransportUnavailable: NIXL or a library it needs is missing, or its binding is not one we know.
+        TransportUnavailable: NIXL or a library it needs is missing, or its binding is of an unsupported version.
     """
     prepare_environment()
     # NIXL's Python half logs to what sys.stdout is while it is imported; stdout is data.
@@ -76,11 +77,11 @@ def load() -> tuple[Any, str]:
 
 
 def start(name: str, backend: str, backend_params: dict[str, str], enter: Callable[[], None]) -> Engine:
-    """Creates an agent called `name` with one backend; `enter` as in `Engine`.
+    """Create an agent called `name` with one backend; `enter` is as in `Engine`.
 
     Raises:
-        TransportUnavailable: NIXL is missing, or has no such backend.
-        ConfigError: the backend has no such parameter.
+        TransportUnavailable: NIXL is missing or does not have the backend.
+        ConfigError: the backend does not have a parameter.
         TransportError: the backend cannot start.
     """
     binding, version = load()
@@ -109,14 +110,14 @@ def start(name: str, backend: str, backend_params: dict[str, str], enter: Callab
 
 
 def translate(engine: Engine, error: Exception, what: str, peer: str, engine_name: str) -> TransportError:
-    """Our error for one of NIXL's, whose text is only the name of a status.
+    """Convert an error of NIXL, whose text is only the name of a status.
 
     Args:
-        engine: where it happened.
-        error: one of `engine.errors`.
-        what: what failed.
-        peer: our name for the peer.
-        engine_name: NIXL's name for it.
+        engine: The engine that raised it.
+        error: One of `engine.errors`.
+        what: The failed operation, for the error text.
+        peer: Local name of the peer.
+        engine_name: NIXL's name of the peer.
     """
     binding = engine.binding
     gone = isinstance(error, binding.nixlRemoteDisconnectError)
@@ -131,6 +132,6 @@ def translate(engine: Engine, error: Exception, what: str, peer: str, engine_nam
 
 
 def _errors(binding: Any) -> tuple[type[Exception], ...]:
-    """One class per status; a status that the binding does not know comes as a RuntimeError."""
+    """The binding's exceptions: one class per status, and RuntimeError for a status that the binding does not know."""
     named = (getattr(binding, name) for name in dir(binding) if name.startswith("nixl") and name.endswith("Error"))
     return (RuntimeError, *named)

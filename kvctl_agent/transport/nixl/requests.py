@@ -1,8 +1,8 @@
-"""What NIXL holds for us by handle: prepared lists per peer, and transfer requests from post until freed.
+"""NIXL handles: prepared descriptor lists of each peer, and transfer requests from post until freed.
 
-Freeing a request that is still in flight makes NIXL cancel it: the bytes may land all the same, and the tag is
-silently lost. So a request is freed only once NIXL calls it done or failed. One whose owner gave it up is polled
-on from `InFlight.drain_on`, since nothing but a status call sends the tag behind flushed bytes.
+If a request in flight is freed, NIXL cancels it: its bytes may still land, but its tag is lost without an error. A
+request is therefore freed only when NIXL reports it done or failed. Abandoned requests are polled by
+`InFlight.drain_on`, because only a status call sends the tag after the bytes are flushed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Peer:
     """One incarnation of a peer.
 
     Attributes:
-        key: our name for it.
-        engine_name: NIXL's name for it.
-        metadata: what it was made from.
-        memory: where its memory is.
-        reached: a write to it was posted without an error.
-        prepared: lists of its descriptors.
+        key: Local name of the peer.
+        engine_name: NIXL's name of the peer.
+        metadata: The metadata with which it was connected.
+        memory: Devices of its memory.
+        reached: Whether a write to it has been posted without an error.
+        prepared: Lists of its descriptors.
     """
 
     def __init__(self, key: str, engine_name: str, metadata: bytes, memory: DeviceMap) -> None:
@@ -45,7 +45,7 @@ class Peer:
 
 
 class NixlPrepared:
-    """A descriptor list inside NIXL; `owner` is the incarnation it belongs to, None for our own memory."""
+    """A descriptor list in NIXL; `owner` is the peer incarnation that it belongs to, None for local memory."""
 
     def __init__(self, handle: int, sizes: Sizes, owner: Peer | None) -> None:
         self.handle: int | None = handle
@@ -55,13 +55,13 @@ class NixlPrepared:
         self._uniform_bytes = int(sizes[0]) if bool((sizes == sizes[0]).all()) else None
 
     def bytes_of(self, index: Indices) -> int:
-        """Bytes of the descriptors at `index`."""
+        """Return the total bytes of the descriptors at `index`."""
         if self._uniform_bytes is not None:
             return self._uniform_bytes * len(index)
         return int(self._sizes[index].sum())
 
     def release(self, engine: Engine) -> None:
-        """Frees the list in the engine; idempotent."""
+        """Free the list in the engine; idempotent."""
         if self.handle is not None:
             handle, self.handle = self.handle, None
             engine.agent.releasedDlistH(handle)
@@ -90,7 +90,7 @@ class NixlWrite:
 
 
 class InFlight(AbandonedWrites[NixlWrite]):
-    """The transfer requests of one agent that the engine still has."""
+    """The transfer requests of one agent that NIXL has not finished."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -100,10 +100,10 @@ class InFlight(AbandonedWrites[NixlWrite]):
         self._open: set[NixlWrite] = set()
 
     def post(self, peer: Peer, handle: int, nbytes: int, descriptors: int) -> NixlWrite:
-        """Posts a request; with host memory on one host, the copy happens in here with the GIL released.
+        """Post a request. Between host memories of one host, this call copies the bytes, with the GIL released.
 
         Raises:
-            PeerDisconnected, TransportError: the request is freed.
+            PeerDisconnected, TransportError: the post failed; the request is freed.
         """
         write = NixlWrite(self, peer, handle, nbytes, descriptors)
         self._open.add(write)
@@ -111,7 +111,7 @@ class InFlight(AbandonedWrites[NixlWrite]):
             status = self._agent.postXferReq(handle)
         except self._engine.errors as error:
             self._free(write)
-            # UCX does not fall back when the kernel denies it the copy between processes: it "disconnects".
+            # If the kernel denies UCX the copy between processes, UCX reports a disconnect instead of falling back.
             what = "cannot post a write" if peer.reached else f"cannot post the first write{_NO_PTRACE}"
             raise translate(self._engine, error, what, peer.key, peer.engine_name) from error
         peer.reached = True
@@ -120,7 +120,7 @@ class InFlight(AbandonedWrites[NixlWrite]):
         return write
 
     def advance(self, write: NixlWrite) -> bool:
-        """Drives a request on; True when the engine has nothing of it any more, why is then in its `error`."""
+        """Poll a request; return True when the engine has finished it, with any failure in its `error`."""
         if write.handle is None:
             return True
         self._engine.enter()
@@ -133,7 +133,7 @@ class InFlight(AbandonedWrites[NixlWrite]):
         return True
 
     def close(self) -> None:
-        """Waits a moment for what is in flight, then gives it up."""
+        """Wait briefly for the requests in flight, then abandon them."""
         deadline = time.monotonic() + _DRAIN_S
         while [write for write in list(self._open) if not self.drain(write)] and time.monotonic() < deadline:
             time.sleep(0.0005)

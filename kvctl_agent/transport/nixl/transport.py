@@ -1,28 +1,28 @@
 """The `nixl` transport: NIXL agents writing into each other's registered memory, tags as notifications.
 
-What NIXL asks of its user and where it is met: progress, locks and delays in `nixl_binding`; the duty to poll and
-the life of handles in `nixl_requests`; names and metadata here:
+NIXL's requirements on progress, locks and delays are met in `nixl.binding`, those on polling and the lifetime of
+handles in `nixl.requests`, those on names and metadata in this module:
 
 - Adding a peer returns its name as bytes, notifications carry it as str, and a new incarnation under an old name
-  is refused until the old one is removed. So every agent gets an ASCII name that is never used again (the
-  caller's name, quoted, and a random part), and what we call our peers stays on our side.
-- Metadata is parsed by C++ that trusts its lengths: a checksum in front refuses what was damaged.
-- Every list of descriptors names one kind of memory (the host's, or a GPU's), the peer's lists too: metadata carries
-  which of its addresses are of which.
-- A dead peer shows once as "remote disconnect"; after that NIXL has dropped it, and other writes to it end as
-  "not found". Both become `PeerDisconnected`.
+  is rejected until the old one is removed. So every agent gets a unique ASCII name (the caller's name, quoted, and a
+  random part), and local names of peers are not passed to NIXL.
+- The C++ code that parses metadata does not check its lengths: a checksum in front detects damaged metadata.
+- Every descriptor list, local or remote, has one kind of memory (the host's or a GPU's): metadata contains the device
+  of each range of addresses.
+- A dead peer is reported once as "remote disconnect"; NIXL then drops it, and other writes to it end as "not found".
+  Both become `PeerDisconnected`.
 
-Which calls make progress: no thread of the engine does (why is in `nixl_binding`), so every wire-up, tag and byte
-moves inside calls. Any call that posts, polls or collects drives all peers of the agent; what it receives is kept
-for the next `arrivals`. Between two processes of one host:
+The engine has no progress thread (see `nixl.binding`), so connections, tags and bytes make progress only inside calls.
+Any call that posts, polls or collects makes progress for all peers of the agent; received tags are kept for the next
+`arrivals`. Between two processes of one host:
 
-- A first write waits until both sides have been in a few calls: 25 to 40 ms if the target calls every 5 ms.
-- Later the bytes are copied by the writer's own post. But NIXL then flushes the lane, and on the socket that carried
-  an earlier tag UCX asks the target's UCX for an acknowledgement: without a call of the target within that time the
-  write is not complete, and its tag not sent.
-- Between GPUs the bytes are copied by their engines after the post returned; that they are done, UCX sees in calls.
-- The tag leaves in the `Write.poll` (or `arrivals` and `progress`, for released writes) that finds the flush done.
-  A complete write's tag is in the socket; what did not fit there, our next calls send on.
+- A first write waits until both sides have made a few calls: 25 to 40 ms if the target makes one every 5 ms.
+- Later writes are copied by the writer's post. NIXL then flushes the lane, and on a socket that has carried a tag UCX
+  requests an acknowledgement from the target: until the target makes a call, the write is not complete and its tag is
+  not sent.
+- Between GPUs the copy engines copy the bytes after the post has returned, and UCX detects the end inside calls.
+- The tag is sent in the `Write.poll` (or `arrivals` and `progress`, for released writes) that finds the flush done. It
+  is then in the socket; bytes that did not fit are sent in the next calls of the sender.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _OURS = "our own memory"
 
 
 class NixlTransport:
-    """One NIXL agent. `params`: `backend` (default UCX); all others go to that backend."""
+    """A NIXL agent. `params` may have `backend` (default UCX); all others are parameters of that backend."""
 
     name = "nixl"
 
@@ -256,7 +256,7 @@ class NixlTransport:
         del self._agent
 
     def _notified(self) -> list[Arrival]:
-        """Drives the engine, and what was released, on; what the engine then has to tell."""
+        """Let the engine and abandoned writes make progress, and return the engine's notifications."""
         self._begin()
         self._in_flight.drain_on()
         try:
@@ -321,7 +321,7 @@ class NixlTransport:
         return binding.translate(self._engine, error, what, peer.key, peer.engine_name)
 
     def _begin(self) -> None:
-        """What every call begins with that comes from a thread of ours; others visit."""
+        """Check and prepare a call on one of the agent's own threads; calls on the engine's threads use `visit`."""
         self._check_open()
         self._enter()
 
@@ -338,7 +338,7 @@ class NixlTransport:
 
 
 def _rows(addrs: Addresses, sizes: Sizes, device: int) -> npt.NDArray[np.uint64]:
-    """(address, bytes, device) per descriptor: NIXL takes an N x 3 array four times faster than tuples."""
+    """Array `[n, 3]` of (address, bytes, device) per descriptor, which NIXL reads four times faster than tuples."""
     rows = np.empty((len(addrs), 3), np.uint64)
     rows[:, 0] = addrs
     rows[:, 1] = sizes
@@ -347,7 +347,7 @@ def _rows(addrs: Addresses, sizes: Sizes, device: int) -> npt.NDArray[np.uint64]
 
 
 def _checked(peer: str, metadata: bytes) -> tuple[DeviceMap, bytes]:
-    """Where the peer's memory is, and the engine's part of its metadata."""
+    """The devices of the peer's memory, and the engine's part of its metadata."""
     magic, checksum, body = metadata[: len(_MAGIC)], metadata[len(_MAGIC) :][:4], metadata[len(_MAGIC) + 4 :]
     if magic != _MAGIC or checksum != zlib.crc32(body).to_bytes(4, "little"):
         raise TransportError(f"nixl: {len(metadata)} bytes of metadata for peer {peer!r} are not nixl's or damaged")

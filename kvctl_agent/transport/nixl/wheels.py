@@ -1,9 +1,9 @@
-"""Which of NIXL's wheels to load: one for each major version of CUDA, behind a package that chooses by PyTorch.
+"""Selects and imports the NIXL wheel for the installed CUDA driver; there is one wheel per major version of CUDA.
 
-That package imports torch where it cannot tell without (a PyTorch without CUDA), which costs 2 s and 200 MB, and may
-choose a build that the driver is too old for. So we load the wheel ourselves: by the driver, or by PyTorch where that
-is loaded already, since then another half of the process will get NIXL's choice, and two of its engines are one too
-many.
+NIXL's own package selects the wheel by the version of PyTorch. It may import torch for this, which costs 2 s and
+200 MB, and may select a build for which the driver is too old. This module selects by the driver, or by PyTorch if that
+is already imported, because then other code in the process will get NIXL's own choice and the process must not load two
+NIXL engines.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _WHEELS = {13: "nixl_cu13", 12: "nixl_cu12"}
 
 
 def import_binding() -> tuple[Any, str]:
-    """Imports NIXL's compiled binding, torch never.
+    """Import NIXL's compiled binding without importing torch.
 
     Returns:
-        The binding, and the version of its wheel.
+        The binding and the version of its wheel.
 
     Raises:
-        TransportUnavailable: there is no wheel, none for this driver, or a library is missing.
+        TransportUnavailable: no wheel is installed, none for this driver, or a library is missing.
     """
     loaded = _loaded()
     if loaded is not None:
@@ -54,7 +54,7 @@ def import_binding() -> tuple[Any, str]:
 
 
 def driver_cuda() -> int | None:
-    """Major version of CUDA that the NVIDIA driver serves; None where there is no driver."""
+    """Major version of CUDA that the NVIDIA driver supports; None without a driver."""
     version = ctypes.c_int()
     with contextlib.suppress(OSError, AttributeError):
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
@@ -63,7 +63,7 @@ def driver_cuda() -> int | None:
 
 
 def _loaded() -> Any | None:
-    """The binding that somebody in this process has imported already."""
+    """The binding that other code in this process has already imported."""
     for package in ("nixl", *_WHEELS.values()):
         binding = sys.modules.get(f"{package}._bindings")
         if binding is not None:
@@ -80,7 +80,7 @@ def _by_preference() -> list[str]:
 
 
 def _too_new() -> str:
-    """Why the wheel that is here cannot be used; "" where that is not the reason."""
+    """Why the installed wheel does not fit this driver; "" if it does."""
     serves = driver_cuda()
     unusable = [package for package in _WHEELS.values() if package not in _by_preference() and _has(package)]
     if serves is None or not unusable:
