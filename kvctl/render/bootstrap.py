@@ -56,15 +56,15 @@ def instances(
     for row in answers:
         by_registry.setdefault(row["registry"], []).append(row)
     links = {(row["agent"], row["peer"]) for row in peers if row["state"] == "ready"}
-    return [_instance(registry, told, links, roles) for registry, told in by_registry.items()]
+    return [_instance(registry, answers, links, roles) for registry, answers in by_registry.items()]
 
 
 def _instance(
-    registry: str, told: list[Mapping[str, Any]], links: set[tuple[str, str]], roles: Mapping[str, str]
+    registry: str, answers: list[Mapping[str, Any]], links: set[tuple[str, str]], roles: Mapping[str, str]
 ) -> dict[str, Any]:
-    best = max(told, key=lambda row: (len(row["registered"]), row["expected"] or 0))
+    best = max(answers, key=lambda row: (len(row["registered"]), row["expected"] or 0))
     names = [rank["name"] for rank in best["registered"]]
-    asked_by = sorted(row["agent"] for row in told)
+    asked_by = sorted(row["agent"] for row in answers)
     decode = [name for name in asked_by if roles.get(name) == "decode"]
     connected = [name for name in decode if names and all((name, each) in links for each in names)]
     return {

@@ -28,23 +28,25 @@ DIFF = View(
 )
 
 
-def refusals(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, swapped: bool) -> list[dict[str, Any]]:
+def refusals(
+    by_prefill: Mapping[str, Any] | None, by_decode: Mapping[str, Any] | None, swapped: bool
+) -> list[dict[str, Any]]:
     """Returns the incompatible settings of a prefill and a decode agent.
 
     Args:
-        ours: the prefill agent's row about the decode agent.
-        theirs: the decode agent's row about the prefill agent. It mostly repeats what the prefill agent sent, so it
+        by_prefill: the prefill agent's row about the decode agent.
+        by_decode: the decode agent's row about the prefill agent. It mostly repeats what the prefill agent sent, so it
             counts only if the prefill agent reports nothing.
         swapped: `a` is the decode agent.
     """
-    told = list(ours["differences"]) if ours else []
-    own_words = bool(ours) and not told
-    texts = told or (list(theirs["differences"]) if theirs else [])
+    differences = list(by_prefill["differences"]) if by_prefill else []
+    decode_first = bool(by_prefill) and not differences
+    texts = differences or (list(by_decode["differences"]) if by_decode else [])
     rows = []
     for text in texts:
         found = _FACTOR.fullmatch(text)
         first, second = (found["prefill"], found["decode"]) if found else (None, None)
-        if swapped != own_words:
+        if swapped != decode_first:
             first, second = second, first
         factor = found["factor"] if found else text
         rows.append({"factor": factor, "a": first, "b": second, "verdict": INCOMPATIBLE, "kind": "plan", "text": text})

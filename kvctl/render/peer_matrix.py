@@ -54,23 +54,23 @@ def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[d
         roles: roles of the agents that answered, by name; agents known only as a peer are added.
         rows: answers to `peers`.
     """
-    seen: dict[tuple[str, str], Mapping[str, Any]] = {}
+    by_pair: dict[tuple[str, str], Mapping[str, Any]] = {}
     known = dict(roles)
     for row in rows:
-        seen[row["agent"], row["peer"]] = row
+        by_pair[row["agent"], row["peer"]] = row
         known.setdefault(row["peer"], row["role"])
     prefill, decode = (sorted(name for name, role in known.items() if role == each) for each in ("prefill", "decode"))
-    return [_pair(p, d, seen.get((p, d)), seen.get((d, p)), roles) for p in prefill for d in decode]
+    return [_pair(p, d, by_pair.get((p, d)), by_pair.get((d, p)), roles) for p in prefill for d in decode]
 
 
 def _pair(
     prefill: str,
     decode: str,
-    ours: Mapping[str, Any] | None,
-    theirs: Mapping[str, Any] | None,
+    by_prefill: Mapping[str, Any] | None,
+    by_decode: Mapping[str, Any] | None,
     asked: Mapping[str, str],
 ) -> dict[str, Any]:
-    ends = [end for end in (ours, theirs) if end is not None]
+    ends = [end for end in (by_prefill, by_decode) if end is not None]
     states = [end["state"] for end in ends] or [NO_LINK]
     if len(ends) == 1 and prefill in asked and decode in asked:
         states.append(ONE_SIDED)
@@ -79,10 +79,10 @@ def _pair(
         "prefill": prefill,
         "decode": decode,
         "state": min(states, key=lambda state: _RANKING.index(state) if state in _RANKING else 0),
-        "prefill_sees": ours["state"] if ours else None,
-        "decode_sees": theirs["state"] if theirs else None,
+        "prefill_sees": by_prefill["state"] if by_prefill else None,
+        "decode_sees": by_decode["state"] if by_decode else None,
         "lane": next((end["lane"] for end in ends if end["lane"]), None),
-        "lane_direct": ours.get("lane_direct") if ours else None,
+        "lane_direct": by_prefill.get("lane_direct") if by_prefill else None,
         "rtt_ns": next((end["rtt_ns"] for end in ends if end["rtt_ns"] is not None), None),
         "errors_total": sum(end["errors_total"] for end in ends),
         "differences": list(dict.fromkeys(differences)),

@@ -120,7 +120,7 @@ def _end(
 
 
 def _instant(event: Mapping[str, Any], pid: int) -> Event:
-    told = {name: event[name] for name in ("peer", "detail", "writer", "chunk", "layers") if event[name] is not None}
+    args = {name: event[name] for name in ("peer", "detail", "writer", "chunk", "layers") if event[name] is not None}
     return {
         "ph": "i",
         "s": "t",
@@ -129,7 +129,7 @@ def _instant(event: Mapping[str, Any], pid: int) -> Event:
         "ts": _us(event["relative_ns"]),
         "pid": pid,
         "tid": _INSTANTS_TRACK,
-        "args": told,
+        "args": args,
     }
 
 

@@ -28,9 +28,9 @@ def draw(rows: Sequence[Row], width: int) -> list[Line]:
     labels = [_label(row, max(8, width // 2)) for row in shown]
     margin = max(map(len, labels)) + 2
     shares = [hidden_share(row) for row in shown]
-    told = any(share is not None for share in shares)
+    any_share = any(share is not None for share in shares)
     roomy = width - margin >= _ROOMY
-    cells = max(10, width - margin - (_TAIL if roomy else 8) * told)
+    cells = max(10, width - margin - (_TAIL if roomy else 8) * any_share)
     moments = [_moments(row) for row in shown]
     known = [at for parts in moments for part in parts for at in part.values()]
     start = min(known, default=0)
@@ -43,7 +43,7 @@ def draw(rows: Sequence[Row], width: int) -> list[Line]:
     if len(rows) > len(shown):
         lines.append([(f"{len(rows) - len(shown)} more layer groups in the table only", "dim")])
     lines.append(legend())
-    if told:
+    if any_share:
         hidden = [(HIDDEN, "green"), (" hidden behind the forward  ", "dim"), (EXPOSED, "yellow"), (" exposed", "dim")]
         lines.append(hidden if roomy else [("% of the way hidden behind the forward", "dim")])
     return lines
