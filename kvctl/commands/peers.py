@@ -182,8 +182,8 @@ class Size(click.ParamType[int]):
 def probe(settings: Settings, prefill: str | None, decode: str | None, nbytes: int | None, busy: bool) -> None:
     """Write from the PREFILL rank to scratch memory of the DECODE rank, and show the time by size of descriptor.
 
-    TAKES is the time of a whole write. Every write has a fixed cost, which the one of 64 bytes shows; EACH ADDS is the
-    time that a descriptor adds.
+    WRITE is the time of a whole write. Every write has a fixed cost, which the row of 64 bytes shows; PER DESCRIPTOR is
+    the time that each descriptor adds.
 
     Without names every prefill rank measures its connection to every decode rank that it is connected to, one after the
     other. A lane takes about 0.2 s, more where it is slow. kvctl peers shows the result from then on. Level: operate.

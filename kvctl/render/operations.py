@@ -28,13 +28,13 @@ PROBE = View(
         Column("agent"),
         Column("peer"),
         Column("bytes", kind=Kind.BYTES, header="SIZE"),
-        Column("descriptors", kind=Kind.COUNT, header="IN A WRITE"),
-        Column("write", kind=Kind.DURATION, header="TAKES"),
-        Column("descriptor", kind=Kind.DURATION, header="EACH ADDS"),
+        Column("descriptors", kind=Kind.COUNT, header="DESCRIPTORS"),
+        Column("write", kind=Kind.DURATION, header="WRITE"),
+        Column("descriptor", kind=Kind.DURATION, header="PER DESCRIPTOR"),
         Column("gb_per_s", kind=Kind.RATE, header="GB/S"),
     ),
     sort=("agent", "peer", "bytes"),
-    empty="no lane was measured",
+    empty="no connection was measured",
 )
 
 

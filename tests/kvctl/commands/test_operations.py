@@ -400,7 +400,7 @@ class TestProbe:
         outcome = kvctl("peers", "probe", "prefill-1", "decode-0", "--bytes", "2MiB", "-o", "table")
         assert outcome.code == 0
         lines = outcome.out.splitlines()
-        assert lines[0].split() == ["AGENT", "PEER", "SIZE", "IN", "A", "WRITE", "TAKES", "EACH", "ADDS", "GB/S"]
+        assert lines[0].split() == ["AGENT", "PEER", "SIZE", "DESCRIPTORS", "WRITE", "PER", "DESCRIPTOR", "GB/S"]
         assert lines[-1].split()[:4] == ["prefill-1", "decode-0", "2", "MiB"]
 
     def test_one_that_takes_its_time_is_asked_until_it_is_done(
