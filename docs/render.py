@@ -1,4 +1,4 @@
-"""Writes the reference pages next to it from what the code declares; `make docs` runs it, a test compares.
+"""Generates the reference pages in docs/ from the declarations in the code; `make docs` runs it, a test compares.
 
 A page that a person has to keep in step with the code goes stale; these cannot.
 """
@@ -56,10 +56,10 @@ def configuration() -> str:
     ]
     return page(
         "Configuration of the agent",
-        "Sources, the later ones winning: defaults, the file named by `KVCTL_CONFIG` (else "
+        "Sources, in increasing precedence: defaults, the file named by `KVCTL_CONFIG` (else "
         "`$XDG_CONFIG_HOME/kvctl/agent.toml`), the environment (`KVCTL_` and the key in capitals), arguments of "
-        "`Agent`. `kvctl config show` tells each value and where it came from.",
-        table(("key", "default", "allowed", "while running", "what it does", "known in SGLang as"), rows),
+        "`Agent`. `kvctl config show` prints each value with its source.",
+        table(("key", "default", "allowed", "while running", "description", "name in SGLang"), rows),
     )
 
 
@@ -76,9 +76,9 @@ def admin() -> str:
     ]
     return page(
         "The admin socket",
-        "Every agent answers these on a Unix socket in `KVCTL_SOCKET_DIR` (else `$XDG_RUNTIME_DIR/kvctl`, "
+        "Commands that every agent answers on a Unix socket in `KVCTL_SOCKET_DIR` (else `$XDG_RUNTIME_DIR/kvctl`, "
         "`/run/kvctl` or `/tmp/kvctl-<uid>`), in JSON over ZMQ; the message format is in "
-        "`kvctl_agent/contract/admin.py`. `?` marks an argument that may be left out.",
+        "`kvctl_agent/contract/admin.py`. `?` marks an optional argument.",
         table(("command", "level", "arguments", "answers"), rows),
     )
 
@@ -91,8 +91,8 @@ def metrics() -> str:
     ]
     return page(
         "Metrics",
-        "Printed by `kvctl metrics`; `-o prom` gives Prometheus text.",
-        table(("name", "kind", "unit", "labels", "what it counts"), rows),
+        "`kvctl metrics` prints these metrics; `-o prom` prints Prometheus text.",
+        table(("name", "kind", "unit", "labels", "description"), rows),
     )
 
 
@@ -109,17 +109,17 @@ def command_pages() -> dict[str, str]:
         ):
             blocks += [f"## {path}", f"```\n{text}\n```"]
             blocks += [block for block in glossary(shown) if block not in blocks]
-        more = "The options that every command takes, and the exit codes: [commands](../commands.md)."
+        more = "Options of all commands, and exit codes: [commands](../commands.md)."
         pages[f"commands/{name}.md"] = page(f"kvctl {name}", entry.help, *blocks, more)
         rows.append((f"[`kvctl {name}`](commands/{name}.md)", entry.help))
     codes = table(("code", "means"), [(str(code.value), code.name.lower().replace("_", " ")) for code in ExitCode])
-    listed = table(("command", "what it does"), rows)
+    listed = table(("command", "description"), rows)
     context = click.Context(cli, terminal_width=HELP_COLUMNS, max_content_width=HELP_COLUMNS)
     options = f"```\n{global_options_text(context)}\n```"
-    checks = "`kvctl check` alone follows the monitoring-plugin rule: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN."
+    checks = "Only `kvctl check` follows the monitoring-plugin guidelines: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN."
     judged = [(f"{each}", str(code.value), f"{state.value} {state.name}") for each, code, state in FINDING_EXITS]
-    verdicts = table(("found", "`kvctl doctor`, `kvctl health`, `kvctl health detail`", "`kvctl check`"), judged)
-    about = "Commands that judge the fleet; what `--filter` leaves out of the output counts all the same:"
+    verdicts = table(("result", "`kvctl doctor`, `kvctl health`, `kvctl health detail`", "`kvctl check`"), judged)
+    about = "Exit codes of the commands that check the fleet; findings hidden by `--filter` count, too:"
     pages["commands.md"] = page(
         "Commands", listed, "## Global options", options, "## Exit codes", codes, checks, about, verdicts
     )
@@ -132,22 +132,22 @@ def health_pages() -> dict[str, str]:
     rows: list[Sequence[str]] = []
     for code in CODES:
         rows.append((f"[`{code.name}`](health/{code.name}.md)", code.severity.label, code.sees))
-        alert = ["## As an alert", f"```\n{code.alert}\n```"] if code.alert else []
+        alert = ["## Alert", f"```\n{code.alert}\n```"] if code.alert else []
         pages[f"health/{code.name}.md"] = page(
             code.name,
-            f"At worst **{code.severity.label}**. What an operator sees: {code.sees}",
-            "## What it means",
+            f"Highest severity: **{code.severity.label}**. Symptom: {code.sees}",
+            "## Meaning",
             code.means,
-            "## What to do",
+            "## Remedy",
             code.remedy,
             *alert,
-            f"`kvctl health explain {code.name}` prints this page, `kvctl doctor` says whom it concerns.",
+            f"`kvctl health explain {code.name}` prints this page; `kvctl doctor` names the agents concerned.",
         )
     text = (
-        "What `kvctl health`, `kvctl doctor`, `kvctl check` and `kvctl top` look for, in the order in which they "
-        "explain each other: what comes first is more often the cause."
+        "Problems that `kvctl health`, `kvctl doctor`, `kvctl check` and `kvctl top` detect, ordered so that causes "
+        "come before their consequences."
     )
-    pages["health.md"] = page("Health codes", text, table(("code", "at worst", "what an operator sees"), rows))
+    pages["health.md"] = page("Health codes", text, table(("code", "highest severity", "symptom"), rows))
     return pages
 
 

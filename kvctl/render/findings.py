@@ -78,13 +78,13 @@ def headline(rows: Iterable[Row]) -> Span:
     if not counts:
         return ("✓ healthy", palette.VERDICTS["ok"])
     worst = max(counts, key=lambda label: Severity[label.upper()])
-    counts = [
+    parts = [
         f"{counts[severity.label]} {severity.label}"
         + ("s" if severity is Severity.WARNING and counts["warning"] > 1 else "")
         for severity in sorted(Severity, reverse=True)
         if counts[severity.label]
     ]
-    return (f"{palette.VERDICT_GLYPHS[worst]} {', '.join(counts)}", palette.VERDICTS[worst])
+    return (f"{palette.VERDICT_GLYPHS[worst]} {', '.join(parts)}", palette.VERDICTS[worst])
 
 
 def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
