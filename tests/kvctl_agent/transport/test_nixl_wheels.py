@@ -73,7 +73,7 @@ def test_nothing_installed_names_the_extra(wheels: set[str]) -> None:
 
 def test_loading_nixl_imports_no_torch() -> None:
     code = (
-        "import sys; from kvctl_agent.transport import nixl_binding; _, version = nixl_binding.load()\n"
+        "import sys; from kvctl_agent.transport.nixl import binding; _, version = binding.load()\n"
         "print('torch' in sys.modules, version, file=sys.stderr)"
     )
     done = subprocess.run(
