@@ -26,7 +26,7 @@ from kvctl.health.finding import Finding
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
 from kvctl.lab.demo.plan import CALM_TIMINGS, SteadyPlan
 from kvctl.lab.demo.steady import SteadyFleet
-from kvctl.lab.demo.traffic import Traffic
+from kvctl.lab.demo.traffic import Traffic, TrafficOptions
 
 LOOK_EVERY_S = 2.0
 ANSWER_NS = 2_000_000_000
@@ -110,7 +110,7 @@ def main() -> int:
     )
     with SteadyFleet(plan) as fleet:
         fleet.start()
-        traffic = Traffic(fleet, rate=options.rate, bursty=options.rate > 0)
+        traffic = Traffic(fleet, TrafficOptions(rate=options.rate, bursty=options.rate > 0))
         onlooker = Onlooker(traffic)
         onlooker.start()
         try:

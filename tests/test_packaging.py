@@ -54,6 +54,12 @@ class TestImports:
     def test_the_command_line_loads_neither_torch_nor_textual(self) -> None:
         assert not {"torch", "numpy", "msgspec", "textual"} & loaded_after("import kvctl.cli")
 
+    def test_commands_that_start_ranks_load_the_agent_only_when_they_run(self) -> None:
+        loaded = loaded_after(
+            "import kvctl.commands.bench, kvctl.commands.demo, kvctl.commands.replay, kvctl.commands.tune"
+        )
+        assert not {"torch", "numpy", "msgspec"} & loaded
+
 
 class TestMetadata:
     def test_the_version_has_one_value(self) -> None:

@@ -21,15 +21,16 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.options import parse_instances, parse_tokens
-from kvctl.lab.demo.failures import FleetError
 from kvctl.lab.demo.plan import CALM_TIMINGS, SteadyPlan
 from kvctl.lab.demo.router import SHORT_GAP_S
 from kvctl.lab.demo.scenarios import SCENARIOS_BY_NAME, Scenario, listed
 from kvctl.lab.demo.schedule import Kind, ScheduledFault, draw_schedule, replaceable
-from kvctl.lab.demo.soak import Load, Soak
+from kvctl.lab.demo.soak import Soak
 from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.demo.traffic import TrafficOptions
 from kvctl.lab.faults.specification import FAULTS_BY_NAME, Fault, parse_faults
 from kvctl.lab.ranks.bench_messages import Sizes, Tokens
+from kvctl.lab.ranks.errors import FleetError
 from kvctl.render.demo import FAULTS, MOMENTS, RANKS, blocks, totals
 from kvctl.render.report import Report
 from kvctl_agent.contract.settings import near
@@ -227,11 +228,11 @@ def _plan(options: dict[str, Any], scene: Scenario | None) -> SteadyPlan:
     return plan if scene is None else replace(plan, **scene.plan, config={**plan.config, **scene.config})
 
 
-def _load(options: dict[str, Any], aborts: float, everywhere: str) -> Load:
+def _traffic(options: dict[str, Any], aborts: float) -> TrafficOptions:
     rate, bursty = options["rate"] or 0.0, options["bursty"]
     if _calm(options) and not rate and options["concurrency"] is None:
         rate, bursty = _CALM_RATE, True
-    return Load(rate, bursty, aborts, everywhere, _CALM_GAP_S if _calm(options) else SHORT_GAP_S)
+    return TrafficOptions(rate, bursty, aborts, _CALM_GAP_S if _calm(options) else SHORT_GAP_S)
 
 
 def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scenario | None) -> ExitCode:
@@ -246,11 +247,11 @@ def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scena
 
     try:
         with SteadyFleet(plan) as fleet:
-            strikes, load = _harm(fleet, options, seconds)
+            strikes, everywhere, aborts = _harm(fleet, options, seconds)
             fleet.start()
             output.note(f"{', '.join(fleet.ranks)} serve after {time.monotonic() - began:.1f} s; Ctrl-C ends them")
             play = None if scene is None else scene.play
-            soak = Soak(fleet, load, strikes, options["evidence"], play, say)
+            soak = Soak(fleet, _traffic(options, aborts), strikes, everywhere, options["evidence"], play, say)
             try:
                 return _soak(output, soak, seconds)
             finally:
@@ -262,8 +263,10 @@ def _run(output: Output, plan: SteadyPlan, options: dict[str, Any], scene: Scena
         return ExitCode.INTERRUPTED
 
 
-def _harm(fleet: SteadyFleet, options: dict[str, Any], seconds: float | None) -> tuple[list[ScheduledFault], Load]:
-    """What is done to whom and when, and what is done all the time."""
+def _harm(
+    fleet: SteadyFleet, options: dict[str, Any], seconds: float | None
+) -> tuple[list[ScheduledFault], str, float]:
+    """Strikes at ranks, faults in force at every rank all the time, and the share of rooms that are aborted."""
     given = [fault for fault in options["given"] if isinstance(fault, Fault)]
     strikes: list[ScheduledFault] = []
     for fault in (fault for fault in given if fault.kind.unit == "rank"):
@@ -283,7 +286,7 @@ def _harm(fleet: SteadyFleet, options: dict[str, Any], seconds: float | None) ->
         ranks = {name: rank.planned for name, rank in fleet.ranks.items()}
         strikes += draw_schedule(fleet.plan.seed, seconds, ranks)
         aborts = aborts or _RANDOM_ABORTS
-    return strikes, _load(options, aborts, everywhere)
+    return strikes, everywhere, aborts
 
 
 def _soak(output: Output, soak: Soak, seconds: float | None) -> ExitCode:

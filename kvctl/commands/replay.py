@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,11 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.replay.process import replay as run_again
+from kvctl.lab.replayer import replay as run_again
 from kvctl.render.recordings import REPLAYED, blocks
 from kvctl.render.report import Report
+
+_PROGRESS_EVERY_S = 2.0
 
 
 @click.command(
@@ -65,16 +68,7 @@ def replay(
     output = Output(settings)
     output.selection(REPLAYED)
     with _recording(file) as path:
-        verdicts = run_again(
-            {
-                "path": str(path),
-                "agents": list(agents),
-                "shrink": shrink,
-                "shrink_s": shrink_seconds,
-                "write_test": str(write_test) if write_test else "",
-            },
-            quiet=settings.quiet,
-        )
+        verdicts = run_again(path, agents, shrink_seconds if shrink else None, write_test, _Progress(output))
     if not verdicts:
         raise CliError(f"{file}: it holds no inputs of machines (a redacted bundle never does): nothing to replay")
     broken = [verdict for verdict in verdicts if verdict["breach"] is not None]
@@ -93,6 +87,20 @@ def replay(
         )
     )
     raise click.exceptions.Exit(ExitCode.FAILED if broken else ExitCode.OK)
+
+
+class _Progress:
+    """Prints a remark every two seconds: short replays print none."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._printed_at = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._printed_at >= _PROGRESS_EVERY_S:
+            self._printed_at = now
+            self._output.note(f"replay: {text}")
 
 
 @contextmanager

@@ -1,1 +1,3 @@
-"""Everything that starts worker processes on this machine; the only part of kvctl that imports kvctl_agent."""
+"""Everything that starts worker processes on this machine; the one part of kvctl that imports the agent."""
+
+from __future__ import annotations

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.failures import FleetError
 from kvctl.lab.demo.plan import SteadyPlan
 from kvctl.lab.demo.schedule import ScheduledFault
-from kvctl.lab.demo.soak import Load, Soak
+from kvctl.lab.demo.soak import Soak
 from kvctl.lab.demo.socket_noise import SocketNoise, listeners
 from kvctl.lab.demo.steady import SteadyFleet
-from kvctl.lab.demo.traffic import DeadlineMissed, Traffic
+from kvctl.lab.demo.traffic import DeadlineMissed, Traffic, TrafficOptions
 from kvctl.lab.ranks.bench_messages import Sizes
+from kvctl.lab.ranks.errors import FleetError
 from kvctl.lab.ranks.steady_messages import Abort
 from kvctl_agent.contract.admin import socket_dir
 
@@ -50,7 +50,7 @@ def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left(nothin
     with SteadyFleet(plan) as fleet:
         fleet.start()
         pids = [rank.pid for rank in fleet.ranks.values()]
-        traffic = Traffic(fleet, aborts=0.1)
+        traffic = Traffic(fleet, TrafficOptions(aborts=0.1))
         books = traffic.ledger
         traffic.until(lambda: books.done >= 30, PATIENCE_S, "30 rooms are done")
 
@@ -144,7 +144,7 @@ def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_l
     plan = SteadyPlan(seed=7, concurrency=8, tokens=(16, 512))
     with SteadyFleet(plan) as fleet:
         fleet.start()
-        soak = Soak(fleet, Load(), [ScheduledFault(0.5, "replace", "prefill-1", 20.0)])
+        soak = Soak(fleet, TrafficOptions(), [ScheduledFault(0.5, "replace", "prefill-1", 20.0)])
         soak.run(9.0, lambda line: None)
         former = fleet.ranks["prefill-1"].former
         assert former is not None
@@ -184,7 +184,7 @@ def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is
     plan = SteadyPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
     with SteadyFleet(plan) as fleet:
         fleet.start()
-        soak = Soak(fleet, Load(), [], tmp_path / "evidence")
+        soak = Soak(fleet, TrafficOptions(), [], evidence=tmp_path / "evidence")
         lines: list[dict[str, Any]] = []
         soak.run(1.5, lines.append)
         room = soak.traffic.open(64)

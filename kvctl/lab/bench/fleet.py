@@ -1,33 +1,19 @@
-"""One fleet on this machine: its names, its private directory, and the phases that all its ranks go through.
-
-Control and bootstrap sockets lie in the private directory; admin sockets lie where `kvctl status` looks for them. When
-the fleet ends, however it ends, nothing of it is left in either.
-"""
+"""One fleet on this machine: its names, its private directory, and the phases that all its ranks go through."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from kvctl.lab.bench.rank_group import RankGroup
 from kvctl.lab.bench.stop_schedule import StopSchedule, last_ns
-from kvctl.lab.demo.paths import free_prefix, rank_names, remove_admin_socket, temporary
 from kvctl.lab.faults.specification import parse_fault
 from kvctl.lab.ranks.bench_messages import (
-    FLEET_PREFIX,
-    Command,
     FloorKind,
     FloorMeasured,
     Floors,
     Plan,
-    PlannedRank,
     PlanRequest,
     Prepare,
     Probe,
@@ -36,12 +22,14 @@ from kvctl.lab.ranks.bench_messages import (
     Room,
     Run,
     RunReport,
-    Start,
     Stop,
     Stopped,
     Verify,
     VerifyReport,
 )
+from kvctl.lab.ranks.group import RankGroup, rank_names
+from kvctl.lab.ranks.planner import rank_start
+from kvctl.lab.ranks.steady_messages import Command
 
 # Engines take seconds of processor time to import, and ranks share the cores.
 _READY_S = 60.0
@@ -70,20 +58,16 @@ class Fleet:
         """`label` sets this fleet's names apart from those of others of the same bench."""
         self._plan = plan
         self._request = request
-        label = f"{label}-" if label else ""
         places = rank_names(plan["ranks"])
-        names = [label + name for name in places]
-        prefix = free_prefix(names)
-        self.names = {prefix + name: rank for name, rank in zip(names, plan["ranks"], strict=True)}
-        self._by_place = dict(zip(places, self.names, strict=True))
         self._faults = tuple(map(parse_fault, request.faults))
         self._pauses = StopSchedule((), self._signal)
         self._on_tick = on_tick
         rooms = [room for load in plan["loads"] for room in load["rooms"]]
         self._bytes_of_token = max(room["bytes"] / room["tokens"] for room in rooms)
         self._sweep_s = max(rank["pool_bytes"] for rank in plan["ranks"]) / _SLOWEST_SWEEP_BYTES_PER_S
-        self._directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=temporary()))
-        self._crew = RankGroup(self._tick)
+        self._group = RankGroup([f"{label}-{place}" if label else place for place in places], self._tick)
+        self.names = dict(zip(self._group.names, plan["ranks"], strict=True))
+        self._by_place = dict(zip(places, self.names, strict=True))
 
     @property
     def size(self) -> int:
@@ -99,25 +83,25 @@ class Fleet:
         Raises:
             FleetError: one did not come up.
         """
-        environment = {**os.environ, "TMPDIR": str(self._directory), "PYTHONUNBUFFERED": "1"}
-        parent = str(os.getpid())
         for name in self.names:
-            rig = [sys.executable, "-m", "kvctl.lab.ranks", "rank", "--name", name, "--parent", parent, "--fd"]
-            self._crew.start(name, lambda fd, rig=rig: [*rig, str(fd)], environment)  # type: ignore[misc]
+            self._group.start(name)
         timeout_s = _READY_S + _READY_S_PER_RANK * self.size
-        orders = {name: self._order(name, rank, timeout_s) for name, rank in self.names.items()}
-        return cast(dict[str, Ready], self._crew.ask(orders, timeout_s + _LATER_S, "start"))
+        orders = {
+            name: rank_start(self._plan, self._request, rank, name, self._group.directory, timeout_s)
+            for name, rank in self.names.items()
+        }
+        return cast(dict[str, Ready], self._group.ask(orders, timeout_s + _LATER_S, "start"))
 
     def floor(self, kind: FloorKind) -> float | None:
         """Measure a limit of this machine on the first prefill rank, in GB/s; nothing else may run."""
         name = self.of_role("prefill")[0]
-        answer = self._crew.ask({name: Floors(kind)}, _FLOORS_S, f"{kind} floor")[name]
+        answer = self._group.ask({name: Floors(kind)}, _FLOORS_S, f"{kind} floor")[name]
         return cast(FloorMeasured, answer)["gb_per_s"]
 
     def probe(self) -> Probed:
         """What writes and copies cost on the first prefill rank; nothing else may run."""
         name = self.of_role("prefill")[0]
-        return cast(Probed, self._crew.ask({name: Probe()}, _FLOORS_S, "probe")[name])
+        return cast(Probed, self._group.ask({name: Probe()}, _FLOORS_S, "probe")[name])
 
     def prepare(
         self, lot: int, path: str, rooms: Sequence[Room], poison: bool, doing: str, pipeline: str = "off"
@@ -150,12 +134,12 @@ class Fleet:
     def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, VerifyReport]:
         """Check what landed, on every decode rank."""
         orders: dict[str, Command] = {name: Verify(mode) for name in self.of_role("decode")}
-        answers = self._crew.ask(orders, self._patience(rooms) + self._sweep_s, f"verifying {doing}")
+        answers = self._group.ask(orders, self._patience(rooms) + self._sweep_s, f"verifying {doing}")
         return cast(dict[str, VerifyReport], answers)
 
     def idle(self, seconds: float) -> None:
         """Let time pass; a rank that dies meanwhile is an error."""
-        self._crew.wait(seconds, "hold")
+        self._group.wait(seconds, "hold")
 
     def stop(self) -> dict[str, Stopped]:
         """Have every rank close its agent."""
@@ -163,12 +147,7 @@ class Fleet:
 
     def close(self) -> dict[str, int]:
         """End every process and remove every file of the fleet; the exit status of each rank."""
-        try:
-            return self._crew.close()
-        finally:
-            for name in self.names:
-                remove_admin_socket(name)
-            shutil.rmtree(self._directory, ignore_errors=True)
+        return self._group.close()
 
     def __enter__(self) -> Fleet:
         return self
@@ -179,40 +158,14 @@ class Fleet:
         self.close()
 
     def _all(self, command: Command, timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
-        return self._crew.ask(dict.fromkeys(self.names, command), timeout_s, doing)
-
-    def _order(self, name: str, rank: PlannedRank, timeout_s: float) -> Start:
-        plan = self._plan
-        instances = range(len(self._request.prefill))
-        return Start(
-            name=name,
-            fleet_dir=str(self._directory),
-            role=rank["role"],
-            instance=rank["instance"],
-            unique=rank["unique"],
-            prefill=self._request.prefill,
-            bootstraps=tuple(f"ipc://{self._directory}/bootstrap-{instance}" for instance in instances),
-            decode=self._request.decode,
-            shape=plan["shape"],
-            page_size=plan["page_size"],
-            page_order=plan["page_order"],
-            pool_pages=rank["pool_pages"],
-            state_slots=rank["state_slots"],
-            aux_slots=plan["aux_slots"],
-            seed=self._request.seed,
-            config=plan["config"],
-            timeout_s=timeout_s,
-            faulty=bool(self._faults),
-            device=rank["device"],
-            compute=plan["compute"],
-        )
+        return self._group.ask(dict.fromkeys(self.names, command), timeout_s, doing)
 
     def _tick(self) -> None:
         self._pauses.tick()
         self._on_tick()
 
     def _signal(self, place: str, number: signal.Signals) -> None:
-        self._crew.ranks[self._by_place[place]].signal(number)
+        self._group.ranks[self._by_place[place]].signal(number)
 
     def _patience(self, rooms: Sequence[Room]) -> float:
         """Seconds that these rooms may take: far more than they do, and not for ever."""

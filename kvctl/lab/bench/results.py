@@ -102,9 +102,5 @@ class Results:
 
 
 def _explained(wrong: Mismatch) -> str:
-    where = f"room {wrong['room']} layer {wrong['layer']} {wrong['kv']} token {wrong['token']} head {wrong['head']} "
-    if wrong["kv"] == "aux":
-        where = f"room {wrong['room']} aux "
-    elif wrong["kv"] == "stray":
-        where = f"layer {wrong['layer']} "
-    return f"{where}dim {wrong['dim']}: expected {wrong['expected']}, found {wrong['found']} ({wrong['hint']})"
+    where = f"room {wrong['room']} {wrong['where']}" if wrong["room"] else wrong["where"]
+    return f"{where}: expected {wrong['expected']}, found {wrong['found']} ({wrong['hint']})"

@@ -6,13 +6,13 @@ many rooms a rank can have at once is decided here, because it is the router tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
+from pathlib import Path
 
-from kvctl.lab.demo.paths import rank_names
-from kvctl.lab.demo.planner import plan as ask_planner
 from kvctl.lab.ranks.bench_messages import Load, Plan, PlannedRank, PlanRequest, Sizes, Start, Tokens
+from kvctl.lab.ranks.planner import plan, rank_start
 
 Setting = str | int | float | bool
 
@@ -106,31 +106,34 @@ class SteadyPlan:
         times = self.timings
         return times["bootstrap_timeout_s"] + 2 * times["waiting_timeout_s"] + times["lost_s"] + 5
 
+    @property
+    def request(self) -> PlanRequest:
+        """The request for shape and ranks; pools are sized by `start`."""
+        return PlanRequest(
+            prefill=self.prefill,
+            decode=self.decode,
+            loads=(Load(1, Tokens(values=(self.tokens[1],))),),
+            memory_bytes=1 << 40,
+            seed=self.seed,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype="bf16",
+            kind="mha",
+            page_size=self.page_size,
+            rooms=1,
+            transport=self.transport,
+            ring_mb=self.ring,
+            chunk_tokens=self.chunk_tokens,
+        )
+
     def resolve(self) -> Plan:
         """Shape and ranks from the planner.
 
         Raises:
             CliError: it cannot be, with the arithmetic; or the agent's side is not installed.
         """
-        return ask_planner(
-            PlanRequest(
-                prefill=self.prefill,
-                decode=self.decode,
-                loads=(Load(1, Tokens(values=(self.tokens[1],))),),
-                memory_bytes=1 << 40,
-                seed=self.seed,
-                layers=self.layers,
-                kv_heads=self.kv_heads,
-                head_dim=self.head_dim,
-                dtype="bf16",
-                kind="mha",
-                page_size=self.page_size,
-                rooms=1,
-                transport=self.transport,
-                ring_mb=self.ring,
-                chunk_tokens=self.chunk_tokens,
-            )
-        )
+        return plan(self.request)
 
     def prefixed(self, prefix: str) -> SteadyPlan:
         """The same fleet whose ranks' names begin like this."""
@@ -141,34 +144,19 @@ class SteadyPlan:
             absent=frozenset(prefix + name for name in self.absent),
         )
 
-    def settings(self, plan: Plan) -> dict[str, Setting]:
-        """Configuration of every agent."""
-        return {**plan["config"], **_TRANSFER_WORKERS, **SHORT_TIMINGS, **self.config, "staging_ring_mb": self.ring}
-
-    def start(self, name: str, rank: PlannedRank, plan: Plan, directory: str, timeout_s: float) -> Start:
-        """What one rank is told of itself."""
+    def start(
+        self, name: str, rank: PlannedRank, planned: Plan, directory: Path, timeout_s: float, faults: str
+    ) -> Start:
+        """What one rank is told of itself; `faults` are in force there from the first moment."""
         pages = -(-self.tokens[1] // self.page_size)
-        return Start(
-            name=name,
-            fleet_dir=directory,
-            role=rank["role"],
-            instance=rank["instance"],
-            unique=rank["unique"],
-            prefill=self.prefill,
-            bootstraps=tuple(f"ipc://{directory}/bootstrap-{instance}" for instance in range(len(self.prefill))),
-            decode=self.decode,
-            shape=plan["shape"],
+        ring = self.odd_rings.get(name, self.ring)
+        return replace(
+            rank_start(planned, self.request, rank, name, directory, timeout_s),
             page_size=self.odd_pages.get(name, self.page_size),
-            page_order="random",
             pool_pages=1 + self.slots * pages,
-            state_slots={},
             aux_slots=self.slots,
-            seed=self.seed,
-            config={**self.settings(plan), "staging_ring_mb": self.odd_rings.get(name, self.ring)},
-            timeout_s=timeout_s,
+            config={**planned["config"], **_TRANSFER_WORKERS, **SHORT_TIMINGS, **self.config, "staging_ring_mb": ring},
+            steady=True,
+            faults=faults,
+            verify=self.verify,
         )
-
-
-def named(ranks: Sequence[PlannedRank], prefix: str) -> dict[str, PlannedRank]:
-    """The ranks by name."""
-    return {prefix + name: rank for name, rank in zip(rank_names(ranks), ranks, strict=True)}

@@ -5,43 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvctl.lab.demo.artifacts import Artifacts
-from kvctl.lab.demo.failures import FleetError
 from kvctl.lab.demo.fault_runner import FaultRunner
 from kvctl.lab.demo.leak_watch import LeakWatch
 from kvctl.lab.demo.room_accounting import SUCCESS, Room
-from kvctl.lab.demo.router import SHORT_GAP_S
 from kvctl.lab.demo.scenario_context import Direction, Play
 from kvctl.lab.demo.schedule import ScheduledFault
-from kvctl.lab.demo.steady import Event, SteadyFleet
-from kvctl.lab.demo.traffic import DeadlineMissed, Traffic
+from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.demo.traffic import DeadlineMissed, Traffic, TrafficOptions
+from kvctl.lab.ranks.errors import FleetError
+from kvctl.lab.ranks.group import Event
 
 LINE_EVERY_S = 1.0
 _SHOWN_FINDINGS = 20
 _SERVE_S = 60.0
 _TURN_S = 0.05
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is asked of the fleet.
-
-    Args:
-        rate: rooms a second; 0: as many as the plan's concurrency allows.
-        aborts: share of rooms that somebody gives up.
-        everywhere: faults in force at every rank, all the time.
-        longest_gap_s: time between two forwards of a room at most.
-    """
-
-    rate: float = 0.0
-    bursty: bool = False
-    aborts: float = 0.0
-    everywhere: str = ""
-    longest_gap_s: float = SHORT_GAP_S
 
 
 class Soak:
@@ -54,8 +35,9 @@ class Soak:
     def __init__(
         self,
         fleet: SteadyFleet,
-        load: Load,
+        options: TrafficOptions,
         strikes: Sequence[ScheduledFault],
+        everywhere: str = "",
         evidence: Path | None = None,
         scene: Play | None = None,
         say: Callable[[str], None] = lambda line: None,
@@ -64,20 +46,14 @@ class Soak:
 
         Args:
             fleet: it has been started.
+            everywhere: faults in force at every rank, all the time.
             evidence: directory for what is known of findings.
             scene: what is played beside the traffic; it tells `say` what it did.
         """
         self.fleet = fleet
         self.watch = LeakWatch(fleet)
-        self.traffic = Traffic(
-            fleet,
-            rate=load.rate,
-            bursty=load.bursty,
-            aborts=load.aborts,
-            longest_gap_s=load.longest_gap_s,
-            on_event=self._heard,
-        )
-        self._everywhere = load.everywhere
+        self.traffic = Traffic(fleet, options, self._heard)
+        self._everywhere = everywhere
         self._faulty: set[tuple[str, int]] = set()
         self.chaos = FaultRunner(self.traffic, strikes, fleet.plan.seed)
         self._scene = Direction(self.traffic, scene, say) if scene is not None else None

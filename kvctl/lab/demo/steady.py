@@ -1,91 +1,32 @@
-"""A fleet that lives on whatever happens to its ranks: they are killed, paused, resumed and restarted one by one.
+"""A fleet whose ranks are killed, paused, resumed, replaced and restarted one by one.
 
-Where a bench ends with the first rank that dies, here a death is an event like any other. Call everything from the
-thread that started the fleet: the kernel ends ranks when that thread ends.
+A bench ends with the first rank that dies; here an exit is an event like any other: kind `died` where nobody had told
+the rank to end, `former-died` for a process that was replaced. Call everything from the thread that started the fleet:
+the kernel ends ranks when that thread ends.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import selectors
-import shutil
-import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 from types import TracebackType
-from typing import IO, Any, NamedTuple, cast
+from typing import cast
 
-import orjson
-
-from kvctl.lab.demo.failures import FleetError
-from kvctl.lab.demo.paths import free_prefix, rank_names, remove_admin_socket, temporary
-from kvctl.lab.demo.plan import SteadyPlan, named
-from kvctl.lab.demo.process import ChildProcess
+from kvctl.lab.demo.plan import SteadyPlan
 from kvctl.lab.demo.schedule import replaceable
-from kvctl.lab.ranks.bench_messages import FLEET_PREFIX, PlannedRank
-from kvctl.lab.ranks.steady_messages import Command, Leave, Met, News, Serve, SetFault, Tell, Usage
+from kvctl.lab.ranks.bench_messages import PlannedRank, Stop
+from kvctl.lab.ranks.errors import FleetError
+from kvctl.lab.ranks.group import TICK_S, Event, RankGroup, rank_names
+from kvctl.lab.ranks.process import RankProcess
+from kvctl.lab.ranks.steady_messages import Command, Met, SetFault, Tell, Usage
 from kvctl_agent.contract.admin import SOCKET_DIR_VARIABLE
 
-CLOSE_S = 10.0
-"""Time that ranks get to close their agents before they are killed."""
-
-_TICK_S = 0.2
 # Engines take seconds of processor time to import, and ranks share the cores.
 _START_S = 60.0
 _START_S_PER_RANK = 3.0
-# Told to a paused rank, lines wait here; a socket's buffer is not theirs to fill.
-_MOST_WAITING_BYTES = 8 << 20
-
-
-class Event(NamedTuple):
-    """Something that a rank said or that happened to its process.
-
-    `kind` is that of `News`, or `died`: its process ended unasked, `data` has `returncode` and `words`; or
-    `former-died`: so did a process that was replaced.
-    """
-
-    rank: str
-    kind: str
-    data: Mapping[str, Any]
-    at_ns: int
-
-
-class _Process(ChildProcess):
-    """One life of a rank; `leaving`: it was told to end."""
-
-    def __init__(self, rank: SteadyRank, argv: Callable[[int], list[str]], env: Mapping[str, str]) -> None:
-        self.rank = rank
-        self.leaving = False
-        self.news: list[News] = []
-        self._unsent = bytearray()
-        super().__init__(rank.name, argv, env)
-
-    def take(self, line: Mapping[str, Any]) -> None:
-        self.news.append(cast(News, line))
-
-    def garbled(self, error: str) -> None:
-        self.news.append(News(kind="fatal", data={"code": "Garbled", "message": error}))
-
-    def post(self, command: Command) -> None:
-        """Hand over a command without waiting; what the socket does not take waits for `flush`."""
-        if len(self._unsent) < _MOST_WAITING_BYTES:
-            self._unsent += orjson.dumps({"do": command.do, "args": command}) + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what waits, as much as goes."""
-        with contextlib.suppress(BlockingIOError):
-            while self._unsent:
-                try:
-                    del self._unsent[: self.channel.send(self._unsent)]
-                except (BrokenPipeError, ConnectionResetError):
-                    self._unsent.clear()  # it is gone, and its exit says more
 
 
 class SteadyRank:
@@ -98,22 +39,20 @@ class SteadyRank:
         instances: prefill instances that it can exchange rooms with, by what it said last; empty until it serves.
         lives: processes started so far.
         started_ns, met_ns: when this life began, and when it said that it can serve (0: not yet).
-        doing: what it said last that it waits for.
         former: the process that was replaced, until it has ended; nothing that it says counts any more.
     """
 
     def __init__(self, name: str, planned: PlannedRank) -> None:
         self.name = name
         self.planned = planned
-        self.process: _Process | None = None
-        self.former: _Process | None = None
+        self.process: RankProcess | None = None
+        self.former: RankProcess | None = None
         self.paused = False
         self.instances: list[int] = []
         self.incarnation = ""
         self.lives = 0
         self.started_ns = 0
         self.met_ns = 0
-        self.doing = ""
 
     @property
     def running(self) -> bool:
@@ -146,14 +85,13 @@ class SteadyFleet:
             CliError: it cannot be, or the agent's side is not installed.
         """
         self._planned = plan.resolve()
-        prefix = free_prefix(rank_names(self._planned["ranks"]))
-        self.plan = plan.prefixed(prefix)
-        self.ranks = {name: SteadyRank(name, rank) for name, rank in named(self._planned["ranks"], prefix).items()}
-        self.directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=temporary()))
-        self._selector = selectors.DefaultSelector()
+        planned = self._planned["ranks"]
+        self._group = RankGroup(rank_names(planned))
+        self.plan = plan.prefixed(self._group.prefix)
+        self.ranks = {name: SteadyRank(name, rank) for name, rank in zip(self._group.names, planned, strict=True)}
+        self.directory = self._group.directory
         self._waiting: list[Event] = []
         self._tokens = 0
-        self._closed = False
 
     def of_role(self, role: str) -> list[str]:
         """Names of the ranks of a role."""
@@ -176,13 +114,13 @@ class SteadyFleet:
         able = self._able()
         instances = {rank.planned["instance"] for rank in able if rank.planned["role"] == "prefill"}
         while missing := [rank for rank in able if not _complete(rank, instances)]:
-            for event in self._listen(_TICK_S):
+            for event in self._listen(TICK_S):
                 self._waiting.append(event)
                 if event.kind in ("died", "fatal"):
                     raise FleetError(f'rank "{event.rank}" did not come up: {_words(event)}')
             if time.monotonic() > deadline:
                 first = missing[0]
-                waits = f": {first.doing}" if first.doing else ""
+                waits = f": {first.process.doing}" if first.process and first.process.doing else ""
                 raise FleetError(f'rank "{first.name}" was not ready within {timeout_s:g} s{waits}')
 
     def _able(self) -> list[SteadyRank]:
@@ -208,21 +146,18 @@ class SteadyFleet:
         rank = self.ranks[name]
         if rank.process is not None:
             raise ValueError(f"{name} is running; kill it first")
-        environment = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
-        start = self.plan.start(name, rank.planned, self._planned, str(self.directory), _START_S)
+        environment = {}
+        start = self.plan.start(name, rank.planned, self._planned, self.directory, _START_S, faults)
         if rank.former is not None:  # it still has its sockets
             elsewhere = self._elsewhere()
             environment[SOCKET_DIR_VARIABLE] = str(elsewhere)
             bootstraps = tuple(f"ipc://{elsewhere / Path(each).name}" for each in start.bootstraps)
             start = replace(start, bootstraps=bootstraps)
-        rig = [sys.executable, "-m", "kvctl.lab.ranks", "steady", "--name", name, "--parent", str(os.getpid()), "--fd"]
-        process = rank.process = _Process(rank, lambda fd: [*rig, str(fd)], environment)
+        rank.process = self._group.start(name, environment)
         rank.lives += 1
         rank.started_ns, rank.met_ns = time.monotonic_ns(), 0
-        rank.paused, rank.instances, rank.doing = False, [], ""
-        for file in (process.channel, process.output, process.exit_fd):
-            self._selector.register(file, selectors.EVENT_READ, process)
-        process.post(Serve(start, faults, self.plan.verify))
+        rank.paused, rank.instances = False, []
+        rank.process.send(start)
 
     def _elsewhere(self) -> Path:
         """A new directory for a process, with links to the registries: its control socket will be beside them."""
@@ -271,9 +206,9 @@ class SteadyFleet:
         if (former := self.ranks[name].former) is not None:
             former.leaving = True
             if kill:
-                former.kill()
+                former.signal(SIGKILL)
             else:
-                former.post(Leave())
+                former.send(Stop())
 
     def _signal(self, name: str, number: Signals) -> None:
         process = self.ranks[name].process
@@ -286,7 +221,7 @@ class SteadyFleet:
         """Hand a command to a rank without waiting; nothing where it is not running."""
         process = self.ranks[name].process
         if process is not None:
-            process.post(command)
+            process.send(command)
 
     def fault(self, name: str, spec: str, seconds: float | None = None) -> None:
         """Put a fault of `contract.faults` in force at a rank; `clear` ends all."""
@@ -299,13 +234,27 @@ class SteadyFleet:
 
     def _listen(self, timeout_s: float) -> list[Event]:
         """What happens from now on."""
-        events = []
-        heard = {id(key.data): key.data for key, _ in self._selector.select(timeout_s)}
-        for process in self._processes():
-            process.flush()
-        for process in heard.values():
-            events += self._hear(process)
-        return events
+        return [found for event in self._group.listen(timeout_s) if (found := self._take(event)) is not None]
+
+    def _take(self, event: Event) -> Event | None:
+        """Note what an event says of its rank; None: it is of no interest to anybody else."""
+        rank, process = self.ranks[event.rank], event.process
+        former = process is rank.former
+        if event.kind == "exited":
+            if former:
+                rank.former = None
+            else:
+                rank.process, rank.instances, rank.paused = None, [], False
+            if process.leaving and event.data["returncode"] in ((0, -SIGKILL) if former else (0,)):
+                return None
+            return event._replace(kind="former-died" if former else "died")
+        if former:
+            return None
+        if event.kind == "met":
+            met = cast(Met, event.data)
+            rank.instances, rank.incarnation = met["instances"], met["incarnation"]
+            rank.met_ns = rank.met_ns or event.at_ns
+        return event
 
     def usage(self, timeout_s: float = 10.0, sweep: bool = False) -> dict[str, Usage]:
         """What every serving rank holds.
@@ -324,7 +273,7 @@ class SteadyFleet:
         found: dict[str, Usage] = {}
         deadline = time.monotonic() + timeout_s
         while missing := {name for name in asked - found.keys() if self.ranks[name].running}:
-            for event in self._listen(_TICK_S):
+            for event in self._listen(TICK_S):
                 if event.kind == "usage" and event.data["token"] == token:
                     found[event.rank] = cast(Usage, event.data)
                 else:
@@ -333,79 +282,20 @@ class SteadyFleet:
                 raise FleetError(f"{', '.join(sorted(missing))} did not say within {timeout_s:g} s what they hold")
         return found
 
-    def _processes(self) -> list[_Process]:
-        """All that run, those included that were replaced."""
-        return [each for rank in self.ranks.values() for each in (rank.process, rank.former) if each is not None]
-
-    def _hear(self, process: _Process) -> list[Event]:
-        rank, former = process.rank, process is process.rank.former
-        process.hear()
-        ended = process.returncode is not None
-        if ended:
-            process.hear()  # what it said between the first look and its end
-        now_ns = time.monotonic_ns()
-        news, process.news = process.news, []
-        events = [Event(rank.name, line["kind"], line["data"], now_ns) for line in news if not former]
-        for event in events:
-            if event.kind == "met":
-                met = cast(Met, event.data)
-                rank.instances, rank.incarnation = met["instances"], met["incarnation"]
-                rank.met_ns = rank.met_ns or now_ns
-            elif event.kind == "progress":
-                rank.doing = str(event.data.get("doing", ""))
-        # What is at its end for ever would wake us at once, for ever.
-        if process.hung_up or ended:
-            self._deaf(process.channel)
-        if process.silent or ended:
-            self._deaf(process.output)
-        if ended:
-            self._deaf(process.exit_fd)
-            words, code = process.last_words, process.returncode
-            process.reap()
-            if former:
-                rank.former = None
-            else:
-                rank.process, rank.instances, rank.paused = None, [], False
-            if not process.leaving or code not in ((0, -SIGKILL) if former else (0,)):
-                kind = "former-died" if former else "died"
-                events.append(Event(rank.name, kind, {"returncode": code, "words": words}, now_ns))
-        return events
-
-    def _deaf(self, file: IO[bytes] | socket.socket | int) -> None:
-        """Listen to it no more."""
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(file)
-
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> dict[str, int]:
         """End every process and remove every file of the fleet; the exit status of each rank that did not end well."""
-        if self._closed:
-            return {}
-        self._closed = True
-        bad: dict[str, int] = {}
-        for process in self._processes():
-            process.leaving = True
-            process.signal(SIGCONT)
-            process.post(Leave())
-        deadline = time.monotonic() + CLOSE_S
+        running = list(self._group.running)
         try:
-            while self._processes() and time.monotonic() < deadline:
-                # Output is still read: a rank that cannot print cannot exit.
-                for event in self._listen(_TICK_S):
-                    if event.kind in ("died", "former-died"):
-                        bad[event.rank] = event.data["returncode"]
-        finally:
-            for process in self._processes():
-                process.kill()
-                process.reap()
-                bad[process.name] = -SIGKILL
-            for rank in self.ranks.values():
-                rank.process = rank.former = None
-                remove_admin_socket(rank.name)
-            self._selector.close()
-            shutil.rmtree(self.directory, ignore_errors=True)
-        return bad
+            for process in running:
+                process.signal(SIGCONT)
+                process.send(Stop())
+        finally:  # a second Ctrl-C must not leave anything behind
+            self._group.close()
+        for rank in self.ranks.values():
+            rank.process = rank.former = None
+        return {process.name: process.returncode for process in running if process.returncode}
 
     def __enter__(self) -> SteadyFleet:
         return self

@@ -9,14 +9,15 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
-from kvctl.lab.demo.failures import FleetError
 from kvctl.lab.demo.room_accounting import SUCCESS, Disturbance, Room, RoomAccounting, names
 from kvctl.lab.demo.router import SHORT_GAP_S, Choice, Manner, Router
-from kvctl.lab.demo.steady import Event, SteadyFleet
+from kvctl.lab.demo.steady import SteadyFleet
 from kvctl.lab.faults.specification import FAULTS_BY_NAME, parse_faults
+from kvctl.lab.ranks.errors import FleetError
+from kvctl.lab.ranks.group import Event
 from kvctl.lab.ranks.steady_messages import Abort, Ended, OpenRoom, Released, SendRoom
 
 _TICK_S = 0.05
@@ -30,6 +31,23 @@ _LOST = FAULTS_BY_NAME["control-loss"].explains
 
 class DeadlineMissed(FleetError):
     """Something did not happen in time; says what was waited for."""
+
+
+@dataclass(frozen=True)
+class TrafficOptions:
+    """How rooms come and go.
+
+    Args:
+        rate: rooms a second; 0: as many at all times as the plan was made for.
+        bursty: with a rate, most rooms come close together.
+        aborts: share of rooms that one of their ranks gives up.
+        longest_gap_s: most time between two forwards of a room.
+    """
+
+    rate: float = 0.0
+    bursty: bool = False
+    aborts: float = 0.0
+    longest_gap_s: float = SHORT_GAP_S
 
 
 class Traffic:
@@ -47,21 +65,12 @@ class Traffic:
     def __init__(
         self,
         fleet: SteadyFleet,
-        *,
-        concurrency: int | None = None,
-        rate: float = 0.0,
-        bursty: bool = False,
-        aborts: float = 0.0,
-        longest_gap_s: float = SHORT_GAP_S,
+        options: TrafficOptions = TrafficOptions(),
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         """Nothing is opened before `run` or `until`.
 
         Args:
-            concurrency: rooms in flight at most; None: what the plan was made for.
-            rate: rooms a second; 0: as many as `concurrency` allows.
-            aborts: share of rooms that somebody gives up.
-            longest_gap_s: time between two forwards of a room at most.
             on_event: told of everything that ranks say and of their deaths.
         """
         plan = fleet.plan
@@ -78,12 +87,11 @@ class Traffic:
             tokens=plan.tokens,
             page_size=plan.page_size,
             slots=plan.slots,
-            concurrency=plan.concurrency if concurrency is None else concurrency,
-            aborts=aborts,
-            longest_gap_s=longest_gap_s,
+            concurrency=plan.concurrency,
+            aborts=options.aborts,
+            longest_gap_s=options.longest_gap_s,
         )
-        self._rate = rate
-        self._bursty = bursty
+        self._options = options
         self._on_event = on_event
         self._next_at = time.monotonic()
         self._overdue_at = 0.0
@@ -257,9 +265,9 @@ class Traffic:
     # ---- within -------------------------------------------------------------------------------------------------
 
     def _open_due(self, now: float) -> None:
-        if self._rate:
+        if self._options.rate:
             while self._next_at <= now:
-                self._next_at += self._router.gap_s(self._rate, self._bursty)
+                self._next_at += self._router.gap_s(self._options.rate, self._options.bursty)
                 self._open_one()
             return
         while self._open_one():

@@ -1,6 +1,6 @@
-"""The synthetic worker: a real Agent with a real pool, and content that anyone can check without its source.
+"""The synthetic worker, one process per rank, and how ranks are planned, started, driven and stopped.
 
-`kvctl bench` starts one process of it per rank; the messages between them are in `kvctl.lab.ranks.bench_messages`.
+A worker has a real Agent with a real pool, and content that any decode rank can verify without its source.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""What `kvctl bench` and the synthetic worker (`kvctl.lab.ranks`) say to each other.
+"""Requests and plans of benches, and the messages between a parent and its rank processes.
 
-The bench is torch-free and must not know layouts, pools or engines; the rig must not know tables or options. So the
-bench asks `rig plan` for a `Plan`, starts one rig process per planned rank, and leads all of them through phases
-(ready, floors, prepare, run, verify) with one JSON line down and one up per rank and phase. Within a phase no rank
-waits for the bench: the rooms of a run are driven by the ranks alone.
+A bench leads all its ranks through phases (start, floors, prepare, run, verify) with one command down and one answer up
+per rank and phase. Within a run no rank waits for the bench: the rooms of a run are driven by the ranks alone. Demos
+and soaks use the commands of `contract.steady` over the same channel.
 
-A line down is `{"do": <command name>, "args": {...}}`; a line up is a `Reply`. End of file on the channel means that
-the other side is gone: a rank then closes its agent and exits.
+The channel carries lines of JSON. A line down is `{"do": <command name>, "args": {...}}`; a line up is a `Message`. End
+of file on the channel means that the other side is gone: a rank then closes its agent and exits.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Lines:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# bench → `rig plan`
+# bench → planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +243,7 @@ class PlanRequest:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# `rig plan` → bench
+# planner → bench
 
 
 class PlannedDraft(TypedDict):
@@ -352,7 +351,7 @@ class PlannedLoad(TypedDict):
 
 
 class Plan(TypedDict):
-    """Answer of `rig plan`."""
+    """The ranks, pools and loads of a fleet."""
 
     shape: PlannedShape
     page_size: int
@@ -372,18 +371,6 @@ class Plan(TypedDict):
     aux_slots: int
     config: dict[str, str | int | float | bool]  # the agents' configuration
     notes: list[str]  # what people should know: a limit that was applied, and why
-
-
-class PlanError(TypedDict):
-    """Why there is no plan; `code` is `usage` or `unavailable`."""
-
-    code: str
-    message: str
-
-
-class PlanReply(TypedDict):
-    plan: NotRequired[Plan]
-    error: NotRequired[PlanError]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,6 +402,10 @@ class Start:
 
     `bootstraps` are the endpoints of the prefill instances; `instance` is -1 for a decode rank. `faulty`: its agent is
     one that faults can be injected into. `device` is the number of its GPU, or HOST; `compute` one of `COMPUTES`.
+
+    `steady`: its rooms come one by one, by the commands of `contract.steady`; then `Start` is not answered, and `Met`
+    follows once the rank can serve, and again when more instances can. `faults` are in force from the first moment,
+    and with `verify` it compares what lands with what was sent, and watches its free pages.
     """
 
     do: ClassVar[str] = "start"
@@ -438,6 +429,9 @@ class Start:
     faulty: bool = False
     device: int = HOST
     compute: str = "sleep"
+    steady: bool = False
+    faults: str = ""
+    verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,19 +496,18 @@ class Stop:
     do: ClassVar[str] = "stop"
 
 
-Command = Start | Floors | Probe | Prepare | Run | Verify | Stop
-COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in (Start, Floors, Probe, Prepare, Run, Verify, Stop)}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # rank → bench
 
 
-class Reply(TypedDict):
-    """One line up: the `answer` to a command, `progress` on the way, or the `fatal` error the rank ends with."""
+class Message(TypedDict):
+    """One line up.
 
-    kind: Literal["answer", "progress", "fatal"]
-    to: str  # the command's name
+    `answer` to a command, `progress` on the way (data: `doing`), the `fatal` error that the rank ends with, or a report
+    of `contract.steady`.
+    """
+
+    kind: Literal["answer", "progress", "fatal", "met", "ended", "released", "usage", "faults"]
     data: dict[str, Any]
 
 
@@ -523,12 +516,6 @@ class Fatal(TypedDict):
 
     code: str
     message: str
-
-
-class Progress(TypedDict):
-    """Data of a `progress` reply: what the rank waits for or does now."""
-
-    doing: str
 
 
 class Gpu(TypedDict):
@@ -617,17 +604,14 @@ class RunReport(TypedDict):
 
 
 class Mismatch(TypedDict):
-    """The first byte of a room that is not what the pattern says; global layer and head numbers.
+    """The first byte of a room, or of a page or aux row that nothing was owed to (room 0), that is not as it must be.
 
-    Of a state component `layer` counts its own layers and `token` the rows of its items.
+    `where` names the global layer, the plane ("k", "latent", "draft k", a state component), the token and the global
+    head; of a state component the layer counts its own layers and the token the rows of its items.
     """
 
     room: int
-    layer: int
-    kv: str  # the plane: "k", "v", "latent", "k_scale", "draft k", a state component, "aux" or "stray"
-    token: int
-    head: int
-    dim: int
+    where: str
     expected: str
     found: str
     hint: str

@@ -68,15 +68,19 @@ def count_gpus() -> int:
 
 
 def free_bytes(gpu: int) -> int:
-    """Free memory of one GPU, now that a process more has it open.
+    """Free memory of one GPU while one more process has a context on it; the context is released again.
 
     Raises:
         DeviceUnavailable, DeviceError: there is no such GPU, or it cannot be asked.
     """
     label = f"GPU {gpu}"
-    context = driver.Context(driver.checked(driver.load().cuDeviceGet(gpu), label), label)
-    with context.visit():
-        free, _ = driver.checked(driver.load().cuMemGetInfo(), f"{label}: its memory cannot be asked for")
+    device = driver.checked(driver.load().cuDeviceGet(gpu), label)
+    context = driver.Context(device, label)
+    try:
+        with context.visit():
+            free, _ = driver.checked(driver.load().cuMemGetInfo(), f"{label}: its memory cannot be asked for")
+    finally:
+        driver.load().cuDevicePrimaryCtxRelease(device)  # ranks need what a context takes of the GPU
     return int(free)
 
 

@@ -1,4 +1,4 @@
-"""Ties a rank's life to the bench's: when the bench is gone, however it went, the rank closes its agent and exits.
+"""Ends a rank process when its parent is gone, however it ended: the rank closes its agent and exits.
 
 Two threads lead to the same end. The kernel sends SIGTERM when the parent dies, and the channel's reader sees end of
 file, also where the parent only dropped this rank. Either way the main thread gets `Abandoned`, so that `finally`
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Abandoned(BaseException):
-    """The bench is gone. Not an Exception: nothing on the way up may take it for an error of its own."""
+    """The parent is gone. Not an Exception: nothing on the way up may take it for an error of its own."""
 
 
 def tie_to_parent(parent_pid: int) -> None:
@@ -29,12 +29,12 @@ def tie_to_parent(parent_pid: int) -> None:
         Abandoned: it is dead already.
     """
     signal.signal(signal.SIGTERM, _abandoned)
-    # The kernel means the parent's thread that started us: the bench starts ranks from its main thread.
+    # The kernel means the thread of the parent that started us: ranks are started from its main thread.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:  # it died before the line above
-        raise Abandoned(f"the bench (pid {parent_pid}) is gone")
+        raise Abandoned(f"the parent (pid {parent_pid}) is gone")
 
 
 def abandon() -> None:
@@ -48,4 +48,4 @@ def abandon() -> None:
 def _abandoned(signum: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # both ways may fire; unwinding must not be cut short
     faulthandler.dump_traceback_later(GRACE_S, exit=True)
-    raise Abandoned("the bench is gone")
+    raise Abandoned("the parent is gone")

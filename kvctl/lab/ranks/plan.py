@@ -1,7 +1,6 @@
-"""Turns a bench's request into a plan, or says with the arithmetic why it cannot be: in one short, torch-free process.
+"""Turns the request of a bench or demo into a plan, or refuses it with the arithmetic; imports no torch.
 
-It joins what neither the bench nor the agent knows: geometry from `layout`, what makes sense to ask for from `resolve`,
-and what fits this machine's memory from `sizing`.
+It joins geometry from `layout`, legal combinations from `resolve`, and what fits this machine's memory from `sizing`.
 """
 
 from __future__ import annotations

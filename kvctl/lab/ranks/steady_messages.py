@@ -1,8 +1,7 @@
-"""What a fleet that lives on (`kvctl.lab.demo`) and its ranks (`kvctl.lab.ranks.steady`) say to each other.
+"""Commands and messages of a fleet that lives on: rooms come at any time, and nothing is awaited.
 
-A bench leads its ranks through phases; here both sides talk whenever they have something to say. A line down is
-`{"do": <command name>, "args": {...}}`, a line up is `News`; nothing is answered, and nobody waits for an answer. End
-of file on the channel means that the other side is gone: a rank then closes its agent and exits.
+A bench leads its ranks through phases; here both sides send whenever they have something to send, over the same
+channel. No command of this module is answered: the messages below report what came of it.
 
 A room has a number, used once in a fleet's life, and an index that decides its content, so that a decode rank can
 verify it alone.
@@ -11,28 +10,13 @@ verify it alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import ClassVar, TypedDict, get_args
 
-from kvctl.lab.ranks.bench_messages import Start
+from kvctl.lab.ranks.bench_messages import Floors, Mismatch, Prepare, Probe, Run, Start, Stop, Verify
 from kvctl_agent.contract.snapshots import Failure
 
 # ---------------------------------------------------------------------------------------------------------------------
 # fleet → rank
-
-
-@dataclass(frozen=True, slots=True)
-class Serve:
-    """First line down: who this rank is. `Met` follows once it can serve, and again when more instances can.
-
-    Args:
-        faults: specs of `contract.faults` in force from the first moment: a restart under a clock that was set back.
-        verify: compare what lands with what was sent, and watch the free pages.
-    """
-
-    do: ClassVar[str] = "serve"
-    start: Start
-    faults: str = ""
-    verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +87,12 @@ class Tell:
     sweep: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Close the agent and exit."""
-
-    do: ClassVar[str] = "leave"
-
-
-Command = Serve | OpenRoom | SendRoom | Abort | SetFault | Tell | Leave
-COMMANDS: dict[str, type[Command]] = {
-    kind.do: kind for kind in (Serve, OpenRoom, SendRoom, Abort, SetFault, Tell, Leave)
-}
+Command = Start | Floors | Probe | Prepare | Run | Verify | OpenRoom | SendRoom | Abort | SetFault | Tell | Stop
+COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in get_args(Command)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # rank → fleet
-
-
-class News(TypedDict):
-    """One line up. `progress` carries `contract.rig.Progress`, `fatal` carries `contract.rig.Fatal`."""
-
-    kind: Literal["progress", "met", "ended", "released", "usage", "faults", "left", "fatal"]
-    data: dict[str, Any]
 
 
 class Met(TypedDict):
@@ -132,16 +100,6 @@ class Met(TypedDict):
 
     instances: list[int]
     incarnation: str
-
-
-class Mismatch(TypedDict):
-    """The first byte of a room, or of a free page, that is not what it must be."""
-
-    room: int
-    where: str  # layer, plane, token, head
-    expected: str
-    found: str
-    hint: str
 
 
 class Ended(TypedDict):
@@ -174,16 +132,13 @@ class Usage(TypedDict):
     rss_bytes: int
     fds: int
     threads: int
-    sockets: int
     rooms: int
     records: int
     ring_bytes: int
     ring_used_bytes: int
     quarantined_bytes: int
     buffers_in_use: int
-    peers: dict[str, str]  # state by name
     strays: list[Mismatch]
-    counters: dict[str, float]  # metric name → sum over its labels
 
 
 class FaultsNow(TypedDict):

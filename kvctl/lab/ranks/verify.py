@@ -14,7 +14,7 @@ import numpy as np
 from kvctl.lab.ranks.bench_messages import Mismatch, Room, VerifyReport
 from kvctl.lab.ranks.content import AUX_ROW_BYTES, Content
 from kvctl.lab.ranks.page_assignment import Pages, unused_pages
-from kvctl.lab.ranks.pattern import POISON, Bytes, PlaneId, Wrong, aux_row, trace
+from kvctl.lab.ranks.pattern import POISON, PlaneId, Wrong, aux_row, trace
 from kvctl.lab.ranks.plane_view import PlaneView
 
 MAX_MISMATCHES = 8
@@ -58,11 +58,7 @@ def verify_room(content: Content, room: Room, mode: str, report: VerifyReport) -
             sheet, wrong = found
             return Mismatch(
                 room=room.number,
-                layer=sheet.layer,
-                kv=deck.name,
-                token=wrong.at,
-                head=wrong.head,
-                dim=wrong.dim,
+                where=f"layer {sheet.layer} {deck.name} token {wrong.at} head {wrong.head} dim {wrong.dim}",
                 expected=wrong.expected.hex(),
                 found=wrong.found.hex(),
                 hint=_origin(content, deck, wrong),
@@ -104,11 +100,7 @@ def _verify_aux(content: Content, room: Room) -> Mismatch | None:
     hint = "never written" if (found == POISON).all() else "another room's, or damaged"
     return Mismatch(
         room=room.number,
-        layer=0,
-        kv="aux",
-        token=0,
-        head=0,
-        dim=at,
+        where=f"aux dim {at}",
         expected=wanted[at : at + 1].tobytes().hex(),
         found=found[at : at + 1].tobytes().hex(),
         hint=hint,
@@ -122,16 +114,16 @@ def _strays(content: Content) -> Iterator[Mismatch]:
         what = "item" if deck.held.segment.state else "page"
         for sheet, page, found in content.store.written(deck, quiet):
             at = int(np.flatnonzero(found != POISON)[0])
-            row, dim = divmod(at, rows.row_bytes)
-            in_page, head = divmod(row, rows.heads)
-            where = f"{deck.name} {what} {page} was owed nothing but was written to"
-            yield _stray(found[at:], where, sheet.layer, in_page, rows.head_lo + head, dim // rows.element_bytes)
+            dim = at % rows.row_bytes // rows.element_bytes
+            hint = f"{deck.name} {what} {page} was owed nothing but was written to"
+            yield stray(f"layer {sheet.layer} dim {dim}", int(found[at]), hint)
     used = {room.slot for room in content.rooms.values()}
     for slot in (slot for slot in range(content.start.aux_slots) if slot not in used):
         found = content.aux()[slot]
         if (found != POISON).any():
             at = int(np.flatnonzero(found != POISON)[0])
-            yield _stray(found[at:], f"aux row {slot} was owed nothing but was written to", 0, 0, 0, at)
+            hint = f"aux row {slot} was owed nothing but was written to"
+            yield stray(f"layer 0 dim {at}", int(found[at]), hint)
 
 
 def _quiet_pages(content: Content, deck: PlaneView) -> Pages:
@@ -141,15 +133,6 @@ def _quiet_pages(content: Content, deck: PlaneView) -> Pages:
     return np.concatenate([unused_pages(assigned, deck.num_slots), *cached])
 
 
-def _stray(found: Bytes, hint: str, layer: int, token: int, head: int, dim: int) -> Mismatch:
-    return Mismatch(
-        room=0,
-        layer=layer,
-        kv="stray",
-        token=token,
-        head=head,
-        dim=dim,
-        expected=f"{POISON:02x}",
-        found=found[:1].tobytes().hex(),
-        hint=hint,
-    )
+def stray(where: str, found: int, hint: str) -> Mismatch:
+    """A byte that was written although nothing was owed there."""
+    return Mismatch(room=0, where=where, expected=f"{POISON:02x}", found=f"{found:02x}", hint=hint)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvctl.lab.faults import FaultyAgent
 from kvctl.lab.faults.aborts import Aborts
@@ -21,6 +21,7 @@ from kvctl.lab.ranks.bench_messages import (
     FloorMeasured,
     Floors,
     Prepare,
+    Probe,
     Probed,
     Ready,
     Room,
@@ -33,9 +34,11 @@ from kvctl.lab.ranks.bench_messages import (
 from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
 from kvctl.lab.ranks.geometry import model_shape
 from kvctl.lab.ranks.gpu_roofline import device_gb_per_s, peer_gb_per_s
+from kvctl.lab.ranks.steady_messages import Command
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.memory.huge_pages import HugePageMemory
 from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s
 from kvctl_agent.paths.calibration import measure_copies
@@ -153,6 +156,30 @@ class Worker(ABC):
         if kind == "device":
             return device_gb_per_s(device)
         return peer_gb_per_s(device, next(iter(self.agent.connections.by_peer.values()), None))
+
+    def look(self) -> float | None:
+        """Nothing is due between two commands."""
+        return None
+
+    def handle(self, command: Command) -> Mapping[str, Any]:
+        """Carry out a command; returns the answer.
+
+        Raises:
+            LocalProtocolError: it is none of a bench.
+        """
+        match command:
+            case Floors():
+                return self.floors(command)
+            case Probe():
+                return self.probe()
+            case Prepare():
+                self.prepare(command)
+                return {}
+            case Run():
+                return self.run(command)
+            case Verify():
+                return self.verify(command)
+        raise LocalProtocolError(f"{self.start.name} belongs to a bench, which has no {command.do}")
 
     @abstractmethod
     def bootstraps(self) -> tuple[str, ...]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
-from kvctl.lab.replay.messages import AgentVerdict, ReplayRequest, Shrunk
-from kvctl.lab.replay.messages import Breach as BreachTold
 from kvctl.lab.replay.player import Breach, play
 from kvctl.lab.replay.recordings import AgentRecording, InputSegment
 from kvctl.lab.replay.regression import write_test
@@ -16,25 +15,69 @@ from kvctl.lab.replay.shrink import Shorter, shrink
 Progress = Callable[[str], None]
 
 
-def judge(agents: Sequence[AgentRecording], request: ReplayRequest, progress: Progress) -> list[AgentVerdict]:
-    """A verdict for each agent; the test that is asked for is written for the first breach.
+class BreachReport(TypedDict):
+    """The first invariant that was broken."""
+
+    invariant: str
+    text: str
+    number: int  # of the input
+    at_ns: int  # wall clock
+    room: str | None
+    story: list[str]  # the last inputs that concern it, and what each led to
+
+
+class ShrunkReport(TypedDict):
+    """A shorter trace that breaks the same invariant."""
+
+    inputs: int
+    story: list[str]
+    early: bool  # time was up before nothing more could be left out
+    fresh: bool  # it begins with a new machine and needs no checkpoint
+
+
+class AgentVerdict(TypedDict):
+    """The result of one agent's replay, as `kvctl replay -o json` prints it."""
+
+    agent: str
+    role: str
+    incarnation: str
+    inputs: int
+    rooms: int
+    pieces: int  # stretches without a gap
+    missed: int  # inputs that the agent did not record
+    dropped: int  # inputs that were no longer kept
+    first_at_ns: int | None
+    last_at_ns: int | None
+    notes: list[str]
+    breach: BreachReport | None
+    shrunk: ShrunkReport | None
+    test: str  # path of the test that was written; empty
+
+
+def judge(
+    agents: Sequence[AgentRecording], shrink_s: float | None, test: Path | None, progress: Progress
+) -> list[AgentVerdict]:
+    """A verdict for each agent.
+
+    Args:
+        shrink_s: time limit for shortening the trace of a breach; None: do not shorten it.
+        test: file for a test that repeats the first breach; None: write none.
 
     Raises:
         RecordingError: a recording is damaged.
         OSError: the test cannot be written.
     """
-    wanted = request["write_test"]
     verdicts: list[AgentVerdict] = []
     for agent in agents:
         agent.check()
-        verdict = _one(agent, request, wanted, progress)
+        verdict = _one(agent, shrink_s, test, progress)
         if verdict["test"]:
-            wanted = ""
+            test = None
         verdicts.append(verdict)
     return verdicts
 
 
-def _one(agent: AgentRecording, request: ReplayRequest, wanted: str, progress: Progress) -> AgentVerdict:
+def _one(agent: AgentRecording, shrink_s: float | None, test: Path | None, progress: Progress) -> AgentVerdict:
     header = agent.header
     stretches = agent.stretches()
     whole = sum(stretch.count for stretch in stretches)
@@ -77,13 +120,13 @@ def _one(agent: AgentRecording, request: ReplayRequest, wanted: str, progress: P
             continue
         verdict["breach"] = _told(breach, offset_ns)
         short: Shorter | None = None
-        if request["shrink"]:
+        if shrink_s is not None:
             progress(f"{agent.name}: making the trace shorter")
-            short = shrink(start, items[: played.inputs], breach, request["shrink_s"])
+            short = shrink(start, items[: played.inputs], breach, shrink_s)
             verdict["shrunk"] = _shrunk(short)
-        if wanted:
-            test = short or Shorter(start, items[: played.inputs], breach, early=False, fresh=False)
-            verdict["test"] = str(write_test(Path(wanted), header, test))
+        if test is not None:
+            trace = short or Shorter(start, items[: played.inputs], breach, early=False, fresh=False)
+            verdict["test"] = str(write_test(test, header, trace))
         if number < len(stretches):
             verdict["notes"].append("what follows the breach was not run")
         break
@@ -109,7 +152,7 @@ def _notes(agent: AgentRecording, stretches: Sequence[InputSegment]) -> list[str
     return notes
 
 
-def _told(breach: Breach, offset_ns: int) -> BreachTold:
+def _told(breach: Breach, offset_ns: int) -> BreachReport:
     return {
         "invariant": breach.invariant,
         "text": breach.text,
@@ -120,7 +163,7 @@ def _told(breach: Breach, offset_ns: int) -> BreachTold:
     }
 
 
-def _shrunk(short: Shorter) -> Shrunk:
+def _shrunk(short: Shorter) -> ShrunkReport:
     return {
         "inputs": len(short.inputs),
         "story": list(short.breach.story),

@@ -63,10 +63,8 @@ def ranks_of(directory: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if (
-                b"kvctl.lab.ranks" in words
-                and b"rank" in words
-                and f"KVCTL_SOCKET_DIR={directory}".encode() in ((entry / "environ").read_bytes().split(b"\0"))
+            if b"kvctl.lab.ranks" in words and f"KVCTL_SOCKET_DIR={directory}".encode() in (
+                (entry / "environ").read_bytes().split(b"\0")
             ):
                 found.append(int(entry.name))
     return found

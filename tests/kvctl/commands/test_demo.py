@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.paths import rank_names
 from kvctl.lab.demo.plan import CALM_TIMINGS, SteadyPlan
 from kvctl.lab.demo.scenarios import SCENARIOS, Scenario
 from kvctl.lab.faults.specification import FAULTS_BY_NAME
+from kvctl.lab.ranks.group import rank_names
 from kvctl.render.demo import MOMENTS, RANKS, blocks, totals
 from kvctl.render.report import Grid, Text
 from kvctl_agent.contract.config import KEYS_BY_NAME

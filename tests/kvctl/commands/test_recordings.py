@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvctl.client import recordings
-from kvctl.lab.replay import process
+from kvctl.lab.replay import recordings as recordings_of_replay
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
+from kvctl_agent.errors import RecordingError, RecordingVersionError, RequestRefused
 
 
 def read(path: Path) -> list[form.Frame]:
@@ -35,7 +35,7 @@ def test_all_agents_go_into_one_file(fleet: Any, kvctl: Any, tmp_path: Path) -> 
     for number, name in headers.items():
         blobs = [frame for frame in found if frame.kind == form.BLOB and frame.about["agent"] == number]
         assert [frame.about["kind"] for frame in blobs] == ["checkpoint", "inputs"]
-        assert form.decompress(blobs[0].body) == name.encode()
+        assert form.unpacked(blobs[0].body) == name.encode()
     assert "decode-1: 7 inputs were not recorded" in outcome.err
     assert f"kvctl replay {path}" in outcome.err
     assert [each.name for each in tmp_path.iterdir()] == ["all.kvrec"]
@@ -103,7 +103,7 @@ def test_where_inputs_are_refused_there_are_moments_still(start: Any, kvctl: Any
     assert outcome.code == 7
     assert "decode-0: inputs needs level operate" in outcome.err
     assert "record_inputs" not in outcome.err
-    assert [frame.kind for frame in read(path)] == [form.HEAD, form.MOMENT, form.ANSWERS]
+    assert [frame.kind for frame in read(path)] == [form.HEAD, form.MOMENT, form.SEEN]
 
 
 def test_where_nobody_answers_an_old_recording_stays(kvctl: Any, tmp_path: Path) -> None:
@@ -180,37 +180,39 @@ BROKEN = {
 
 
 @pytest.fixture
-def answer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the replaying process says."""
+def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Replaces the verdicts on `a.kvrec`, a recording of two agents; returns the calls of `judge`."""
     asked: list[Any] = []
+    agents = [SimpleNamespace(name=name) for name in ("decode-0", "prefill-0")]
+    monkeypatch.setattr(recordings_of_replay, "load", lambda path: agents)
+    (tmp_path / "a.kvrec").touch()
 
-    def make(reply: dict[str, Any]) -> list[Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            asked.append(json.loads(kwargs["input"]))
-            return subprocess.CompletedProcess(args, 0, json.dumps(reply).encode())
+    def make(verdicts: list[Any] | Exception) -> list[Any]:
+        def judged(*args: Any) -> Any:
+            asked.append(args)
+            if isinstance(verdicts, Exception):
+                raise verdicts
+            return verdicts
 
-        monkeypatch.setattr(process.subprocess, "run", run)
+        monkeypatch.setattr("kvctl.lab.replay.verdicts.judge", judged)
         return asked
 
     return make
 
 
 def test_a_clean_recording_exits_0(answer: Any, kvctl: Any, tmp_path: Path) -> None:
-    path = tmp_path / "a.kvrec"
-    path.touch()
-    asked = answer({"agents": [VERDICT]})
-    outcome = kvctl("replay", str(path), "-o", "table", "--agent", "decode-0", "--no-shrink")
+    asked = answer([VERDICT])
+    outcome = kvctl("replay", str(tmp_path / "a.kvrec"), "-o", "table", "--agent", "decode-0", "--no-shrink")
     assert (outcome.code, outcome.err) == (0, "")
     assert "clean" in outcome.out
     assert "1,234" in outcome.out
-    assert asked[0]["agents"] == ["decode-0"]
-    assert asked[0]["shrink"] is False
+    agents, shrink_s, test, _ = asked[0]
+    assert ([agent.name for agent in agents], shrink_s, test) == (["decode-0"], None, None)
 
 
 def test_a_breach_is_told_with_its_story_and_exits_1(answer: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.kvrec"
-    path.touch()
-    answer({"agents": [VERDICT, BROKEN]})
+    answer([VERDICT, BROKEN])
     outcome = kvctl("replay", str(path), "-o", "table", "--write-test", "test_it.py")
     assert outcome.code == 1
     for told in ("prefill-0 broke transfer-gated at input 77", "3 inputs are enough", "time was up", "test_it.py"):
@@ -221,23 +223,32 @@ def test_a_breach_is_told_with_its_story_and_exits_1(answer: Any, kvctl: Any, tm
 
 
 @pytest.mark.parametrize(
-    ("code", "exits"), [("version", 6), ("unreadable", 1), ("unknown-agent", 2), ("unavailable", 1), ("unwritable", 1)]
+    ("error", "exits"),
+    [
+        (RecordingVersionError("so it is"), 6),
+        (RecordingError("so it is"), 1),
+        (OSError(errno.ENOSPC, "so it is", "test_it.py"), 1),
+    ],
 )
 def test_what_cannot_be_replayed_has_its_own_exit(
-    code: str, exits: int, answer: Any, kvctl: Any, tmp_path: Path
+    error: Exception, exits: int, answer: Any, kvctl: Any, tmp_path: Path
 ) -> None:
-    path = tmp_path / "a.kvrec"
-    path.touch()
-    answer({"error": {"code": code, "message": "so it is"}})
-    outcome = kvctl("replay", str(path))
+    answer(error)
+    outcome = kvctl("replay", str(tmp_path / "a.kvrec"))
     assert (outcome.code, outcome.out) == (exits, "")
     assert "so it is" in outcome.err
 
 
-def test_a_file_that_is_no_recording_is_refused_by_the_real_process(kvctl: Any, tmp_path: Path) -> None:
+def test_an_agent_that_the_recording_lacks_is_wrong_usage(answer: Any, kvctl: Any, tmp_path: Path) -> None:
+    outcome = kvctl("replay", str(tmp_path / "a.kvrec"), "--agent", "decode-9")
+    assert outcome.code == 2
+    assert "has no agent decode-9; it has decode-0, prefill-0" in outcome.err
+
+
+def test_a_file_that_is_no_recording_is_refused(kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("what is this")
     outcome = kvctl("replay", str(path))
     assert outcome.code == 1
-    assert f"{path}: it is not a kvctl recording" in outcome.err
+    assert f"{path}: it is no recording of kvctl" in outcome.err
     assert kvctl("replay", str(tmp_path / "missing")).code == 2

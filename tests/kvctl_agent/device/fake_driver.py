@@ -117,6 +117,9 @@ class FakeDriver:
     def cuDevicePrimaryCtxRetain(self, device):
         return (*OK, 1000 + device)
 
+    def cuDevicePrimaryCtxRelease(self, device):
+        return OK
+
     def cuCtxSetCurrent(self, context):
         self.stack[-1:] = [context]
         return OK

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvctl.lab.ranks.gpus import free_bytes
 from kvctl_agent.device.base import Device
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
@@ -123,3 +124,12 @@ def test_a_forked_child_is_told_so(driver):
     driver.failing["cuCtxPushCurrent"] = (driver.CUresult.CUDA_ERROR_NOT_INITIALIZED,)
     with pytest.raises(DeviceError, match="forked by a process that has used it: start workers by spawn"):
         device.allocate(MIB)
+
+
+def test_asking_for_free_memory_leaves_no_context_behind(driver):
+    assert free_bytes(1) == driver.free_bytes
+    assert driver.calls["cuDevicePrimaryCtxRetain"] == driver.calls["cuDevicePrimaryCtxRelease"] == 1
+    driver.failing["cuMemGetInfo"] = (driver.CUresult.CUDA_ERROR_NOT_INITIALIZED,)
+    with pytest.raises(DeviceError, match="GPU 1: its memory cannot be asked for"):
+        free_bytes(1)
+    assert driver.calls["cuDevicePrimaryCtxRetain"] == driver.calls["cuDevicePrimaryCtxRelease"] == 2

@@ -222,8 +222,8 @@ class DecodeRanks(Ranks):
             report = verify(rank.content, "full")
             nbytes += report["bytes"]
             problems += [
-                f"{rank.start.name}: room {wrong['room']} layer {wrong['layer']} {wrong['kv']} token {wrong['token']} "
-                f"head {wrong['head']} dim {wrong['dim']}: {wrong['found']}, not {wrong['expected']}: {wrong['hint']}"
+                f"{rank.start.name}: room {wrong['room']} {wrong['where']}: {wrong['found']}, not {wrong['expected']}: "
+                f"{wrong['hint']}"
                 for wrong in report["mismatches"]
             ]
         return Checked(nbytes, problems)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvctl.lab.ranks.bench_messages import Room, VerifyReport
+from kvctl.lab.ranks.bench_messages import Mismatch, Room, VerifyReport
 from kvctl.lab.ranks.bench_messages import Start as RankStart
 from kvctl.lab.ranks.content import Content
 from kvctl.lab.ranks.page_assignment import Pages
 from kvctl.lab.ranks.pattern import POISON
-from kvctl.lab.ranks.steady_messages import Mismatch
-from kvctl.lab.ranks.verify import verify_room
+from kvctl.lab.ranks.verify import stray, verify_room
 from kvctl_agent.layout.chunks import page_count
 from kvctl_agent.memory.pool import KVPool
+
+_HINT = "written although no room had it"
 
 
 class PageAllocator:
@@ -72,11 +73,7 @@ class PageAllocator:
         report = VerifyReport(rooms=1, bytes=0, mismatches=[], bad_rooms=[])
         wrong = verify_room(self.content, room, "full", report)
         if wrong is not None:
-            where = f"layer {wrong['layer']} {wrong['kv']} token {wrong['token']} head {wrong['head']}"
-            shown = Mismatch(
-                room=number, where=where, expected=wrong["expected"], found=wrong["found"], hint=wrong["hint"]
-            )
-            return report["bytes"], shown
+            return report["bytes"], wrong
         before = len(self.strays)
         self._look(self.pages(number)[: room.prefix_tokens // self._page_size], [])
         return report["bytes"], self.strays.pop() if len(self.strays) > before else None
@@ -101,17 +98,14 @@ class PageAllocator:
         for deck in self.content.decks:
             for sheet, page, found in self.content.store.written(deck, pages):
                 at = int(np.flatnonzero(found != POISON)[0])
-                self._stray(f"layer {sheet.layer} {deck.name} page {page} byte {at}", int(found[at]))
+                where = f"layer {sheet.layer} {deck.name} page {page} byte {at}"
+                self.strays.append(stray(where, int(found[at]), _HINT))
                 self._poison(pages, [])
         aux = self.content.aux()
         for slot in slots:
             if (aux[slot] != POISON).any():
-                self._stray(f"aux row {slot}", int(aux[slot][aux[slot] != POISON][0]))
+                self.strays.append(stray(f"aux row {slot}", int(aux[slot][aux[slot] != POISON][0]), _HINT))
                 aux[slot] = POISON
-
-    def _stray(self, where: str, found: int) -> None:
-        hint = "written although no room had it"
-        self.strays.append(Mismatch(room=0, where=where, expected=f"{POISON:02x}", found=f"{found:02x}", hint=hint))
 
     def _poison(self, pages: Pages, slots: list[int]) -> None:
         for deck in self.content.decks:

@@ -302,7 +302,7 @@ def test_ratios_are_to_the_best_floor_seen():
     assert row["write_ratio"] is None
 
 
-WRONG = Mismatch(room=901, layer=3, kv="V", token=17, head=1, dim=5, expected="aa", found="bb", hint="never written")
+WRONG = Mismatch(room=901, where="layer 3 V token 17 head 1 dim 5", expected="aa", found="bb", hint="never written")
 
 
 def test_one_wrong_byte_spoils_the_result_and_is_told():

@@ -1,10 +1,12 @@
-"""A whole planned fleet in this process: real workers and agents over a real engine, led as a bench leads them."""
+"""A whole planned fleet in this process, led as a bench leads it; and scripted ranks that misbehave on demand."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from kvctl.lab.ranks.bench_messages import (
     Load,
     Plan,
+    PlannedRank,
     PlanRequest,
     Prepare,
     Room,
@@ -25,7 +28,9 @@ from kvctl.lab.ranks.bench_messages import (
     Verify,
     VerifyReport,
 )
+from kvctl.lab.ranks.group import RankGroup
 from kvctl.lab.ranks.plan import make_plan
+from kvctl.lab.ranks.planner import rank_start
 from kvctl.lab.ranks.worker import Worker
 from kvctl.lab.ranks.worker_decode import DecodeWorker
 from kvctl.lab.ranks.worker_prefill import PrefillWorker
@@ -113,31 +118,10 @@ class Fleet:
     def _all(self, action: Callable[[Worker], Any]) -> dict[str, Any]:
         return dict(zip(self.workers, self._pool.map(action, self.workers.values()), strict=True))
 
-    def _start(self, rank: Mapping[str, Any], directory: str) -> Start:
-        request = self._request
+    def _start(self, rank: PlannedRank, directory: str) -> Start:
         prefix = f"p{rank['instance']}-" if rank["instance"] >= 0 else ""
-        return Start(
-            name=f"{prefix}{rank['role']}-{rank['unique']}",
-            fleet_dir=directory,
-            role=rank["role"],
-            instance=rank["instance"],
-            unique=rank["unique"],
-            prefill=request.prefill,
-            bootstraps=tuple(f"ipc://{directory}/b{instance}" for instance in range(len(request.prefill))),
-            decode=request.decode,
-            shape=self.plan["shape"],
-            page_size=request.page_size,
-            page_order=request.page_order,
-            pool_pages=rank["pool_pages"],
-            state_slots=rank["state_slots"],
-            aux_slots=self.plan["aux_slots"],
-            seed=request.seed,
-            config=self.plan["config"],
-            timeout_s=TIMEOUT_S,
-            faulty=bool(request.faults),
-            device=rank["device"],
-            compute=self.plan["compute"],
-        )
+        name = f"{prefix}{rank['role']}-{rank['unique']}"
+        return rank_start(self.plan, self._request, rank, name, directory, TIMEOUT_S)
 
 
 @pytest.fixture
@@ -153,3 +137,34 @@ def fleet() -> Iterator[Callable[..., Fleet]]:
             return started
 
         yield start
+
+
+_SCRIPT = """
+import json, os, signal, socket, sys, time
+channel = socket.socket(fileno=int(sys.argv[-1]))
+lines = channel.makefile("rwb")
+def say(kind, **data):
+    lines.write(json.dumps(dict(kind=kind, data=data)).encode() + b"\\n"); lines.flush()
+def answer(line, **data):
+    say("answer", **data)
+BODY
+"""
+
+StartRank = Callable[..., None]
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
+    monkeypatch.setattr("kvctl.lab.ranks.group.CLOSE_S", 0.2)  # most scripted ranks do not care that we hang up
+    with contextlib.closing(RankGroup()) as group:
+        yield group
+
+
+@pytest.fixture
+def start(group: RankGroup) -> StartRank:
+    """Starts a rank that runs `body`, in which `lines`, `say` and `answer` are defined."""
+
+    def start(name: str, body: str = "for line in lines: answer(line, pid=os.getpid())") -> None:
+        group.start(name, program=[sys.executable, "-c", _SCRIPT.replace("BODY", body)])
+
+    return start

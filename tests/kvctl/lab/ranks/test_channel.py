@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from kvctl.lab.ranks.bench_messages import Lines, LineTooLong, Room, Run, Stop, Verify
+from kvctl.lab.ranks.bench_messages import Lines, LineTooLong, Room, Run, Verify
 from kvctl.lab.ranks.channel import Channel, parse_command
 from kvctl_agent.errors import RemoteProtocolError
 
@@ -23,7 +24,8 @@ class Bench:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(60)
         self.gone = threading.Event()
-        self.channel = Channel(theirs.detach(), on_gone=self.gone.set)
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.channel = Channel(theirs.detach(), self.inbox, on_gone=self.gone.set)
 
     def tell(self, command: Any) -> None:
         self.socket.sendall(orjson.dumps({"do": command.do, "args": command}) + b"\n")
@@ -46,30 +48,32 @@ def bench() -> Iterator[Bench]:
 def test_commands_arrive_as_they_were_sent(bench: Bench):
     bench.tell(Run(windows=(1, 2), timeout_s=2.5))
     bench.tell(Verify("full"))
-    assert bench.channel.receive() == Run(windows=(1, 2), timeout_s=2.5)
-    assert bench.channel.receive() == Verify("full")
+    assert bench.inbox.get(timeout=60) == Run(windows=(1, 2), timeout_s=2.5)
+    assert bench.inbox.get(timeout=60) == Verify("full")
 
 
-def test_answers_progress_and_errors_go_up(bench: Bench):
-    bench.channel.answer(Verify("full"), {"rooms": 3})
-    assert bench.heard() == {"kind": "answer", "to": "verify", "data": {"rooms": 3}}
-    bench.channel.progress("start", "waiting")
-    assert bench.heard() == {"kind": "progress", "to": "start", "data": {"doing": "waiting"}}
-    bench.channel.fatal("run", RemoteProtocolError("odd"))
-    assert bench.heard()["data"] == {"code": "RemoteProtocolError", "message": "odd"}
+def test_messages_go_up(bench: Bench):
+    bench.channel.send("answer", {"rooms": 3})
+    assert bench.heard() == {"kind": "answer", "data": {"rooms": 3}}
+
+
+def test_a_line_that_is_no_command_goes_to_the_inbox_as_an_error(bench: Bench):
+    bench.socket.sendall(b"what is this\n")
+    bench.tell(Verify("full"))
+    assert isinstance(bench.inbox.get(timeout=60), RemoteProtocolError)
+    assert bench.inbox.get(timeout=60) == Verify("full")
 
 
 def test_a_bench_that_hangs_up_is_noticed_while_nobody_reads(bench: Bench):
     bench.socket.close()
     assert bench.gone.wait(60)
-    assert bench.channel.receive() is None
+    assert bench.inbox.get(timeout=60) is None
 
 
 def test_a_bench_that_hangs_up_after_the_last_answer_is_right(bench: Bench):
-    bench.channel.last_answer(Stop(), {})
-    assert bench.heard()["to"] == "stop"
+    bench.channel.expect_end()
     bench.socket.close()
-    assert bench.channel.receive() is None
+    assert bench.inbox.get(timeout=60) is None
     assert not bench.gone.is_set()
 
 
@@ -81,7 +85,7 @@ def test_closing_our_end_is_no_news(bench: Bench):
 def test_a_bench_that_is_gone_is_no_error_of_those_who_answer(bench: Bench):
     bench.socket.close()
     for _ in range(3):
-        bench.channel.answer(Verify("full"), {})
+        bench.channel.send("answer", {})
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvctl.lab.ranks import budget, gpus, plan
-from kvctl.lab.ranks.__main__ import answer
 from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Sizes, Tokens
 from kvctl.lab.ranks.plan import make_plan
 from kvctl_agent.errors import ConfigError, DeviceUnavailable, LayoutError
@@ -158,8 +156,8 @@ def test_without_gpus_it_is_said(monkeypatch: pytest.MonkeyPatch):
         raise DeviceUnavailable("the NVIDIA driver shows no GPU: see nvidia-smi -L")
 
     monkeypatch.setattr(gpus, "count_gpus", none)
-    reply = answer(msgspec.json.encode(request()))
-    assert reply["error"] == {"code": "unavailable", "message": "the NVIDIA driver shows no GPU: see nvidia-smi -L"}
+    with pytest.raises(DeviceUnavailable, match="the NVIDIA driver shows no GPU: see nvidia-smi -L"):
+        make_plan(request())
 
 
 def test_host_pools_have_no_gpu():

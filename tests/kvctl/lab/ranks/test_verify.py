@@ -148,7 +148,7 @@ def test_the_pages_of_a_rank_do_not_depend_on_the_run(content: Content):
 
 def test_what_never_came_is_called_so(content: Content):
     (first, second) = (report for report in verify(content, "full")["mismatches"][:2])
-    assert (first["room"], first["layer"], first["kv"], first["token"], first["head"]) == (1000, 0, "k", 0, 0)
+    assert (first["room"], first["where"]) == (1000, "layer 0 k token 0 head 0 dim 0")
     assert first["hint"] == second["hint"] == "never written"
 
 
@@ -161,11 +161,7 @@ def test_a_swapped_page_is_traced_to_where_it_belongs(content: Content):
     assert report["bad_rooms"] == [0, 1]
     assert report["mismatches"][0] == {
         "room": 1000,
-        "layer": 2,
-        "kv": "v",
-        "token": PAGE,
-        "head": 0,
-        "dim": 0,
+        "where": f"layer 2 v token {PAGE} head 0 dim 0",
         "expected": report["mismatches"][0]["expected"],
         "found": report["mismatches"][0]["found"],
         "hint": "the row of room 1001 layer 2 v token 0 head 0",
@@ -177,7 +173,7 @@ def test_swapped_heads_are_found(content: Content):
     row = layer(content, 0, "k").reshape(-1, 2, 16)[content.pages(1001)[0] * PAGE]
     row[[0, 1]] = row[[1, 0]]
     (wrong,) = verify(content, "full")["mismatches"]
-    assert (wrong["room"], wrong["token"], wrong["head"]) == (1001, 0, 0)
+    assert (wrong["room"], wrong["where"]) == (1001, "layer 0 k token 0 head 0 dim 0")
     assert wrong["hint"] == "the row of room 1001 layer 0 k token 0 head 1"
 
 
@@ -185,7 +181,7 @@ def test_a_damaged_byte_is_no_ones_row(content: Content):
     receive(content)
     layer(content, 1, "k").reshape(-1, 16)[(content.pages(1000)[3] * PAGE + 2) * 2 + 1, 5] ^= 1
     (wrong,) = verify(content, "full")["mismatches"]
-    assert (wrong["layer"], wrong["token"], wrong["head"], wrong["dim"]) == (1, 14, 1, 2)
+    assert wrong["where"] == "layer 1 k token 14 head 1 dim 2"
     assert len(bytes.fromhex(wrong["found"])) == 2
 
 
@@ -193,7 +189,7 @@ def test_a_byte_in_a_page_of_nobody_is_a_stray(content: Content):
     receive(content)
     layer(content, 1, "v")[7] = 0  # page 0
     (wrong,) = verify(content, "full")["mismatches"]
-    assert (wrong["kv"], wrong["layer"]) == ("stray", 1)
+    assert (wrong["room"], wrong["where"]) == (0, "layer 1 dim 3")
     assert "v page 0 was owed nothing but was written to" in wrong["hint"]
 
 
@@ -203,7 +199,7 @@ def test_the_cached_prefix_must_not_be_written():
         assert verify(content, "full")["mismatches"] == []
         pages_of(content, 0, "k")[content.pages(1001)[0], 3] = 1
         (wrong,) = verify(content, "full")["mismatches"]
-        assert wrong["kv"] == "stray"
+        assert wrong["room"] == 0
 
 
 def test_aux_rows_are_checked_and_so_are_the_unused_ones(content: Content):
@@ -211,7 +207,7 @@ def test_aux_rows_are_checked_and_so_are_the_unused_ones(content: Content):
     content.aux()[1, 9] ^= 255
     content.aux()[2, 4] = 0
     aux, stray = verify(content, "full")["mismatches"]
-    assert (aux["room"], aux["kv"], aux["dim"]) == (1001, "aux", 9)
+    assert (aux["room"], aux["where"]) == (1001, "aux dim 9")
     assert stray["hint"] == "aux row 2 was owed nothing but was written to"
 
 
@@ -250,7 +246,8 @@ def test_everything_a_model_may_have_is_filled_and_verified():
             item = content.items[1001][each.held.segment.index][0]
             pages_of(content, number, each.name)[item, -1] ^= 1
             (wrong,) = verify(content, "full")["mismatches"]
-            assert (wrong["room"], wrong["layer"], wrong["kv"]) == (1001, number, each.name)
+            assert wrong["room"] == 1001
+            assert wrong["where"].startswith(f"layer {number} {each.name} ")
             pages_of(content, number, each.name)[item, -1] ^= 1
 
 
@@ -288,7 +285,7 @@ def test_state_moves_whole_where_a_prefix_is_cached_and_spare_items_stay_quiet()
         assert verify(content, "full")["mismatches"] == []
         pages_of(content, 0, "swa")[0, 3] = 1
         (wrong,) = verify(content, "full")["mismatches"]
-        assert (wrong["kv"], wrong["hint"]) == ("stray", "swa item 0 was owed nothing but was written to")
+        assert (wrong["room"], wrong["hint"]) == (0, "swa item 0 was owed nothing but was written to")
 
 
 def test_k_taken_for_v_is_traced():

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvctl.lab.replay import play
-from kvctl.lab.replay.messages import AgentVerdict
-from kvctl.lab.replay.verdicts import judge
+from kvctl.lab.replay.verdicts import AgentVerdict, judge
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.peer import Peer
@@ -111,8 +110,7 @@ _watermark: Any = vars(Ring)["watermark"]
 
 def judged(log: InputLog, test: Path | None = None, shrink_s: float = 30.0) -> AgentVerdict:
     agent = recorded.recording_of(log)
-    request: Any = {"path": "", "agents": [], "shrink": True, "shrink_s": shrink_s, "write_test": str(test or "")}
-    (verdict,) = judge([agent], request, lambda text: None)
+    (verdict,) = judge([agent], shrink_s, test, lambda text: None)
     return verdict
 
 

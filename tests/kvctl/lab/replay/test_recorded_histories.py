@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvctl.lab.replay import play
-from kvctl.lab.replay.messages import ReplayRequest
 from kvctl.lab.replay.recordings import AgentRecording
 from kvctl.lab.replay.verdicts import judge
 from kvctl_agent.errors import RecordingError
@@ -137,7 +136,6 @@ def test_a_checkpoint_that_is_of_no_machine_is_refused_in_words(place: str) -> N
 def test_what_is_missing_is_told_with_its_own_reason() -> None:
     for fault, told in (("TypeError: no such class", "with a fault, 5 inputs"), ("", "5 inputs were missed: too many")):
         agent = AgentRecording(header("decode-0", missed=5, fault=fault), 0)
-        request: ReplayRequest = {"path": "", "agents": [], "shrink": False, "shrink_s": 1.0, "write_test": ""}
-        (verdict,) = judge([agent], request, lambda _: None)
+        (verdict,) = judge([agent], None, None, lambda _: None)
         assert [note for note in verdict["notes"] if told in note]
         assert len(verdict["notes"]) == 2, "the other one: nothing was recorded"

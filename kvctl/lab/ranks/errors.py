@@ -1,4 +1,4 @@
-"""How a fleet can fail, each with the rank's name, what happened and the next step."""
+"""Failures of a fleet, each with the rank's name, the cause and the phase in which it happened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class FleetError(Exception):
 
 
 class RankDied(FleetError):
-    """A rank's process ended although nobody had asked it to."""
+    """A rank's process ended although it had not been told to."""
 
     def __init__(self, name: str, pid: int, returncode: int, doing: str, last_words: str) -> None:
         self.rank = name
@@ -20,7 +20,7 @@ class RankDied(FleetError):
 
 
 class RankFailed(FleetError):
-    """A rank said why it cannot go on; `code` is its error's class name."""
+    """A rank reported the error that it ends with; `code` is the error's class name."""
 
     def __init__(self, name: str, code: str, message: str, doing: str) -> None:
         self.rank = name

@@ -1,0 +1,256 @@
+"""The rank processes of one fleet: their names, their private directory, and one loop that hears all of them.
+
+One thread, one selector. However a fleet ends, `close` ends every process that was started, in order where the rank
+still can and by SIGKILL where it cannot, and removes the directory and the sockets.
+
+Control and bootstrap sockets lie in the private directory; admin sockets lie where `kvctl status` looks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import selectors
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any, NamedTuple, NoReturn
+
+from kvctl.client.endpoints import discover
+from kvctl.lab.ranks.bench_messages import FLEET_PREFIX, PlannedRank
+from kvctl.lab.ranks.errors import RankDied, RankFailed, RankOverdue
+from kvctl.lab.ranks.process import PROGRAM, RankProcess
+from kvctl.lab.ranks.steady_messages import Command
+from kvctl_agent.contract.admin import LOCK_SUFFIX, socket_dir, socket_path
+
+CLOSE_S = 10.0
+"""Time that ranks get to close their agents before they are killed; a rank gives itself 5."""
+
+TICK_S = 0.2
+_EXIT_AFTER_FATAL_S = 1.0
+# Socket names of engines and agents below the directory must fit into 107 bytes.
+_LONGEST_TMP_BYTES = 40
+
+
+class Event(NamedTuple):
+    """A message of a rank, or the end of its process: kind `exited`, with `returncode` and `words`."""
+
+    process: RankProcess
+    kind: str
+    data: Mapping[str, Any]
+    at_ns: int
+
+    @property
+    def rank(self) -> str:
+        """Name of the rank."""
+        return self.process.name
+
+
+class RankGroup:
+    """The processes of a fleet.
+
+    Attributes:
+        prefix: "" where nobody uses these names; else what sets the names of this fleet apart.
+        names: of the ranks, with the prefix.
+        directory: removed by `close`.
+        ranks: the latest process of each rank that was started.
+        running: processes that have not ended.
+    """
+
+    def __init__(self, names: Sequence[str] = (), on_tick: Callable[[], None] = lambda: None) -> None:
+        """Nothing is started yet.
+
+        Args:
+            names: of the ranks, without the prefix.
+            on_tick: called several times a second while `ask` and `wait` wait.
+        """
+        self.prefix = _free_prefix(names)
+        self.names = [self.prefix + name for name in names]
+        self.directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=_temporary()))
+        self.ranks: dict[str, RankProcess] = {}
+        self.running: list[RankProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._on_tick = on_tick
+        self._closed = False
+
+    def start(
+        self, name: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
+    ) -> RankProcess:
+        """Start a process for a rank; call it from the main thread, whose end ends the ranks.
+
+        Args:
+            environment: variables besides those of this process.
+        """
+        inherited = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
+        process = self.ranks[name] = RankProcess(name, {**inherited, **(environment or {})}, program)
+        self.running.append(process)
+        self._register(process)
+        return process
+
+    def listen(self, timeout_s: float) -> list[Event]:
+        """Wait for messages and exits, at most so long."""
+        for process in self.running:
+            if not process.hung_up:
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.flush() else 0)
+                if self._selector.get_key(process.channel).events != wanted:
+                    self._selector.modify(process.channel, wanted, process)
+        ready = {id(key.data): key.data for key, _ in self._selector.select(timeout_s)}
+        return [event for process in ready.values() for event in self._hear(process)]
+
+    def ask(self, commands: Mapping[str, Command], timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
+        """Send a command to each of some ranks and wait for all answers.
+
+        Args:
+            commands: by rank name.
+            doing: the phase, for error messages.
+
+        Raises:
+            RankDied, RankFailed, RankOverdue: the first failure of any rank; call `close` next.
+        """
+        deadline = time.monotonic() + timeout_s
+        for name, command in commands.items():
+            self.ranks[name].send(command)
+        while True:
+            self._check(doing)
+            missing = [name for name in commands if self.ranks[name].answer is None]
+            if not missing:
+                return {name: self.ranks[name].answer or {} for name in commands}
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise RankOverdue(missing[0], doing, timeout_s, self.ranks[missing[0]].doing, len(missing) - 1)
+            self.listen(min(left_s, TICK_S))
+            self._on_tick()
+
+    def wait(self, seconds: float, doing: str) -> None:
+        """Wait for so long.
+
+        Raises:
+            RankDied, RankFailed: as `ask`.
+        """
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 0:
+            self._check(doing)
+            self.listen(min(left_s, TICK_S))
+            self._on_tick()
+
+    def close(self) -> dict[str, int]:
+        """End every process, at the latest after `CLOSE_S`; remove the directory and all sockets.
+
+        Returns:
+            The exit status of the latest process of each rank, negative for a signal.
+        """
+        if not self._closed:
+            self._closed = True
+            try:
+                self._end()
+            finally:
+                self._selector.close()
+                for name in self.names:
+                    _remove_admin_socket(name)
+                shutil.rmtree(self.directory, ignore_errors=True)
+        return {name: rank.returncode or 0 for name, rank in self.ranks.items()}
+
+    def _end(self) -> None:
+        deadline = time.monotonic() + CLOSE_S
+        try:
+            for process in self.running:
+                if process.exit_fd not in self._selector.get_map():
+                    self._register(process)  # Ctrl-C came in the middle of `start`
+                if not process.leaving:
+                    process.hang_up()
+            while self.running and (left_s := deadline - time.monotonic()) > 0:
+                self.listen(min(left_s, TICK_S))  # reads output, too: a rank that cannot print cannot exit
+        finally:
+            for process in self.running:
+                process.signal(SIGKILL)  # ends a stopped process, too
+            while self.running:
+                self.running.pop().reap()
+
+    def _register(self, process: RankProcess) -> None:
+        for file in (process.channel, process.output, process.exit_fd):
+            if file not in self._selector.get_map():
+                self._selector.register(file, selectors.EVENT_READ, process)
+
+    def _hear(self, process: RankProcess) -> list[Event]:
+        messages = process.hear()
+        ended = process.returncode is not None
+        if ended:
+            messages += process.hear()  # sent between the first look and the exit
+        now_ns = time.monotonic_ns()
+        events = [Event(process, message["kind"], message["data"], now_ns) for message in messages]
+        over = (
+            (process.channel, process.hung_up),
+            (process.output, process.silent),
+            (process.exit_fd, ended),
+        )
+        for file, done in over:
+            if done or ended:  # a file at its end is always readable
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(file)
+        if ended:
+            process.reap()
+            self.running.remove(process)
+            data = {"returncode": process.returncode, "words": process.last_words}
+            events.append(Event(process, "exited", data, now_ns))
+        return events
+
+    def _check(self, doing: str) -> None:
+        """Raise the first cause: a process that was killed before the errors that its end gave others."""
+        self._check_alive(doing)
+        failed = next((rank for rank in self.ranks.values() if rank.fatal is not None), None)
+        if failed is not None:
+            self._raise_first_cause(failed, doing)
+
+    def _check_alive(self, doing: str) -> None:
+        for rank in self.ranks.values():
+            if rank not in self.running and rank.fatal is None and not (rank.leaving and rank.answer is not None):
+                raise RankDied(rank.name, rank.pid, rank.returncode or 0, doing, rank.last_words)
+
+    def _raise_first_cause(self, failed: RankProcess, doing: str) -> NoReturn:
+        """A rank that lost its peer may report so before the peer's exit is seen: listen a little longer."""
+        deadline = time.monotonic() + _EXIT_AFTER_FATAL_S
+        while failed in self.running and time.monotonic() < deadline:
+            self.listen(0.05)
+            self._check_alive(doing)
+        fatal = failed.fatal or {}
+        raise RankFailed(failed.name, str(fatal.get("code", "")), str(fatal.get("message", "")), doing)
+
+
+def rank_names(ranks: Sequence[PlannedRank]) -> list[str]:
+    """`prefill-0`, `decode-3`; with several prefill instances `p1-prefill-0`."""
+    several = any(rank["instance"] > 0 for rank in ranks)
+    names = []
+    for rank in ranks:
+        instance = f"p{rank['instance']}-" if several and rank["role"] == "prefill" else ""
+        names.append(f"{instance}{rank['role']}-{rank['unique']}")
+    return names
+
+
+def _free_prefix(names: Sequence[str]) -> str:
+    """The empty string if no agent has one of these names."""
+    found = discover()
+    taken = {endpoint.name for endpoint in (*found.live, *found.stopped)}
+    return "" if taken.isdisjoint(names) else f"b{secrets.randbelow(9000) + 1000}-"
+
+
+def _temporary() -> str:
+    configured = tempfile.gettempdir()
+    return configured if len(os.fsencode(configured)) <= _LONGEST_TMP_BYTES else "/tmp"
+
+
+def _remove_admin_socket(name: str) -> None:
+    """Remove the socket that a killed rank leaves, unless another process holds the name by now."""
+    lock = socket_dir() / f"{name}{LOCK_SUFFIX}"
+    with contextlib.suppress(OSError):
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            socket_path(name).unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
