@@ -35,7 +35,7 @@ def test_all_agents_go_into_one_file(fleet: Any, kvctl: Any, tmp_path: Path) -> 
     for number, name in headers.items():
         blobs = [frame for frame in found if frame.kind == form.BLOB and frame.about["agent"] == number]
         assert [frame.about["kind"] for frame in blobs] == ["checkpoint", "inputs"]
-        assert form.unpacked(blobs[0].body) == name.encode()
+        assert form.decompress(blobs[0].body) == name.encode()
     assert "decode-1: 7 inputs were not recorded" in outcome.err
     assert f"kvctl replay {path}" in outcome.err
     assert [each.name for each in tmp_path.iterdir()] == ["all.kvrec"]
@@ -103,7 +103,7 @@ def test_where_inputs_are_refused_there_are_moments_still(start: Any, kvctl: Any
     assert outcome.code == 7
     assert "decode-0: inputs needs level operate" in outcome.err
     assert "record_inputs" not in outcome.err
-    assert [frame.kind for frame in read(path)] == [form.HEAD, form.MOMENT, form.SEEN]
+    assert [frame.kind for frame in read(path)] == [form.HEAD, form.MOMENT, form.ANSWERS]
 
 
 def test_where_nobody_answers_an_old_recording_stays(kvctl: Any, tmp_path: Path) -> None:
@@ -250,5 +250,5 @@ def test_a_file_that_is_no_recording_is_refused(kvctl: Any, tmp_path: Path) -> N
     path.write_text("what is this")
     outcome = kvctl("replay", str(path))
     assert outcome.code == 1
-    assert f"{path}: it is no recording of kvctl" in outcome.err
+    assert f"{path}: it is not a kvctl recording" in outcome.err
     assert kvctl("replay", str(tmp_path / "missing")).code == 2
