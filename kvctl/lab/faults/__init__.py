@@ -1,10 +1,6 @@
-"""Faults inside a running agent: what it sends and hears, what its engine does, what its clock says.
+"""Fault injection into a running agent: its control channel, its transfer engine, its clock.
 
-A `FaultyAgent` is an `Agent` whose control channel and engine can be made to misbehave while it runs; the agent itself
-is the shipped one. The kinds and how they are written are in `kvctl.lab.faults.specification`.
+`specification` has the kinds of faults and their syntax; `injector` holds the faults in force; `agent` builds an agent
+under faults from the shipped parts. Importing this package alone imports nothing of the agent, because
+`kvctl bench --help` reads the specification.
 """
-
-from kvctl.lab.faults.agent import FaultyAgent
-from kvctl.lab.faults.injector import FaultInjector
-
-__all__ = ["FaultInjector", "FaultyAgent"]

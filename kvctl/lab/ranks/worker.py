@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvctl.lab.faults import FaultyAgent
 from kvctl.lab.faults.aborts import Aborts
+from kvctl.lab.faults.agent import FaultyAgent
 from kvctl.lab.faults.fault_run import FaultRun
 from kvctl.lab.faults.specification import Fault, parse_fault
 from kvctl.lab.ranks import measure

@@ -12,6 +12,9 @@ import pytest
 import zmq
 
 from kvctl_agent.contract.admin import MAGIC
+from tests.kvctl.lab.ranks.conftest import fleet
+
+__all__ = ["fleet"]
 
 
 class Client:

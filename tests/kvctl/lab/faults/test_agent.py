@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.faults import FaultyAgent
+from kvctl.lab.faults.agent import FaultyAgent
 from kvctl.lab.faults.specification import parse_faults
 from kvctl_agent.contract.states import RoomState
 

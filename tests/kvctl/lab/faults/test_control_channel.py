@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvctl.lab.faults import FaultInjector
 from kvctl.lab.faults.control_channel import FaultyControlChannel
+from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_fault
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.runtime.control_channel import ControlChannel

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.faults import FaultyAgent
+from kvctl.lab.faults.agent import FaultyAgent
 from kvctl.lab.faults.fault_run import FaultRun
 from kvctl.lab.faults.specification import parse_faults
 from kvctl.lab.ranks.bench_messages import Load, RunReport, Sizes, Tokens

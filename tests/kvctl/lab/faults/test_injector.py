@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvctl.lab.faults import FaultInjector
+from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_fault
 
 

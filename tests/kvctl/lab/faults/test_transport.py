@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvctl.lab.faults import FaultInjector
+from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_fault
 from kvctl.lab.faults.transport import FaultyTransport
 from kvctl_agent.errors import TransportError

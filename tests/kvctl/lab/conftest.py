@@ -1,0 +1,7 @@
+"""Fleets of agents in this process."""
+
+from __future__ import annotations
+
+from tests.kvctl_agent.conftest import make_fleet, model
+
+__all__ = ["make_fleet", "model"]
