@@ -19,6 +19,7 @@ from kvctl_agent.admin.actions import AdminActions
 from kvctl_agent.admin.queries import AdminQueries
 from kvctl_agent.admin.remote_endpoint import remote_endpoint
 from kvctl_agent.admin.server import AdminServer
+from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import load_settings
@@ -34,7 +35,7 @@ from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.base import BULK, DIRECT, SLICE, STAGED, Path
+from kvctl_agent.paths.base import Path
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
 from kvctl_agent.paths.direct import DirectPath
 from kvctl_agent.paths.path_chooser import PathChooser

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.descriptors import shortage
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
@@ -20,7 +21,7 @@ from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import HostCopier
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.base import BULK, DIRECT, SLICE, STAGED
+from kvctl_agent.memory.region import Region
 from kvctl_agent.paths.path_chooser import AUTO, PathChooser
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.local_info import LocalInfo, Timing
@@ -33,7 +34,7 @@ from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.page_owners import Destinations
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.transport.base import Region, Transport
+from kvctl_agent.transport.base import Transport
 
 _SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their connection
 _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512

@@ -14,7 +14,7 @@ from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recv_room import RecvRoom
-from kvctl_agent.protocol.send_room import Part, PartState, PeerTransfer, SendRoom
+from kvctl_agent.protocol.send_room import Part, PartState, PeerTransfer, SendRoom, Wait
 
 _WRITE = "its write to end"
 
@@ -145,12 +145,13 @@ def _pages_wait_for(room: SendRoom) -> str:
 
 def _part_waits_for(machine: PrefillMachine, leg: PeerTransfer, part: Part) -> str:
     """What keeps a part back whose pages are ready."""
-    if part.state is PartState.QUEUED:
-        return _WRITE
-    if part.path == "staged" and part.grant is None:
-        return f"a grant of {leg.peer}'s ring" if part.asks else "its turn to ask for a grant"
-    if part.grant is not None and not machine.peers[leg.peer].gate.open(part.grant.round, part.grant.end):
-        return f"the watermark of {leg.peer}'s ring"
+    match machine.waits_for(leg, part):
+        case Wait.WRITE:
+            return _WRITE
+        case Wait.GRANT:
+            return f"a grant of {leg.peer}'s ring" if part.asks else "its turn to ask for a grant"
+        case Wait.WATERMARK:
+            return f"the watermark of {leg.peer}'s ring"
     return f"a sign of life from {leg.peer}"
 
 

@@ -9,7 +9,7 @@ from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.grant_table import GrantedRegion, RegionState
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
-from kvctl_agent.protocol.send_room import Part, PeerTransfer
+from kvctl_agent.protocol.send_room import Part, PeerTransfer, Wait
 from kvctl_agent.telemetry.hub import Telemetry
 
 GONE = "gone"
@@ -17,24 +17,24 @@ GONE = "gone"
 
 def ring_use(machine: Machine) -> RingUse | None:
     """None where there is no ring."""
-    if not isinstance(machine, DecodeMachine) or not machine.book.ring.size_bytes:
+    if not isinstance(machine, DecodeMachine) or not machine.ring.size_bytes:
         return None
-    ring = machine.book.ring
+    ring = machine.ring
     return {
         "size_bytes": ring.size_bytes,
         "used_bytes": min(ring.used_bytes, ring.size_bytes),
         "high_water_bytes": ring.high_water_bytes,
-        "live": len(machine.book),
+        "live": len(machine.holdings()),
     }
 
 
 def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
     """None where there is no ring."""
-    if not isinstance(machine, DecodeMachine) or not machine.book.ring.size_bytes:
+    if not isinstance(machine, DecodeMachine) or not machine.ring.size_bytes:
         return None
     now = time.monotonic_ns()
-    book, ring = machine.book, machine.book.ring
-    allocations = [_allocation(machine, holding, now) for holding in book.holdings()]
+    ring = machine.ring
+    allocations = [_allocation(machine, holding, now) for holding in machine.holdings()]
     metrics, watermark = telemetry.metrics, ring.watermark
     pin = next((allocation for allocation in allocations if not allocation["aside"]), None)
     return {
@@ -56,7 +56,7 @@ def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
         },
         "granted_total": int(metrics.total("kvctl_ring_grants_total")),
         "refused_total": int(metrics.total("kvctl_ring_refusals_total")),
-        "refused_largest_bytes": book.refused_largest_bytes or None,
+        "refused_largest_bytes": machine.refused_largest_bytes or None,
         "revoked_total": int(metrics.total("kvctl_ring_revokes_total")),
     }
 
@@ -84,7 +84,7 @@ def _allocation(machine: DecodeMachine, holding: GrantedRegion, now_ns: int) -> 
         "state": holding.state.value,
         "posted": holding.posted,
         "room_state": room.state.label if room is not None and known else GONE,
-        "aside": machine.book.ring.is_aside(region.serial),
+        "aside": machine.ring.is_aside(region.serial),
     }
 
 
@@ -98,12 +98,9 @@ def gated_parts(machine: Machine) -> list[GatedPart]:
 
 def _gated(machine: PrefillMachine, leg: PeerTransfer, part: Part, now_ns: int) -> GatedPart:
     grant, asked_ns = part.grant, part.asked_ns
-    if grant is None and part.path == "staged":
-        waits = "grant"
-    elif grant is not None and not machine.peers[leg.peer].gate.open(grant.round, grant.end):
-        waits = f"watermark round {grant.round - 1} tail {grant.end}"
-    else:
-        waits = "a sign of life"
+    waits = machine.waits_for(leg, part).value
+    if grant is not None and waits == Wait.WATERMARK.value:
+        waits = f"{waits} round {grant.round - 1} tail {grant.end}"
     return {
         "room": str(leg.room),
         "peer": leg.peer,

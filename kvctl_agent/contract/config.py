@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvctl_agent.contract.choices import CP_MODES, PATHS, RANK0
 from kvctl_agent.contract.pipeline import PIPELINE_MODES
 
 Value = str | int | float | bool | None
@@ -60,7 +61,7 @@ KEYS: tuple[Key, ...] = (
         str,
         "auto",
         "Transfer path of every part; auto: the calibrated cost model chooses a path for each part.",
-        choices=("auto", "bulk", "slice", "staged", "direct"),
+        choices=("auto", *PATHS),
     ),
     Key(
         "direct_sms",
@@ -138,10 +139,10 @@ KEYS: tuple[Key, ...] = (
     Key(
         "cp_mode",
         str,
-        "rank0",
+        RANK0,
         "Which context-parallel prefill ranks send a room: rank0 (the first one), all (each sends a share of the "
         "room), all-chunk (each sends a share of every chunk), or room-hash (one, chosen by the room number).",
-        choices=("rank0", "all", "all-chunk", "room-hash"),
+        choices=CP_MODES,
         sglang="SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER",
     ),
     Key(

@@ -7,17 +7,16 @@ ranks send nothing.
 
 from __future__ import annotations
 
+from kvctl_agent.contract.choices import ALL_CHUNK, RANK0, ROOM_HASH
 from kvctl_agent.layout.chunks import Chunk, grid
 from kvctl_agent.layout.heads import mix64
-
-CP_MODES = ("rank0", "all", "all-chunk", "room-hash")
 
 
 def sole_cp_sender(mode: str, cp: int, room: int) -> int | None:
     """Return the cp rank that sends the whole room, or None if all cp ranks share it."""
-    if mode == "rank0":
+    if mode == RANK0:
         return 0
-    if mode == "room-hash":
+    if mode == ROOM_HASH:
         # Hashed twice: the plan uses the first hash to choose a head replica, and the two choices must be independent.
         return mix64(mix64(room)) % cp
     return None
@@ -47,7 +46,7 @@ def owned_cells(
         return cells if rank == sender else ()
     if cp == 1:
         return cells
-    if mode == "all-chunk":
+    if mode == ALL_CHUNK:
         narrowed = [_narrowed(cell, *_split(cell.first, cell.count, cp, rank)) for cell in cells]
     else:
         lo, hi = _split(prefix_pages, total_pages - prefix_pages, cp, rank)

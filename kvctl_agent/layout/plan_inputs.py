@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvctl_agent.contract.choices import CP_MODES, RANK0
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.context_parallel import CP_MODES
 from kvctl_agent.layout.heads import head_range
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.shape import ModelShape, Segment, segments
@@ -55,7 +55,7 @@ class PlanInputs:
     chunk_pages: int
     prefill: ParallelConfig
     decode: ParallelConfig
-    cp_mode: str = "rank0"
+    cp_mode: str = RANK0
     plan_version: int = PLAN_VERSION
 
     def __post_init__(self) -> None:

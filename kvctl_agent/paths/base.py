@@ -19,11 +19,6 @@ from kvctl_agent.paths.segment_pair import SegmentPair
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.transport.base import Prepared, Transport, Write
 
-BULK = "bulk"
-SLICE = "slice"
-STAGED = "staged"
-DIRECT = "direct"
-
 
 class PeerConnection:
     """A connection to one peer, with all that paths need to write to it.

@@ -12,8 +12,8 @@ import numpy as np
 
 from kvctl_agent.device.base import Batch, Geometry, RowCopies
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
+from kvctl_agent.memory.region import Region
 from kvctl_agent.paths.path_chooser import CopyCost, DirectCost
-from kvctl_agent.transport.base import Region
 
 _ROWS = (256, 1024, 4096)
 _DIRECT_ROW = 512

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,14 +17,16 @@ import msgspec
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.protocol.checkpoint_classes import KEPT, TOMBSTONES_KEPT, classes, names_of
+from kvctl_agent.protocol.decode.rooms import DecodeState
 from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.prefill.rooms import PrefillState
 from kvctl_agent.protocol.tombstones import Tombstones
 from kvctl_agent.protocol.value_codec import ValueCodec
 from kvctl_agent.telemetry.room_records import RoomRecord
 
-# Not state: made anew with the machine, or given to it.
-_GIVEN = frozenset({"local", "timing", "telemetry", "_actions", "_events", "_messages", "_choose", "_fallback"})
+State = DecodeState | PrefillState
+
 _LOOK_EVERY = 64  # objects between two looks at the clock
 
 
@@ -44,7 +45,7 @@ class Node(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """`state` is the machine's own attributes; `left_out` the tombstones that were too many to keep."""
+    """`state` is the fields of the machine's state; `left_out` the tombstones that were too many to keep."""
 
     local: LocalInfo
     timing: Timing
@@ -64,18 +65,19 @@ def take(machine: Machine, budget_ns: int) -> Checkpoint:
         TooSlow: it would take more than `budget_ns` of the processor's time.
     """
     walk = _Walk(time.thread_time_ns() + budget_ns)
-    state = {name: walk.value(value) for name, value in vars(machine).items() if name not in _GIVEN}
+    state = {name: walk.value(value) for name, value in vars(machine.state).items()}
     return Checkpoint(machine.local, machine.timing, state, walk.nodes, walk.left_out)
 
 
-def build(checkpoint: Checkpoint, make: Callable[[LocalInfo, Timing], Machine]) -> Machine:
-    """A machine in that state; `make` gives one as new, with silent telemetry.
+def build(checkpoint: Checkpoint) -> tuple[LocalInfo, Timing, State]:
+    """What a machine in that state is built around.
 
     Raises:
         RecordingVersionError: the machines have other fields by now.
     """
-    machine = make(checkpoint.local, checkpoint.timing)
-    expected = vars(machine).keys() - _GIVEN
+    kind: type[State] = PrefillState if checkpoint.local.role == "prefill" else DecodeState
+    state = kind(checkpoint.local, checkpoint.timing)
+    expected = vars(state).keys()
     if expected != checkpoint.state.keys():
         differ = ", ".join(sorted(expected ^ checkpoint.state.keys()))
         raise RecordingVersionError(f"recorded by another build: the machine's state differs in {differ}")
@@ -92,8 +94,8 @@ def build(checkpoint: Checkpoint, make: Callable[[LocalInfo, Timing], Machine]) 
     for shell, node in zip(shells, checkpoint.nodes, strict=True):
         _fill(shell, node, [real(value) for value in node.values])
     for name, value in checkpoint.state.items():
-        setattr(machine, name, real(value))
-    return machine
+        setattr(state, name, real(value))
+    return checkpoint.local, checkpoint.timing, state
 
 
 def pack(checkpoint: Checkpoint) -> bytes:

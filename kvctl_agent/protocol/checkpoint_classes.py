@@ -46,11 +46,9 @@ _LEAVES: frozenset[type] = frozenset(
 )
 _STATES: frozenset[type] = frozenset({RoomRecord, BusyTime})
 
-# Of what is remembered for people, only what the machines look at again.
+# Of what is remembered for people, only what the machines count on in.
 KEPT: dict[type, tuple[str, ...]] = {
     RoomRecord: (
-        "forward_begun_at",
-        "forward_done_at",
         "key",
         "landed",
         "nonce",
@@ -76,7 +74,7 @@ class Classes(NamedTuple):
 def classes() -> Classes:
     """All of them; the first call imports the whole package."""
     leaves, states = {*_ATOMS, *_LEAVES}, set(_STATES)
-    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         for kind in vars(import_module(found.name)).values():
             if not isinstance(kind, type) or kind.__module__ != found.name or issubclass(kind, BaseException):
                 continue

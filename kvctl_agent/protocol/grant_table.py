@@ -7,6 +7,7 @@ silent is set aside in the ring when others wait behind it, whatever its state.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 from kvctl_agent.protocol.messages import Grant
@@ -22,21 +23,19 @@ class RegionState(StrEnum):
     QUARANTINED = "quarantined"
 
 
+@dataclass(slots=True, eq=False)
 class GrantedRegion:
     """One region and its owner."""
 
-    __slots__ = ("at_ns", "granted_ns", "key", "nbytes", "posted", "region", "room", "state", "yields")
-
-    def __init__(self, region: Region, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> None:
-        self.region = region
-        self.room = room
-        self.key = key
-        self.nbytes = nbytes  # payload; the region is aligned up
-        self.state = RegionState.GRANTED
-        self.granted_ns = now_ns
-        self.at_ns = now_ns  # of its state, and of the latest revoke
-        self.posted = False  # its writer has said that it was too late to give it back
-        self.yields = False  # an operator wants the watermark to pass it, as soon as nobody was given its bytes too
+    region: Region
+    room: RoomKey
+    key: PartKey
+    nbytes: int  # payload; the region is aligned up
+    granted_ns: int
+    at_ns: int  # of its state, and of the latest revoke
+    state: RegionState = RegionState.GRANTED
+    posted: bool = False  # its writer has said that it was too late to give it back
+    yields: bool = False  # an operator wants the watermark to pass it, as soon as nobody was given its bytes too
 
     def grant(self) -> Grant:
         region, key = self.region, self.key
@@ -67,6 +66,10 @@ class GrantTable:
     def of_room(self, room: RoomKey) -> list[GrantedRegion]:
         return [self._by_serial[serial] for serial in self._by_room.get(room, ())]
 
+    def unread(self, room: RoomKey) -> list[GrantedRegion]:
+        """What a writer holds for a room, but for what is being scattered."""
+        return [holding for holding in self.of_room(room) if holding.state is not RegionState.LANDED]
+
     def holdings(self) -> list[GrantedRegion]:
         """All live grants, oldest first. Safe to read from another thread."""
         return list(self._by_serial.copy().values())
@@ -82,7 +85,7 @@ class GrantTable:
 
     def grant(self, room: RoomKey, key: PartKey, nbytes: int, now_ns: int) -> GrantedRegion:
         """Give a region to a part that has none; the caller has asked `ring.fits`."""
-        holding = GrantedRegion(self.ring.allocate(nbytes), room, key, nbytes, now_ns)
+        holding = GrantedRegion(self.ring.allocate(nbytes), room, key, nbytes, now_ns, now_ns)
         region = holding.region
         self._by_serial[region.serial] = holding
         self._by_part[room, key] = holding
@@ -118,6 +121,11 @@ class GrantTable:
             self.quarantined_bytes += holding.region.end - holding.region.offset
             self.ring.avoid(holding.region.serial)
             self._ungate(holding)  # its writer waits for nothing that we could tell
+
+    def quarantine_room(self, room: RoomKey) -> None:
+        """The writer may write to what it holds for this room for ever."""
+        for holding in self.unread(room):
+            self.quarantine(holding)
 
     def _ungate(self, holding: GrantedRegion) -> None:
         gated = self._gated.get(holding.room.peer)

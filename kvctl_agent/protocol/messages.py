@@ -12,6 +12,8 @@ from typing import Annotated
 
 import msgspec
 
+from kvctl_agent.contract.choices import RANK0
+
 # Minor additions keep this number; a frame of another major version is refused at Hello with both numbers.
 PROTOCOL_VERSION = 1
 
@@ -69,7 +71,7 @@ class PeerInfo(msgspec.Struct, frozen=True):
     scratch_base: U64 = 0  # where a writer may write anything, to measure the lane
     scratch_bytes: Size = 0
     stages: Stages = []  # layers of each pipeline stage; empty: even
-    cp_mode: Name = "rank0"  # of a prefill instance: the decode side takes it over
+    cp_mode: Name = RANK0  # of a prefill instance: the decode side takes it over
     shared: Annotated[list[SharedMemory], msgspec.Meta(max_length=MAX_SHARED)] = []  # pool and ring, where on a device
     unshared: Text = ""  # why they are not shared, although they are on one
     hostname: Name = ""  # for people
@@ -78,6 +80,22 @@ class PeerInfo(msgspec.Struct, frozen=True):
     def process(self) -> str:
         """Its process, in words: "process 4711 on node-3"."""
         return f"process {self.pid} on {self.hostname or 'its host'}"
+
+
+class RoomMessage(Message, frozen=True):
+    """Base of messages about one room under one nonce."""
+
+    room: U64
+    nonce: U64
+
+
+class RoomFailure(RoomMessage, frozen=True):
+    """Base of messages that carry the first cause of a room's failure."""
+
+    rank: Name
+    code: Name
+    at_ns: U64
+    text: Text
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -110,15 +128,13 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
     watermark: Mark = []  # from decode: round, tail, sequence; the only repair a lost Watermark needs
 
 
-class RoomOpen(Message, frozen=True, tag="room-open"):
+class RoomOpen(RoomMessage, frozen=True, tag="room-open"):
     """Decode → every prefill rank of the instance.
 
     `to` is the incarnation that it is meant for: a process that has just taken that one's place must not write for a
     room of which decode does not know that it has reached it.
     """
 
-    room: U64
-    nonce: U64
     pages: bytes  # int32 little-endian page indices for positions prefix_pages..total_pages
     prefix_pages: PageCount
     total_pages: PageCount
@@ -129,20 +145,12 @@ class RoomOpen(Message, frozen=True, tag="room-open"):
     to: U64 = 0
 
 
-class RoomAccepted(Message, frozen=True, tag="room-accepted"):
-    room: U64
-    nonce: U64
+class RoomAccepted(RoomMessage, frozen=True, tag="room-accepted"):
+    """Prefill → decode: the room is open here, with what is owed for it."""
 
 
-class RoomRefused(Message, frozen=True, tag="room-refused"):
+class RoomRefused(RoomFailure, frozen=True, tag="room-refused"):
     """Prefill → decode: nothing of this room is here, nor will be; carries the first cause."""
-
-    room: U64
-    nonce: U64
-    rank: Name
-    code: Name
-    at_ns: U64
-    text: Text
 
 
 class PartSpec(msgspec.Struct, frozen=True):
@@ -154,11 +162,9 @@ class PartSpec(msgspec.Struct, frozen=True):
     nbytes: Size
 
 
-class StagingRequest(Message, frozen=True, tag="staging-request"):
+class StagingRequest(RoomMessage, frozen=True, tag="staging-request"):
     """Writer → decode: all parts of a room that will be staged, so that grants are there when data is."""
 
-    room: U64
-    nonce: U64
     parts: Annotated[list[PartSpec], msgspec.Meta(max_length=1 << 18)]
 
 
@@ -174,18 +180,14 @@ class Grant(msgspec.Struct, frozen=True):
     round: U64
 
 
-class StagingGrants(Message, frozen=True, tag="staging-grants"):
-    room: U64
-    nonce: U64
+class StagingGrants(RoomMessage, frozen=True, tag="staging-grants"):
     grants: Annotated[list[Grant], msgspec.Meta(max_length=1 << 18)]
     watermark: Mark
 
 
-class StagingRefused(Message, frozen=True, tag="staging-refused"):
+class StagingRefused(RoomMessage, frozen=True, tag="staging-refused"):
     """The part can never fit: it needs `needs` bytes, the ring has `ring`."""
 
-    room: U64
-    nonce: U64
     chunk: U32
     lo: Layer
     hi: Layer
@@ -193,30 +195,24 @@ class StagingRefused(Message, frozen=True, tag="staging-refused"):
     ring: Size
 
 
-class StagingRevoke(Message, frozen=True, tag="staging-revoke"):
+class StagingRevoke(RoomMessage, frozen=True, tag="staging-revoke"):
     """Decode → writer: give an unwritten grant back."""
 
-    room: U64
-    nonce: U64
     chunk: U32
     lo: Layer
     hi: Layer
     serial: U64
 
 
-class StagingRevoked(Message, frozen=True, tag="staging-revoked"):
+class StagingRevoked(RoomMessage, frozen=True, tag="staging-revoked"):
     """Writer → decode: this serial will never be written."""
 
-    room: U64
-    nonce: U64
     serial: U64
 
 
-class TooLate(Message, frozen=True, tag="too-late"):
+class TooLate(RoomMessage, frozen=True, tag="too-late"):
     """Writer → decode: this serial has been posted already; its tag will come."""
 
-    room: U64
-    nonce: U64
     serial: U64
 
 
@@ -226,67 +222,41 @@ class Watermark(Message, frozen=True, tag="watermark"):
     sequence: U64
 
 
-class PartReady(Message, frozen=True, tag="part-ready"):
+class PartReady(RoomMessage, frozen=True, tag="part-ready"):
     """Writer → decode: these parts of a room are written; sent where the room was not confirmed in time.
 
     A rank that owed nothing has no tags, and asks with it how the room has ended.
     """
 
-    room: U64
-    nonce: U64
     tags: Tags
 
 
-class PartAck(Message, frozen=True, tag="part-ack"):
+class PartAck(RoomMessage, frozen=True, tag="part-ack"):
     """Decode → writer: the room is still open, and these tags are known."""
 
-    room: U64
-    nonce: U64
     tags: Tags
 
 
-class RoomDone(Message, frozen=True, tag="room-done"):
+class RoomDone(RoomMessage, frozen=True, tag="room-done"):
     """Decode → prefill: every planned byte is in place."""
 
-    room: U64
-    nonce: U64
 
-
-class RoomFailed(Message, frozen=True, tag="room-failed"):
+class RoomFailed(RoomFailure, frozen=True, tag="room-failed"):
     """Either way: the room failed; `rank`, `code`, `at_ns`, `text` are the first cause."""
 
-    room: U64
-    nonce: U64
-    rank: Name
-    code: Name
-    at_ns: U64
-    text: Text
 
-
-class Ack(Message, frozen=True, tag="ack"):
+class Ack(RoomMessage, frozen=True, tag="ack"):
     """Answer to RoomDone and RoomFailed (`of` is their tag)."""
 
-    room: U64
-    nonce: U64
     of: Name
 
 
-class RoomAbort(Message, frozen=True, tag="room-abort"):
+class RoomAbort(RoomFailure, frozen=True, tag="room-abort"):
     """Decode → prefill: stop, and say when nothing of yours is in flight; carries the first cause."""
 
-    room: U64
-    nonce: U64
-    rank: Name
-    code: Name
-    at_ns: U64
-    text: Text
 
-
-class RoomDrained(Message, frozen=True, tag="room-drained"):
+class RoomDrained(RoomMessage, frozen=True, tag="room-drained"):
     """Prefill → decode: nothing of this room is in flight from here, nor ever will be."""
-
-    room: U64
-    nonce: U64
 
 
 class Bye(Message, frozen=True, tag="bye"):

@@ -11,7 +11,9 @@ of its process, seen on this host, and its own word that it has drained are proo
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 from kvctl_agent.layout.parallel import RankCoord
@@ -37,6 +39,7 @@ class FormerIncarnation(NamedTuple):
     route: bytes
 
 
+@dataclass(slots=True, eq=False)
 class Peer:
     """One peer in one incarnation at a time.
 
@@ -54,62 +57,35 @@ class Peer:
         gate: on a writer, the view of this reader's ring.
     """
 
-    __slots__ = (
-        "_echo_ns",
-        "_echo_since_ns",
-        "_heartbeat_due_ns",
-        "at",
-        "differences",
-        "errors_total",
-        "former",
-        "gate",
-        "hello_due_ns",
-        "incarnation",
-        "inputs",
-        "last_error",
-        "lease",
-        "name",
-        "name_asked_by",
-        "past",
-        "proven_dead",
-        "registered",
-        "route",
-        "rtt_ns",
-        "state",
-        "timing",
-        "unlike_since_ns",
-        "watermark_sent",
-        "who",
-        "wire",
-    )
+    name: str
+    timing: Timing
+    state: PeerState = PeerState.CONNECTING
+    incarnation: int = 0
+    who: PeerInfo | None = None
+    inputs: PlanInputs | None = None
+    wire: dict[str, int | str] = field(default_factory=dict)
+    at: RankCoord = field(default=RankCoord(0, 0, 0, 0))
+    gate: RingGate = field(default_factory=RingGate)
+    lease: Lease = field(init=False)
+    route: bytes = b""
+    registered: int = 0
+    hello_due_ns: int = 0
+    unlike_since_ns: int = 0
+    rtt_ns: int | None = None
+    differences: tuple[str, ...] = ()
+    proven_dead: bool = False
+    past: deque[int] = field(default_factory=partial(deque, maxlen=64))
+    former: dict[int, FormerIncarnation] = field(default_factory=dict)
+    name_asked_by: int = 0
+    errors_total: int = 0
+    last_error: str | None = None
+    watermark_sent: tuple[int, int, int] | None = None
+    _heartbeat_due_ns: int = 0
+    _echo_ns: int = 0
+    _echo_since_ns: int = 0
 
-    def __init__(self, name: str, timing: Timing) -> None:
-        self.name = name
-        self.timing = timing
-        self.state = PeerState.CONNECTING
-        self.incarnation = 0
-        self.who: PeerInfo | None = None
-        self.inputs: PlanInputs | None = None
-        self.wire: dict[str, int | str] = {}
-        self.at = RankCoord(0, 0, 0, 0)
-        self.gate = RingGate()
-        self.lease = Lease(timing.lease_ns)
-        self.route = b""
-        self.registered = 0
-        self.hello_due_ns = 0
-        self.unlike_since_ns = 0
-        self.rtt_ns: int | None = None
-        self.differences: tuple[str, ...] = ()
-        self.proven_dead = False
-        self.past: deque[int] = deque(maxlen=64)
-        self.former: dict[int, FormerIncarnation] = {}
-        self.name_asked_by = 0
-        self.errors_total = 0
-        self.last_error: str | None = None
-        self.watermark_sent: tuple[int, int, int] | None = None
-        self._heartbeat_due_ns = 0
-        self._echo_ns = 0
-        self._echo_since_ns = 0
+    def __post_init__(self) -> None:
+        self.lease = Lease(self.timing.lease_ns)
 
     @property
     def usable(self) -> bool:
@@ -169,6 +145,11 @@ class Peer:
             return self.who
         former = self.former.get(incarnation)
         return former.who if former is not None else None
+
+    @property
+    def refusal(self) -> str:
+        """Why it does not fit us, in words."""
+        return f"{self.name} refused: {'; '.join(self.differences)}"
 
     def heard(self, now_ns: int) -> bool:
         """Anything came from this incarnation; True when that ended a suspicion."""

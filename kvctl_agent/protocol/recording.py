@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -61,17 +62,15 @@ def outcome(actions: Sequence[ev.Action] | str) -> str:
     return actions if isinstance(actions, str) else "".join([ACTIONS.get(type(action), "~") for action in actions])
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Inputs that are not encoded yet, what each led to, and what was asked of the path chooser meanwhile."""
 
-    __slots__ = ("asked", "first", "inputs", "number", "outcomes")
-
-    def __init__(self, number: int, first: int) -> None:
-        self.number = number
-        self.first = first
-        self.inputs: list[tuple[int, ev.Event]] = []
-        self.outcomes: list[Sequence[ev.Action] | str] = []
-        self.asked: list[tuple[int, str]] = []  # (place of the input, path)
+    number: int
+    first: int
+    inputs: list[tuple[int, ev.Event]] = field(default_factory=list)
+    outcomes: list[Sequence[ev.Action] | str] = field(default_factory=list)
+    asked: list[tuple[int, str]] = field(default_factory=list)  # (place of the input, path)
 
     def encoded(self) -> tuple[int, bytes]:
         """How many inputs, and those; from any thread, so it copies first."""
@@ -114,15 +113,13 @@ class Blob(NamedTuple):
         }
 
 
+@dataclass(slots=True, eq=False)
 class _Generation:
     """A checkpoint and what followed it."""
 
-    __slots__ = ("blobs", "count", "nbytes")
-
-    def __init__(self, blobs: list[Blob]) -> None:
-        self.blobs = blobs
-        self.count = 0
-        self.nbytes = 0
+    blobs: list[Blob]
+    count: int = 0
+    nbytes: int = 0
 
 
 class Pieces(NamedTuple):

@@ -7,6 +7,7 @@ nothing and a gap cannot hide behind a duplicate. The final parts, which are nev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvctl_agent.contract.layer_range import layer_range
@@ -17,6 +18,7 @@ from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol.events import Pages
 from kvctl_agent.protocol.messages import RoomOpen
 from kvctl_agent.protocol.tag import PartKey, PartKind
+from kvctl_agent.protocol.tombstones import RoomKey
 from kvctl_agent.telemetry.room_records import RoomRecord
 
 Cell = tuple[int, int]  # (writer, chunk)
@@ -31,20 +33,18 @@ class PartChecksum(NamedTuple):
     path: str
 
 
+@dataclass(slots=True, eq=False)
 class WriterTransfer:
     """What passes between this room and one prefill rank, whether it owes anything or not.
 
     It is between the room and one incarnation of that rank: what a later one says is no answer.
     """
 
-    __slots__ = ("accepted", "acked", "drained", "incarnation", "peer")
-
-    def __init__(self, peer: str, incarnation: int) -> None:
-        self.peer = peer
-        self.incarnation = incarnation
-        self.accepted = False
-        self.acked = False  # RoomDone has reached it, or it is gone; what a room that succeeded waits for
-        self.drained = False  # nothing of it is in flight, nor will be; what a room that failed waits for
+    peer: str
+    incarnation: int
+    accepted: bool = False
+    acked: bool = False  # RoomDone has reached it, or it is gone; what a room that succeeded waits for
+    drained: bool = False  # nothing of it is in flight, nor will be; what a room that failed waits for
 
 
 def mask(lo: int, hi: int) -> int:
@@ -52,67 +52,47 @@ def mask(lo: int, hi: int) -> int:
     return (1 << hi) - (1 << lo)
 
 
+@dataclass(slots=True, eq=False)
 class RecvRoom:
     """One room under one nonce."""
 
-    __slots__ = (
-        "cells",
-        "checks",
-        "failure",
-        "final_parts",
-        "finals",
-        "finals_landed",
-        "granted",
-        "instance",
-        "landed",
-        "legs",
-        "missing",
-        "nonce",
-        "opening",
-        "overdue",
-        "pages",
-        "prefix_pages",
-        "record",
-        "released",
-        "resend_ns",
-        "room",
-        "scattered",
-        "shares",
-        "since_ns",
-        "state",
-        "unaccepted",
-        "wanted",
-        "writers",
-    )
+    opening: RoomOpen
+    instance: str
+    pages: Pages
+    record: RoomRecord
+    since_ns: int  # when the wait that a deadline ends began: the state's start, or the last progress
+    room: int = field(init=False)
+    nonce: int = field(init=False)
+    prefix_pages: int = field(init=False)
+    state: RoomState = RoomState.BOOTSTRAPPING
+    resend_ns: int = 0
+    failure: Failure | None = None
+    released: bool = False
+    overdue: bool = False  # it failed long ago, and what may still be written of it is quarantined
+    legs: dict[str, WriterTransfer] = field(default_factory=dict)
+    unaccepted: int = 0  # legs
+    writers: tuple[str, ...] = ()  # names of the instance's ranks, as they were when it was opened
+    shares: dict[int, list[TransferSlice]] = field(default_factory=dict)  # by writer, one for each of its segments
+    cells: dict[Cell, Chunk] = field(default_factory=dict)  # narrowed to what the writer owes
+    wanted: dict[Cell, int] = field(default_factory=dict)
+    # Layers with a live grant, so that no two grants cover the same bytes.
+    granted: dict[Cell, int] = field(default_factory=dict)
+    landed: dict[Cell, int] = field(default_factory=dict)
+    scattered: dict[Cell, int] = field(default_factory=dict)
+    missing: int = 0  # cells whose layers are not all scattered
+    finals: set[Final] = field(default_factory=set)  # that have not landed
+    finals_landed: set[Final] = field(default_factory=set)
+    final_parts: dict[Final, tuple[TransferSlice | None, Pages]] = field(
+        default_factory=dict
+    )  # ours of the final parts
+    checks: dict[Final, PartChecksum] = field(
+        default_factory=dict
+    )  # parts in their pages whose checksum is being taken
 
-    def __init__(self, opening: RoomOpen, instance: str, pages: Pages, record: RoomRecord, now_ns: int) -> None:
-        self.room = opening.room
-        self.nonce = opening.nonce
-        self.opening = opening
-        self.pages = pages
-        self.prefix_pages = opening.prefix_pages
-        self.instance = instance
-        self.finals: set[Final] = set()  # that have not landed
-        self.finals_landed: set[Final] = set()
-        self.checks: dict[Final, PartChecksum] = {}  # parts in their pages whose checksum is being taken
-        self.final_parts: dict[Final, tuple[TransferSlice | None, Pages]] = {}  # ours of the final parts
-        self.record = record
-        self.state = RoomState.BOOTSTRAPPING
-        self.since_ns = now_ns  # when the wait that a deadline ends began: the state's start, or the last progress
-        self.resend_ns = 0
-        self.failure: Failure | None = None
-        self.released = False
-        self.overdue = False  # it failed long ago, and what may still be written of it is quarantined
-        self.legs: dict[str, WriterTransfer] = {}
-        self.unaccepted = 0  # legs
-        self.writers: tuple[str, ...] = ()  # names of the instance's ranks, as they were when it was opened
-        self.shares: dict[int, list[TransferSlice]] = {}  # by writer, one for each of its segments
-        self.cells: dict[Cell, Chunk] = {}  # narrowed to what the writer owes
-        self.wanted: dict[Cell, int] = {}
-        self.granted: dict[Cell, int] = {}  # layers with a live grant, so that no two grants cover the same bytes
-        self.landed: dict[Cell, int] = {}
-        self.scattered: dict[Cell, int] = {}
-        self.missing = 0  # cells whose layers are not all scattered
+    def __post_init__(self) -> None:
+        self.room = self.opening.room
+        self.nonce = self.opening.nonce
+        self.prefix_pages = self.opening.prefix_pages
 
     def plan(
         self,
@@ -198,6 +178,15 @@ class RecvRoom:
         self.finals.remove(final)
         self.finals_landed.add(final)
         return True
+
+    def key_of(self, peer: str) -> RoomKey:
+        """Under which one writer's regions are kept."""
+        return RoomKey(peer, self.room, self.nonce)
+
+    @property
+    def all_landed(self) -> bool:
+        """Whether every planned cell has landed."""
+        return self.landed == self.wanted
 
     @property
     def begun(self) -> bool:

@@ -13,6 +13,7 @@ whoever was given the same bytes in a later round must give them back (`heirs`),
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvctl_agent.errors import LocalProtocolError
@@ -42,6 +43,7 @@ def may_write(round_: int, end: int, watermark: Position) -> bool:
     return round_ == 0 or previous < watermark.round or (previous == watermark.round and end <= watermark.tail)
 
 
+@dataclass(slots=True, eq=False)
 class Ring:
     """Who owns which bytes of the ring; knows nothing of rooms.
 
@@ -49,28 +51,17 @@ class Ring:
         size_bytes: size of the ring; 0 means that there is none.
     """
 
-    __slots__ = (
-        "_avoided",
-        "_head",
-        "_live",
-        "_round",
-        "_serial",
-        "_used",
-        "high_water_bytes",
-        "sequence",
-        "size_bytes",
-    )
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self._head = 0
-        self._round = 0
-        self._serial = 0
-        self._used = 0
-        self._live: dict[int, Region] = {}  # in order of allocation: the first is the oldest
-        self._avoided: dict[int, Region] = {}  # bytes that no new allocation gets: set aside, or about to be
-        self.high_water_bytes = 0
-        self.sequence = 0  # grows with each move of the watermark, so that a late one is told from a new one
+    size_bytes: int
+    high_water_bytes: int = 0
+    sequence: int = 0  # grows with each move of the watermark, so that a late one is told from a new one
+    _head: int = 0
+    _round: int = 0
+    _serial: int = 0
+    _used: int = 0
+    _live: dict[int, Region] = field(default_factory=dict)  # in order of allocation: the first is the oldest
+    _avoided: dict[int, Region] = field(
+        default_factory=dict
+    )  # no new allocation gets these bytes: aside, or about to be
 
     @property
     def head(self) -> int:

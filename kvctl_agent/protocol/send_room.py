@@ -1,23 +1,26 @@
 """One room on a prefill rank: what it owes to each decode rank, and how far that has come.
 
-Data and its small questions; the rules of who says what when are in `prefill_rooms`.
+Data and its small questions; the rules of who says what when are in `prefill`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
 
+from kvctl_agent.contract.choices import STAGED
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.parallel import RankCoord
 from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol.computed_pages import ComputedPages
-from kvctl_agent.protocol.events import CancelToken, Lease, Pages, SendPages
+from kvctl_agent.protocol.events import CancelToken, Pages, SendPages
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
+from kvctl_agent.protocol.tombstones import RoomKey
 from kvctl_agent.telemetry.busy_time import BusyTime
 from kvctl_agent.telemetry.room_records import RoomRecord
 
@@ -29,66 +32,69 @@ class PartState(IntEnum):
     SENT = 3
 
 
+class Wait(StrEnum):
+    """What a part that is not sent waits for."""
+
+    PAGES = "pages"
+    WRITE = "write"
+    GRANT = "grant"
+    WATERMARK = "watermark"
+    LEASE = "a sign of life"
+
+
+@dataclass(slots=True, eq=False)
 class Part:
     """One part owed to one decode rank."""
 
-    __slots__ = (
-        "asked_ns",
-        "asks",
-        "checksum",
-        "chunk",
-        "confirmed",
-        "counted",
-        "grant",
-        "key",
-        "nbytes",
-        "path",
-        "ready_ns",
-        "requested",
-        "revoked",
-        "share",
-        "src_pages",
-        "state",
-    )
+    key: PartKey
+    chunk: Chunk
+    share: TransferSlice
+    path: str = ""  # chosen when staging is asked for or when its pages are ready
+    state: PartState = PartState.PLANNED
+    confirmed: bool = False  # the reader has said that it knows of it
+    checksum: int | None = None  # of its bytes, once it is sent by a writer that takes one
+    grant: Grant | None = None
+    requested: bool = False
+    asks: int = 0  # how often a grant was asked for, and since when: for people, as long as none has come
+    asked_ns: int = 0
+    counted: bool | None = None  # by the allowance towards its reader: as one of a computed room, or ahead
+    revoked: int = 0  # highest serial given back; grants up to it are ignored
+    src_pages: Pages | None = None
+    ready_ns: int = 0
+    nbytes: int = field(init=False)
 
-    def __init__(self, key: PartKey, chunk: Chunk, share: TransferSlice) -> None:
-        self.key = key
-        self.chunk = chunk
-        self.share = share
-        self.nbytes = share.part_bytes(chunk.count, self.layers)
-        self.path = ""  # chosen when staging is asked for or when its pages are ready
-        self.state = PartState.PLANNED
-        self.confirmed = False  # the reader has said that it knows of it
-        self.checksum: int | None = None  # of its bytes, once it is sent by a writer that takes one
-        self.grant: Grant | None = None
-        self.requested = False
-        self.asks = 0  # how often a grant was asked for, and since when: for people, as long as none has come
-        self.asked_ns = 0
-        self.counted: bool | None = None  # by the allowance towards its reader: as one of a computed room, or ahead
-        self.revoked = 0  # highest serial given back; grants up to it are ignored
-        self.src_pages: Pages | None = None
-        self.ready_ns = 0
+    def __post_init__(self) -> None:
+        self.nbytes = self.share.part_bytes(self.chunk.count, self.layers)
+
+    kind = PartKind.KV
 
     @property
     def layers(self) -> int:
         """Number of layers."""
         return self.key.hi - self.key.lo
 
+    @property
+    def serial(self) -> int:
+        """Of the ring region that it is written to; 0 where it goes straight to its pages."""
+        return self.grant.serial if self.grant is not None and self.path == STAGED else 0
 
+
+@dataclass(slots=True, eq=False)
 class Final:
     """What follows a leg's KV: the aux row (`share` None), or one state component's items."""
 
-    __slots__ = ("checksum", "dst", "key", "kind", "share", "state")
+    kind: PartKind
+    key: PartKey
+    share: TransferSlice | None
+    dst: Pages  # of aux one row, of a state its items
+    checksum: int | None = None  # as of a part
+    state: PartState = PartState.PLANNED
 
-    def __init__(self, kind: PartKind, key: PartKey, share: TransferSlice | None, dst: Pages) -> None:
-        self.kind = kind
-        self.key = key
-        self.share = share
-        self.dst = dst  # of aux one row, of a state its items
-        self.checksum: int | None = None  # as of a part
-        self.state = PartState.PLANNED
+    serial = 0  # it never goes through the ring
+    confirmed = False
 
 
+@dataclass(slots=True, eq=False)
 class PeerTransfer:
     """A room's part list towards one decode rank, under the nonce that this decode rank minted.
 
@@ -102,72 +108,39 @@ class PeerTransfer:
         to_queue, to_send: layers of cells that are not yet with a worker, or not yet sent; `to_send` counts finals too.
     """
 
-    __slots__ = (
-        "_cut",
-        "_firsts",
-        "abort_asked",
-        "cancel",
-        "cells",
-        "done",
-        "drained_said",
-        "dst_pages",
-        "failed_acked",
-        "finals",
-        "in_flight",
-        "nonce",
-        "parts",
-        "peer",
-        "planned",
-        "prefill_only",
-        "prefix_pages",
-        "reader",
-        "resend_ns",
-        "room",
-        "shares",
-        "to_queue",
-        "to_send",
-        "total_pages",
-    )
+    room: int
+    peer: str
+    reader: RankCoord
+    nonce: int
+    shares: Sequence[TransferSlice]
+    cells: Sequence[Chunk]
+    dst_pages: Pages
+    prefix_pages: int
+    total_pages: int
+    finals: dict[tuple[PartKind, PartKey], Final]
+    prefill_only: bool
+    cancel: CancelToken
+    parts: dict[PartKey, Part] = field(default_factory=dict)
+    in_flight: int = 0  # parts with a worker
+    done: bool = False
+    abort_asked: bool = False
+    drained_said: bool = False
+    failed_acked: bool = False
+    resend_ns: int = 0
+    planned: int = field(init=False)
+    to_queue: int = field(init=False)
+    to_send: int = field(init=False)
+    _firsts: list[int] = field(init=False)
+    _cut: dict[int, list[Part]] = field(default_factory=dict)  # by cell: the parts it was cut into
 
-    def __init__(
-        self,
-        room: int,
-        peer: str,
-        reader: RankCoord,
-        nonce: int,
-        shares: Sequence[TransferSlice],
-        cells: Sequence[Chunk],
-        dst_pages: Pages,
-        prefix_pages: int,
-        total_pages: int,
-        finals: Sequence[Final],
-        prefill_only: bool,
-        lease: Lease,
-    ) -> None:
-        self.room = room
-        self.peer = peer
-        self.reader = reader
-        self.nonce = nonce
-        self.shares = shares
-        self.cells = cells if shares else ()
-        self.dst_pages = dst_pages
-        self.prefix_pages = prefix_pages
-        self.total_pages = total_pages
-        self.prefill_only = prefill_only
-        self.finals = {(final.kind, final.key): final for final in finals}
-        self.parts: dict[PartKey, Part] = {}
+    def __post_init__(self) -> None:
         self._firsts = [cell.first for cell in self.cells]
-        self._cut: dict[int, list[Part]] = {}  # by cell: the parts it was cut into
-        self.planned = len(self.cells) * sum(share.num_layers for share in shares)
-        self.to_queue = self.planned
+        self.planned = self.to_queue = len(self.cells) * sum(share.num_layers for share in self.shares)
         self.to_send = self.planned + len(self.finals)
-        self.in_flight = 0  # parts with a worker
-        self.cancel = CancelToken(lease)
-        self.done = False
-        self.abort_asked = False
-        self.drained_said = False
-        self.failed_acked = False
-        self.resend_ns = 0
+
+    @property
+    def room_key(self) -> RoomKey:
+        return RoomKey(self.peer, self.room, self.nonce)
 
     @property
     def sent(self) -> bool:
@@ -213,53 +186,32 @@ class PeerTransfer:
         return cut
 
 
+@dataclass(slots=True, eq=False)
 class SendRoom:
     """One room as this prefill rank sees it, towards all decode ranks that expect it."""
 
-    __slots__ = (
-        "aux_src",
-        "claimed",
-        "expected",
-        "failure",
-        "finished",
-        "forward_done_ns",
-        "groups",
-        "held",
-        "launched",
-        "ledger",
-        "legs",
-        "overdue",
-        "prefetched",
-        "record",
-        "released",
-        "room",
-        "since_ns",
-        "spans",
-        "state",
-        "state_src",
-    )
-
-    def __init__(self, room: int, record: RoomRecord, ledger: ComputedPages, now_ns: int) -> None:
-        self.room = room
-        self.record = record
-        self.ledger = ledger
-        self.state = RoomState.BOOTSTRAPPING
-        self.since_ns = now_ns  # when the wait that a deadline ends began: the state's start, or the last progress
-        self.claimed = False  # our own engine knows of it
-        self.prefetched = False  # cells may be cut and staging asked for before their pages are ready
-        self.groups: tuple[tuple[int, int], ...] = ()  # layer groups, where the engine has told them
-        self.held: list[SendPages] = []  # an early stage's pages, where they are not to be sent early
-        self.launched = 0  # forwards that run on the device, whose pages follow
-        self.expected = 0  # decode ranks that must open it; 0: none has yet
-        self.legs: dict[str, PeerTransfer] = {}
-        self.finished = False
-        self.released = False
-        self.overdue = False  # it failed long ago, and the engine still has parts of it
-        self.aux_src = -1
-        self.state_src: tuple[Pages, ...] = ()
-        self.forward_done_ns = 0
-        self.spans = BusyTime()  # of a pipelined room: when some part was with a worker
-        self.failure: Failure | None = None
+    room: int
+    record: RoomRecord
+    ledger: ComputedPages
+    since_ns: int  # when the wait that a deadline ends began: the state's start, or the last progress
+    state: RoomState = RoomState.BOOTSTRAPPING
+    claimed: bool = False  # our own engine knows of it
+    prefetched: bool = False  # cells may be cut and staging asked for before their pages are ready
+    groups: tuple[tuple[int, int], ...] = ()  # layer groups, where the engine has told them
+    held: list[SendPages] = field(default_factory=list)  # an early stage's pages, where they are not to be sent early
+    launched: int = 0  # forwards that run on the device, whose pages follow
+    expected: int = 0  # decode ranks that must open it; 0: none has yet
+    legs: dict[str, PeerTransfer] = field(default_factory=dict)
+    finished: bool = False
+    released: bool = False
+    overdue: bool = False  # it failed long ago, and the engine still has parts of it
+    aux_src: int = -1
+    state_src: tuple[Pages, ...] = ()
+    forward_begun_ns: int | None = None  # monotonic; None where the engine did not say
+    computed_ns: int | None = None  # when its last pages were
+    forward_done_ns: int = 0  # when what goes last was ready: the last pages, then the final parts
+    spans: BusyTime = field(default_factory=BusyTime)  # of a pipelined room: when some part was with a worker
+    failure: Failure | None = None
 
     @property
     def opened(self) -> bool:

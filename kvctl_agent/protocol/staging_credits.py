@@ -46,7 +46,7 @@ class StagingCredits:
 
     def take(self, leg: PeerTransfer, parts: Iterable[Part], *, computed: bool) -> bool:
         """Whether these parts of a leg may be asked for now; else the leg is one of those that `next` gives."""
-        key = _key(leg)
+        key = leg.room_key
         if self._allows(computed=computed):
             self._computed.pop(key, None)
             self._ahead.pop(key, None)
@@ -84,8 +84,8 @@ class StagingCredits:
 
     def forget(self, leg: PeerTransfer) -> None:
         """This leg will ask for nothing any more."""
-        self._computed.pop(_key(leg), None)
-        self._ahead.pop(_key(leg), None)
+        self._computed.pop(leg.room_key, None)
+        self._ahead.pop(leg.room_key, None)
         for part in leg.parts.values():
             self.end(part)
 
@@ -99,7 +99,3 @@ class StagingCredits:
         """What computed rooms must be sparing with. However large a room is that asked ahead, it counts as one share:
         what is computed must not wait for its forward."""
         return self._asked[True] + min(self._asked[False], self._share_bytes)
-
-
-def _key(leg: PeerTransfer) -> RoomKey:
-    return RoomKey(leg.peer, leg.room, leg.nonce)

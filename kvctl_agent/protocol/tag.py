@@ -38,6 +38,11 @@ class PartKey(NamedTuple):
     lo: int
     hi: int
 
+    @property
+    def place(self) -> tuple[int, int, tuple[int, int]]:
+        """As telemetry has it: writer, chunk and layers."""
+        return self.writer, self.chunk, (self.lo, self.hi)
+
     def __str__(self) -> str:
         return f"writer {self.writer} chunk {self.chunk} layers {layer_range(self.lo, self.hi)}"
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvctl_agent.contract.choices import BULK, SLICE
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
@@ -21,7 +22,8 @@ from kvctl_agent.memory.buffers import StagingBuffers
 from kvctl_agent.memory.huge_pages import HugePageMemory
 from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s_within
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.base import BULK, SLICE, PeerConnection
+from kvctl_agent.memory.region import Region
+from kvctl_agent.paths.base import PeerConnection
 from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.paths.device_calibration import measure_device_copies, measure_direct
 from kvctl_agent.paths.direct import PROGRAMS
@@ -32,7 +34,7 @@ from kvctl_agent.protocol.messages import PeerInfo
 from kvctl_agent.runtime.peer_memory import map_peer_memory
 from kvctl_agent.runtime.transfer_worker import TransferWorker
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
-from kvctl_agent.transport.base import Region, Transport
+from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.cost_probe import LEAST_ROUNDS, measure_connection
 
 _MEASURE_S = 10.0

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import TransportError
+from kvctl_agent.memory.region import Region
 
 Addresses = npt.NDArray[np.uint64]
 """Absolute addresses in the process they belong to, shape [n]."""
@@ -40,14 +40,6 @@ Indices = npt.NDArray[np.int32]
 
 MAX_TAG_BYTES = 4096
 """Longest tag in bytes; the shortest is one byte, because engines treat an empty tag as none."""
-
-
-class Region(NamedTuple):
-    """A contiguous range of this process's memory; `device` is the number of its GPU, or HOST."""
-
-    addr: int
-    nbytes: int
-    device: int = HOST
 
 
 class Arrival(NamedTuple):

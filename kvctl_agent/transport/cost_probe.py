@@ -15,7 +15,8 @@ import numpy as np
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import DeadlineExceeded, TransportError
-from kvctl_agent.transport.base import Addresses, Region, Sizes, Transport
+from kvctl_agent.memory.region import Region
+from kvctl_agent.transport.base import Addresses, Sizes, Transport
 
 _BUDGET_S = 0.15
 LEAST_ROUNDS = 5

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvctl_agent.errors import TransportError
-from kvctl_agent.transport.base import Addresses, Indices, Prepared, Region, Sizes
+from kvctl_agent.memory.region import Region
+from kvctl_agent.transport.base import Addresses, Indices, Prepared, Sizes
 
 
 class Ranges:

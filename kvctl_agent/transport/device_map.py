@@ -13,7 +13,8 @@ import numpy as np
 
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import TransportError
-from kvctl_agent.transport.base import Addresses, Region
+from kvctl_agent.memory.region import Region
+from kvctl_agent.transport.base import Addresses
 
 _MAX_DEVICE = 1 << 16
 MAX_ROWS = 1 << 14

@@ -13,16 +13,19 @@ import pytest
 
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import ring_gate as gate_module
-from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.decode.instances import Instances
+from kvctl_agent.protocol.decode.reclaim import Reclaim
+from kvctl_agent.protocol.decode.rooms import RecvRooms
 from kvctl_agent.protocol.grant_table import GrantedRegion, GrantTable, RegionState
-from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import Peer
-from kvctl_agent.protocol.prefill import PrefillMachine
-from kvctl_agent.protocol.prefill_rooms import PrefillRooms
+from kvctl_agent.protocol.prefill.dispatch import Dispatch
+from kvctl_agent.protocol.prefill.rooms import SendRooms
+from kvctl_agent.protocol.prefill.staging import StagingRequests
 from kvctl_agent.protocol.recv_room import RecvRoom, WriterTransfer
 from kvctl_agent.protocol.ring import Region, Ring
 from kvctl_agent.protocol.send_room import Part, PartState, PeerTransfer
-from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
+from kvctl_agent.protocol.sessions import PeerSessions
+from kvctl_agent.protocol.tombstones import Tombstones
 from tests.explore.configurations import P0, Configuration, D
 from tests.explore.explorer.flow import Budget
 from tests.explore.explorer.scene import Scene
@@ -79,11 +82,11 @@ def _finals_counted(patch: Patch) -> None:
 
 
 def _not_freed_on_abort(patch: Patch) -> None:
-    def drained(machine: Any, room: RecvRoom, leg: WriterTransfer) -> None:
+    def drained(reclaim: Any, room: RecvRoom, leg: WriterTransfer) -> None:
         leg.drained = True
-        machine._settle(room)
+        reclaim.rooms.settle(room)
 
-    patch.setattr(DecodeMachine, "_drained", drained)
+    patch.setattr(Reclaim, "drained", drained)
 
 
 def _gate_of_an_earlier_life(patch: Patch) -> None:
@@ -99,34 +102,34 @@ def _gate_of_an_earlier_life(patch: Patch) -> None:
 
 def _gate_holds_a_worker(patch: Patch) -> None:
     """A worker takes the next part whether it may be written or not, and waits with it."""
-    try_, grants = PrefillRooms._try, PrefillMachine.on_staging_grants
+    dispatch_, grants_ = Dispatch.dispatch, Dispatch.on_staging_grants
 
-    def held(machine: Any, peer: str) -> list[Any]:
-        queues: dict[str, list[Any]] = vars(machine).setdefault("_held", {})
+    def held(dispatch: Any, peer: str) -> list[Any]:
+        queues: dict[str, list[Any]] = vars(dispatch.state).setdefault("held", {})
         return queues.setdefault(peer, [])
 
-    def take(machine: Any, room: Any, leg: PeerTransfer, part: Part) -> None:
+    def take(dispatch: Any, room: Any, leg: PeerTransfer, part: Part) -> None:
         part.state = PartState.QUEUED
-        held(machine, leg.peer).append((leg, part))
-        go_on(machine, machine.peers[leg.peer])
+        held(dispatch, leg.peer).append((leg, part))
+        go_on(dispatch, dispatch.context.peers[leg.peer])
 
-    def go_on(machine: Any, peer: Peer) -> None:
-        queue = held(machine, peer.name)
-        while queue and machine.rooms.get(queue[0][0].room) is not None:
+    def go_on(dispatch: Any, peer: Peer) -> None:
+        queue, rooms = held(dispatch, peer.name), dispatch.state.rooms
+        while queue and rooms.get(queue[0][0].room) is not None:
             leg, part = queue[0]
             if part.grant is None or not peer.gate.open(part.grant.round, part.grant.end):
                 return
             queue.pop(0)
             part.state = PartState.READY
-            try_(machine, machine.rooms[leg.room], leg, part)
+            dispatch_(dispatch, rooms[leg.room], leg, part)
 
-    def on_staging_grants(machine: Any, peer: Peer, message: Any) -> None:
-        grants(machine, peer, message)
-        go_on(machine, peer)
+    def on_staging_grants(dispatch: Any, peer: Peer, message: Any) -> None:
+        grants_(dispatch, peer, message)
+        go_on(dispatch, peer)
 
-    patch.setattr(PrefillRooms, "_try", take)
-    patch.setattr(PrefillRooms, "_retry_parked", go_on)
-    patch.setattr(PrefillMachine, "on_staging_grants", on_staging_grants)
+    patch.setattr(Dispatch, "dispatch", take)
+    patch.setattr(Dispatch, "retry_parked", go_on)
+    patch.setattr(Dispatch, "on_staging_grants", on_staging_grants)
 
 
 def _gate_open(patch: Patch) -> None:
@@ -134,13 +137,13 @@ def _gate_open(patch: Patch) -> None:
 
 
 def _freed_under_a_scatter(patch: Patch) -> None:
-    def drained(machine: Any, room: RecvRoom, leg: WriterTransfer) -> None:
+    def drained(reclaim: Any, room: RecvRoom, leg: WriterTransfer) -> None:
         leg.drained = True
-        machine._free(machine.book.of_room(RoomKey(leg.peer, room.room, room.nonce)))
-        if room.room in machine.rooms:
-            machine._settle(room)
+        reclaim.grants.free(reclaim.state.book.of_room(room.key_of(leg.peer)))
+        if room.room in reclaim.state.rooms:
+            reclaim.rooms.settle(room)
 
-    patch.setattr(DecodeMachine, "_drained", drained)
+    patch.setattr(Reclaim, "drained", drained)
 
 
 def _released_before_drained(patch: Patch) -> None:
@@ -162,25 +165,25 @@ def _revoked_serial_forgotten(patch: Patch) -> None:
 
 
 def _request_said_once(patch: Patch) -> None:
-    resend = PrefillRooms._resend
+    resend = SendRooms.resend
 
-    def without_requests(machine: Any, room: Any, leg: PeerTransfer) -> None:
-        vars(machine)["_send_request"] = lambda leg, parts: None
-        resend(machine, room, leg)
-        del vars(machine)["_send_request"]
+    def without_requests(rooms: Any, room: Any, leg: PeerTransfer) -> None:
+        with pytest.MonkeyPatch.context() as meanwhile:
+            meanwhile.setattr(StagingRequests, "send", lambda staging, leg, parts: None)
+            resend(rooms, room, leg)
 
-    patch.setattr(PrefillRooms, "_resend", without_requests)
+    patch.setattr(SendRooms, "resend", without_requests)
 
 
 def _lost_is_taken_for_dead(patch: Patch) -> None:
-    on_peer_lost = DecodeMachine.on_peer_lost
+    on_peer_lost = Reclaim.on_peer_lost
 
-    def dead(machine: Any, peer: Peer, text: str) -> None:
+    def dead(reclaim: Any, peer: Peer, text: str) -> None:
         proven, peer.proven_dead = peer.proven_dead, True
-        on_peer_lost(machine, peer, text)
+        on_peer_lost(reclaim, peer, text)
         peer.proven_dead = proven
 
-    patch.setattr(DecodeMachine, "on_peer_lost", dead)
+    patch.setattr(Reclaim, "on_peer_lost", dead)
 
 
 def _success_on_the_last_chunk(patch: Patch) -> None:
@@ -205,38 +208,38 @@ def _quarantine_for_ever(patch: Patch) -> None:
 
 
 def _replaced_is_taken_for_dead(patch: Patch) -> None:
-    replace = Machine._replace
+    replace = PeerSessions.replace
 
-    def dead(machine: Any, peer: Peer, incarnation: int) -> None:
+    def dead(sessions: Any, peer: Peer, incarnation: int) -> None:
         if peer.incarnation not in (0, incarnation) and not peer.proven_dead:
-            machine._lose(peer, proven=True, text="it came back")
-        replace(machine, peer, incarnation)
+            sessions.lose(peer, proven=True, text="it came back")
+        replace(sessions, peer, incarnation)
 
-    patch.setattr(Machine, "_replace", dead)
+    patch.setattr(PeerSessions, "replace", dead)
 
 
 def _replacement_answers_for_the_replaced(patch: Patch) -> None:
-    def answers(machine: Any, leg: WriterTransfer) -> bool:
-        return bool(machine.is_ready(leg.peer))
+    def answers(rooms: Any, leg: WriterTransfer) -> bool:
+        return bool(rooms.context.is_ready(leg.peer))
 
-    def find(machine: Any, peer: Peer, number: int, nonce: int) -> Any:
-        room = machine.rooms.get(number)
+    def find(rooms: Any, peer: Peer, number: int, nonce: int) -> Any:
+        room = rooms.state.rooms.get(number)
         if room is None or room.nonce != nonce:
             return None
         leg = room.legs.get(peer.name)
         return None if leg is None else (room, leg)
 
-    patch.setattr(DecodeMachine, "answers", answers)
-    patch.setattr(DecodeMachine, "_find", find)
+    patch.setattr(RecvRooms, "answers", answers)
+    patch.setattr(RecvRooms, "find", find)
 
 
 def _goodbye_always_drained(patch: Patch) -> None:
-    on_shutdown = Machine.on_shutdown
-    patch.setattr(Machine, "on_shutdown", lambda machine, event: on_shutdown(machine, ev.Shutdown(True)))
+    on_shutdown = PeerSessions.on_shutdown
+    patch.setattr(PeerSessions, "on_shutdown", lambda sessions, event: on_shutdown(sessions, ev.Shutdown(True)))
 
 
 def _not_asked_after_a_silence(patch: Patch) -> None:
-    patch.setattr(DecodeMachine, "_resynchronise", lambda machine, peer: None)
+    patch.setattr(Instances, "_resynchronise", lambda instances, peer: None)
 
 
 MUTATIONS = (

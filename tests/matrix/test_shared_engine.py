@@ -11,7 +11,8 @@ import pytest
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.huge_pages import HugePageMemory
-from kvctl_agent.transport.base import Arrival, Region
+from kvctl_agent.memory.region import Region
+from kvctl_agent.transport.base import Arrival
 from kvctl_agent.transport.registry import open_transport
 from tests.matrix.matrix_rig.shared_engine import Facade, SharedEngine
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from kvctl.lab.faults.injector import FaultInjector
 from kvctl_agent.errors import TransportError
+from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import (
     Addresses,
     Arrival,
     Indices,
     Prepared,
-    Region,
     Sizes,
     Transport,
     Write,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
+from kvctl_agent.contract.choices import RANK0
 from kvctl_agent.contract.memory import HOST
 
 MAX_LINE_BYTES = 16 << 20
@@ -218,7 +219,7 @@ class PlanRequest:
     draft_heads: int | None = None
     draft_dim: int | None = None
     states: tuple[State, ...] | None = None
-    cp_mode: str = "rank0"
+    cp_mode: str = RANK0
     pipelines: tuple[str, ...] = ("off",)
     layer_ms: float = 0.0
     decode_ms: float = 0.0

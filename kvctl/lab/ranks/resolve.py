@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from kvctl.lab.ranks.bench_messages import COMPUTES, DEVICES, PAGE_ORDERS, PIPELINES, PlanRequest, Request, Sizes
+from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.errors import ConfigError, LayoutError
 from kvctl_agent.layout.chunks import chunk_pages, page_count, prefix_pages
@@ -14,7 +15,7 @@ from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import check_size
 
-STAGED_PATHS = ("staged", "auto")
+STAGED_PATHS = (STAGED, "auto")
 """Paths on which parts may go through the decode rank's ring."""
 
 
@@ -125,9 +126,9 @@ def resolve_paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...], device
     split = next(((each, share) for each, share in every if not share.whole_rows), None)
     for path in paths:
         choose("--path", path, KEYS_BY_NAME["path"].choices)
-        if path == "direct" and device != "cuda":
+        if path == DIRECT and device != "cuda":
             raise ConfigError("--path direct: a GPU's kernel writes into the decode rank's pool; give --device cuda")
-        if path == "bulk" and split is not None:
+        if path == BULK and split is not None:
             each, share = split
             segment = each.segments[share.segment]
             raise LayoutError(
@@ -137,7 +138,7 @@ def resolve_paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...], device
             )
     if paths:
         return tuple(dict.fromkeys(paths))
-    return ("slice" if split else "bulk", "staged", *(("direct",) if device == "cuda" else ()), "auto")
+    return (SLICE if split else BULK, STAGED, *((DIRECT,) if device == "cuda" else ()), "auto")
 
 
 def choose(option: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -57,7 +57,7 @@ class DecodeWorker(Worker):
 
     def _ring_used(self) -> int:
         machine = self.agent.machine
-        return machine.book.ring.used_bytes if isinstance(machine, DecodeMachine) else 0
+        return machine.ring.used_bytes if isinstance(machine, DecodeMachine) else 0
 
 
 class _Run:

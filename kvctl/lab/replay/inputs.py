@@ -9,16 +9,18 @@ import msgspec
 import numpy as np
 
 from kvctl.lab.replay.null_telemetry import null_telemetry
-from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.choices import SLICE, STAGED
 from kvctl_agent.errors import RecordingError
 from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.checkpoint import Checkpoint, build, take
+from kvctl_agent.protocol.checkpoint import Checkpoint, State, build, take
 from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.decode.rooms import DecodeState
 from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import PeerInfo
 from kvctl_agent.protocol.prefill import PrefillMachine
+from kvctl_agent.protocol.prefill.rooms import PrefillState
 from kvctl_agent.protocol.recording import UNWRITTEN
 
 _Row = tuple[int, str, msgspec.Raw, str]
@@ -44,15 +46,15 @@ class Start(NamedTuple):
     @classmethod
     def fresh(cls, local: LocalInfo, timing: Timing, clock_offset_ns: int = 0, *, early_send: bool = True) -> Start:
         """A machine as an agent begins with."""
-        paths = Paths()
-        machine = _machine(local, timing, clock_offset_ns, paths, early_send=early_send)
-        return cls(take(machine, 1 << 62), clock_offset_ns)
+        state: State = DecodeState(local, timing)
+        if local.role == "prefill":
+            state = PrefillState(local, timing, early_send=early_send)
+        return cls(take(_machine(local, timing, state, clock_offset_ns, Paths()), 1 << 62), clock_offset_ns)
 
     def machine(self, paths: Paths) -> Machine:
         """A new machine in that state, which asks `paths` for paths."""
-        return build(
-            self.checkpoint, lambda local, timing: _machine(local, timing, self.clock_offset_ns, paths, early_send=True)
-        )
+        local, timing, state = build(self.checkpoint)
+        return _machine(local, timing, state, self.clock_offset_ns, paths)
 
 
 class Paths:
@@ -68,18 +70,17 @@ class Paths:
     def choose(self, who: PeerInfo, share: TransferSlice, layers: int, pages: ev.Pages) -> str:
         if self._next:
             return self._next.pop()
-        return "staged" if who.ring_bytes else "slice"
+        return STAGED if who.ring_bytes else SLICE
 
     def fallback(self, who: PeerInfo, share: TransferSlice, layers: int, pages: ev.Pages) -> str:
-        return self._next.pop() if self._next else "slice"
+        return self._next.pop() if self._next else SLICE
 
 
-def _machine(local: LocalInfo, timing: Timing, clock_offset_ns: int, paths: Paths, *, early_send: bool) -> Machine:
-    role: Role = "prefill" if local.role == "prefill" else "decode"
-    quiet = null_telemetry(role, clock_offset_ns)
-    if role == "decode":
-        return DecodeMachine(local, timing, quiet)
-    return PrefillMachine(local, timing, quiet, paths.choose, paths.fallback, early_send)
+def _machine(local: LocalInfo, timing: Timing, state: State, clock_offset_ns: int, paths: Paths) -> Machine:
+    if isinstance(state, DecodeState):
+        return DecodeMachine(local, timing, null_telemetry("decode", clock_offset_ns), state)
+    quiet = null_telemetry("prefill", clock_offset_ns)
+    return PrefillMachine(local, timing, quiet, paths.choose, paths.fallback, state=state)
 
 
 def decoded(first: int, data: bytes) -> Iterator[Input]:

@@ -40,7 +40,7 @@ def _inline(name: str, header: InputHeader, short: Shorter) -> str:
         tree(checkpoint.timing, imports),
         f"clock_offset_ns={clock_offset_ns}",
     ]
-    if checkpoint.state.get("_holds_back", False):
+    if checkpoint.state.get("holds_back", False):
         arguments.append("early_send=False")
     start = lines(Call("Start.fresh(", arguments, ")"), first="START = ")
     inputs = lines(Call("[", [_input(item, imports) for item in short.inputs], "]"), first="INPUTS = ")

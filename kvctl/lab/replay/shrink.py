@@ -63,7 +63,7 @@ class _Shrinking:
     def _begin_fresh(self) -> bool:
         """Whether a new machine will do in place of the checkpoint."""
         checkpoint = self._start.checkpoint
-        early_send = not checkpoint.state.get("_holds_back", False)
+        early_send = not checkpoint.state.get("holds_back", False)
         start = Start.fresh(checkpoint.local, checkpoint.timing, self._start.clock_offset_ns, early_send=early_send)
         return start.checkpoint == checkpoint or self._try(self._inputs, start)
 

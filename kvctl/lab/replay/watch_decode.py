@@ -40,7 +40,7 @@ class DecodeInvariants:
             if not peer.usable:
                 self._gone.add(name)
         # Of the serials before the next one nothing is known: their rooms are not judged.
-        self._before = machine.book.ring._serial
+        self._before = machine.ring.last_serial
         self._ring = RingInvariants(self._local.ring_bytes, self._before, doubtful=bool(machine.rooms))
 
     def possible(self, event: ev.Event) -> bool:
@@ -327,6 +327,6 @@ class DecodeInvariants:
             del self._rooms[number]
             nonce = room.opening.nonce
             held = self._machine.rooms.get(number)
-            regions = [self._machine.book.of_room(RoomKey(name, number, nonce)) for name in room.writers]
+            regions = [self._machine.state.book.of_room(RoomKey(name, number, nonce)) for name in room.writers]
             if (held is not None and held.nonce == nonce) or any(regions):
                 raise Broken("left-behind", f"room {number} is over everywhere, and is still in the books", number)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvctl.lab.replay.formatting import rooms_of
 from kvctl.lab.replay.invariants import Broken
+from kvctl_agent.contract.choices import STAGED
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import events as ev
@@ -180,7 +181,7 @@ class PrefillInvariants:
         silent_ns = now_ns - self._heard.get(life, -1 << 62)
         if silent_ns > self._timing.lease_ns:
             raise broken("transfer-without-lease", f"goes {silent_ns / 1e9:.1f} s after that was heard of last")
-        if (order.path == "staged") != (order.grant is not None):
+        if (order.path == STAGED) != (order.grant is not None):
             raise broken("transfer-ungranted", f"goes by {order.path} {'with' if order.grant else 'without'} a grant")
         if order.grant is not None:
             self._check_grant(order.grant, leg, life, broken)
@@ -275,7 +276,7 @@ class PrefillInvariants:
             if not failed and not all(leg.done and leg.released and not leg.failed for _, leg in legs):
                 continue
             for key, _ in legs:
-                if key in self._machine._legs:
+                if key in self._machine.state.legs:
                     raise Broken("left-behind", f"room {number} is over everywhere, and is still in the books", number)
                 del self._legs[key]
             del self._by_room[number]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.transport.base import Region
+from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.descriptors import Ranges
 
 _OUTBOX_MAX = 65536

@@ -24,7 +24,8 @@ from typing import Any
 
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Region, Sizes, check_tag
+from kvctl_agent.memory.region import Region
+from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes, check_tag
 from kvctl_agent.transport.descriptors import CheckedList, Ranges, pair
 from kvctl_agent.transport.device_map import device_name
 from kvctl_agent.transport.loopback.memory import allow_siblings, copy

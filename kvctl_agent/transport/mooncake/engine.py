@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import ConfigError, TransportError, TransportUnavailable
-from kvctl_agent.transport.base import Region
+from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.captured_stderr import captured_stderr
 from kvctl_agent.transport.device_map import device_name
 from kvctl_agent.transport.fork_safety import disown_in_children

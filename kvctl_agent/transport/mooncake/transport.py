@@ -47,7 +47,8 @@ from typing import Any
 
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import ConfigError, TransportError
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Region, Sizes, check_tag
+from kvctl_agent.memory.region import Region
+from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes, check_tag
 from kvctl_agent.transport.descriptors import CheckedList, Ranges, merge, pair
 from kvctl_agent.transport.mooncake import engine
 from kvctl_agent.transport.mooncake.tags import IDENT_BYTES, SECRET_BYTES, Sender, TagLink, TagListener, greeting

@@ -45,7 +45,8 @@ import numpy.typing as npt
 from kvctl_agent.contract.memory import HOST
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Region, Sizes, check_tag
+from kvctl_agent.memory.region import Region
+from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes, check_tag
 from kvctl_agent.transport.captured_stderr import captured_stderr
 from kvctl_agent.transport.device_map import DeviceMap, device_name
 from kvctl_agent.transport.environment import require_cuda_transports

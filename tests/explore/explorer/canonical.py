@@ -21,22 +21,7 @@ _INTRODUCED = "said by the peer in its introduction, which its incarnation stand
 _PLANNED = "computed from the opening, which the nonce stands for"
 
 IRRELEVANT: dict[str, dict[str, str]] = {
-    "Machine": {
-        "telemetry": _TOLD,
-        "rank": _GIVEN,
-        "timing": _GIVEN,
-        "now_ns": "time stands still",
-        "_actions": "taken by the caller of handle()",
-        "_events": _GIVEN,
-        "_messages": _GIVEN,
-    },
-    "PrefillRooms": {
-        "_holds_back": _GIVEN,
-        "_layers": _GIVEN,
-        "_components": _GIVEN,
-        "_choose": _GIVEN,
-        "_fallback": _GIVEN,
-    },
+    "PrefillState": {"holds_back": _GIVEN},
     "Peer": {
         "timing": _GIVEN,
         "who": _INTRODUCED,
@@ -108,7 +93,7 @@ IRRELEVANT: dict[str, dict[str, str]] = {
 
 # Mappings that are looked up by key, and never walked in an order that anybody could see.
 UNORDERED: dict[str, frozenset[str]] = {
-    "PrefillRooms": frozenset({"_ended"}),
+    "PrefillState": frozenset({"ended"}),
     "Tombstones": frozenset({"_graves"}),  # they do not expire here
     "RecvRoom": frozenset({"landed", "scattered", "granted"}),
     "StagingBook": frozenset({"_by_part", "_by_room"}),

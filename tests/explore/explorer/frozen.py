@@ -88,38 +88,17 @@ def _silent() -> Silent:
 
 
 class _Frozen:
-    """The tables of handlers are made anew when a machine is thawed."""
+    """Keeps its state; its parts are made anew around it when it is thawed. All failures are one."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_events", "_messages")}
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._given = given
+        vars(self._context)["failure"] = lambda code, text: FAILURE  # type: ignore[attr-defined, index]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        vars(self)["_events"] = vars(self)["_messages"] = _Handlers(self)
-
-    def failure(self, code: str, text: str) -> Failure:
-        return FAILURE
-
-
-class _Handlers:
-    """The same table, looked up by name."""
-
-    def __init__(self, machine: Any) -> None:
-        self._machine = machine
-
-    def __getitem__(self, kind: type) -> Callable[..., None]:
-        handler: Callable[..., None] = getattr(self._machine, _NAMES[kind])
-        return handler
-
-    def get(self, kind: type) -> Callable[..., None] | None:
-        return getattr(self._machine, _NAMES[kind], None)
-
-
-def _snake(name: str) -> str:
-    return "on_" + "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
-
-
-_NAMES = {kind: _snake(kind.__name__) for kind in (*ev.Event.__subclasses__(), *msg.Message.__subclasses__())}
+    def __reduce__(self) -> tuple[Any, ...]:
+        local, *_ = self._given
+        choose = self._given[3] if local.role == "prefill" else staged
+        return machine_of, (local, choose, self.state)  # type: ignore[attr-defined]
 
 
 class FrozenPrefill(_Frozen, PrefillMachine):
@@ -133,11 +112,11 @@ class FrozenDecode(_Frozen, DecodeMachine):
 Machine = FrozenPrefill | FrozenDecode
 
 
-def machine_of(local: LocalInfo, choose: Callable[..., str] = staged) -> Machine:
-    """An agent at the start of its life."""
+def machine_of(local: LocalInfo, choose: Callable[..., str] = staged, state: Any = None) -> Machine:
+    """An agent, at the start of its life or in this state."""
     if local.role == "prefill":
-        return FrozenPrefill(local, TIMING, SILENT, choose, direct)  # type: ignore[arg-type]
-    return FrozenDecode(local, TIMING, SILENT)  # type: ignore[arg-type]
+        return FrozenPrefill(local, TIMING, SILENT, choose, direct, True, state)
+    return FrozenDecode(local, TIMING, SILENT, state)
 
 
 class _Shared:

@@ -80,7 +80,7 @@ class Machines:
 
     def number(self, machine: Machine) -> int:
         """The number of this machine's state."""
-        key = type(machine), self._walk.of(machine)
+        key = machine.local.name, machine.local.incarnation, self._walk.of(machine.state)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._frozen)
@@ -109,7 +109,7 @@ class Machines:
     def _compute(self, state: int, events: tuple[ev.Event | Age, ...]) -> Done | None:
         machine = self.machine(state)
         name = machine.local.name
-        legs = list(machine._legs.values()) if isinstance(machine, FrozenPrefill) else []
+        legs = list(machine.state.legs.values()) if isinstance(machine, FrozenPrefill) else []
         down = [leg for leg in legs if not leg.cancel.cancelled]
         actions: list[ev.Action] = []
         seen: list[Seen] = []
@@ -198,7 +198,7 @@ def _name(value: object) -> Hashable | None:
 
 def _knows(machine: Machine) -> Knows:
     if isinstance(machine, FrozenDecode):
-        book = machine.book
+        book = machine.state.book
         idle = not (machine.rooms or len(book) or book.ring.used_bytes or book.quarantined_bytes)
         idle = idle and not book.gates_somebody
     else:
@@ -209,7 +209,7 @@ def _knows(machine: Machine) -> Knows:
     }
     serials: tuple[int, ...] = ()
     if isinstance(machine, FrozenDecode):
-        serials = tuple(holding.region.serial for holding in machine.book.holdings())
+        serials = tuple(holding.region.serial for holding in machine.state.book.holdings())
     return Knows(machine.local.incarnation, idle, peers, serials)
 
 

@@ -14,8 +14,8 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.device.base import Export
 from kvctl_agent.errors import ConfigError, DeviceError
+from kvctl_agent.memory.region import Region
 from kvctl_agent.protocol.messages import MAX_SHARED
-from kvctl_agent.transport.base import Region
 from tests.support.host_device import HostDevice
 
 FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvctl_agent.contract.choices import CP_MODES
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk, grid
-from kvctl_agent.layout.context_parallel import CP_MODES, owned_cells, sole_cp_sender
+from kvctl_agent.layout.context_parallel import owned_cells, sole_cp_sender
 from kvctl_agent.layout.heads import mix64
 
 

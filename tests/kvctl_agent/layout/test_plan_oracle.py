@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from kvctl_agent.layout.context_parallel import CP_MODES
+from kvctl_agent.contract.choices import CP_MODES
 from kvctl_agent.layout.heads import mix64
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.plan import aux_writer, state_slices_to_reader, transfer_slices, writer_cells

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvctl_agent.contract.choices import CP_MODES
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.context_parallel import CP_MODES
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.room_cost import room_cost

@@ -10,9 +10,9 @@ import pytest
 
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
 from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.region import Region
 from kvctl_agent.paths import device_calibration
 from kvctl_agent.paths.device_calibration import measure_device_copies, measure_direct
-from kvctl_agent.transport.base import Region
 from tests.support.host_device import HostDevice
 
 POISON = 0xDB

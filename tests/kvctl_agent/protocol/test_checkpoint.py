@@ -37,7 +37,8 @@ def test_a_machine_made_from_a_checkpoint_is_in_the_same_state_and_does_the_same
     found = busy(seed)
     for name, machine in list(found.machines.items()):
         data = pack(take(machine, AGES))
-        again: Machine = build(unpack(data), lambda local, timing: found._machine(local))
+        local, _, state = build(unpack(data))
+        again: Machine = found._build(local, state)
         assert pack(take(again, AGES)) == data
         assert type(again) is type(machine)
         later = found.now_ns + found.timing.resend_ns
@@ -66,7 +67,7 @@ def test_an_idle_machine_is_copied_well_within_what_the_control_loop_allows() ->
         found.receive(room, 1)
         found.send(room, 1)
     found.settle()
-    assert len(found.d()._graves) == 300
+    assert len(found.d().state.tombstones) == 300
     take(found.d(), 20_000_000)  # ten times the log's budget: this machine may be busy
 
 
@@ -80,8 +81,8 @@ def test_the_oldest_tombstones_are_left_out_and_counted(monkeypatch: pytest.Monk
     found.settle()
     checkpoint = take(found.d(), AGES)
     assert checkpoint.left_out == 2
-    again = build(checkpoint, lambda local, timing: found._machine(local))
-    assert [key.room for key in again._graves._graves] == [2, 3, 4]  # type: ignore[attr-defined]
+    _, _, state = build(checkpoint)
+    assert [key.room for key in state.tombstones._graves] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", b"\x95", msgspec.msgpack.encode([[1, 2], {}, [], 0, {}])])
@@ -106,4 +107,4 @@ def test_a_checkpoint_of_other_fields_is_of_another_build() -> None:
     less = take(found.d(), AGES)
     del less.state["rooms"]
     with pytest.raises(RecordingVersionError, match="differs in rooms"):
-        build(less, lambda local, timing: found._machine(local))
+        build(less)

@@ -131,7 +131,8 @@ def test_a_checkpoint_holds_the_checksums_that_are_being_taken(choose: Any) -> N
     world.held_back = True
     move(world)
     data = pack(take(world.d(), 1 << 62))
-    again = build(unpack(data), lambda local, timing: world._machine(local))
+    local, _, state = build(unpack(data))
+    again = world._build(local, state)
     assert again.rooms[7].checks == world.d().rooms[7].checks != {}
     for check in world.checks:
         again.handle(world.answer(check), world.now_ns)

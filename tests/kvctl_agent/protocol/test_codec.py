@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tracemalloc
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -66,7 +66,7 @@ def raw(*messages: Any) -> bytes:
 
 
 def test_every_message_survives_the_round_trip() -> None:
-    assert {type(message) for message in EVERY} == set(msg.Message.__subclasses__())
+    assert {type(message) for message in EVERY} == set(get_args(msg.AnyMessage))
     assert codec.decode(codec.encode(2**64 - 1, EVERY)) == (2**64 - 1, EVERY, 0)
 
 

@@ -225,7 +225,7 @@ def test_an_acknowledged_state_does_not_stand_for_a_part_of_the_same_key() -> No
         world.happen(world.pool.pop(places[0]))
     world.pool.clear()
     key = PartKey(0, 1, 0, 2)
-    leg = world.p()._legs["decode-0", 7, 1000]
+    leg = world.p().state.legs["decode-0", 7, 1000]
     assert key in leg.parts
     assert (PartKind.STATE, key) in leg.finals
     state = Tag(PartKind.STATE, world.d().local.incarnation, 7, 1000, 0, key).pack()

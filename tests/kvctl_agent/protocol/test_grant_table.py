@@ -36,7 +36,7 @@ def test_the_same_request_gets_the_same_grant() -> None:
     first, second = said(world, "prefill-0")
     assert isinstance(first, msg.StagingGrants)
     assert first == second
-    assert len(world.d().book) == 3
+    assert len(world.d().state.book) == 3
 
 
 def test_a_request_for_what_the_plan_does_not_know_changes_only_a_counter() -> None:
@@ -45,7 +45,7 @@ def test_a_request_for_what_the_plan_does_not_know_changes_only_a_counter() -> N
     odd = [(0, 0, 3, UNIT * 2), (2, 0, 2, 2 * UNIT), (0, 1, 1, UNIT), (0, 0, 2, UNIT), (0, 0, 2, 0), (0, 0, 2, 1 << 61)]
     give(world, msg.StagingRequest(7, 1000, [msg.PartSpec(*spec) for spec in odd]), to="decode-0", by="prefill-0")
     assert said(world, "prefill-0") == []
-    assert len(world.d().book) == 0
+    assert len(world.d().state.book) == 0
     assert world.d().telemetry.metrics.total("kvctl_control_dropped_total", "unknown-part") == len(odd)
 
 
@@ -55,7 +55,7 @@ def test_no_two_grants_cover_the_same_layers() -> None:
     for lo, hi in [(0, 2), (0, 1), (1, 2)]:
         spec = msg.PartSpec(0, lo, hi, UNIT * (hi - lo))
         give(world, msg.StagingRequest(7, 1000, [spec]), to="decode-0", by="prefill-0")
-    assert [holding.key[2:] for holding in world.d().book.holdings()] == [(0, 2)]
+    assert [holding.key[2:] for holding in world.d().state.book.holdings()] == [(0, 2)]
 
 
 def test_layer_groups_of_one_cell_are_granted_and_landed_one_by_one() -> None:
@@ -66,7 +66,7 @@ def test_layer_groups_of_one_cell_are_granted_and_landed_one_by_one() -> None:
     room = world.d().rooms[7]
     room.land(PartKey(0, 0, 0, 1))
     give(world, msg.StagingRequest(7, 1000, specs), to="decode-0", by="prefill-0")
-    assert [holding.key[2:] for holding in world.d().book.holdings()] == [(0, 1), (1, 2)]
+    assert [holding.key[2:] for holding in world.d().state.book.holdings()] == [(0, 1), (1, 2)]
 
 
 def test_a_request_for_a_room_that_is_over_is_answered_so_that_nobody_waits() -> None:
@@ -84,7 +84,7 @@ def test_no_grants_while_the_room_has_failed() -> None:
     said(world, "prefill-0")
     give(world, request, to="decode-0", by="prefill-0")
     assert said(world, "prefill-0") == []
-    assert len(world.d().book) == 0
+    assert len(world.d().state.book) == 0
 
 
 def test_parked_parts_of_two_rooms_with_one_nonce_are_told_apart() -> None:
@@ -131,7 +131,7 @@ def test_a_request_for_a_part_whose_revoke_is_open_is_answered_with_the_revoke()
     """The writer's answer was lost, and whoever waited behind its region may wait no more."""
     world = asked(1)
     grants = granted(world)
-    world.d().book.holdings()[0].state = RegionState.REVOKING
+    world.d().state.book.holdings()[0].state = RegionState.REVOKING
     world.tick(SECOND)
     said(world, "prefill-0")
     give(world, msg.StagingRequest(7, 1000, [msg.PartSpec(0, 0, 2, 2 * UNIT)]), to="decode-0", by="prefill-0")
@@ -163,8 +163,8 @@ def test_a_tag_of_a_grant_that_was_given_back_changes_nothing() -> None:
     compute(world, 1)
     world.feed("prefill-0", ev.Finish(7, 1, 1))
     (begin,) = [item for item in world.pool if item.kind == "begin"]
-    (holding,) = world.d().book.holdings()
-    world.d()._free([holding])
+    (holding,) = world.d().state.book.holdings()
+    world.d()._grants.free([holding])
     world.pool.remove(begin)
     tag = begin.what.order.tag
     world.feed("decode-0", ev.Arrived(Tag.unpack(tag), 1))
@@ -189,7 +189,7 @@ def test_a_tag_without_a_grant_that_covers_half_of_a_granted_part_changes_nothin
         "decode-0", ev.Arrived(Tag(PartKind.KV, world.d().local.incarnation, 7, 1000, 0, PartKey(0, 0, 0, 1)), 1)
     )
     assert not world.d().rooms[7].landed
-    assert len(world.d().book) == 1
+    assert len(world.d().state.book) == 1
 
 
 def test_a_tag_without_a_grant_does_not_free_a_region_that_is_being_scattered() -> None:
@@ -200,7 +200,7 @@ def test_a_tag_without_a_grant_does_not_free_a_region_that_is_being_scattered() 
     world.feed("decode-0", ev.Arrived(Tag(PartKind.KV, here, 7, 1000, serial, PartKey(0, 0, 0, 2)), 1))
     world.feed("decode-0", ev.Arrived(Tag(PartKind.KV, here, 7, 1000, 0, PartKey(0, 0, 0, 2)), 1))
     assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "duplicate") == 1
-    assert [holding.state for holding in world.d().book.holdings()] == [RegionState.LANDED]
+    assert [holding.state for holding in world.d().state.book.holdings()] == [RegionState.LANDED]
 
 
 def test_a_grant_outside_the_ring_is_not_written() -> None:
@@ -219,7 +219,7 @@ def test_with_the_direct_path_no_ring_is_asked_for() -> None:
     world.send(7, 4)
     world.settle()
     assert set(world.counts) == {"Hello", "HelloAck", "RoomOpen", "RoomAccepted", "RoomDone", "Ack"}
-    assert world.d().book.ring.high_water_bytes == 0
+    assert world.d().state.book.ring.high_water_bytes == 0
 
 
 def test_the_book_forgets_everything_of_a_region_that_is_free() -> None:

@@ -239,4 +239,4 @@ def test_a_restarted_decode_rank_learns_of_all_instances_again() -> None:
         world.send(room, 3, instance=number)
     world.settle()
     assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    assert registry(1) in world.d().rosters
+    assert world.d().roster(registry(1))

@@ -33,7 +33,7 @@ def release(world: World, **of: Any) -> ev.Answered:
 
 
 def serial(world: World) -> int:
-    (holding,) = world.d().book.holdings()
+    (holding,) = world.d().state.book.holdings()
     return holding.region.serial
 
 
@@ -65,7 +65,7 @@ def lost(*, dead: bool) -> World:
     for _ in range(20):
         world.tick(SECOND)
         world.flush()
-    (holding,) = world.d().book.holdings()
+    (holding,) = world.d().state.book.holdings()
     assert holding.state is RegionState.QUARANTINED
     return world
 
@@ -100,7 +100,7 @@ class TestReleaseOfAnAllocation:
         answer = release(world, serial=first)
         assert (answer.result, answer.freed) == ("revoking", ())
         assert "prefill-0 was asked to give it back" in answer.text
-        assert [holding.region.serial for holding in world.d().book.holdings()] == [first]
+        assert [holding.region.serial for holding in world.d().state.book.holdings()] == [first]
         pass_time(world, 2)
         assert serial(world) > first
         assert release(world, serial=first).text == f"allocation {first} is free already"
@@ -151,7 +151,7 @@ class TestReleaseOfAnAllocation:
         assert release(world, serial=held, force=force).result == "aside"
         pass_time(world, 1)
         assert second.state is RoomState.SUCCESS
-        assert [holding.region.serial for holding in world.d().book.holdings()] == [held]
+        assert [holding.region.serial for holding in world.d().state.book.holdings()] == [held]
         world.paused.clear()
         world.feed("prefill-0", ev.AbortRoom(7, "enough"))
         world.settle()
@@ -168,7 +168,7 @@ class TestReleaseOfAnAllocation:
         answer = release(world, serial=held, force=True)
         assert (answer.result, answer.freed) == ("released", (held,))
         assert answer.text.startswith(f"allocation {held} of room 7 is freed by force; its room still holds its pages")
-        assert world.d().book.ring.used_bytes == 0
+        assert world.d().state.book.ring.used_bytes == 0
         # Its writer may come back and write there: the room is given up.
         failure = world.d().rooms[7].failure
         assert failure is not None
@@ -203,7 +203,7 @@ class TestReleaseOfAnAllocation:
         answer = release(world, serial=held, force=True)
         assert (answer.result, answer.freed) == ("released", (held,))
         assert "kvctl staging release --room 7" in answer.text
-        assert world.d().book.ring.used_bytes == world.d().book.quarantined_bytes == 0
+        assert world.d().state.book.ring.used_bytes == world.d().state.book.quarantined_bytes == 0
         (room,) = world.rooms.values()
         assert not room.released, "its pages may be written just as well"
         assert release(world, room=7, force=True).result == "released"
@@ -275,9 +275,9 @@ def test_a_region_released_by_force_lets_those_behind_it_go_on() -> None:
         world.happen(world.pool.pop(world.ready()[0]))
     world.kill("prefill-0", proven=False)
     pass_time(world, 20)
-    assert world.d().book.ring.largest_bytes == 0
+    assert world.d().state.book.ring.largest_bytes == 0
     release(world, serial=serial(world), force=True)
-    assert world.d().book.ring.largest_bytes == 2 * UNIT
+    assert world.d().state.book.ring.largest_bytes == 2 * UNIT
     opened = world.receive(20, 2, instance=1)
     world.flush()
     world.send(20, 2, instance=1)
@@ -288,7 +288,7 @@ def test_a_region_released_by_force_lets_those_behind_it_go_on() -> None:
 
 def meddle(world: World, dice: random.Random) -> None:
     """An operator releases whatever there is, without force."""
-    book = world.d().book
+    book = world.d().state.book
     serials = [holding.region.serial for holding in book.holdings()] or [1]
     ask(world, "decode-0", ev.ReleaseHeld(9, serial=dice.choice(serials)))
     ask(world, "decode-0", ev.ReleaseHeld(9, room=dice.choice([10, 11, 12, 13])))
@@ -385,7 +385,7 @@ class TestRetime:
             wanted = msgspec.structs.replace(TIMING, bootstrap_ns=50 * SECOND, waiting_ns=60 * SECOND)
             assert machine.timing == wanted
             assert [peer.timing for peer in machine.peers.values()] == [wanted]
-            assert machine._graves._lifetime_ns == 50 * SECOND
+            assert machine.state.tombstones._lifetime_ns == 50 * SECOND
 
 
 def test_a_number_that_was_refused_while_draining_is_taken_after_it() -> None:

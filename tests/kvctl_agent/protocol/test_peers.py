@@ -14,7 +14,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.prefill import MAX_PEERS
+from kvctl_agent.protocol.prefill.readers import MAX_PEERS
 from tests.support.protocol.moments import in_flight, silence
 from tests.support.protocol.simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 
@@ -135,8 +135,8 @@ def test_lost_but_not_proven_dead_is_quarantined_until_it_says_that_it_has_drain
     assert room.state is RoomState.FAILED
     assert not room.released
     assert world.d().quarantined_bytes > 0
-    held = sum(holding.region.end - holding.region.offset for holding in world.d().book.holdings())
-    assert world.d().book.quarantined_bytes == (0 if choose else held)
+    held = sum(holding.region.end - holding.region.offset for holding in world.d().state.book.holdings())
+    assert world.d().state.book.quarantined_bytes == (0 if choose else held)
     world.settle()
     assert room.released
     assert world.d().quarantined_bytes == 0
@@ -161,13 +161,13 @@ def test_a_tag_of_a_quarantined_region_ends_its_quarantine() -> None:
     for _ in range(20):
         world.tick(SECOND)
         world.flush()
-    held = world.d().book.quarantined_bytes
+    held = world.d().state.book.quarantined_bytes
     assert held
     complete = next(item for item in world.pool if item.kind == "complete" and item.to == "prefill-0")
     world.pool.remove(complete)
     world.happen(complete)
     world.flush()
-    assert world.d().book.quarantined_bytes < held
+    assert world.d().state.book.quarantined_bytes < held
     world.paused.clear()
     world.settle()
     world.check_empty()

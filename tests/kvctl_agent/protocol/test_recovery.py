@@ -163,7 +163,7 @@ def test_pages_with_a_lost_writer_come_back_when_that_is_safe_and_not_before(end
         world.prove()
     assert room.released
     assert world.d().quarantined_bytes == 0
-    assert len(world.d().book) == 0
+    assert len(world.d().state.book) == 0
 
 
 def test_a_writer_keeps_the_pages_it_sends_from_until_its_engine_lets_go_of_a_lost_reader() -> None:
@@ -201,7 +201,7 @@ def test_a_late_opening_meets_a_tombstone_for_as_long_as_an_opening_may_take(end
     answers = [message for message in said(world, "decode-0") if isinstance(message, msg.RoomRefused)]
     assert len(answers) == 1
     pass_time(world, TIMING.bootstrap_ns + 2 * SECOND, SECOND)
-    assert len(world.p()._graves) == 0, "it asked again, and was remembered for as long again"
+    assert len(world.p().state.tombstones) == 0, "it asked again, and was remembered for as long again"
 
 
 # ---- return --------------------------------------------------------------------------------------------------------

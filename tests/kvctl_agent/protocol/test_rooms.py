@@ -59,7 +59,7 @@ def test_a_room_is_opened_at_every_rank_and_one_that_owes_nothing_reports_at_onc
     for reader in range(4):
         owing = {share.writer for share in world.owed(7, reader)}
         for rank in range(4):
-            assert bool(world.p(rank)._legs[f"decode-{reader}", 7, 1000 + reader].planned) == (rank in owing)
+            assert bool(world.p(rank).state.legs[f"decode-{reader}", 7, 1000 + reader].planned) == (rank in owing)
     world.send(7, 2)
     world.settle()
     assert set(world.sent.values()) == {RoomState.SUCCESS}
@@ -265,7 +265,7 @@ def test_a_rank_that_owes_nothing_learns_how_a_room_ended_even_if_it_was_thought
         world.happen(world.pool.pop(places[0]))
     world.pool = [item for item in world.pool if item.to != idle or item.kind != "message"]
     world.d().peers[idle].state = PeerState.LOST
-    world.d().on_peer_lost(world.d().peers[idle], "test")
+    world.d()._on_peer_lost(world.d().peers[idle], "test")
     world.settle(ticks=20)
     assert world.sent[idle, 7] is RoomState.SUCCESS
 

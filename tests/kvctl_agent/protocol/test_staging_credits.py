@@ -85,7 +85,7 @@ def test_every_room_has_its_turn() -> None:
     world.settle()
     assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
     for machine in (world.p(0), world.p(1)):
-        (allowance,) = machine._allowances.values()
+        (allowance,) = machine.state.allowances.values()
         assert (allowance.asked_bytes, len(allowance)) == (0, 0)
     world.check_empty()
 
@@ -95,7 +95,7 @@ def test_an_abort_gives_back_what_was_asked_for() -> None:
     for room in ROOMS:
         world.feed("decode-0", ev.AbortRoom(room, "enough"))
     world.settle()
-    (allowance,) = world.p(0)._allowances.values()
+    (allowance,) = world.p(0).state.allowances.values()
     assert (allowance.asked_bytes, len(allowance)) == (0, 0)
 
 

@@ -80,7 +80,7 @@ def test_head_left_mid_ring_with_nothing_live() -> None:
         world.send(10 + number, pages)
         world.flush()
         assert room.state is RoomState.SUCCESS
-        assert world.d().book.ring.head == 0
+        assert world.d().state.book.ring.head == 0
     assert world.paths == {"staged": 4}
     assert world.counts["Watermark"] == 0, "an empty ring gates nobody"
     assert world.now_ns == SECOND
@@ -110,7 +110,7 @@ def test_a_restarted_subscriber_never_hears_the_watermark() -> None:
         world.receive(room, 3)
         world.send(room, 3)
     world.settle()
-    assert world.d().book.ring.round > 2
+    assert world.d().state.book.ring.round > 2
     world.restart("prefill-0")
     world.tick(SECOND)
     world.flush()
@@ -454,7 +454,7 @@ def test_per_room_sets_that_only_grow() -> None:
         for _ in range(4):
             world.tick(TIMING.bootstrap_ns // 2)
             world.flush()
-        return [things(machine) for machine in world.machines.values()]
+        return [things(machine.state) for machine in world.machines.values()]
 
     world = World(ParallelConfig(tp=2), ParallelConfig(), ring=3, chunk_pages=1)
     world.connect()

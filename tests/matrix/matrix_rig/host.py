@@ -25,10 +25,10 @@ prepare_environment()
 from kvctl.lab.ranks.bench_messages import Role  # noqa: E402
 from kvctl_agent import assembly  # noqa: E402
 from kvctl_agent.memory.buffers import RingMemory  # noqa: E402
+from kvctl_agent.memory.region import Region  # noqa: E402
 from kvctl_agent.paths import calibration  # noqa: E402
 from kvctl_agent.runtime import arrival_loop, peer_connections  # noqa: E402
 from kvctl_agent.transport import cost_probe  # noqa: E402
-from kvctl_agent.transport.base import Region  # noqa: E402
 from kvctl_agent.transport.registry import TRANSPORTS, open_transport  # noqa: E402
 from tests.matrix.matrix_rig import loads  # noqa: E402
 from tests.matrix.matrix_rig.arena import Arena  # noqa: E402

@@ -15,7 +15,8 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Region, Sizes, Transport, Write
+from kvctl_agent.memory.region import Region
+from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes, Transport, Write
 
 _MAGIC = b"shared"
 _ADDRESS = struct.Struct("<6s16sIH")  # magic, the engine's name, the rank's number, length of the rank's name

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from kvctl_agent.layout.context_parallel import CP_MODES
+from kvctl_agent.contract.choices import CP_MODES
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from tests.support.protocol.oracle import Instance

@@ -181,12 +181,18 @@ class World(Oracle):  # type: ignore[misc]
                 if known.answers and known.introduced:
                     self.feed(name, ev.RosterKnown(registry(number), self.names_of(number)))
 
-    def _machine(self, local: LocalInfo) -> Machine:
+    def _machine(self, local: LocalInfo) -> Any:
+        """The machine of a rank that starts; subclasses wrap or replace it."""
+        return self._build(local)
+
+    def _build(
+        self, local: LocalInfo, state: Any = None, asked: Callable[[Any], Any] = lambda choose: choose
+    ) -> Machine:
         told = self.make_telemetry(local.name, "prefill" if local.role == "prefill" else "decode")
         if local.role == "prefill":
             early_send = self.instances[place_of(local.name).instance].early_send
-            return PrefillMachine(local, self.timing, told, self.choose, direct, early_send)
-        return DecodeMachine(local, self.timing, told)
+            return PrefillMachine(local, self.timing, told, asked(self.choose), asked(direct), early_send, state)
+        return DecodeMachine(local, self.timing, told, state)
 
     def p(self, rank: int = 0, instance: int = 0) -> PrefillMachine:
         machine = self.machines[self.names_of(instance)[rank]]
@@ -472,25 +478,25 @@ class World(Oracle):  # type: ignore[misc]
         for name, machine in self.machines.items():
             if isinstance(machine, DecodeMachine):
                 assert not machine.rooms, name
-                assert len(machine.book) == 0, name
-                assert machine.book.ring.used_bytes == 0, name
-                assert machine.book.ring.live == (), name
-                assert machine.book.quarantined_bytes == 0, name
-                assert not machine.book.gates_somebody, name
-                assert not machine.book._by_part, name
-                assert not machine.book._by_room, name
+                assert len(machine.state.book) == 0, name
+                assert machine.state.book.ring.used_bytes == 0, name
+                assert machine.state.book.ring.live == (), name
+                assert machine.state.book.quarantined_bytes == 0, name
+                assert not machine.state.book.gates_somebody, name
+                assert not machine.state.book._by_part, name
+                assert not machine.state.book._by_room, name
             else:
                 assert not machine.rooms, name
-                assert not machine._legs, name
+                assert not machine.state.legs, name
                 assert machine.parked() == [], name
         self.paused.clear()
         for _ in range(5):  # in strides in which peers lose sight of each other, for this is long
             self.tick(self.timing.bootstrap_ns // 2)
             self.flush()
         for name, machine in self.machines.items():
-            assert len(machine._graves) == 0, name
+            assert len(machine.state.tombstones) == 0, name
             if isinstance(machine, PrefillMachine):
-                assert not machine._ended, name
+                assert not machine.state.ended, name
 
     def connect(self) -> None:
         """All say hello, without loss."""

@@ -48,10 +48,8 @@ class RecordedWorld(World):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def _machine(self, local: LocalInfo) -> Any:
-        machine = super()._machine(local)
         log = InputLog(self.capacity)
-        if hasattr(machine, "_choose"):
-            machine._choose, machine._fallback = log.asked(machine._choose), log.asked(machine._fallback)
+        machine = self._build(local, asked=log.asked)
         self.logs.setdefault(local.name, []).append(log)
         return Recorded(machine, log)
 

@@ -1,0 +1,134 @@
+"""The decode rank's machine: its parts, and which of them handles what. Events in, actions out, no I/O."""
+
+from __future__ import annotations
+
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.context import MachineContext
+from kvctl_agent.protocol.decode.admission import RecvAdmission
+from kvctl_agent.protocol.decode.grants import Grants
+from kvctl_agent.protocol.decode.instances import Instances
+from kvctl_agent.protocol.decode.landing import Landing
+from kvctl_agent.protocol.decode.reclaim import Reclaim
+from kvctl_agent.protocol.decode.rooms import DecodeState, RecvRooms
+from kvctl_agent.protocol.grant_table import GrantedRegion
+from kvctl_agent.protocol.local_info import LocalInfo, Timing
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.peer import Peer
+from kvctl_agent.protocol.ring import Ring
+from kvctl_agent.protocol.sessions import PeerSessions
+from kvctl_agent.telemetry.hub import Telemetry
+
+
+class DecodeMachine(Machine):
+    """All rooms of one decode rank."""
+
+    state: DecodeState
+
+    def __init__(
+        self, local: LocalInfo, timing: Timing, telemetry: Telemetry, state: DecodeState | None = None
+    ) -> None:
+        state = state or DecodeState(local, timing)
+        context = MachineContext(local, timing, telemetry, state.peers)
+        rooms = self._rooms = RecvRooms(context, state)
+        grants = self._grants = Grants(context, state, rooms)
+        landing = Landing(context, state, rooms, grants)
+        reclaim = self._reclaim = Reclaim(context, state, rooms, grants)
+        admission = RecvAdmission(context, state, rooms)
+        sessions = PeerSessions(context, self._on_peer_lost, reclaim.on_former_ended, grants.watermark)
+        instances = self._instances = Instances(context, state, rooms, admission, sessions)
+        super().__init__(context, state, sessions, rooms.find, rooms.fail)
+        self._events = {
+            # the engine
+            ev.OpenRoom: admission.on_open_room,
+            ev.AbortRoom: self.on_abort_room,
+            # the control channel and the registry
+            ev.Received: self.on_received,
+            ev.Unsendable: self.on_unsendable,
+            ev.RosterKnown: instances.on_roster_known,
+            ev.RosterMissing: instances.on_roster_missing,
+            ev.PeerDead: sessions.on_peer_dead,
+            # transport and copies
+            ev.Arrived: landing.on_arrived,
+            ev.Scattered: landing.on_scattered,
+            ev.ScatterFailed: landing.on_scatter_failed,
+            ev.Checked: landing.on_checked,
+            # the operator, and time
+            ev.ReleaseHeld: reclaim.on_release_held,
+            ev.SetTimeouts: self.on_set_timeouts,
+            ev.Drain: lambda event: None,  # the agent itself takes no new rooms then
+            ev.Shutdown: sessions.on_shutdown,
+            ev.Tick: self.on_tick,
+        }
+        self._handshake = {
+            msg.HelloAck: instances.on_hello_ack,
+        }
+        self._messages = {
+            msg.Heartbeat: self.on_heartbeat,
+            msg.Bye: sessions.on_bye,
+            msg.RoomAccepted: rooms.on_room_accepted,
+            msg.RoomRefused: reclaim.on_room_refused,
+            msg.RoomFailed: rooms.on_room_failed,
+            msg.RoomDrained: reclaim.on_room_drained,
+            msg.Ack: rooms.on_ack,
+            msg.StagingRequest: grants.on_staging_request,
+            msg.StagingRevoked: grants.on_staging_revoked,
+            msg.TooLate: grants.on_too_late,
+            msg.PartReady: landing.on_part_ready,
+        }
+        self._former_messages = {
+            msg.Bye: sessions.on_former_bye,
+            msg.RoomDrained: reclaim.on_former_drained,
+        }
+        self._lost_messages = {}
+
+    def on_tick(self, event: ev.Tick) -> None:
+        self._sessions.check()
+        self.state.tombstones.expire(self._context.now_ns)
+        self._instances.say_hello()
+        self._reclaim.forget_former()
+        self._instances.forget_departed()
+        self._rooms.check()
+        self._grants.unpin()
+
+    def _on_peer_lost(self, peer: Peer, text: str) -> None:
+        self._reclaim.on_peer_lost(peer, text)
+        self._instances.find_clashing()
+
+    # ---- views: safe from any thread --------------------------------------------------------------------------
+
+    @property
+    def open_rooms(self) -> int:
+        return len(self.rooms)
+
+    def roster(self, instance: str) -> tuple[str, ...]:
+        return self.state.rosters.get(instance, ())
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the peer of this name may be spoken to."""
+        return self._context.is_ready(name)
+
+    @property
+    def missing_peers(self) -> list[str]:
+        """Ranks of the known instances that have not said hello."""
+        known = list(self.state.rosters.values())
+        return [name for roster in known for name in roster if not self.is_ready(name)]
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Ring and page bytes of failed rooms that may still be written; see `Reclaim`."""
+        return self._reclaim.quarantined_bytes
+
+    @property
+    def ring(self) -> Ring:
+        """The ring's allocator, to be read only."""
+        return self.state.book.ring
+
+    def holdings(self) -> list[GrantedRegion]:
+        """Live grants, oldest first."""
+        return self.state.book.holdings()
+
+    @property
+    def refused_largest_bytes(self) -> int:
+        """Size of the largest part that no place in the ring could be found for; 0: of none."""
+        return self.state.book.refused_largest_bytes

@@ -1,0 +1,120 @@
+"""The prefill rank's machine: its parts, and which of them handles what. Events in, actions out, no I/O."""
+
+from __future__ import annotations
+
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.context import MachineContext
+from kvctl_agent.protocol.local_info import LocalInfo, Timing
+from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.prefill.admission import SendAdmission
+from kvctl_agent.protocol.prefill.dispatch import Dispatch
+from kvctl_agent.protocol.prefill.forwards import Forwards
+from kvctl_agent.protocol.prefill.readers import Readers
+from kvctl_agent.protocol.prefill.rooms import PrefillState, SendRooms
+from kvctl_agent.protocol.prefill.staging import Choose, StagingRequests
+from kvctl_agent.protocol.send_room import Part, PeerTransfer, Wait
+from kvctl_agent.protocol.sessions import PeerSessions
+from kvctl_agent.telemetry.hub import Telemetry
+
+
+class PrefillMachine(Machine):
+    """All rooms of one prefill rank.
+
+    Args:
+        choose, fallback: the path of a part, and that of a part which can never have a ring region.
+        early_send: a pipeline stage before the last one sends as soon as its own forward is done.
+        state: what an earlier machine of this rank remembered; `early_send` is part of it.
+    """
+
+    state: PrefillState
+
+    def __init__(
+        self,
+        local: LocalInfo,
+        timing: Timing,
+        telemetry: Telemetry,
+        choose: Choose,
+        fallback: Choose,
+        early_send: bool = True,
+        state: PrefillState | None = None,
+    ) -> None:
+        state = state or PrefillState(local, timing, early_send=early_send)
+        context = MachineContext(local, timing, telemetry, state.peers)
+        staging = StagingRequests(context, state.rooms, state.allowances, choose, fallback)
+        rooms = self._rooms = SendRooms(context, state, staging)
+        dispatch = Dispatch(context, state, rooms, staging)
+        admission = SendAdmission(context, state, rooms, staging, dispatch)
+        forwards = Forwards(context, state, rooms, staging, dispatch)
+        sessions = PeerSessions(context, rooms.on_peer_lost)
+        readers = Readers(context, state, dispatch, sessions)
+        super().__init__(context, state, sessions, rooms.find, rooms.fail, dispatch.on_lease_renewed)
+        self._events = {
+            # the engine
+            ev.SendRoom: forwards.on_send_room,
+            ev.Prefetch: forwards.on_prefetch,
+            ev.Launched: forwards.on_launched,
+            ev.ForwardFailed: forwards.on_forward_failed,
+            ev.SendPages: forwards.on_send_pages,
+            ev.Finish: forwards.on_finish,
+            ev.AbortRoom: self.on_abort_room,
+            # the control channel
+            ev.Received: self.on_received,
+            ev.Unsendable: self.on_unsendable,
+            ev.PeerDead: sessions.on_peer_dead,
+            # transport and workers
+            ev.PeerConnected: readers.on_peer_connected,
+            ev.PeerUnusable: readers.on_peer_unusable,
+            ev.PartSent: dispatch.on_part_sent,
+            ev.PartFailed: dispatch.on_part_failed,
+            # the operator, and time
+            ev.SetTimeouts: self.on_set_timeouts,
+            ev.Drain: self.on_drain,
+            ev.Shutdown: sessions.on_shutdown,
+            ev.Tick: self.on_tick,
+        }
+        self._handshake = {
+            msg.Hello: readers.on_hello,
+        }
+        self._messages = {
+            msg.Heartbeat: dispatch.on_heartbeat,
+            msg.Bye: sessions.on_bye,
+            msg.RoomOpen: admission.on_room_open,
+            msg.RoomDone: rooms.on_room_done,
+            msg.RoomFailed: rooms.on_room_failed,
+            msg.RoomAbort: rooms.on_room_abort,
+            msg.Ack: rooms.on_ack,
+            msg.PartAck: rooms.on_part_ack,
+            msg.StagingGrants: dispatch.on_staging_grants,
+            msg.StagingRefused: dispatch.on_staging_refused,
+            msg.StagingRevoke: dispatch.on_staging_revoke,
+            msg.Watermark: dispatch.on_watermark,
+        }
+        self._former_messages = {}
+        self._lost_messages = {msg.RoomAbort: rooms.on_room_abort}
+
+    def on_set_timeouts(self, event: ev.SetTimeouts) -> None:
+        super().on_set_timeouts(event)
+        self.state.deadlines_due_ns = 0
+
+    def on_drain(self, event: ev.Drain) -> None:
+        self.state.draining = event.on
+
+    def on_tick(self, event: ev.Tick) -> None:
+        self._sessions.check()
+        self._rooms.expire()
+        self._rooms.check()
+
+    # ---- views: safe from any thread --------------------------------------------------------------------------
+
+    @property
+    def open_rooms(self) -> int:
+        return len(self.state.legs)
+
+    def parked(self) -> list[tuple[PeerTransfer, Part]]:
+        """Parts that are ready and may not go yet."""
+        return [entry for parked in list(self.state.parked.values()) for entry in list(parked.values())]
+
+    def waits_for(self, leg: PeerTransfer, part: Part) -> Wait:
+        """What a part that is not sent waits for."""
+        return self._rooms.waits_for(leg, part)
