@@ -102,7 +102,7 @@ def test_pages_have_a_size(page_size: object) -> None:
     ],
 )
 def test_a_latent_has_neither_heads_nor_v(change: dict[str, int], numbers: str) -> None:
-    text = f"one latent row a token: num_kv_heads must be 1, v_dim and v_scale_bytes 0, not {numbers}$"
+    text = f"one latent row per token: num_kv_heads must be 1, v_dim and v_scale_bytes 0, not {numbers}$"
     with pytest.raises(LayoutError, match=text):
         replace(MLA, **change)  # type: ignore[arg-type]
 

@@ -101,8 +101,8 @@ def test_only_known_classes_are_made() -> None:
 def test_a_checkpoint_of_other_fields_is_of_another_build() -> None:
     found = World()
     head = msgspec.msgpack.decode(pack(take(found.d(), AGES)))
-    head[4]["Local"][0] = "title"
-    with pytest.raises(RecordingVersionError, match="its Local differs in name, title"):
+    head[4]["LocalInfo"][0] = "title"
+    with pytest.raises(RecordingVersionError, match="its LocalInfo differs in name, title"):
         unpack(msgspec.msgpack.encode(head))
     less = take(found.d(), AGES)
     del less.state["rooms"]
