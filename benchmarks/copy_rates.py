@@ -93,7 +93,7 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
     ring = RingMemory(part.region_bytes)
     landing = ring.view(0, part.region_bytes).array
     assert landing is not None
-    crew = CopyPool(threads)
+    crew = CopyPool(threads).start()
 
     def gathered(piece: Piece) -> None:
         buffer = buffers.acquire()

@@ -1,75 +1,46 @@
-"""The agent a worker embeds: builds all parts, owns their lives; the only file that knows them all."""
+"""The agent a worker embeds: the engine's interface in front of the parts, which it starts and ends in order."""
 
 from __future__ import annotations
 
 import atexit
 import os
-import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-import zmq
-
-from kvctl_agent import assembly
 from kvctl_agent.admin.actions import AdminActions
 from kvctl_agent.admin.queries import AdminQueries
 from kvctl_agent.admin.remote_endpoint import remote_endpoint
 from kvctl_agent.admin.server import AdminServer
-from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.connection_cost import ConnectionCost
-from kvctl_agent.contract.settings import load_settings
+from kvctl_agent.contract.settings import Settings, load_settings
+from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.values import shown
-from kvctl_agent.device.base import RowCopies
-from kvctl_agent.errors import ConfigError, DeadlineExceeded, LayoutError, LocalProtocolError
-from kvctl_agent.export.exports import Exports
+from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
 from kvctl_agent.layout.chunks import prefix_pages
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
-from kvctl_agent.layout.local_shard import local_shards as layout_of
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
-from kvctl_agent.memory.copier import Copier
-from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.base import Path
-from kvctl_agent.paths.bulk import AuxPath, BulkPath
-from kvctl_agent.paths.direct import DirectPath
-from kvctl_agent.paths.path_chooser import PathChooser
-from kvctl_agent.paths.slice import SlicePath
-from kvctl_agent.paths.staged import StagedPath
+from kvctl_agent.parts import (
+    PartFactories,
+    build_parts,
+    check_arguments,
+    check_path,
+    close_all,
+    copies_ended,
+    instances_of,
+)
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.recording import InputLog
-from kvctl_agent.protocol.registry import Roster
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime import control_endpoints
-from kvctl_agent.runtime.action_executor import ActionExecutor
-from kvctl_agent.runtime.arrival_loop import ArrivalLoop
-from kvctl_agent.runtime.bootstrap import Registries
-from kvctl_agent.runtime.control_channel import ControlChannel
-from kvctl_agent.runtime.control_loop import ControlLoop
-from kvctl_agent.runtime.control_setup import set_up_control
-from kvctl_agent.runtime.event_poller import EventPoller
-from kvctl_agent.runtime.handle_registry import HandleRegistry, OnState
-from kvctl_agent.runtime.handles import PoolLimits, Receive, Send, check_flag, check_room, check_timeout
-from kvctl_agent.runtime.mailbox import Mailbox
-from kvctl_agent.runtime.operator_requests import OperatorRequests
+from kvctl_agent.runtime.handles import OnState, PoolLimits, Receive, Send, check_flag, check_room, check_timeout
 from kvctl_agent.runtime.page_owners import written
-from kvctl_agent.runtime.peer_connections import PeerConnections
-from kvctl_agent.runtime.pipelining import Pipelining
-from kvctl_agent.runtime.readiness import check_fit, waiting_for
-from kvctl_agent.runtime.transfer_worker import TransferWorker
 from kvctl_agent.security.curve import load_fleet_key
-from kvctl_agent.security.rejected_keys import RejectedKeys
-from kvctl_agent.security.zap_authenticator import ZapAuthenticator
-from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.transport.base import Transport
-from kvctl_agent.transport.registry import open_transport, parse_params
 
 
 class Agent:
@@ -85,7 +56,13 @@ class Agent:
         model: the whole model's KV; needed where this rank's pool is not all of its layers.
         on_state: called on the control thread at each change of a room's state (of a fake room, by the call that makes
             it); it must only enqueue.
+        factories: makers of the parts that a test or a fault injector replaces.
         config: any key of `contract.config`, with origin "argument".
+
+    Attributes:
+        parts: what the agent is built of; for tests and tools that look inside.
+        admin: the admin socket.
+        observe: answers of the admin commands that read.
 
     Raises:
         ConfigError, MemoryLayoutError, LayoutError: something given is wrong; says what.
@@ -95,80 +72,36 @@ class Agent:
     def __init__(
         self,
         *,
-        role: Literal["prefill", "decode"],
+        role: Role,
         rank: Rank,
         pool: KVPool,
         name: str,
         bootstrap: str | Sequence[str],
         model: ModelShape | None = None,
         on_state: OnState | None = None,
+        factories: PartFactories | None = None,
         **config: Value,
     ) -> None:
-        assembly.check_arguments(role, rank, pool, name, model, on_state)
+        check_arguments(role, rank, pool, name, model, on_state)
         self.name = name
         self.role = role
         self.rank = rank
         self.pool = pool
-        clock = self._open_clock()
-        born = clock.wall_ns(clock.now_ns())
-        self.incarnation = born >> 20 << 20 | secrets.randbits(20) | 1  # grows from life to life
-        self.settings = load_settings(config)
-        settings = self.settings
-        self._keys = load_fleet_key(settings["fleet_key"])
-        remote = remote_endpoint(settings, self._keys)
-        self.exports = Exports(settings, name, role)
-        self._instances = assembly.instances_of(role, bootstrap)
-        for endpoint in self._instances:
-            self._check_endpoint(endpoint)
-        self.telemetry = Telemetry(
-            name,
-            role,
-            history=settings["history_rooms"],
-            failed=settings["failed_rooms"],
-            timeline_events=settings["timeline_events"],
-            recorder_events=settings["recorder_events"],
-            clock=clock,
+        settings = load_settings(config)
+        keys = load_fleet_key(settings["fleet_key"])
+        remote = remote_endpoint(settings, keys)
+        self._check_endpoint: Callable[[str], None] = partial(
+            control_endpoints.check_endpoint, insecure=settings["insecure"], keys=keys is not None
         )
-        if model is None and rank.pp_size > 1:
-            raise ConfigError("with pipeline stages a rank's pool is not the whole model: give the agent model=")
-        self.shape = model or pool.shape()
-        held = layout_of(self.shape, pool.page_size, rank.parallel_config, rank.coord)
-        pool.assign_shards(held)
-        assembly.check_settings(settings, pool)
-        self.chooser = PathChooser(self.shape, pool.page_size, settings["path"], settings["staging"])
-        self._desk = HandleRegistry(name, on_state, assembly.destinations_of(pool) if role == "decode" else None)
-        self._forwards: EventPoller | None = None
-        if role == "prefill" and pool.device is not None:
-            self._forwards = EventPoller(f"{name}-forwards", pool.device)
-        self._state: Literal["new", "running", "draining", "closed"] = "new"
-        self._leaving = False  # the engine wants no more rooms, ever
-        self._turning = threading.Lock()  # an operator may resume while the engine closes
-        self.transport = self._open_transport()
-        self._mailbox = Mailbox()
-        self.workers: list[TransferWorker] = []
-        self._crew: CopyPool | None = None
-        self._copiers: list[Copier | RowCopies] = []
-        self.buffers: StagingBuffers | None = None
-        self.ring: RingMemory | None = None
-        try:
-            self.buffers, self.ring = assembly.staging_memory(role, settings, pool.device)
-            self.transport.register(assembly.regions(pool, self.buffers or self.ring))
-            told = self.chooser, self.telemetry.recorder, settings["direct_sms"]
-            self.connections = PeerConnections(name, self.transport, pool, self.buffers, *told)
-            self.machine = self._build_machine()
-            self.pipelining = Pipelining(self.local.layers, pool.page_size, settings, self.telemetry.metrics)
-            tickets = OperatorRequests()
-            parts = (self.machine, self._desk, self.connections, self.pipelining, self.workers, tickets)
-            self._hands = ActionExecutor(*parts)
-        except BaseException:
-            self.transport.close()
-            self._mailbox.close()
-            assembly.close_all((self.buffers, self.ring))
-            raise
-        self.observe = AdminQueries(self)
-        operator = AdminActions(self, self._mailbox.put, tickets, lambda: self._admin.asker)
+        instances = instances_of(role, bootstrap)
+        for endpoint in instances:
+            self._check_endpoint(endpoint)
+        make = factories or PartFactories()
+        self.parts = build_parts(name, role, rank, pool, instances, model, on_state, settings, keys, make)
+        self.observe = AdminQueries(self.parts)
+        operator = AdminActions(self.parts, lambda: self.admin.asker)
         telemetry = self.telemetry
-        self._admin = AdminServer(
+        self.admin = AdminServer(
             name,
             {**self.observe.handlers(), **operator.handlers()},
             self.observe.hello,
@@ -177,67 +110,30 @@ class Agent:
             clock=telemetry.clock,
             remote=remote,
         )
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gatekeeper: ZapAuthenticator | None = None
-        self._control: ControlLoop | None = None
-        self.links: ControlChannel | None = None
-        self._registries: Registries | None = None
-        self._at_exit = _close_at_exit(self)
+        # An engine that forgets to close still exits cleanly. The reference is weak, so that this keeps no agent alive
+        # that was never started; the admin thread, whose handlers hold `self`, keeps one that was.
+        self._at_exit = partial(_close_if_alive, weakref.ref(self))
+        atexit.register(self._at_exit)
 
-    # ---- building ---------------------------------------------------------------------------------------------
+    @property
+    def settings(self) -> Settings:
+        """The configuration, with the origin of every value."""
+        return self.parts.settings
 
-    def _open_clock(self) -> Clock:
-        """The one wall clock; the rig puts faults between an agent and this, and the next three."""
-        return Clock()
+    @property
+    def incarnation(self) -> int:
+        """Random id of this life of the agent."""
+        return self.parts.local.incarnation
 
-    def _open_transport(self) -> Transport:
-        """The engine."""
-        settings = self.settings
-        params = parse_params(settings["transport_params"])
-        return open_transport(settings["transport"], self.name, params, self.pool.device)
+    @property
+    def telemetry(self) -> Telemetry:
+        """Counters, rooms, and the flight recorder."""
+        return self.parts.telemetry
 
-    def _open_links(self, kind: Callable[..., ControlChannel] = ControlChannel) -> ControlChannel:
-        """The control channel."""
-        return kind(self._context, self.name, self.incarnation, self.telemetry, self._keys)
-
-    def _open_arrivals(self, kind: Callable[..., ArrivalLoop] = ArrivalLoop) -> ArrivalLoop:
-        report, name = self._mailbox.put, f"{self.name}-arrivals"
-        return kind(name, self.transport, self.pool, self.ring, self._copier(), report, self.telemetry)
-
-    def _copier(self) -> Copier:
-        """For one thread."""
-        assert self._crew is not None
-        copier = assembly.copier_of(self.pool.device, self._crew)
-        self._copiers.append(copier)
-        return copier
-
-    def _paths(self, buffers: StagingBuffers) -> dict[str, Path]:
-        """Of one worker."""
-        paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: StagedPath(buffers, self._copier())}
-        if self.pool.device is not None:
-            copies = self.pool.device.copies()
-            self._copiers.append(copies)
-            paths[DIRECT] = DirectPath(copies, self.settings["direct_sms"])
-        return paths
-
-    def _check_endpoint(self, endpoint: str) -> None:
-        control_endpoints.check_endpoint(endpoint, insecure=self.settings["insecure"], keys=self._keys is not None)
-
-    def _build_machine(self) -> Machine:
-        self.local = assembly.local_of(
-            self.name,
-            self.role,
-            self.rank,
-            self.shape,
-            self.pool,
-            self.incarnation,
-            self.settings,
-            self.transport,
-            self.ring,
-        )
-        self.inputs = InputLog(self.settings["record_inputs"])
-        parts = (self.telemetry, self.chooser, self.inputs, self.connections.reaches)
-        return assembly.machine_of(self.role, self.local, self.settings, *parts)
+    @property
+    def layers(self) -> range:
+        """This rank's layers, by their global ids."""
+        return self.parts.local.layers
 
     # ---- life -------------------------------------------------------------------------------------------------
 
@@ -248,58 +144,20 @@ class Agent:
             ConfigError: an address is taken or must not be bound.
             AdminError: another agent of this name is alive, or the socket's path is too long.
         """
-        if self._state != "new":
-            raise LocalProtocolError(f"agent {self.name} was started before; make a new one")
-        self._state = "running"
+        parts = self.parts
+        parts.lifecycle.start()
         try:
-            self._admin.start()
-            self.exports.start(self.observe.metrics, self.telemetry)
-            if (keys := self._keys) is not None:
-                strangers = RejectedKeys(self.telemetry.metrics, self.telemetry.recorder)
-                self._gatekeeper = ZapAuthenticator(
-                    self._context, f"{self.name}-keys", lambda key: key == keys.public, strangers.refused
-                )
-            self._control = self._build_control()
-            self._start_threads()
-            self._control.start()
+            self.admin.start()
+            parts.exports.start(self.observe.metrics, parts.telemetry)
+            parts.control.open(parts.lifecycle.instances)
+            parts.crew.start()
+            for thread in parts.threads:
+                thread.start()
+            parts.control.start()
         except BaseException:
             self.close()
             raise
         return self
-
-    def _build_control(self) -> ControlLoop:
-        """Bind and connect the control sockets; the loop owns them from here on."""
-        recorded = self.inputs if self.settings["record_inputs"] else None
-        parts = (self.machine, self._hands, self._mailbox, self.telemetry)
-        meeting = set_up_control(
-            self.local, self._instances, self._context, self._keys, self._open_links, parts, recorded
-        )
-        self.links, self._registries = meeting.links, meeting.registries
-        return meeting.control
-
-    def _start_threads(self) -> None:
-        self._crew = CopyPool(assembly.threads(self.settings["copy_threads"], 2), f"{self.name}-copy")
-        if self.role == "decode":
-            self._hands.arrivals = self._open_arrivals()
-            self._hands.arrivals.start()
-            return
-        assert self.buffers is not None
-        if self._forwards is not None:
-            self._forwards.start()
-        for number in range(assembly.workers(self.settings, self.pool.device)):
-            worker = TransferWorker(
-                f"{self.name}-transfer-{number}",
-                self._paths(self.buffers),
-                AuxPath(),
-                self.connections.by_peer,
-                self.transport.progress,
-                self._mailbox.put,
-                self.telemetry.metrics,
-                self.settings["checksum"],
-                self.pool.device is not None,
-            )
-            worker.start()
-            self.workers.append(worker)
 
     def wait_ready(self, timeout: float) -> None:
         """Prefill: until registered. Decode: until every prefill rank of the instance has said hello.
@@ -308,34 +166,25 @@ class Agent:
             DeadlineExceeded: names who is missing.
             ConfigError: the registry or a peer refuses us; names the differing factor.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        while (waiting := self.waiting_for()) is not None:
-            if self._registries is not None:
-                check_fit(self.name, self.role, self._instances, self._registries, self.machine)
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"{self.name} was not ready after {timeout:g} s: {waiting}")
-            time.sleep(0.01)
-
-    def rosters(self) -> list[tuple[str, Roster]]:
-        """Endpoints of the registries that are asked, and what each has said so far."""
-        registries = self._registries
-        return [] if registries is None else [(each, registries.roster(each)) for each in self._instances]
+        self.parts.lifecycle.wait_ready(check_timeout(timeout))
 
     def waiting_for(self) -> str | None:
         """What keeps this agent from serving, in words; None when nothing does."""
-        if self._registries is None:
-            return "it has not been started"
-        return waiting_for(self.name, self.role, self._instances, self._registries, self.machine)
+        return self.parts.lifecycle.waiting_for()
+
+    def serving(self) -> list[str]:
+        """Decode: endpoints of the prefill instances whose ranks have all been met, so that rooms come from there."""
+        return self.parts.lifecycle.serving()
 
     @property
     def accepting(self) -> bool:
         """Whether the engine may begin rooms."""
-        return self._state == "running"
+        return self.parts.lifecycle.accepting
 
     @property
     def draining(self) -> bool:
         """Whether it was told to take no new rooms."""
-        return self._state == "draining"
+        return self.parts.lifecycle.draining
 
     def begin_drain(self) -> None:
         """Take no new rooms from now on; rooms that a decode rank has opened here already are not new.
@@ -343,13 +192,7 @@ class Agent:
         Raises:
             LocalProtocolError: it is not running.
         """
-        with self._turning:
-            if self._state not in ("running", "draining"):
-                raise LocalProtocolError(f"agent {self.name} is {self._state}")
-            # In this order: an opening that comes between the two is refused, and our engine, if it comes too, is told.
-            self.telemetry.drain(True)
-            self._mailbox.put(ev.Drain(True))
-            self._state = "draining"
+        self.parts.lifecycle.begin_drain()
 
     def resume(self) -> None:
         """Take new rooms again after `begin_drain`.
@@ -357,13 +200,7 @@ class Agent:
         Raises:
             LocalProtocolError: its engine has called `drain`, and is about to close it; or it is not running.
         """
-        with self._turning:
-            if self._leaving or self._state not in ("running", "draining"):
-                state = "being closed by its engine" if self._leaving else self._state
-                raise LocalProtocolError(f"agent {self.name} is {state}")
-            self._state = "running"
-            self.telemetry.drain(False)
-            self._mailbox.put(ev.Drain(False))
+        self.parts.lifecycle.resume()
 
     def drain(self, timeout: float) -> None:
         """Take no new rooms and wait until those in flight have ended.
@@ -372,13 +209,11 @@ class Agent:
             DeadlineExceeded: names the rooms still in flight.
         """
         deadline = time.monotonic() + check_timeout(timeout)
-        self._leaving = True
-        if self._state == "running":
-            self.begin_drain()
-        while self._desk.rooms:
+        self.parts.lifecycle.leave()
+        while rooms := self.parts.handles.rooms:
             if time.monotonic() >= deadline:
-                rooms = ", ".join(str(room) for room in sorted(self._desk.rooms)[:8])
-                raise DeadlineExceeded(f"{self.name}: rooms still in flight after {timeout:g} s: {rooms}")
+                first = ", ".join(str(room) for room in sorted(rooms)[:8])
+                raise DeadlineExceeded(f"{self.name}: rooms still in flight after {timeout:g} s: {first}")
             time.sleep(0.002)
 
     def close(self, timeout: float = 5.0) -> None:
@@ -387,48 +222,45 @@ class Agent:
         In a process that was forked off it does nothing: all of it is the parent's.
         """
         timeout = check_timeout(timeout)
-        if self.local.pid != os.getpid():
+        parts = self.parts
+        if parts.local.pid != os.getpid():
             return
-        with self._turning:
-            if self._state == "closed":
-                return
-            started = self._state != "new"
-            self._state = "closed"
+        before = parts.lifecycle.close()
+        if before == "closed":
+            return
         deadline = time.monotonic() + timeout
-        if started:
-            for room in self._desk.rooms:
-                self._mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
-            while self._desk.rooms and time.monotonic() < deadline - timeout / 2:
+
+        def left_s() -> float:
+            return max(0.1, deadline - time.monotonic())
+
+        if before != "new":
+            for room in parts.handles.rooms:
+                parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
+            while parts.handles.rooms and time.monotonic() < deadline - timeout / 2:
                 time.sleep(0.002)
-        ended = self._forwards is None or self._forwards.close(max(0.1, deadline - time.monotonic()))
-        for worker in self.workers:
-            ended &= worker.close(max(0.1, deadline - time.monotonic()))
-        if self._hands.arrivals is not None:
-            ended &= self._hands.arrivals.close(max(0.1, deadline - time.monotonic()))
-        if self._control is not None:
-            self._mailbox.put(ev.Shutdown(ended and all(worker.drained for worker in self.workers)))
-            ended &= self._control.close(max(0.1, deadline - time.monotonic()))
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
-        self._desk.close()
+        ended = True
+        for thread in parts.threads:
+            ended &= thread.close(left_s())
+        parts.mailbox.put(ev.Shutdown(ended and all(worker.drained for worker in parts.workers)))
+        ended &= parts.control.close(left_s())
+        parts.handles.close()
         try:
-            self._admin.close()
+            self.admin.close()
         except DeadlineExceeded as error:  # it goes when it has answered
-            self.telemetry.recorder.record("admin", str(error), "warning")
-        self.exports.close()
-        self.transport.close()
-        self._mailbox.close()
+            parts.telemetry.recorder.record("admin", str(error), "warning")
+        parts.exports.close()
+        parts.transport.close()
+        parts.mailbox.close()
         atexit.unregister(self._at_exit)
         if ended:
-            copied = assembly.copies_ended(self._copiers, self.telemetry.recorder)
+            copied = copies_ended(parts.copiers, parts.telemetry.recorder)
             if copied:
-                self.connections.close()
-            if self._crew is not None:
-                self._crew.close()
-            self._context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
+                parts.connections.close()
+            parts.crew.close()
+            parts.context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
             # Memory goes last, and only when no thread can touch it any more.
             if copied:
-                assembly.close_all((self.buffers, self.ring))
+                close_all((parts.buffers, parts.ring))
 
     def __enter__(self) -> Agent:
         return self
@@ -447,7 +279,7 @@ class Agent:
         """
         if not isinstance(forward, ForwardInfo):
             raise LayoutError(f"forward is {shown(forward)}: it must be a ForwardInfo")
-        return self.pipelining.decide(forward)
+        return self.parts.pipelining.decide(forward)
 
     def send(self, room: int, *, fake: bool = False) -> Send:
         """Prefill: take part in sending `room`; may come before or after the decode side opens it.
@@ -460,11 +292,9 @@ class Agent:
                 agent.
         """
         room, fake = check_room(room), check_flag("fake", fake)
-        self._check_running("prefill", begun=fake or self.machine.knows(room))
-        handle = Send(room, _discard if fake else self._mailbox.put, self._bounds(), self._forwards)
-        self._take(handle, fake)
-        if not fake:
-            self._mailbox.put(ev.SendRoom(room))
+        self._check_running("prefill", begun=fake or self.parts.machine.knows(room))
+        handle = Send(room, _discard if fake else self.parts.mailbox.put, self._bounds(), self.parts.forwards)
+        self._begin(handle, ev.SendRoom(room), fake)
         return handle
 
     def receive(
@@ -504,37 +334,38 @@ class Agent:
             self._check_endpoint(prefill)
         prefix = prefix_pages(prefix_tokens, self.pool.page_size)
         wanted = pages, prefix, aux_index, state_indices, prefill_only
-        opening = self._bounds().opening(room, prefill or self._instances[0], *wanted)
-        handle = Receive(room, _discard if fake else self._mailbox.put, self.pool.device)
-        self._take(handle, fake, written(opening))
-        if not fake:
-            self._mailbox.put(opening)
+        opening = self._bounds().opening(room, prefill or self.parts.lifecycle.instances[0], *wanted)
+        handle = Receive(room, _discard if fake else self.parts.mailbox.put, self.pool.device)
+        self._begin(handle, opening, fake, written(opening))
         return handle
 
     def _check_running(self, role: str, *, begun: bool) -> None:
         """`begun`: it is no new room, and may come while draining; nor is a health check."""
         if self.role != role or not (self.accepting or (self.draining and begun)):
-            raise LocalProtocolError(f"agent {self.name} ({self.role}, {self._state}) takes no {role} rooms")
+            raise LocalProtocolError(
+                f"agent {self.name} ({self.role}, {self.parts.lifecycle.state}) takes no {role} rooms"
+            )
 
-    def _take(self, handle: Send | Receive, fake: bool, written: tuple[ev.Pages, ...] = ()) -> None:
+    def _begin(self, handle: Send | Receive, event: ev.Event, fake: bool, written: tuple[ev.Pages, ...] = ()) -> None:
         if fake:
-            self._desk.finish(handle)
+            self.parts.handles.finish(handle)
         else:
-            self._desk.add(handle, written)
+            self.parts.handles.add(handle, written)
+            self.parts.mailbox.put(event)
 
     def _bounds(self) -> PoolLimits:
         slots = tuple(memory.num_slots for memory in self.pool.segments if memory.shard.segment.state)
-        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.local.layers, slots)
+        return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots)
 
     def set_pipeline(self, mode: str) -> None:
         """Change how forwards are cut from now on: off, on, measured, or a number of layers per group."""
-        self.pipelining.set(mode)
+        self.parts.pipelining.set(mode)
 
     def set_path(self, path: str) -> None:
         """Change how parts move from now on: a value of the key `path`."""
-        assembly.check_path(path, self.pool)
-        self.chooser.path = path
-        self.connections.calibrate_once(self.workers[0] if self.workers else None)
+        check_path(path, self.pool)
+        self.parts.chooser.path = path
+        self.parts.connections.calibrate_once()
 
     def measure_connection(self) -> ConnectionCost:
         """Prefill: measure the connection to the first connected peer, between parts.
@@ -543,21 +374,15 @@ class Agent:
             LocalProtocolError: no peer is connected, or it offers no memory to measure with.
             DeadlineExceeded: the transfer worker was too busy.
         """
-        if self._state not in ("running", "draining") or not self.workers:
-            raise LocalProtocolError(f"{self.name} ({self._state}) has no connection to measure")
-        return self.connections.measure(self.workers[0])
+        if not (self.accepting or self.draining) or not self.parts.workers:
+            raise LocalProtocolError(f"{self.name} ({self.parts.lifecycle.state}) has no connection to measure")
+        return self.parts.connections.measure()
 
 
 def _discard(event: ev.Event) -> None:
     """What a fake room's handle tells nobody."""
 
 
-def _close_at_exit(agent: Agent) -> Callable[[], None]:
-    """An engine that forgets to close still exits cleanly; the reference is weak so that this keeps nothing alive."""
-    reference = weakref.ref(agent)
-
-    def close() -> None:
-        if (alive := reference()) is not None:
-            alive.close()
-
-    return atexit.register(close)
+def _close_if_alive(reference: weakref.ref[Agent]) -> None:
+    if (agent := reference()) is not None:
+        agent.close()

@@ -186,10 +186,10 @@ class Side:
 
     def census(self) -> Sizes:
         """What the agents hold, each under its name."""
-        return {f"{agent.name}: {path}": size for agent in self.agents for path, size in census(agent).items()}
+        return {f"{agent.name}: {path}": size for agent in self.agents for path, size in census(agent.parts).items()}
 
     def instances(self) -> Sizes:
-        return instances(*self.agents)
+        return instances(*(agent.parts for agent in self.agents))
 
     def errors(self) -> list[str]:
         """Bugs: what control, arrival or transfer threads caught."""

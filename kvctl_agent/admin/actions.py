@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from kvctl_agent.contract.action_results import ActionResult, Probe, ProbeRow, Result
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.connection_cost import ConnectionCost
-from kvctl_agent.contract.settings import Settings
-from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import ConfigError, KvctlError, LocalProtocolError, RequestRefused
+from kvctl_agent.parts import AgentParts
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.runtime.operator_requests import OperatorRequests
-from kvctl_agent.runtime.peer_connections import CostMeasurement, PeerConnections
-from kvctl_agent.runtime.pipelining import Pipelining
-from kvctl_agent.runtime.transfer_worker import TransferWorker
-from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.runtime.peer_connections import CostMeasurement
 
 _ANSWER_S = 1.5
 _MOST_PROBED_BYTES = 64 << 20
@@ -30,46 +24,12 @@ _UNCLAIMED_NS = 10_000_000_000  # whoever asked for a measurement that was done 
 _WAITS = ("bootstrap_timeout_s", "waiting_timeout_s")
 
 
-class OperatedAgent(Protocol):
-    """What the operator reaches of an agent."""
-
-    name: str
-    role: Role
-    settings: Settings
-    telemetry: Telemetry
-    machine: Machine
-    connections: PeerConnections
-    pipelining: Pipelining
-    workers: list[TransferWorker]
-
-    @property
-    def draining(self) -> bool: ...
-
-    def begin_drain(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-
 class AdminActions:
     """One method per admin command that acts, with its arguments as keywords."""
 
-    def __init__(
-        self,
-        agent: OperatedAgent,
-        tell: Callable[[ev.Event], None],
-        tickets: OperatorRequests,
-        asker: Callable[[], str],
-    ) -> None:
-        """Nothing happens yet.
-
-        Args:
-            tell: puts an event into the control loop's mailbox.
-            tickets: where the machine's answers come.
-            asker: who asks right now, for the record.
-        """
-        self._agent = agent
-        self._tell = tell
-        self._tickets = tickets
+    def __init__(self, parts: AgentParts, asker: Callable[[], str]) -> None:
+        """`asker`: returns who asks right now, for the record."""
+        self._parts = parts
         self._asker = asker
         self._probes: dict[tuple[str, int | None], CostMeasurement] = {}
 
@@ -93,8 +53,8 @@ class AdminActions:
         return [self._told(f"room {room}", answer, room)]
 
     def release(self, serial: int | None = None, room: int | None = None, force: bool = False) -> list[ActionResult]:
-        if self._agent.role != "decode":
-            raise self._refusal(f"{self._agent.name} is a prefill rank: rings are on decode ranks")
+        if self._parts.role != "decode":
+            raise self._refusal(f"{self._parts.name} is a prefill rank: rings are on decode ranks")
         if (serial is None) == (room is None):
             raise RequestRefused(ErrorCode.BAD_ARGUMENT, "release takes serial or room, one of them")
         answer = self._ask(lambda ticket: ev.ReleaseHeld(ticket, serial or 0, room, force))
@@ -103,44 +63,45 @@ class AdminActions:
         return [self._told(f"allocation {serial}" if room is None else f"room {room}", answer, room)]
 
     def drain(self) -> list[ActionResult]:
-        before = self._agent.draining
+        before = self._parts.lifecycle.draining
         try:
-            self._agent.begin_drain()
+            self._parts.lifecycle.begin_drain()
         except LocalProtocolError as error:
             raise self._refusal(str(error)) from None
-        left = len(self._agent.telemetry.rooms.active())
+        left = len(self._parts.telemetry.rooms.active())
         text = f"takes no new rooms; {f'{left} in flight: kvctl wait --for drained' if left else 'none in flight'}"
         return [self._done("rooms", "unchanged" if before else "draining", text)]
 
     def resume(self) -> list[ActionResult]:
-        before = self._agent.draining
+        before = self._parts.lifecycle.draining
         try:
-            self._agent.resume()
+            self._parts.lifecycle.resume()
         except LocalProtocolError as error:
             raise self._refusal(str(error)) from None
         return [self._done("rooms", "accepting" if before else "unchanged", "takes new rooms")]
 
     def set(self, key: str, value: str) -> list[ActionResult]:
-        agent = self._agent
+        parts = self._parts
+        settings = parts.settings
         try:
-            settings = agent.settings.changed(key, value, f"admin {self._asker()}")
+            before, now = settings.change(key, value, f"admin {self._asker()}")
         except ConfigError as error:
             raise RequestRefused(ErrorCode.BAD_ARGUMENT, str(error)) from None
-        before, now = agent.settings[key], settings[key]
         if before == now:
             return [self._done(key, "unchanged", f"{key} is {_shown(now)} already")]
-        agent.settings = settings
         if key in _WAITS:
-            self._tell(ev.SetTimeouts(*(int(settings[wait] * 1e9) for wait in _WAITS)))
+            self._parts.mailbox.put(ev.SetTimeouts(*(int(settings[wait] * 1e9) for wait in _WAITS)))
         else:
-            agent.pipelining.change(key, now)
+            parts.pipelining.change(key, now)
         return [self._done(key, "set", f"{key} = {_shown(now)}, was {_shown(before)}; until the agent ends")]
 
     def probe(self, peer: str | None = None, bytes: int | None = None, busy: bool = False) -> Probe:
         """Measure a lane between parts; what is not done in time is asked for again with the same arguments."""
-        agent = self._agent
-        if agent.role != "prefill" or not agent.workers:
-            raise self._refusal(f"{agent.name} is a decode rank: a lane is measured by its writer, a prefill rank")
+        parts = self._parts
+        if parts.role != "prefill" or not parts.workers:
+            raise self._refusal(
+                f"{self._parts.name} is a decode rank: a lane is measured by its writer, a prefill rank"
+            )
         if bytes is not None and not 1 << 20 <= bytes <= _MOST_PROBED_BYTES:
             raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"bytes is from {1 << 20} to {_MOST_PROBED_BYTES}")
         since_ns = time.monotonic_ns() - _UNCLAIMED_NS
@@ -150,14 +111,15 @@ class AdminActions:
         asked = peer or "", bytes
         running = self._probes.get(asked)
         if running is None:
-            rooms = agent.machine.open_rooms
+            rooms = parts.machine.open_rooms
             if rooms and not busy:
                 open_now = f"{rooms} room{'s' * (rooms != 1)} open"
-                text = f"{agent.name} has {open_now}, whose parts would wait for the probe: --busy does it all the same"
+                consequence = "whose parts would wait for the probe: --busy does it all the same"
+                text = f"{parts.name} has {open_now}, {consequence}"
                 raise self._refusal(text)
-            self._check_lease(peer or next(iter(list(agent.connections.by_peer)), ""))
+            self._check_lease(peer or next(iter(list(parts.connections.by_peer)), ""))
             try:
-                running = agent.connections.begin(agent.workers[0], peer, bytes)
+                running = parts.connections.begin(peer, bytes)
             except KvctlError as error:
                 raise self._refusal(str(error)) from None
             self._probes[asked] = running
@@ -168,7 +130,7 @@ class AdminActions:
             del self._probes[asked]
             raise self._refusal(str(error)) from None
         answer: Probe = {
-            "agent": agent.name,
+            "agent": self._parts.name,
             "peer": running.peer,
             "lane": running.lane,
             "running": cost is None,
@@ -191,7 +153,7 @@ class AdminActions:
         points.append((1, cost.big_bytes, cost.big_bytes / cost.write_gb_per_s / 1e3, big_us))
         return [
             {
-                "agent": self._agent.name,
+                "agent": self._parts.name,
                 "peer": peer,
                 "bytes": nbytes,
                 "descriptors": descriptors,
@@ -204,7 +166,7 @@ class AdminActions:
 
     def _check_lease(self, name: str) -> None:
         """What a silent peer has registered may be gone with it, so a probe needs the lease that a part needs."""
-        peer, now_ns = self._agent.machine.peers.get(name), time.monotonic_ns()
+        peer, now_ns = self._parts.machine.peers.get(name), time.monotonic_ns()
         if peer is not None and not peer.may_post(now_ns):
             silent_s = (now_ns - peer.heard_ns) / 1e9
             raise self._refusal(f"nothing is written to {name}, which has been silent for {silent_s:.1f} s")
@@ -215,11 +177,9 @@ class AdminActions:
         Raises:
             RequestRefused: the machine refuses, or has not answered in time.
         """
-        ticket = self._tickets.issue()
-        self._tell(make(ticket))
-        answer = self._tickets.wait(ticket, _ANSWER_S)
+        answer = self._parts.control.requests.ask(make, _ANSWER_S)
         if answer is None:
-            text = f"the control loop of {self._agent.name} has not answered within {_ANSWER_S:g} s and may do it yet"
+            text = f"the control loop of {self._parts.name} has not answered within {_ANSWER_S:g} s and may do it yet"
             raise RequestRefused(ErrorCode.TIMEOUT, text)
         if answer.result == "refused":
             raise self._refusal(answer.text)
@@ -227,12 +187,12 @@ class AdminActions:
 
     def _ended(self, room: int) -> str:
         """How a room that the machine has forgotten ended."""
-        telemetry = self._agent.telemetry
+        telemetry = self._parts.telemetry
         for record in telemetry.rooms.find(room):
             if record.finished_at is not None:
                 ago_s = (time.monotonic_ns() - record.finished_at) / 1e9
                 return f"room {room} ended {ago_s:.1f} s ago as {record.state_now.label}"
-        raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
+        raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or lately")
 
     def _told(self, subject: str, answer: ev.Answered, room: int | None) -> ActionResult:
         return self._done(subject, answer.result, answer.text, room)  # type: ignore[arg-type]
@@ -240,13 +200,13 @@ class AdminActions:
     def _done(self, subject: str, result: Result, text: str, room: int | None = None) -> ActionResult:
         if result != "unchanged":
             self._record(f"{result}: {text}", room)
-        return {"agent": self._agent.name, "subject": subject, "result": result, "text": text}
+        return {"agent": self._parts.name, "subject": subject, "result": result, "text": text}
 
     def _refusal(self, text: str) -> RequestRefused:
         return RequestRefused(ErrorCode.REFUSED, text)
 
     def _record(self, text: str, room: int | None = None) -> None:
-        self._agent.telemetry.recorder.record("operator", f"{text} (asked by {self._asker()})", "warning", room)
+        self._parts.telemetry.recorder.record("operator", f"{text} (asked by {self._asker()})", "warning", room)
 
 
 def _shown(value: object) -> str:

@@ -1,15 +1,17 @@
-"""What the process that an agent lives in takes of its host."""
+"""The process that an agent lives in: its use of the host, and the stacks of its threads."""
 
 from __future__ import annotations
 
 import errno
 import os
 import resource
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
-from kvctl_agent.contract.snapshots import ProcessUse
+from kvctl_agent.contract.snapshots import ProcessUse, ThreadStack
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -33,6 +35,26 @@ def process_use() -> ProcessUse:
         "rss_bytes": rss_bytes,
         "cpu_ns": time.process_time_ns(),
     }
+
+
+def stacks() -> list[ThreadStack]:
+    """One row per thread, innermost frame last, as in a traceback; threads that Python did not start included."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    rows: list[ThreadStack] = []
+    for ident, frame in sys._current_frames().items():
+        thread = threads.get(ident)
+        rows.append(
+            {
+                "name": thread.name if thread else f"foreign-{ident}",
+                "ident": ident,
+                "daemon": thread.daemon if thread else True,
+                "frames": [
+                    f"{entry.filename}:{entry.lineno} {entry.name}" + (f": {entry.line}" if entry.line else "")
+                    for entry in traceback.extract_stack(frame)
+                ],
+            }
+        )
+    return sorted(rows, key=lambda row: row["name"])
 
 
 def _entries(directory: str) -> int:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from kvctl_agent.admin.input_pages import page
-from kvctl_agent.admin.interconnects import kind_of, kinds_in_use
 from kvctl_agent.admin.process import process_use
 from kvctl_agent.admin.registries import instances
 from kvctl_agent.admin.room_diagnosis import add_diagnosis, owed_parts
 from kvctl_agent.admin.staging import gated_parts, ring_use, ring_view, since
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS
+from kvctl_agent.contract.memory import HOST
 from kvctl_agent.contract.pipeline import REASONS
 from kvctl_agent.contract.recording import InputPage
-from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import (
     Bootstrap,
     ConfigRow,
@@ -40,64 +39,44 @@ from kvctl_agent.contract.snapshots import (
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.version import VERSION
 from kvctl_agent.errors import RequestRefused
-from kvctl_agent.export.exports import Exports
 from kvctl_agent.layout.parallel import RankCoord
-from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
+from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.parts import AgentParts
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.local_info import LocalInfo
-from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.prefill import PrefillMachine
-from kvctl_agent.protocol.recording import InputLog
-from kvctl_agent.protocol.registry import Roster
-from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.runtime.peer_connections import PeerConnections
-from kvctl_agent.runtime.pipelining import Pipelining
-from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.stage_times import room_rows
-from kvctl_agent.transport.base import Transport
+from kvctl_agent.transport.environment import has_infiniband
+from kvctl_agent.transport.interconnect import Interconnect, interconnect_of
 
 _ROWS = 1000
 _DESCRIPTOR_BYTES = 512  # of lane_descriptor_ns: a token row of few heads
 
 
-class QueriedAgent(Protocol):
-    """What the observer sees of an agent."""
+@dataclass(frozen=True)
+class Statistics:
+    """Cheap figures of one agent, for tools in its own process that sample often.
 
-    name: str
-    role: Role
-    incarnation: int
-    settings: Settings
-    telemetry: Telemetry
-    transport: Transport
-    pool: KVPool
-    ring: RingMemory | None
-    buffers: StagingBuffers | None
-    local: LocalInfo
-    machine: Machine
-    inputs: InputLog
-    links: ControlChannel | None
-    connections: PeerConnections
-    pipelining: Pipelining
-    exports: Exports
+    `rooms` are those the machine knows, `open_rooms` those of them that have not ended, once for each peer on a prefill
+    rank; `peers` has the state of each peer by name.
+    """
 
-    @property
-    def accepting(self) -> bool: ...
-
-    @property
-    def draining(self) -> bool: ...
-
-    def waiting_for(self) -> str | None: ...
-
-    def rosters(self) -> list[tuple[str, Roster]]: ...
+    rooms: int
+    open_rooms: int
+    ring_used_bytes: int
+    quarantined_bytes: int
+    peers: dict[str, str]
 
 
 class AdminQueries:
     """One method per admin command, with its arguments as keywords."""
 
-    def __init__(self, agent: QueriedAgent) -> None:
-        self._agent = agent
+    def __init__(self, parts: AgentParts) -> None:
+        self._parts = parts
         self._started_ns = time.monotonic_ns()
         self._lanes: dict[str, str | list[str]] | None = None
 
@@ -111,48 +90,69 @@ class AdminQueries:
         return lambda args: method(**args)
 
     def hello(self) -> Hello:
-        agent = self._agent
+        parts = self._parts
         return {
-            "name": agent.name,
-            "role": agent.role,
+            "name": parts.name,
+            "role": parts.role,
             "pid": os.getpid(),
             "version": VERSION,
             "protocol": [PROTOCOL_MIN, PROTOCOL_MAX],
-            "incarnation": f"{agent.incarnation:016x}",
+            "incarnation": f"{parts.local.incarnation:016x}",
             "level": "",
             "capabilities": sorted(command.name for command in COMMANDS),
             "uptime_ns": time.monotonic_ns() - self._started_ns,
-            "draining": agent.draining,
-            "now_ns": agent.telemetry.clock.wall_ns(time.monotonic_ns()),
+            "draining": parts.lifecycle.draining,
+            "now_ns": parts.telemetry.clock.wall_ns(time.monotonic_ns()),
         }
 
     def inputs(self, since: int | None = None, until: int | None = None) -> InputPage:
-        return page(self._agent.inputs, self._agent.local, self._agent.telemetry.clock, since, until)
+        """Pieces of the recording from number `since` up to `until`, compressed here and not by the control loop."""
+        inputs, local = self._parts.inputs, self._parts.local
+        pieces = inputs.pieces(since, until)
+        return {
+            "header": {
+                "name": local.name,
+                "role": local.role,
+                "incarnation": f"{local.incarnation:016x}",
+                "pid": os.getpid(),
+                "version": VERSION,
+                "protocol_version": PROTOCOL_VERSION,
+                "plan_version": PLAN_VERSION,
+                "clock_offset_ns": self._parts.telemetry.clock.offset_ns,
+                "taken": inputs.taken,
+                "missed": inputs.missed,
+                "fault": inputs.fault,
+            },
+            "blobs": pieces.blobs,
+            "next": pieces.next,
+            "end": pieces.end,
+            "dropped": pieces.dropped,
+        }
 
     def config(self) -> list[ConfigRow]:
-        return self._agent.settings.rows()
+        return self._parts.settings.rows()
 
     def bootstrap(self) -> list[Bootstrap]:
-        return instances(self._agent.name, self._agent.rosters())
+        return instances(self._parts.name, self._parts.lifecycle.rosters())
 
     def status(self) -> Status:
-        agent, telemetry = self._agent, self._agent.telemetry
-        coord, side, pool = agent.local.coord, agent.local.side, agent.pool
+        parts, telemetry = self._parts, self._parts.telemetry
+        coord, side, pool = parts.local.coord, parts.local.side, parts.pool
         if self._lanes is None:
-            self._lanes = {key: _shown(value) for key, value in agent.transport.describe().items()}
-        met = list(agent.machine.peers.values())
-        in_use = kinds_in_use(agent.connections, pool, agent.local, met)
+            self._lanes = {key: _shown(value) for key, value in parts.transport.describe().items()}
+        met = list(parts.machine.peers.values())
+        in_use = kinds_in_use(parts.connections, pool, parts.local, met)
         peers: dict[str, int] = {}
         for peer in met:
             peers[peer.state.value] = peers.get(peer.state.value, 0) + 1
         total = telemetry.metrics.total
         return {
-            "name": agent.name,
-            "role": agent.role,
-            "rank": {**_axes(coord), "unique": agent.local.unique_rank},
+            "name": parts.name,
+            "role": parts.role,
+            "rank": {**_axes(coord), "unique": parts.local.unique_rank},
             "sizes": {"dp": side.dp, "pp": side.pp, "cp": side.cp, "tp": side.tp},
             "pid": os.getpid(),
-            "incarnation": f"{agent.incarnation:016x}",
+            "incarnation": f"{parts.local.incarnation:016x}",
             "version": VERSION,
             "uptime_ns": time.monotonic_ns() - self._started_ns,
             "transport": {**self._lanes, "lanes": [*self._lanes["lanes"], *in_use]},
@@ -165,61 +165,63 @@ class AdminQueries:
             "bytes_total": int(total("kvctl_part_bytes_total")),
             "rate": telemetry.rate.window(time.monotonic_ns()),
             "latency": telemetry.latencies.summary(),
-            "ring": ring_use(agent.machine),
+            "ring": ring_use(parts.machine),
             "peers": peers,
             "pipeline": self._pipeline_use(),
             "pool": {
                 "pages": pool.num_pages,
                 "page_size": pool.page_size,
                 "bytes": pool.nbytes,
-                "layers": len(agent.local.layers),
-                "heads": agent.local.held[0].heads,
+                "layers": len(parts.local.layers),
+                "heads": parts.local.held[0].heads,
             },
-            "waiting_for": agent.waiting_for(),
-            "accepting": agent.accepting,
-            "draining": agent.draining,
+            "waiting_for": parts.lifecycle.waiting_for(),
+            "accepting": parts.lifecycle.accepting,
+            "draining": parts.lifecycle.draining,
             "draining_age_ns": since(telemetry.drain_began_ns, time.monotonic_ns()),
-            "resumed_age_ns": None if agent.draining else since(telemetry.drain_ended_ns, time.monotonic_ns()),
-            "memory_gb_per_s": agent.connections.memory_gb_per_s,
+            "resumed_age_ns": None
+            if parts.lifecycle.draining
+            else since(telemetry.drain_ended_ns, time.monotonic_ns()),
+            "memory_gb_per_s": parts.connections.memory_gb_per_s,
             "process": process_use(),
-            "metrics_url": agent.exports.metrics_url or None,
+            "metrics_url": parts.exports.metrics_url or None,
         }
 
     def rooms(self, state: str | None = None, limit: int = _ROWS) -> list[RoomRow]:
-        rows = self._agent.telemetry.rooms.rows(state, limit)
+        rows = self._parts.telemetry.rooms.rows(state, limit)
         for row in rows:
-            add_diagnosis(self._agent.machine, row)
+            add_diagnosis(self._parts.machine, row)
         return rows
 
     def room(self, room: int) -> list[RoomDetail]:
-        found = self._agent.telemetry.rooms.detail(room)
+        found = self._parts.telemetry.rooms.detail(room)
         if not found:
-            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or lately")
         for row in found:
-            add_diagnosis(self._agent.machine, row)
-            row["owed_parts"] = owed_parts(self._agent.machine, row)
+            add_diagnosis(self._parts.machine, row)
+            row["owed_parts"] = owed_parts(self._parts.machine, row)
         return found
 
     def slow(self, limit: int = _ROWS) -> list[RoomRow]:
-        return self._agent.telemetry.rooms.slow(limit)
+        return self._parts.telemetry.rooms.slow(limit)
 
     def history(self, limit: int = _ROWS) -> list[RoomRow]:
-        return self._agent.telemetry.rooms.history(limit)
+        return self._parts.telemetry.rooms.history(limit)
 
     def failed(self, limit: int = _ROWS) -> FailedRooms:
-        found = self._agent.telemetry.rooms.failed(limit)
+        found = self._parts.telemetry.rooms.failed(limit)
         for row in found["rooms"]:
-            add_diagnosis(self._agent.machine, row)
+            add_diagnosis(self._parts.machine, row)
         return found
 
     def staging(self) -> Staging:
-        agent = self._agent
-        buffers = agent.buffers
+        parts = self._parts
+        buffers = parts.buffers
         return {
-            "agent": agent.name,
-            "role": agent.role,
-            "enabled": agent.settings["staging"] != "off",
-            "ring": ring_view(agent.machine, agent.telemetry),
+            "agent": parts.name,
+            "role": parts.role,
+            "enabled": parts.settings["staging"] != "off",
+            "ring": ring_view(parts.machine, parts.telemetry),
             "buffers": None
             if buffers is None
             else {
@@ -229,53 +231,65 @@ class AdminQueries:
                 "pieces_used": buffers.in_use,
                 "pieces_high_water": buffers.high_water,
             },
-            "gated": gated_parts(agent.machine),
-            "fallbacks_total": int(agent.telemetry.metrics.total("kvctl_fallbacks_total")),
+            "gated": gated_parts(parts.machine),
+            "fallbacks_total": int(parts.telemetry.metrics.total("kvctl_fallbacks_total")),
         }
 
     def layers(self, room: int | None = None) -> list[LayerRow]:
-        telemetry = self._agent.telemetry
+        telemetry = self._parts.telemetry
         if room is None:
             return telemetry.stages.rows()
         records = telemetry.rooms.find(room)
         if not records:
-            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._agent.name} knows no room {room}, active or lately")
-        return room_rows(records, telemetry.clock, self._agent.name)
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or lately")
+        return room_rows(records, telemetry.clock, self._parts.name)
 
     def peers(self) -> list[PeerRow]:
-        rooms = self._agent.telemetry.rooms.active()
-        return [self._peer(peer, rooms) for peer in list(self._agent.machine.peers.values())]
+        rooms = self._parts.telemetry.rooms.active()
+        return [self._peer(peer, rooms) for peer in list(self._parts.machine.peers.values())]
 
     def events(self, since: int | None = None, limit: int = _ROWS) -> Events:
-        return self._agent.telemetry.recorder.since(since, limit)
+        return self._parts.telemetry.recorder.since(since, limit)
 
     def metrics(self) -> list[MetricFamily]:
         """All counters; gauges are set here, since nobody else needs them up to date."""
-        agent, metrics = self._agent, self._agent.telemetry.metrics
-        states = agent.telemetry.rooms.states()
+        parts, metrics = self._parts, self._parts.telemetry.metrics
+        states = parts.telemetry.rooms.states()
         for state in RoomState:
             metrics.set("kvctl_rooms_active", states.get(state.label, 0), state.label)
-        peers = [peer.state for peer in list(agent.machine.peers.values())]
+        peers = [peer.state for peer in list(parts.machine.peers.values())]
         for peer_state in PeerState:
             metrics.set("kvctl_peers", peers.count(peer_state), peer_state.value)
-        if isinstance(agent.machine, PrefillMachine):
-            metrics.set("kvctl_parts_parked", len(agent.machine.parked()))
-        use = ring_use(agent.machine)
-        if use is not None and isinstance(agent.machine, DecodeMachine):
+        if isinstance(parts.machine, PrefillMachine):
+            metrics.set("kvctl_parts_parked", len(parts.machine.parked()))
+        use = ring_use(parts.machine)
+        if use is not None and isinstance(parts.machine, DecodeMachine):
             metrics.set("kvctl_ring_size_bytes", use["size_bytes"])
             metrics.set("kvctl_ring_used_bytes", use["used_bytes"])
             metrics.set("kvctl_ring_high_water_bytes", use["high_water_bytes"])
-            metrics.set("kvctl_quarantined_bytes", agent.machine.quarantined_bytes)
+            metrics.set("kvctl_quarantined_bytes", parts.machine.quarantined_bytes)
         return metrics.snapshot()
+
+    def statistics(self) -> Statistics:
+        """Figures of now; not an admin command."""
+        machine = self._parts.machine
+        decode = machine if isinstance(machine, DecodeMachine) else None
+        return Statistics(
+            rooms=len(machine.rooms),
+            open_rooms=machine.open_rooms,
+            ring_used_bytes=decode.ring.used_bytes if decode else 0,
+            quarantined_bytes=decode.quarantined_bytes if decode else 0,
+            peers={peer.name: peer.state.value for peer in list(machine.peers.values())},
+        )
 
     # ---- parts ------------------------------------------------------------------------------------------------
 
     def _pipeline_use(self) -> PipelineUse | None:
-        agent = self._agent
-        if agent.role != "prefill":
+        parts = self._parts
+        if parts.role != "prefill":
             return None
-        options = agent.pipelining.options
-        counted = agent.telemetry.metrics.totals("kvctl_pipeline_decisions_total")
+        options = parts.pipelining.options
+        counted = parts.telemetry.metrics.totals("kvctl_pipeline_decisions_total")
         return {
             "mode": options.mode,
             "min_tokens": max(1, options.min_tokens),
@@ -284,26 +298,26 @@ class AdminQueries:
         }
 
     def _peer(self, peer: Peer, rooms: list[Any]) -> PeerRow:
-        agent, gate, who = self._agent, peer.gate, peer.who
+        parts, gate, who = self._parts, peer.gate, peer.who
         seen = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
-        measured = agent.connections.measured.get(peer.name)
-        lane = agent.connections.by_peer.get(peer.name)
-        kind = kind_of(agent.connections, agent.pool, agent.local, peer)
-        role: Role = "decode" if agent.role == "prefill" else "prefill"
+        measured = parts.connections.measured.get(peer.name)
+        lane = parts.connections.by_peer.get(peer.name)
+        kind = kind_of(parts.connections, parts.pool, parts.local, peer)
+        role: Role = "decode" if parts.role == "prefill" else "prefill"
         return {
-            "agent": agent.name,
+            "agent": parts.name,
             "peer": peer.name,
             "role": role,
             "state": peer.state.value,
             "incarnation": f"{peer.incarnation:016x}" if peer.incarnation else None,
-            "endpoint": agent.links.endpoint(peer.name) if agent.links else "",
+            "endpoint": parts.control_channel.endpoint(peer.name),
             "last_heard_ns": time.monotonic_ns() - peer.heard_ns if peer.heard_ns else None,
             "rtt_ns": peer.rtt_ns,
             "clock_offset_ns": None,
             "clock_error_ns": None,
-            "control_queue": agent.links.waiting(peer.name) if agent.links else 0,
+            "control_queue": parts.control_channel.waiting(peer.name),
             "watermark_sent": list(peer.watermark_sent) if peer.watermark_sent else None,
-            "watermark_seen": seen if agent.role == "prefill" else None,
+            "watermark_seen": seen if parts.role == "prefill" else None,
             "lane": who.transport if who else "",
             "lane_gb_per_s": measured.cost.write_gb_per_s if measured else None,
             "lane_descriptor_ns": int(measured.cost.descriptor_us(_DESCRIPTOR_BYTES) * 1e3) if measured else None,
@@ -311,8 +325,8 @@ class AdminQueries:
             "lane_kind": kind.name if kind else None,
             "lane_expected": kind.expected if kind else None,
             "lane_direct": lane.mapping.lane if lane and lane.mapping else None,
-            "lane_why_not": lane.why_not if lane and agent.pool.device is not None and not lane.mapping else None,
-            "same_host": who.host == agent.local.host if who else None,
+            "lane_why_not": lane.why_not if lane and parts.pool.device is not None and not lane.mapping else None,
+            "same_host": who.host == parts.local.host if who else None,
             "process": who.process if who else None,
             "former": [f"{former.who.process} ({life:016x})" for life, former in peer.former.copy().items()],
             "rooms": sum(peer.name in record.peers for record in rooms),
@@ -320,6 +334,24 @@ class AdminQueries:
             "last_error": peer.last_error,
             "differences": list(peer.differences),
         }
+
+
+def kind_of(connections: PeerConnections, pool: KVPool, local: LocalInfo, peer: Peer) -> Interconnect | None:
+    """What carries bytes from our pool to this peer's; None where ours is on no GPU, or it was not measured."""
+    measured = connections.measured.get(peer.name)
+    if measured is None or peer.who is None or pool.device is None or pool.device.index == HOST:
+        return None
+    return interconnect_of(measured.cost.write_gb_per_s, peer.who.host == local.host, has_infiniband())
+
+
+def kinds_in_use(connections: PeerConnections, pool: KVPool, local: LocalInfo, peers: Iterable[Peer]) -> list[str]:
+    """All kinds of connections that were measured, each with its best rate."""
+    best: dict[str, float] = {}
+    for peer in peers:
+        kind, measured = kind_of(connections, pool, local, peer), connections.measured.get(peer.name)
+        if kind is not None and measured is not None:
+            best[kind.name] = max(best.get(kind.name, 0.0), measured.cost.write_gb_per_s)
+    return [f"{name} (inferred: {rate:.3g} GB/s)" for name, rate in sorted(best.items())]
 
 
 def _axes(coord: RankCoord) -> dict[str, int]:

@@ -17,10 +17,10 @@ import orjson
 import zmq
 
 from kvctl_agent.admin.endpoints import FRAME_LIMIT, AdminEndpoint, UnixEndpoint
+from kvctl_agent.admin.process import stacks
 from kvctl_agent.admin.remote_endpoint import RemoteEndpoint, open_remote_endpoint
 from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.admin.socket_claim import Claim
-from kvctl_agent.admin.stacks import stacks
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
 from kvctl_agent.contract.snapshots import CommandInfo, Hello

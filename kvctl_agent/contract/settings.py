@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
 
 class Settings(Mapping[str, Any]):
-    """Immutable mapping from every configuration key to its value.
+    """Mapping from every configuration key to its value; only `change` changes a value.
 
     Values are typed Any: write `workers: int | None = settings["workers"]`; the loader has checked that the value has
     the key's declared type.
@@ -56,13 +56,16 @@ class Settings(Mapping[str, Any]):
         """Returns the source of the value of key `name`."""
         return self._entry(name).origin
 
-    def changed(self, name: str, text: str, origin: str) -> Settings:
-        """Returns a copy of these settings in which key `name` has a new value.
+    def change(self, name: str, text: str, origin: str) -> tuple[Value, Value]:
+        """Changes one key while the agent runs.
 
         Args:
             name: a key that can change at run time.
             text: the new value, in the syntax of an environment variable.
             origin: the source to record.
+
+        Returns:
+            The values before and after; if they are equal, nothing has changed.
 
         Raises:
             ConfigError: the key is unknown or cannot change at run time, or the value is not allowed.
@@ -73,9 +76,12 @@ class Settings(Mapping[str, Any]):
                 f"{name} cannot change while the agent runs: set it in its configuration and restart it. "
                 f"These can: {', '.join(each.name for each in KEYS if each.runtime)}"
             )
-        entries = {**self._entries, name: _setting(key, _parsed(key, text, origin), origin)}
+        before, now = self._entries[name], _setting(key, _parsed(key, text, origin), origin)
+        entries = {**self._entries, name: now}
         _check_together(entries)
-        return Settings(entries)
+        if before.value != now.value:
+            self._entries = entries
+        return before.value, now.value
 
     def rows(self) -> list[ConfigRow]:
         """Returns the answer to the admin command `config`, in order of declaration."""

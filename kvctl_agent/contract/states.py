@@ -6,32 +6,29 @@ from enum import IntEnum
 
 
 class RoomState(IntEnum):
-    """State of one room on one rank; the state over several ranks is the minimum, so that `FAILED` wins."""
+    """State of one room on one rank; the state over several ranks is the minimum, so that `FAILED` wins.
 
-    FAILED = 0
-    BOOTSTRAPPING = 1
-    WAITING_FOR_INPUT = 2
-    TRANSFERRING = 3
-    SUCCESS = 4
+    Attributes:
+        label: name in output and JSON: `WaitingForInput` for `WAITING_FOR_INPUT`.
+        finished: whether the state is final.
+    """
 
-    @property
-    def label(self) -> str:
-        """Name in output and JSON: `WaitingForInput` for `WAITING_FOR_INPUT`."""
-        return _LABELS[self]
+    label: str
+    finished: bool
 
-    @property
-    def finished(self) -> bool:
-        """Whether the state is final."""
-        return self is RoomState.SUCCESS or self is RoomState.FAILED
+    FAILED = 0, "Failed"
+    BOOTSTRAPPING = 1, "Bootstrapping"
+    WAITING_FOR_INPUT = 2, "WaitingForInput"
+    TRANSFERRING = 3, "Transferring"
+    SUCCESS = 4, "Success"
 
+    def __new__(cls, number: int, label: str) -> RoomState:
+        state = int.__new__(cls, number)
+        state._value_ = number
+        state.label = label
+        state.finished = label in ("Failed", "Success")
+        return state
 
-_LABELS = {
-    RoomState.FAILED: "Failed",
-    RoomState.BOOTSTRAPPING: "Bootstrapping",
-    RoomState.WAITING_FOR_INPUT: "WaitingForInput",
-    RoomState.TRANSFERRING: "Transferring",
-    RoomState.SUCCESS: "Success",
-}
 
 STATE_LABELS: tuple[str, ...] = tuple(state.label for state in RoomState)
 

@@ -25,7 +25,7 @@ class CopyPool:
     """
 
     def __init__(self, threads: int | None = None, name: str = "kvctl-copy") -> None:
-        """Start the helper threads.
+        """The helper threads run after `start`.
 
         Args:
             threads: Threads including the caller; `copy_threads()` if None.
@@ -38,8 +38,12 @@ class CopyPool:
             threading.Thread(target=self._help, name=f"{name}-{number}", daemon=True)
             for number in range(1, self.threads)
         ]
+
+    def start(self) -> CopyPool:
+        """Start the helpers."""
         for helper in self._helpers:
             helper.start()
+        return self
 
     def run(self, jobs: Sequence[Callable[[], object]]) -> None:
         """Run all jobs, in any order and on any thread of the pool, and return when all have ended.
@@ -63,7 +67,8 @@ class CopyPool:
         for _ in self._helpers:
             self._batches.put(None)
         for helper in self._helpers:
-            helper.join()
+            if helper.ident is not None:
+                helper.join()
 
     def _help(self) -> None:
         while (batch := self._batches.get()) is not None:

@@ -27,8 +27,27 @@ class RegistryServer:
     """Answers registrations and look-ups."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: KeyPair | None = None) -> None:
+        """Nothing is bound before `serve`."""
+        self._context = context
+        self._endpoint = endpoint
+        self._keys = keys
         self._registry = registry.Registry()
-        self.socket = control_endpoints.bind(context, endpoint, registry.MAX_REQUEST_BYTES, keys)
+        self._socket: control_endpoints.Router | None = None
+
+    def serve(self) -> RegistryServer:
+        """Bind the socket.
+
+        Raises:
+            ConfigError: the address is taken or cannot be bound.
+        """
+        self._socket = control_endpoints.bind(self._context, self._endpoint, registry.MAX_REQUEST_BYTES, self._keys)
+        return self
+
+    @property
+    def socket(self) -> control_endpoints.Router:
+        """The bound socket."""
+        assert self._socket is not None
+        return self._socket
 
     def turn(self) -> None:
         for _ in range(_REQUESTS_A_TURN):
@@ -45,7 +64,8 @@ class RegistryServer:
                 continue  # a stranger, or somebody who has gone; who needs an answer asks again
 
     def close(self) -> None:
-        control_endpoints.close(self.socket)
+        if self._socket is not None:
+            control_endpoints.close(self._socket)
 
 
 class RegistryClient:
@@ -96,6 +116,7 @@ class Registries:
     """The registries that one agent asks: its own instance's, or those of every prefill instance it serves.
 
     Attributes:
+        request: sent to each registry that is asked from now on.
         changes: grows whenever `sockets` gives others than before.
     """
 
@@ -103,7 +124,7 @@ class Registries:
         self, context: zmq.Context[zmq.Socket[bytes]], request: registry.Request, keys: KeyPair | None = None
     ) -> None:
         self._context = context
-        self._request = request
+        self.request: registry.Request = request
         self._keys = keys
         self._clients: dict[str, RegistryClient] = {}
         self.changes = 0
@@ -111,8 +132,12 @@ class Registries:
     def ask(self, endpoint: str) -> None:
         """Ask this one too, from now on; again changes nothing."""
         if endpoint not in self._clients:
-            self._clients[endpoint] = RegistryClient(self._context, endpoint, self._request, self._keys)
+            self._clients[endpoint] = RegistryClient(self._context, endpoint, self.request, self._keys)
             self.changes += 1
+
+    def asked(self, endpoint: str) -> bool:
+        """Whether this one is asked."""
+        return endpoint in self._clients
 
     def roster(self, endpoint: str) -> registry.Roster:
         """What a registry that is asked has said so far."""

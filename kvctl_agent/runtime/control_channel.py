@@ -62,6 +62,7 @@ class ControlChannel:
         self._keys = keys
         self.changes = 0  # grows whenever `sockets` gives others than before
         self._router: control_endpoints.Router | None = None
+        self._router_key: zmq.Socket[bytes] | int | None = None
         self._dealers: dict[PeerAddress, zmq.Socket[bytes]] = {}
         self._endpoints: dict[str, str] = {}
         self._outbox: dict[PeerAddress, list[Message]] = {}
@@ -75,6 +76,7 @@ class ControlChannel:
         """Bind the ROUTER; returns the endpoint to register (with the port that was found)."""
         self.changes += 1
         self._router = control_endpoints.bind(self._context, endpoint, codec.MAX_FRAME_BYTES, self._keys)
+        self._router_key = control_endpoints.poll_key(self._router)
         return control_endpoints.address(self._router)
 
     def connect(self, peer: str, endpoint: str) -> bool:
@@ -141,10 +143,7 @@ class ControlChannel:
 
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
         """What to poll: sockets and descriptors."""
-        return [
-            *self._dealers.values(),
-            *([control_endpoints.poll_key(self._router)] if self._router is not None else []),
-        ]
+        return [*self._dealers.values(), *([self._router_key] if self._router_key is not None else [])]
 
     def queue(self, peer: str, message: Message, route: bytes = b"") -> None:
         """Send with the next flush, or soon after where nobody waits for it.
@@ -168,8 +167,11 @@ class ControlChannel:
         """When the next flush is needed although nothing happens."""
         return self._patient_due_ns
 
-    def flush(self, *, everything: bool = False) -> None:
-        """One frame to each peer that has something to be sent now."""
+    def flush(self, *, everything: bool = False) -> list[Unsendable]:
+        """Send one frame to each peer that has something to be sent now.
+
+        Returns the messages of rooms that were dropped, because they can never be sent.
+        """
         outbox, self._outbox = self._outbox, {}
         due = self._patient_due_ns
         if due is not None and (everything or self._telemetry.clock.now_ns() >= due):
@@ -186,6 +188,8 @@ class ControlChannel:
             for message in messages:
                 metrics.add("kvctl_control_messages_total", 1, "out", type(message).__name__)
             self._send(address, messages)
+        dropped, self._unsendable = self._unsendable, []
+        return dropped
 
     def _send(self, address: PeerAddress, messages: list[Message]) -> None:
         peer = address.peer
@@ -215,11 +219,6 @@ class ControlChannel:
         if room is not None and nonce is not None:
             self._unsendable.append(Unsendable(peer, room, nonce, text))
 
-    def take_unsendable(self) -> list[Unsendable]:
-        """Messages of rooms that were dropped since the last call, because they can never be sent."""
-        taken, self._unsendable = self._unsendable, []
-        return taken
-
     def _put(self, address: PeerAddress, frame: bytes, messages: int) -> None:
         """Hand a frame that carries so many messages to the socket."""
         peer = address.peer
@@ -240,7 +239,7 @@ class ControlChannel:
 
         At most a few hundred frames a turn and socket, so that nobody can starve the loop.
         """
-        if self._router is not None and control_endpoints.poll_key(self._router) in ready:
+        if self._router is not None and self._router_key in ready:
             for route, *frames in _frames(self._router):
                 name, _, token = route.partition(b"\0")
                 if name and len(token) == _TOKEN_BYTES:

@@ -1,29 +1,38 @@
 """The control loop: one thread that owns the machine, the control sockets and the registry.
 
-A turn: wait for something to happen, feed it to the machine, carry out its actions, flush one frame to each peer. It
+A turn: wait for something to happen, feed it to the machine, execute its actions, flush one frame to each peer. It
 never waits for a peer, a worker or an observer; an exception is recorded and the loop goes on.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.local_info import LocalInfo
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import Hello, PeerInfo
 from kvctl_agent.protocol.peer import Peer, PeerState
 from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
+from kvctl_agent.protocol.registry import Rank, Register
 from kvctl_agent.runtime import control_endpoints
+from kvctl_agent.runtime.arrival_loop import ArrivalLoop
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
+from kvctl_agent.runtime.handles import HandleRegistry
 from kvctl_agent.runtime.liveness import is_dead
 from kvctl_agent.runtime.mailbox import Mailbox
+from kvctl_agent.runtime.peer_connections import PeerConnections
+from kvctl_agent.runtime.pipelining import Pipelining
+from kvctl_agent.runtime.transfer_worker import TransferWorker
+from kvctl_agent.security.zap_authenticator import ZapAuthenticator
 from kvctl_agent.telemetry.hub import Telemetry
 
 _TICK_NS = 100_000_000
@@ -33,80 +42,133 @@ _PAUSE_A_ROOM_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
 
 
-class Executor(Protocol):
-    """What the loop needs of the rest of the agent to carry out actions; called on the loop's thread."""
+class OperatorRequests:
+    """Pending operator requests: each waits for the machine's answer. `answer` is called by the control loop.
 
-    def connect_peer(self, action: ev.ConnectPeer) -> None:
-        """Make the peer writable; raises where it cannot be."""
+    `put` queues an event for the machine.
+    """
 
-    def drop_peer(self, peer: str) -> None: ...
+    def __init__(self, put: Callable[[ev.Event], None]) -> None:
+        self._put = put
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, ev.Answered | None] = {}
+        self._changed = threading.Condition()
 
-    def state_changed(self, action: ev.StateChanged) -> None: ...
+    def ask(self, make: Callable[[int], ev.Event], timeout: float) -> ev.Answered | None:
+        """Queue the event that `make` returns for a new request's number, and wait for the answer to it.
 
-    def released(self, room: int) -> None: ...
+        Returns None when there is no answer within `timeout` seconds; the machine may still act on the request.
+        """
+        number = next(self._numbers)
+        with self._changed:
+            self._answers[number] = None
+        self._put(make(number))
+        with self._changed:
+            self._changed.wait_for(lambda: self._answers[number] is not None, timeout)
+            return self._answers.pop(number)
 
-    def overlapped(self, action: ev.Overlapped) -> None:
-        """A pipelined room is sent."""
-
-    def answered(self, action: ev.Answered) -> None:
-        """What an operator's request led to."""
-
-    def refused(self, room: int, text: str) -> None:
-        """The machine does not take this room of our engine."""
-
-    def move(self, order: ev.Transfer | ev.Scatter | ev.Check) -> None:
-        """Hand a part to a worker or to the arrival loop."""
-
-    def turned(self) -> None:
-        """A turn is over."""
+    def answer(self, action: ev.Answered) -> None:
+        """Store an answer; ignored when its request has timed out."""
+        with self._changed:
+            if action.ticket in self._answers:
+                self._answers[action.ticket] = action
+                self._changed.notify_all()
 
 
 class ControlLoop:
-    """Runs one machine; everything else talks to it through `mailbox`."""
+    """Runs one machine; other threads talk to it through the mailbox.
+
+    Attributes:
+        requests: what operators have asked of the machine; `ask` may be called from any thread.
+        executors: by type of action, the function that executes it, called on this loop's thread.
+    """
 
     def __init__(
         self,
-        name: str,
+        local: LocalInfo,
         machine: Machine,
-        hands: Executor,
-        links: ControlChannel,
         mailbox: Mailbox,
+        channel: ControlChannel,
         registries: Registries,
-        server: RegistryServer | None,
         telemetry: Telemetry,
-        host: str,
+        handles: HandleRegistry,
+        connections: PeerConnections,
+        pipelining: Pipelining,
+        *,
+        workers: Sequence[TransferWorker] = (),
+        arrivals: ArrivalLoop | None = None,
+        server: RegistryServer | None = None,
+        guard: Callable[[], ZapAuthenticator] | None = None,
         inputs: InputLog | None = None,
     ) -> None:
-        """`inputs` is told everything that the machine is, before it is."""
+        """Nothing is bound or connected before `open`.
+
+        Args:
+            workers: of a prefill rank: they execute `Transfer`.
+            arrivals: of a decode rank: executes `Scatter` and `Check`.
+            server: of the first prefill rank: the registry of its instance.
+            guard: starts the gatekeeper of the control sockets; None where there are no keys.
+            inputs: records every event before the machine handles it.
+        """
+        self._local = local
         self._machine = machine
         self._inputs = inputs
-        self._hands = hands
-        self._links = links
+        self._channel = channel
         self._mailbox = mailbox
+        self._mailbox_key = mailbox.fileno()
         self._registries = registries
         self._server = server
+        self._guard = guard
         self._telemetry = telemetry
-        self._host = host
+        self._handles = handles
+        self._connections = connections
+        self._workers = workers
+        self._arrivals = arrivals
+        self.requests = OperatorRequests(mailbox.put)
+        self._gatekeeper: ZapAuthenticator | None = None
         self._stopping = False
         self._tick_ns = 0
         self._liveness_ns = 0
+        self._channel_due_ns = 0
+        self._flush_now = self._ask_now = False
+        self._open_rooms = 0
         self._poller = zmq.Poller()
         self._polled = (-1, -1)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._table: dict[type, Callable[[Any], None]] = {
+        self._registry_keys: Set[Any] = frozenset()
+        self._thread = threading.Thread(target=self._run, name=f"{local.name}-control", daemon=True)
+        self.executors: dict[type[ev.Action], Callable[[Any], None]] = {
             ev.Send: self._send,
-            ev.Transfer: hands.move,
-            ev.Scatter: hands.move,
-            ev.Check: hands.move,
-            ev.StateChanged: hands.state_changed,
-            ev.Released: lambda action: hands.released(action.room),
-            ev.Overlapped: hands.overlapped,
-            ev.Answered: hands.answered,
             ev.ConnectPeer: self._connect_peer,
             ev.DropPeer: self._drop_peer,
             ev.ForgetPeer: self._forget_peer,
             ev.FindInstance: self._find_instance,
+            ev.Transfer: self._transfer,
+            ev.StateChanged: handles.change_state,
+            ev.Released: handles.release,
+            ev.Overlapped: pipelining.learn,
+            ev.Answered: self.requests.answer,
         }
+        if arrivals is not None:
+            self.executors |= {ev.Scatter: arrivals.put, ev.Check: arrivals.put}
+
+    def open(self, instances: Sequence[str]) -> None:
+        """Bind and connect the control sockets, and ask the registries at `instances`.
+
+        Raises:
+            ConfigError: an address is taken or must not be bound.
+        """
+        local = self._local
+        if self._guard is not None:
+            self._gatekeeper = self._guard()
+        if self._server is not None:
+            self._server.serve()
+        if local.role == "prefill":
+            endpoint = self._channel.serve(control_endpoints.control_address(instances[0], local.name))
+            side = local.side
+            sizes = [side.dp, side.pp, side.cp, side.tp]
+            self._registries.request = Register(Rank(local.name, endpoint, local.incarnation, list(local.coord), sizes))
+        for instance in instances:
+            self._registries.ask(instance)
 
     def start(self) -> None:
         self._thread.start()
@@ -119,6 +181,8 @@ class ControlLoop:
             self._release()
         elif self._thread.is_alive():
             self._thread.join(timeout)
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -128,18 +192,18 @@ class ControlLoop:
                 self._pause()
             self._try_turn(frozenset())  # what was put before we were told to stop
         finally:
-            self._links.flush(everything=True)
+            self._channel.flush(everything=True)
             self._release()
 
     def _release(self) -> None:
-        self._links.close()
+        self._channel.close()
         self._registries.close()
         if self._server is not None:
             self._server.close()
 
     def _poll(self) -> Set[Any]:
         """Wait for something to happen; returns the sockets that have something to read."""
-        changes = self._links.changes, self._registries.changes
+        changes = self._channel.changes, self._registries.changes
         if changes != self._polled:
             self._polled = changes
             for socket, _ in self._poller.sockets[:]:
@@ -148,9 +212,11 @@ class ControlLoop:
                 *self._registries.sockets(),
                 *([control_endpoints.poll_key(self._server.socket)] if self._server else []),
             ]
-            for socket in (self._mailbox, *own, *self._links.sockets()):
+            self._registry_keys = frozenset(own)
+            for socket in (self._mailbox_key, *own, *self._channel.sockets()):
                 self._poller.register(socket, zmq.POLLIN)
-        due = min(self._tick_ns, self._links.due_ns or self._tick_ns)
+        self._channel_due_ns = self._channel.due_ns or self._tick_ns
+        due = min(self._tick_ns, self._channel_due_ns)
         return dict(self._poller.poll(max(0, (due - time.monotonic_ns()) // 1_000_000 + 1))).keys()
 
     def _try_turn(self, ready: Set[Any]) -> None:
@@ -162,33 +228,40 @@ class ControlLoop:
     def _turn(self, ready: Set[Any]) -> None:
         for event in self._mailbox.take():
             self._feed(event)
-        for received in self._links.receive(ready):
-            if isinstance(received.message, Hello):
-                self._check_replaced(received)
-            self._feed(received)
         now = time.monotonic_ns()
-        if self._server is not None and control_endpoints.poll_key(self._server.socket) in ready:
-            self._server.turn()
-        for instance in self._registries.turn(ready, now):
-            self._roster_changed(instance)
+        channel_due = now >= self._channel_due_ns
+        if channel_due or ready - {self._mailbox_key}:
+            for received in self._channel.receive(ready):
+                if isinstance(received.message, Hello):
+                    self._check_replaced(received)
+                self._feed(received)
+        if self._ask_now or now >= self._tick_ns or not self._registry_keys.isdisjoint(ready):
+            self._ask_now = False
+            if self._server is not None:
+                self._server.turn()
+            for instance in self._registries.turn(ready, now):
+                self._roster_changed(instance)
         if now >= self._tick_ns:
             self._tick_ns = now + _TICK_NS
             self._check_liveness(now)
             self._feed(ev.Tick())
-        self._links.flush()
-        for unsendable in self._links.take_unsendable():
-            self._feed(unsendable)
-        self._hands.turned()
+        if channel_due or self._flush_now:
+            self._flush_now = False
+            for unsendable in self._channel.flush():
+                self._feed(unsendable)
 
     def _pause(self) -> None:
-        """Under load, let messages gather before the next turn.
+        """Tell the arrival loop how many rooms are open; under load, let messages gather before the next turn.
 
         A turn costs about 60 µs whatever it carries, and with many rooms in flight none waits for this one: they wait
         for cores, which fewer turns leave free.
         """
-        crowd = self._machine.open_rooms - _FEW_ROOMS
-        if crowd > 0:
-            time.sleep(min(crowd * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S))
+        rooms = self._machine.open_rooms
+        if self._arrivals is not None and rooms != self._open_rooms:
+            self._arrivals.expect(rooms)
+        self._open_rooms = rooms
+        if rooms > _FEW_ROOMS:
+            time.sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S))
 
     def _feed(self, event: ev.Event) -> None:
         inputs, now_ns = self._inputs, time.monotonic_ns()
@@ -201,7 +274,7 @@ class ControlLoop:
             led_to = REFUSED
             self._telemetry.recorder.record("engine", str(error), "error")
             if isinstance(event, ev.SendRoom | ev.OpenRoom):
-                self._hands.refused(event.room, str(error))
+                self._handles.refuse(event.room, str(error))
             return
         except Exception as error:
             self._record_bug(error)
@@ -211,7 +284,7 @@ class ControlLoop:
                 inputs.told(led_to)
         for action in actions:
             try:
-                self._table[type(action)](action)
+                self.executors[type(action)](action)
             except Exception as error:
                 self._record_bug(error)
 
@@ -222,6 +295,7 @@ class ControlLoop:
 
     def _find_instance(self, action: ev.FindInstance) -> None:
         self._registries.ask(action.instance)
+        self._ask_now = True
         if self._registries.complete(action.instance):
             self._roster_changed(action.instance)
 
@@ -238,7 +312,7 @@ class ControlLoop:
             self._feed(ev.RosterKnown(instance, names, tuple(rank.incarnation for rank in roster.ranks)))
             for rank in roster.ranks:
                 if rank.name in self._machine.roster(instance):
-                    self._links.connect(rank.name, rank.endpoint)
+                    self._channel.connect(rank.name, rank.endpoint)
 
     def _check_liveness(self, now_ns: int) -> None:
         """A silent peer on this host may be provably gone; then nobody needs to wait for its silence to grow."""
@@ -250,7 +324,7 @@ class ControlLoop:
                 self._check_ended(peer, peer.incarnation, peer.who)
             for incarnation, former in list(peer.former.items()):
                 self._check_ended(peer, incarnation, former.who)
-            self._links.keep(peer.name, {peer.route, *(former.route for former in peer.former.values())})
+            self._channel.keep(peer.name, {peer.route, *(former.route for former in peer.former.values())})
 
     def _check_replaced(self, hello: ev.Received) -> None:
         """Somebody says Hello under the name of a peer, which need not wait if that one's process has just ended."""
@@ -259,7 +333,7 @@ class ControlLoop:
             self._check_ended(peer, peer.incarnation, peer.who)
 
     def _check_ended(self, peer: Peer, incarnation: int, who: PeerInfo | None) -> None:
-        if who is not None and who.host == self._host and is_dead(who.pid):
+        if who is not None and who.host == self._local.host and is_dead(who.pid):
             self._feed(ev.PeerDead(peer.name, incarnation, f"process {who.pid} has ended"))
 
     def _send(self, action: ev.Send) -> None:
@@ -269,21 +343,27 @@ class ControlLoop:
             not route and peer is not None and not isinstance(action.message, Hello)
         ):  # which goes where the registry says
             route = peer.route
-        self._links.queue(action.peer, action.message, route)
+        self._channel.queue(action.peer, action.message, route)
+        self._flush_now = True
+
+    def _transfer(self, action: ev.Transfer) -> None:
+        # By destination and room, so that neither one peer nor one room always meets the same worker.
+        self._workers[hash((action.peer, action.room)) % len(self._workers)].put(action)
 
     def _connect_peer(self, action: ev.ConnectPeer) -> None:
         try:
-            self._hands.connect_peer(action)
+            self._connections.connect(action.peer, action.who, action.held)
         except Exception as error:
             self._feed(ev.PeerUnusable(action.peer, str(error)))
         else:
             self._feed(ev.PeerConnected(action.peer))
 
     def _drop_peer(self, action: ev.DropPeer) -> None:
-        self._hands.drop_peer(action.peer)
-        self._links.renew(action.peer)
+        self._connections.drop(action.peer)
+        self._channel.renew(action.peer)
         self._registries.hurry()
+        self._ask_now = True
 
     def _forget_peer(self, action: ev.ForgetPeer) -> None:
-        self._hands.drop_peer(action.peer)
-        self._links.disconnect(action.peer)
+        self._connections.drop(action.peer)
+        self._channel.disconnect(action.peer)

@@ -1,4 +1,7 @@
-"""What the engine holds: one handle per room, whose calls only enqueue and whose state is read without a lock."""
+"""Handles of rooms, which the engine holds, and the registry of those that are open.
+
+A handle's calls only enqueue, and its state is read without a lock.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from kvctl_agent.layout.sizes import as_list, check_size
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.messages import MAX_TEXT
 from kvctl_agent.runtime.event_poller import EventPoller, PendingEvent
+from kvctl_agent.runtime.page_owners import Destinations
 
 _MAX_PAGE = int(np.iinfo(np.int32).max)
 _MAX_ROOM = (1 << 64) - 1
@@ -74,7 +78,7 @@ class Handle:
             self._post(event)
             return True
 
-    def tell(self, state: RoomState, failure: Failure | None) -> None:
+    def change_state(self, state: RoomState, failure: Failure | None) -> None:
         """Called by the control loop."""
         with self._changed:
             self.error = failure
@@ -307,6 +311,99 @@ class Receive(Handle):
         if self._event is None and self._device is not None and self.state is RoomState.SUCCESS:
             self._event = self._device.now()
         return self._event
+
+
+OnState = Callable[[Send | Receive, RoomState], None]
+
+
+class HandleRegistry:
+    """Registry of one agent's open handles; `add` may be called from any thread, the rest by the control loop.
+
+    Args:
+        on_state: called at each change of a room's state; it must only enqueue.
+        destinations: of a decode rank: which room its memory belongs to; also an attribute.
+    """
+
+    def __init__(self, name: str, on_state: OnState | None, destinations: Destinations | None = None) -> None:
+        self._name = name
+        self._on_state = on_state
+        self.destinations = destinations
+        self._handles: dict[int, Send | Receive] = {}
+        self._lock = threading.Lock()
+
+    def add(self, handle: Send | Receive, written: tuple[ev.Pages, ...] = ()) -> None:
+        """Add a new room; `written` is the memory that it receives into, as `Destinations.take` wants it.
+
+        Raises:
+            LocalProtocolError: its number is in use here, or its memory belongs to another room.
+        """
+        with self._lock:
+            if handle.room in self._handles:
+                raise LocalProtocolError(f"room {handle.room} is in use on {self._name}")
+            if self.destinations is not None and written:
+                self.destinations.take(handle.room, written)
+            self._handles[handle.room] = handle
+
+    @property
+    def rooms(self) -> list[int]:
+        """Rooms whose handles have not ended."""
+        return list(self._handles)
+
+    def change_state(self, action: ev.StateChanged) -> None:
+        """A room has reached a state."""
+        room, state = action.room, action.state
+        handle = self._handles.get(room)
+        if handle is None:
+            return
+        if state is RoomState.SUCCESS:  # before the engine can know and give the pages to another room
+            self._free(room)
+        handle.change_state(state, action.failure)
+        self._forget(handle)
+        if self._on_state is not None:
+            self._on_state(handle, state)
+
+    def release(self, action: ev.Released) -> None:
+        """A room's pages are free."""
+        handle = self._handles.get(action.room)
+        if handle is not None:
+            self._free(action.room)
+            handle.release()
+            self._forget(handle)
+
+    def refuse(self, room: int, text: str) -> None:
+        """The machine does not take this room."""
+        handle = self._handles.get(room)
+        if handle is not None:
+            self._free(room)
+            handle.release()
+            self.change_state(ev.StateChanged(room, RoomState.FAILED, self._failure("KV_ROOM_DUPLICATE", text)))
+
+    def finish(self, handle: Send | Receive) -> None:
+        """End a room of which nothing moves: it has succeeded at once."""
+        handle.release()
+        handle.change_state(RoomState.SUCCESS, None)
+        if self._on_state is not None:
+            self._on_state(handle, RoomState.SUCCESS)
+
+    def close(self) -> None:
+        """Fail what is left. Not released: whoever writes to these pages has not said that nothing is in flight."""
+        for handle in list(self._handles.values()):
+            text = f"agent {self._name} was closed with the room in flight"
+            handle.change_state(RoomState.FAILED, self._failure("AGENT_CLOSED", text))
+        self._handles.clear()
+
+    def _free(self, room: int) -> None:
+        if self.destinations is not None:
+            with self._lock:
+                self.destinations.free(room)
+
+    def _failure(self, code: str, text: str) -> Failure:
+        return {"rank": self._name, "code": code, "at_ns": time.time_ns(), "text": text}
+
+    def _forget(self, handle: Send | Receive) -> None:
+        if handle.state.finished and handle.released:
+            with self._lock:
+                self._handles.pop(handle.room, None)
 
 
 def check_room(room: object) -> int:

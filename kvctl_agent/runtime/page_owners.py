@@ -69,6 +69,11 @@ class Destinations:
                 raise LocalProtocolError(f"room {room}: {name} {numbers[again.argmax()]} is given twice")
         self._rooms[room] = found
 
+    @property
+    def rooms(self) -> list[int]:
+        """Rooms that memory belongs to."""
+        return list(self._rooms)
+
     def free(self, room: int) -> None:
         """Nothing is written for this room any more; unknown rooms are fine."""
         self._free(self._rooms.pop(room, ()))

@@ -6,6 +6,7 @@ cannot be measured and one that is being measured should not be in use.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from kvctl_agent.contract.choices import BULK, SLICE
 from kvctl_agent.contract.connection_cost import ConnectionCost
-from kvctl_agent.device.base import Geometry
+from kvctl_agent.device.base import Device, Export, Geometry
 from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
 from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.memory.addresses import PoolAddresses
@@ -31,12 +32,13 @@ from kvctl_agent.paths.direct_routes import geometries
 from kvctl_agent.paths.mapped_memory import MappedMemory
 from kvctl_agent.paths.path_chooser import AUTO, DirectCost, PathChooser
 from kvctl_agent.protocol.messages import PeerInfo
-from kvctl_agent.runtime.peer_memory import map_peer_memory
+from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.transfer_worker import TransferWorker
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.cost_probe import LEAST_ROUNDS, measure_connection
 
+_FABRIC = "fabric"
 _MEASURE_S = 10.0
 _COPIES_BYTES = 64 << 20  # larger than the caches
 
@@ -103,10 +105,18 @@ class PeerConnections:
         buffers: StagingBuffers | None,
         chooser: PathChooser,
         recorder: FlightRecorder,
+        by_peer: dict[str, PeerConnection],
+        worker: TransferWorker | None = None,
         direct_programs: int | None = None,
     ) -> None:
-        """`direct_programs`: how much of the device the direct path may take, as `DirectPath`."""
-        self.by_peer: dict[str, PeerConnection] = {}
+        """
+        Args:
+            by_peer: empty, and shared with the transfer workers.
+            worker: of a prefill rank: measures connections between parts.
+            direct_programs: how much of the device the direct path may take, as `DirectPath`.
+        """
+        self.by_peer = by_peer
+        self._worker = worker
         self.measured: dict[str, MeasuredCost] = {}
         self.memory_gb_per_s: float | None = None
         self._scratch: dict[str, Region] = {}
@@ -120,7 +130,7 @@ class PeerConnections:
         self._calibrating = False
         self._compiled: set[Geometry] = set()
 
-    def connect(self, peer: str, who: PeerInfo, held: tuple[LocalShard, ...], worker: TransferWorker | None) -> None:
+    def connect(self, peer: str, who: PeerInfo, held: tuple[LocalShard, ...]) -> None:
         """Make `peer`, which holds `held` of the model, writable; raises KvctlError where it cannot be."""
         theirs = PoolAddresses.from_wire(who.pool, held)
         self._transport.connect(peer, who.metadata)
@@ -129,7 +139,7 @@ class PeerConnections:
         self.by_peer[peer] = self._connection(peer, who, theirs)
         if before is not None:
             before.close()
-        self.calibrate_once(worker)
+        self.calibrate_once()
 
     def drop(self, peer: str) -> None:
         """Forget `peer`; unknown names are fine. Its memory stays mapped for the kernels that are on it."""
@@ -164,19 +174,19 @@ class PeerConnections:
             self._recorder.record("direct", f"connection to {peer}: {way}", peer=peer)
         return connection
 
-    def measure(self, worker: TransferWorker) -> ConnectionCost:
+    def measure(self) -> ConnectionCost:
         """Measure the connection to the first connected peer, between parts.
 
         Raises:
-            LocalProtocolError: no peer is connected, or it offers no memory to measure with.
+            LocalProtocolError: no peer is connected, or it offers no memory to measure with; or this is a decode rank.
             DeadlineExceeded: the transfer worker was too busy.
         """
-        cost = self._begin(worker, self._first(), self._measure).wait(_MEASURE_S)
+        cost = self._begin(self._first(), self._measure).wait(_MEASURE_S)
         if cost is None:
             raise DeadlineExceeded(f"{self._name}: the transfer worker measured no connection within {_MEASURE_S:g} s")
         return cost
 
-    def begin(self, worker: TransferWorker, peer: str | None, big_bytes: int | None) -> CostMeasurement:
+    def begin(self, peer: str | None, big_bytes: int | None) -> CostMeasurement:
         """Have the worker measure the connection to `peer` (None: the first one) once, between parts.
 
         On a slow connection each kind of write goes once only, so that parts wait for seconds at most.
@@ -191,20 +201,23 @@ class PeerConnections:
         if connection is None:
             known = ", ".join(sorted(self.by_peer)) or "none"
             raise LocalProtocolError(f"{self._name} is not connected to {peer!r:.80}; connected: {known}")
-        return self._begin(worker, connection, lambda connection: self._measure(connection, big_bytes, least_rounds=1))
+        return self._begin(connection, lambda connection: self._measure(connection, big_bytes, least_rounds=1))
 
-    def _begin(
-        self, worker: TransferWorker, connection: PeerConnection, measure: Callable[..., ConnectionCost]
-    ) -> CostMeasurement:
+    def _begin(self, connection: PeerConnection, measure: Callable[..., ConnectionCost]) -> CostMeasurement:
+        if self._worker is None:
+            raise LocalProtocolError(
+                f"{self._name} is a decode rank: a connection is measured by its writer, a prefill rank"
+            )
         measuring = CostMeasurement(connection, measure)
-        worker.put(measuring.run)
+        self._worker.put(measuring.run)
         return measuring
 
-    def calibrate_once(self, worker: TransferWorker | None) -> None:
+    def calibrate_once(self) -> None:
         """Have the worker measure, when the first peer is there and costs decide; the first rooms wait for it.
 
         On a device they wait for its compiler, too, and not in the middle of a part.
         """
+        worker = self._worker
         if self._pool.device is not None and worker is not None and self._chooser.path not in (BULK, SLICE):
             worker.put(self._compile)
         costs_decide = self._chooser.path == AUTO and self._chooser.staging == "auto"
@@ -308,3 +321,24 @@ class PeerConnections:
         buffers = self._buffers.region()
         alike = [region for region in self._pool.regions() if region.device == buffers.device]
         return Region(*max(*alike, buffers, key=lambda region: region.nbytes))
+
+
+def map_peer_memory(device: Device | None, who: PeerInfo) -> tuple[MappedMemory | None, str]:
+    """Maps a peer's memory, which the direct path needs; returns the mapping, or None and the reason.
+
+    Args:
+        device: that of our own pool; None where that is host memory.
+    """
+    if device is None:
+        return None, "our pool is host memory"
+    if not who.shared:
+        return None, who.unshared or f"{who.name}'s pool is host memory"
+    same_host = who.host == host_identity()
+    if not same_host and any(each.kind != _FABRIC for each in who.shared):
+        lacks = "its memory has no fabric handles (engines make pools with them, mem_pool=vmm the ring)"
+        return None, f"{who.name} is on another host, and {lacks}"
+    exports = [Export(each.addr, each.nbytes, each.kind, each.handle, each.device) for each in who.shared]
+    try:
+        return MappedMemory(device.open(exports, same_process=same_host and who.pid == os.getpid())), ""
+    except DeviceError as error:
+        return None, str(error)

@@ -95,14 +95,11 @@ class Telemetry:
             moments: monotonic end of each stage by name, in order of the stages.
             forward_done_ns: prefill: end of the forward, or the current time while it runs; None on a decode rank.
         """
-        record.part(path, nbytes)
+        record.part(path, nbytes, key, peer, moments)
         last = 0
         for stage, at in moments.items():
             if last:
-                record.event(stage, at, *key, peer)
                 self.metrics.observe("kvctl_stage_seconds", (at - last) / 1e9, stage)
-            else:
-                record.event(stage, at, *key, peer, path=path, nbytes=nbytes)
             last = at
         first_ready: int | None = None
         if (ready := moments.get("ready")) is not None:

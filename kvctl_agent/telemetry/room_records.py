@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from kvctl_agent.contract.snapshots import FailedRooms, Failure, Role, RoomDetail, RoomRow, TimelineEvent
@@ -147,8 +148,19 @@ class RoomRecord:
         else:
             self.events_dropped += 1
 
-    def part(self, path: str, nbytes: int) -> None:
-        """Counts one part that was sent (prefill) or landed (decode)."""
+    def part(
+        self,
+        path: str,
+        nbytes: int,
+        key: tuple[int, int, tuple[int, int]] = (0, 0, (0, 0)),
+        peer: str | None = None,
+        moments: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Counts one part that was sent (prefill) or landed (decode), and its moments; as `Telemetry.part`."""
+        size: tuple[str, int] = (path, nbytes)  # shown once
+        for stage, at in moments.items():
+            self.event(stage, at, *key, peer, "", *size)
+            size = "", 0
         self.parts += 1
         self.bytes += nbytes
         self.paths[path] = self.paths.get(path, 0) + 1

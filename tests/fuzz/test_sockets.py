@@ -161,14 +161,13 @@ class TestAgent:
         self, zmq_context: Context, pair: tuple[Agent, Agent], frames: list[bytes], name: bytes, cut: int
     ) -> None:
         prefill, decode = pair
-        assert decode.links is not None
-        for address in (decode.links.endpoint("prefill-0"), f"{prefill._instances[0]}"):
+        for address in (decode.parts.control_channel.endpoint("prefill-0"), prefill.parts.lifecycle.instances[0]):
             with dealer(zmq_context, address, name) as stranger:
                 for number, each in enumerate(frames):
                     stranger.send_multipart([each[: len(each) - cut] if number % 2 else each] * (1 + number % 3))
                 stranger.send_multipart([b""] * 1000)
         move(prefill, decode)
-        assert len(prefill.machine.peers) <= 8  # one for each name above, and none for each connection
+        assert len(prefill.parts.machine.peers) <= 8  # one for each name above, and none for each connection
         bugs = [row["text"] for agent in pair for row in agent.observe.events()["events"] if row["kind"] == "control"]
         assert bugs == []
 
@@ -177,8 +176,7 @@ class TestAgent:
         self, zmq_context: Context, pair: tuple[Agent, Agent], identity: bytes
     ) -> None:
         prefill, decode = pair
-        assert decode.links is not None
-        with dealer(zmq_context, decode.links.endpoint("prefill-0"), identity) as thief:
+        with dealer(zmq_context, decode.parts.control_channel.endpoint("prefill-0"), identity) as thief:
             before = prefill.telemetry.metrics.total("kvctl_control_dropped_total")
             for each in SEEDS["control"]:
                 thief.send(each)

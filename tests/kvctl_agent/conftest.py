@@ -291,14 +291,15 @@ class Fleet:
         """What agents still hold of rooms, in words."""
         words: list[str] = []
         for agent in self.prefill + self.decode:
-            if agent.machine.rooms:  # type: ignore[attr-defined]
-                words.append(f"{agent.name} knows rooms {sorted(agent.machine.rooms)}")  # type: ignore[attr-defined]
-            if agent._desk._destinations._rooms:
-                words.append(f"{agent.name} keeps the pages of rooms {sorted(agent._desk._destinations._rooms)}")
+            if agent.parts.machine.rooms:
+                words.append(f"{agent.name} knows rooms {sorted(agent.parts.machine.rooms)}")
+            destinations = agent.parts.handles.destinations
+            if destinations is not None and destinations.rooms:
+                words.append(f"{agent.name} keeps the pages of rooms {sorted(destinations.rooms)}")
             if agent.telemetry.rooms.active():
                 words.append(f"{agent.name} shows active rooms")
-            if agent.buffers is not None and agent.buffers.in_use:
-                words.append(f"{agent.name} has {agent.buffers.in_use} staging buffers out")
+            if agent.parts.buffers is not None and agent.parts.buffers.in_use:
+                words.append(f"{agent.name} has {agent.parts.buffers.in_use} staging buffers out")
             ring = agent.observe.staging()["ring"]
             if ring is not None and ring["used_bytes"]:
                 words.append(f"{agent.name} has {ring['used_bytes']} ring bytes granted")

@@ -1,24 +1,26 @@
-"""The shipped agent with faults between it and the world; there is no other way to have them."""
+"""The shipped agent, built of parts that inject faults between it and the world."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
 from functools import partial
 from typing import Any, TypedDict
 
-from kvctl.lab.faults.arrival_loop import FaultyArrivalLoop
-from kvctl.lab.faults.clock import FaultyClock
 from kvctl.lab.faults.control_channel import FaultyControlChannel
 from kvctl.lab.faults.injector import FaultInjector
-from kvctl.lab.faults.specification import FAULT_COMMAND, Fault, parse_faults
+from kvctl.lab.faults.specification import FAULT_COMMAND, parse_faults
 from kvctl.lab.faults.transport import FaultyTransport
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
+from kvctl_agent.parts import PartFactories
+from kvctl_agent.protocol.events import Check, Scatter
 from kvctl_agent.runtime.arrival_loop import ArrivalLoop
-from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.transport.base import Transport
+from kvctl_agent.transport.registry import open_transport
 
 
 class FaultState(TypedDict):
@@ -28,52 +30,72 @@ class FaultState(TypedDict):
     struck_total: dict[str, int]  # by kind, since the agent was made
 
 
-class FaultyAgent(Agent):
-    """An agent that can be hurt while it runs, by its owner or through its admin socket.
+class FaultyClock(Clock):
+    """Monotonic time as it is; wall time as far off as `clock-jump` says."""
 
-    Attributes:
-        faults: those in force; to be set and cleared from any thread.
+    def __init__(self, faults: FaultInjector) -> None:
+        super().__init__()
+        self._faults = faults
+
+    def wall_ns(self, moment_ns: int) -> int:
+        return super().wall_ns(moment_ns) + self._faults.ns("clock-jump")
+
+
+class FaultyArrivals(ArrivalLoop):
+    """Arrivals under `faults`: copies from the ring come late, all else goes on."""
+
+    def __init__(self, faults: FaultInjector, *loop: Any) -> None:
+        super().__init__(*loop)
+        self._faults = faults
+        self._held: deque[tuple[int, Scatter]] = deque()  # filled by the control loop, emptied here
+
+    def put(self, order: Scatter | Check) -> None:
+        pause_ns = self._faults.ns("slow-scatter")
+        if pause_ns and isinstance(order, Scatter):
+            self._faults.count("slow-scatter")
+            self._held.append((time.monotonic_ns() + pause_ns, order))
+        else:
+            super().put(order)
+
+    def _hear(self) -> bool:
+        while self._held and (self._held[0][0] <= time.monotonic_ns() or not self._faults.ns("slow-scatter")):
+            super().put(self._held.popleft()[1])
+        return super()._hear()
+
+
+def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:
+    """An agent, not started, that meets `faults`; its admin socket serves the command `fault`, which changes them.
+
+    Args:
+        faults: in force from the beginning, when the agent's incarnation is minted too; set and cleared at any time.
+        arguments: as for `Agent`.
     """
 
-    def __init__(self, *, name: str, faults: Sequence[Fault] = (), fault_seed: int = 0, **rest: Any) -> None:
-        """As an `Agent`.
+    def transport(*opened: Any) -> Transport:
+        return FaultyTransport(open_transport(*opened), faults)
 
-        Args:
-            faults: in force from the beginning, when its incarnation is minted too.
-            fault_seed: with the agent's name it decides what is hit.
+    factories = PartFactories(
+        clock=partial(FaultyClock, faults),
+        transport=transport,
+        control_channel=partial(FaultyControlChannel, faults),
+        arrival_loop=partial(FaultyArrivals, faults),
+    )
+    agent = Agent(**arguments, factories=factories)
+    agent.admin.add(FAULT_COMMAND, partial(_change, faults, agent.telemetry.recorder))
+    return agent
 
-        Raises:
-            ValueError: one of the faults is none of an agent.
-        """
-        self.faults = FaultInjector(name, fault_seed)
-        for fault in faults:
-            self.faults.set(fault)
-        super().__init__(name=name, **rest)
-        self._admin.add(FAULT_COMMAND, self._fault)
 
-    def _open_clock(self) -> Clock:
-        return FaultyClock(self.faults)
-
-    def _open_transport(self) -> Transport:
-        return FaultyTransport(super()._open_transport(), self.faults)
-
-    def _open_links(self, kind: Callable[..., ControlChannel] = ControlChannel) -> ControlChannel:
-        return super()._open_links(partial(FaultyControlChannel, self.faults))
-
-    def _open_arrivals(self, kind: Callable[..., ArrivalLoop] = ArrivalLoop) -> ArrivalLoop:
-        return super()._open_arrivals(partial(FaultyArrivalLoop, self.faults))
-
-    def _fault(self, args: dict[str, Any]) -> FaultState:
-        """The admin command."""
-        try:
-            wanted = parse_faults(args["spec"]) if "spec" in args else ()
-            if foreign := [fault.text for fault in wanted if fault.kind.level != "agent"]:
-                raise ValueError(f"{', '.join(foreign)}: no agent can do this to itself")
-        except ValueError as error:
-            raise RequestRefused(ErrorCode.BAD_ARGUMENT, str(error)) from None
-        if args.get("clear"):
-            self.faults.clear()
-        for fault in wanted:
-            self.faults.set(fault, args.get("seconds"))
-            self.telemetry.recorder.record("fault", f"injected: {fault.text}", "warning")
-        return {"active": self.faults.active(), "struck_total": self.faults.counts()}
+def _change(faults: FaultInjector, recorder: FlightRecorder, args: dict[str, Any]) -> FaultState:
+    """The admin command `fault`."""
+    try:
+        wanted = parse_faults(args["spec"]) if "spec" in args else ()
+        if foreign := [fault.text for fault in wanted if fault.kind.level != "agent"]:
+            raise ValueError(f"{', '.join(foreign)}: no agent can do this to itself")
+    except ValueError as error:
+        raise RequestRefused(ErrorCode.BAD_ARGUMENT, str(error)) from None
+    if args.get("clear"):
+        faults.clear()
+    for fault in wanted:
+        faults.set(fault, args.get("seconds"))
+        recorder.record("fault", f"injected: {fault.text}", "warning")
+    return {"active": faults.active(), "struck_total": faults.counts()}

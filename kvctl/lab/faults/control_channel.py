@@ -19,7 +19,7 @@ from kvctl.lab.faults.injector import FaultInjector
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.events import Received
+from kvctl_agent.protocol.events import Received, Unsendable
 from kvctl_agent.runtime.control_channel import ControlChannel, PeerAddress
 
 # Longer than a turn of the loop and than a quick answer, so that something passes; far below any deadline.
@@ -52,11 +52,12 @@ class FaultyControlChannel(ControlChannel):
         due = super().due_ns
         return min(held if due is None else [*held, due], default=None)
 
-    def flush(self, *, everything: bool = False) -> None:
-        super().flush(everything=everything)
+    def flush(self, *, everything: bool = False) -> list[Unsendable]:
+        dropped = super().flush(everything=everything)
         while self._leaving and (everything or self._leaving[0].due_ns <= self._now_ns()):
             held = heapq.heappop(self._leaving)
             super()._put(held.address, held.frame, held.messages)
+        return dropped
 
     def receive(self, ready: Container[object]) -> Iterator[Received]:
         while self._arriving and self._arriving[0].due_ns <= self._now_ns():

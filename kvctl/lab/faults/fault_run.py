@@ -10,9 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from kvctl.lab.faults.aborts import ABORTED
-from kvctl.lab.faults.agent import FaultyAgent
+from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import Fault
 from kvctl.lab.ranks.bench_messages import FaultReport
+from kvctl_agent.agent import Agent
 from kvctl_agent.contract.snapshots import Failure
 
 _EMPTY_S = 10.0
@@ -22,14 +23,16 @@ _LOOK_S = 0.005
 class FaultRun:
     """Faults of any level; those of an agent are in force from the beginning until `end`."""
 
-    def __init__(self, agent: FaultyAgent, faults: Sequence[Fault]) -> None:
+    def __init__(self, agent: Agent, injected: FaultInjector, faults: Sequence[Fault]) -> None:
+        """`injected` are the faults in force in `agent`; those of `faults` that an agent can have are set in it."""
         self._agent = agent
+        self._injected = injected
         self._explained = {code for fault in faults for code in fault.kind.explains} - {"ABORTED"}
         self._kinds: dict[int, str] = {}
-        self._before = agent.faults.counts()
+        self._before = injected.counts()
         for fault in faults:
             if fault.kind.level == "agent":
-                agent.faults.set(fault)
+                injected.set(fault)
 
     def failed(self, index: int, failure: Failure | None) -> None:
         """A room has failed with this as its first cause."""
@@ -46,7 +49,7 @@ class FaultRun:
         Args:
             failures: causes of all rooms that failed, by index.
         """
-        faults = self._agent.faults
+        faults = self._injected
         faults.clear()
         struck = {name: count - self._before.get(name, 0) for name, count in faults.counts().items()}
         return FaultReport(
@@ -72,6 +75,6 @@ class FaultRun:
             words.append(f"{buffers['pieces_used']} staging buffers")
         if gated:
             words.append(f"{len(gated)} parked parts")
-        if open_rooms := self._agent.machine.open_rooms:
+        if open_rooms := self._agent.observe.statistics().open_rooms:
             words.append(f"{open_rooms} open rooms")
         return [f"{self._agent.name} still holds {what}" for what in words]

@@ -20,7 +20,7 @@ class Forward:
         self._content = content
         self._engine = engine
         self._deadline_ns = deadline_ns
-        self._layers = len(agent.pipelining.layers)
+        self._layers = len(agent.layers)
         start = content.start
         self._page_size = start.page_size
         self._chunk_pages = chunk_pages(int(start.config["chunk_tokens"]), start.page_size)

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvctl.lab.faults.aborts import Aborts
-from kvctl.lab.faults.agent import FaultyAgent
+from kvctl.lab.faults.agent import faulty_agent
 from kvctl.lab.faults.fault_run import FaultRun
+from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import Fault, parse_fault
 from kvctl.lab.ranks import measure
 from kvctl.lab.ranks.bench_messages import (
@@ -85,7 +86,8 @@ class Worker(ABC):
         self._pool = allocate_pool(start)
         self.content = Content(self._pool, start)
         progress("starting its agent")
-        kind: Callable[..., Agent] = partial(FaultyAgent, fault_seed=start.seed) if start.faulty else Agent
+        self.faults = FaultInjector(start.name, start.seed) if start.faulty else None
+        kind: Callable[..., Agent] = partial(faulty_agent, self.faults) if self.faults is not None else Agent
         self.agent = kind(
             role=start.role,
             rank=_rank(start),
@@ -155,7 +157,7 @@ class Worker(ABC):
             return None
         if kind == "device":
             return device_gb_per_s(device)
-        return peer_gb_per_s(device, next(iter(self.agent.connections.by_peer.values()), None))
+        return peer_gb_per_s(device, next(iter(self.agent.parts.connections.by_peer.values()), None))
 
     def look(self) -> float | None:
         """Nothing is due between two commands."""
@@ -233,7 +235,7 @@ class Worker(ABC):
     def _begin(self, faults: Sequence[Fault]) -> None:
         """Bring the faults of a run into force; without any nothing is watched that needs not be."""
         self.aborts = Aborts(self.start, sum(fault.share for fault in faults if fault.name == "abort"))
-        self._trial = FaultRun(self.agent, faults) if faults and isinstance(self.agent, FaultyAgent) else None
+        self._trial = FaultRun(self.agent, self.faults, faults) if faults and self.faults is not None else None
 
     @abstractmethod
     def drive(self, command: Run, deadline_ns: int) -> Outcome:

@@ -11,7 +11,6 @@ from kvctl.lab.ranks.samples import Samples
 from kvctl.lab.ranks.verify import verify
 from kvctl.lab.ranks.worker import Change, Outcome, Worker
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.runtime.handles import Receive
 
 
@@ -33,7 +32,9 @@ class DecodeWorker(Worker):
             self.content.poison()
 
     def drive(self, command: Run, deadline_ns: int) -> Outcome:
-        samples = Samples(self._ring_used if self._path in STAGED_PATHS else None)
+        samples = Samples(
+            (lambda: self.agent.observe.statistics().ring_used_bytes) if self._path in STAGED_PATHS else None
+        )
         run = _Run(self, samples, command.windows[self.at.dp], round(command.decode_ms * 1e6))
         run.until_done(deadline_ns)
         run.give_up()
@@ -54,10 +55,6 @@ class DecodeWorker(Worker):
             aux_index=room.slot,
             state_indices=self.content.states(room.number),
         )
-
-    def _ring_used(self) -> int:
-        machine = self.agent.machine
-        return machine.ring.used_bytes if isinstance(machine, DecodeMachine) else 0
 
 
 class _Run:

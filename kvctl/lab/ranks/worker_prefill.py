@@ -59,7 +59,7 @@ class PrefillWorker(Worker):
 
     def drive(self, command: Run, deadline_ns: int) -> Outcome:
         compute = self._compute(round(command.layer_ms * 1e6))
-        engine = self._gpu or SleepingEngine(compute, len(self.agent.pipelining.layers))
+        engine = self._gpu or SleepingEngine(compute, len(self.agent.layers))
         # A forward that takes no time is about to start whenever its room opens.
         at_once = self._gpu is None and not compute.layer_ns and self._pipeline == _PLAIN
         run = _Run(self, Forward(self.agent, self.content, engine, deadline_ns), at_once)
@@ -84,7 +84,7 @@ class PrefillWorker(Worker):
         return GpuEngine(
             layer_work(start.shape, side),
             f"cuda:{start.device}",
-            len(self.agent.pipelining.layers),
+            len(self.agent.layers),
             chunk_pages(int(start.config["chunk_tokens"]), start.page_size) * start.page_size,
             side.cp,
         )

@@ -17,8 +17,8 @@ from kvctl_agent.contract.config import KEYS
 from kvctl_agent.contract.snapshots import ConfigRow
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.protocol.events import Drain
-from kvctl_agent.runtime.operator_requests import OperatorRequests
+from kvctl_agent.protocol.events import Answered, Drain, Event
+from kvctl_agent.runtime.control_loop import OperatorRequests
 
 PATIENCE_S = 60  # for what takes milliseconds on a quiet machine
 
@@ -94,7 +94,7 @@ def allocations(fleet: Any) -> Any:
 
 def waits(agent: Any, field: str, ns: int) -> bool:
     """Whether the machine's deadline is that long."""
-    return bool(getattr(agent.machine.timing, field) == ns)
+    return bool(getattr(agent.parts.machine.timing, field) == ns)
 
 
 def finish(fleet: Any, room: Any) -> None:
@@ -139,16 +139,17 @@ class TestAbort:
         until(lambda: not desk.ask(writer, "rooms"))
         fleet.claim(fleet.receive(fleet.room(7, 8)))
         until(lambda: [row["state"] for row in desk.ask(writer, "rooms")] == ["WaitingForInput"])
-        fleet.decode[0]._control.close(5)  # nobody says that it has heard of the failure
+        fleet.decode[0].parts.control.close(5)  # nobody says that it has heard of the failure
         desk.done(writer, "abort", room="7")
         lives = desk.ask(writer, "room", room="7")
         assert [(life["state"], life["missing"]) for life in lives] == [("Failed", ["decode-0"]), ("Success", [])]
         fleet.decode[0].close(0.5)  # it would wait for a control loop that has gone
 
-    def test_a_control_loop_that_does_not_answer_is_said_so(self, fleet: Any, desk: Desk) -> None:
+    def test_a_control_loop_that_does_not_answer_is_said_so(self, make_fleet: Any, desk: Desk) -> None:
         held = threading.Event()
+        # An engine that breaks its promise.
+        fleet = make_fleet("loopback", on_state=lambda handle, state: held.wait(PATIENCE_S)).start()
         agent = fleet.decode[0]
-        agent._desk._on_state = lambda handle, state: held.wait(PATIENCE_S)  # an engine that breaks its promise
         room = fleet.receive(fleet.room(7, 8))
         try:
             code, text = desk.refusal(agent, "abort", room="7")
@@ -180,7 +181,7 @@ class TestRelease:
         room = fleet.claim(fleet.receive(fleet.room(7, 8)))
         room.sends[0].prefetch()
         until(lambda: allocations(fleet))
-        fleet.prefill[0]._control.close(5)
+        fleet.prefill[0].parts.control.close(5)
         decode = fleet.decode[0]
         until(lambda: [row["state"] for row in allocations(fleet)] == ["quarantined"])
         (held,) = allocations(fleet)
@@ -243,7 +244,7 @@ class TestDrain:
         self, fleet: Any, desk: Desk
     ) -> None:
         before = fleet.receive(fleet.room(7, 8))
-        until(lambda: all(agent.machine.knows(7) for agent in fleet.prefill))
+        until(lambda: all(agent.parts.machine.knows(7) for agent in fleet.prefill))
         for agent in fleet.prefill:
             desk.done(agent, "drain")
         after = fleet.receive(fleet.room(8, 8))
@@ -263,7 +264,7 @@ class TestDrain:
     ) -> None:
         fleet = make_fleet("loopback", prefill=(1, 1)).start()
         writer = fleet.prefill[0]
-        put, room = writer._mailbox.put, fleet.room(7, 8)
+        put, room = writer.parts.mailbox.put, fleet.room(7, 8)
 
         def overtaken(*events: Any) -> None:
             """The engine comes, and then an opening, before the control loop has heard of the draining."""
@@ -271,10 +272,10 @@ class TestDrain:
                 with suppress(LocalProtocolError):
                     room.sends.append(writer.send(7))
                 fleet.receive(room)
-                until(lambda: writer.machine.knows(7))
+                until(lambda: writer.parts.machine.knows(7))
             put(*events)
 
-        monkeypatch.setattr(writer._mailbox, "put", overtaken)
+        monkeypatch.setattr(writer.parts.mailbox, "put", overtaken)
         writer.begin_drain()
         assert len(room.sends) == 1, "its engine was sent away, and the decode rank waits for it"
         finish(fleet, room)
@@ -298,7 +299,7 @@ class TestSet:
             assert row["value"] != was["value"]
             if key.name.startswith("pipeline"):
                 field = "mode" if key.name == "pipeline" else key.name.removeprefix("pipeline_")
-                assert getattr(agent.pipelining.options, field) == row["value"]
+                assert getattr(agent.parts.pipelining.options, field) == row["value"]
             else:
                 field = {"bootstrap_timeout_s": "bootstrap_ns", "waiting_timeout_s": "waiting_ns"}[key.name]
                 until(partial(waits, agent, field, 7 * 10**9))
@@ -336,7 +337,7 @@ class TestProbe:
     def test_a_lane_is_measured_and_shown_from_then_on(self, make_fleet: Any, desk: Desk, transport: str) -> None:
         fleet = make_fleet(transport, prefill=(1, 1), decode=(2, 1)).start()
         writer = fleet.prefill[0]
-        until(lambda: len(writer.connections.by_peer) == 2)
+        until(lambda: len(writer.parts.connections.by_peer) == 2)
         assert {row["lane_gb_per_s"] for row in desk.ask(writer, "peers")} == {None}
 
         def probed() -> Any:
@@ -379,10 +380,10 @@ class TestProbe:
         def left() -> None:
             """A client asks, and is gone before the worker comes to it."""
             held = threading.Event()
-            writer.workers[0].put(lambda: held.wait(PATIENCE_S) and None)
+            writer.parts.workers[0].put(lambda: held.wait(PATIENCE_S) and None)
             assert desk.ask(writer, "probe", bytes=1 << 20)["running"]
             over = threading.Event()
-            writer.workers[0].put(over.set)
+            writer.parts.workers[0].put(over.set)
             held.set()
             assert over.wait(PATIENCE_S)
 
@@ -394,14 +395,14 @@ class TestProbe:
         assert until(lambda: probed(2 << 20))[-1]["bytes"] == 2 << 20
         monkeypatch.setattr("kvctl_agent.admin.actions._UNCLAIMED_NS", 0)
         left()
-        stale = writer.connections.measured["decode-0"]
+        stale = writer.parts.connections.measured["decode-0"]
         until(lambda: probed(1 << 20))
-        assert writer.connections.measured["decode-0"] is not stale
+        assert writer.parts.connections.measured["decode-0"] is not stale
 
     def test_nothing_is_written_to_a_peer_that_is_silent(self, make_fleet: Any, desk: Desk) -> None:
         """What it has registered may be gone with it."""
         fleet = make_fleet("loopback", prefill=(1, 1), heartbeat_s=0.1, suspect_s=0.4, lost_s=600.0).start()
-        fleet.decode[0]._control.close(5)
+        fleet.decode[0].parts.control.close(5)
         until(lambda: [row["state"] for row in desk.ask(fleet.prefill[0], "peers")] == ["suspect"])
         for peer in ({}, {"peer": "decode-0"}):
             code, text = desk.refusal(fleet.prefill[0], "probe", **peer)
@@ -427,8 +428,12 @@ def test_what_an_agent_takes_of_its_host(fleet: Any, desk: Desk) -> None:
 
 
 def test_an_answer_that_nobody_waits_for_is_dropped() -> None:
-    tickets = OperatorRequests()
-    ticket = tickets.issue()
-    assert tickets.wait(ticket, 0) is None
-    tickets.answered(type("Answered", (), {"ticket": ticket})())
-    assert tickets._answers == {}
+    requests, numbers = OperatorRequests(lambda event: None), list[int]()
+
+    def make(number: int) -> Event:
+        numbers.append(number)
+        return Drain(True)
+
+    assert requests.ask(make, 0) is None
+    requests.answer(Answered(numbers[0], "done", ""))
+    assert requests._answers == {}

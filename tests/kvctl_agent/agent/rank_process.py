@@ -133,10 +133,10 @@ class Worker:
 
     def incarnation(self, peer: str) -> int:
         """Of a peer, as this rank knows it."""
-        return self.agent.machine.peers[peer].incarnation
+        return self.agent.parts.machine.peers[peer].incarnation
 
     def quarantined(self) -> int:
-        return self.agent.machine.quarantined_bytes
+        return self.agent.observe.statistics().quarantined_bytes
 
     def close(self) -> None:
         self.agent.close()

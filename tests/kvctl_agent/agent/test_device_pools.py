@@ -95,7 +95,7 @@ def test_agents_of_a_lost_device_end(make_fleet: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(HostCopies, "close", refuse)
     for agent in fleet.prefill + fleet.decode:
         agent.close()
-        assert agent._context.closed
+        assert agent.parts.context.closed
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -55,7 +55,7 @@ class Gate:
     def __init__(self, agent: Any) -> None:
         self.open = threading.Event()
         self.begun = 0
-        for worker in agent.workers:
+        for worker in agent.parts.workers:
             copies = worker._paths["direct"]._copies
             copies.begin = self._gated(copies.begin)
 
@@ -104,7 +104,7 @@ def test_layer_groups_go_one_by_one(fleet: Any) -> None:
 
 def test_auto_measures_and_then_weighs(make_fleet: Any, devices: Any) -> None:
     fleet = make_fleet(prefill=(1, 1), path="auto", device=devices, staging_ring_mb=1).start()
-    chooser = fleet.prefill[0].chooser
+    chooser = fleet.prefill[0].parts.chooser
     wait(lambda: chooser.lane is not None)
     assert chooser.copy is not None
     assert chooser.direct is not None
@@ -133,7 +133,7 @@ class TestWhyNot:
         fleet.start()
         with pytest.raises(ConfigError, match="direct"):
             fleet.prefill[0].set_path("direct")
-        lane = fleet.prefill[0].lanes.by_peer["decode-0"]
+        lane = fleet.prefill[0].parts.connections.by_peer["decode-0"]
         assert (lane.mapping, lane.why_not) == (None, "our pool is host memory")
 
     def test_a_fixed_path_fails_its_parts_and_auto_takes_another(self, make_fleet: Any, devices: Any) -> None:
@@ -182,7 +182,7 @@ class TestWhyNot:
 
 def test_no_kernel_measures_beyond_what_a_peer_exported(make_fleet: Any, devices: Any) -> None:
     fleet = make_fleet(prefill=(1, 1), path="direct", device=devices).start()
-    lanes = fleet.prefill[0].lanes
+    lanes = fleet.prefill[0].parts.connections
     scratch, mapping = lanes._scratch["decode-0"], lanes.by_peer["decode-0"].mapping
     assert lanes._measure_direct(mapping, scratch).us_per_part > 0
     begun = len(devices["prefill"].begun)
@@ -202,9 +202,9 @@ class TestLifetime:
         wait(lambda: gate.begun)
         fleet.decode[0].close(1.0)
         wait(lambda: room.sends[0].error)
-        wait(lambda: not writer.connections.reaches("decode-0"))
+        wait(lambda: not writer.parts.connections.reaches("decode-0"))
         (mapping,) = devices["prefill"].mappings
-        assert writer.machine.rooms, "its pages are held as long as they are read"
+        assert writer.parts.machine.rooms, "its pages are held as long as they are read"
         assert not mapping.closed
         gate.open.set()
         assert room.sends[0].wait(60) is RoomState.FAILED
@@ -220,7 +220,7 @@ class TestLifetime:
         wait(lambda: lost.sends[0].error)
         fleet.decode.append(fleet.decode_agent(0).start())
         fleet.decode[0].wait_ready(60)
-        wait(lambda: writer.connections.reaches("decode-0"))
+        wait(lambda: writer.parts.connections.reaches("decode-0"))
         old, new = devices["prefill"].mappings
         assert not old.closed
         gate.open.set()

@@ -120,7 +120,7 @@ def test_a_forward_that_does_not_end_has_a_deadline(make_fleet: Any, devices: An
     assert room.wait() == FAILED
     assert {error["code"] for error in room.errors()} <= {"KV_ROOM_STUCK_TRANSFER", "KV_ROOM_STUCK_WAITING"}
     fleet.settle()
-    assert fleet.prefill[0]._forwards.waiting == 0
+    assert fleet.prefill[0].parts.forwards.waiting == 0
 
 
 def test_close_does_not_wait_for_forwards(make_fleet: Any, devices: Any) -> None:
@@ -175,7 +175,7 @@ def test_many_rooms_whose_forwards_end_in_any_order(make_fleet: Any, devices: An
             fleet.expect(room)
     fleet.settle()
     fleet.check(but=tuple(aborted))
-    assert all(agent._forwards.waiting == 0 for agent in fleet.prefill)
+    assert all(agent.parts.forwards.waiting == 0 for agent in fleet.prefill)
     assert fleet.errors() == []
 
 
@@ -188,7 +188,7 @@ class TestHostMemory:
         fleet.feed(room)
         assert room.wait() == SUCCESS
         assert all(receive.event is None for receive in room.receives.values())
-        assert fleet.prefill[0]._forwards is None
+        assert fleet.prefill[0].parts.forwards is None
 
 
 class TestSettings:

@@ -100,10 +100,10 @@ class TestAbort:
         fleet = make_fleet(prefill=(1, 1), path="slice", workers=1).start()
         fleet.run(1, 4)
         gate = threading.Event()
-        fleet.prefill[0].workers[0].put(gate.wait)  # type: ignore[arg-type]
+        fleet.prefill[0].parts.workers[0].put(gate.wait)  # type: ignore[arg-type]
         room = fleet.feed(fleet.claim(fleet.receive(fleet.room(2, 8))))
         (receive,) = room.receives.values()
-        wait(lambda: fleet.prefill[0].workers[0]._jobs.qsize())  # type: ignore[attr-defined]
+        wait(lambda: fleet.prefill[0].parts.workers[0]._jobs.qsize())  # type: ignore[attr-defined]
         receive.abort("enough")
         wait(lambda: receive.state is RoomState.FAILED)
         assert receive.wait(0.1) is RoomState.FAILED
@@ -310,10 +310,10 @@ class TestCalls:
         room = fleet.run(1, 4)
         fleet.settle()
         decode = fleet.decode[0]
-        decode.machine.rooms[1] = SimpleNamespace(state=RoomState.TRANSFERRING)
+        decode.parts.machine.rooms[1] = SimpleNamespace(state=RoomState.TRANSFERRING)
         again = decode.receive(1, room.dst["decode-0"])
         assert again.wait(60) is RoomState.FAILED
-        del decode.machine.rooms[1]
+        del decode.parts.machine.rooms[1]
         assert again.error is not None
         assert again.error["code"] == "KV_ROOM_DUPLICATE"
         fleet.recycle(room)
@@ -321,13 +321,10 @@ class TestCalls:
         fleet.check()
 
     def test_a_callback_that_raises_costs_nobody_anything(self, make_fleet: Any) -> None:
-        fleet = make_fleet(prefill=(1, 1)).start()
-
         def broken(*args: Any) -> None:
             raise RuntimeError("the engine's own bug")
 
-        for agent in fleet.prefill + fleet.decode:
-            agent._desk._on_state = broken
+        fleet = make_fleet(prefill=(1, 1), on_state=broken).start()
         fleet.run(1, 9)
         fleet.check()
         assert any("the engine's own bug" in text for text in fleet.errors())
@@ -382,14 +379,14 @@ class TestClose:
         fleet = make_fleet(transport, prefill=(1, 1)).start()
         agent, other = (fleet.prefill[0], fleet.decode[0]) if side == "prefill" else (fleet.decode[0], fleet.prefill[0])
         agent.close(4)
-        wait(lambda: other.machine.peers[agent.name].state == "lost")
-        assert other.machine.peers[agent.name].proven_dead
-        assert "it was closed" in other.machine.peers[agent.name].last_error
+        wait(lambda: other.parts.machine.peers[agent.name].state == "lost")
+        assert other.parts.machine.peers[agent.name].proven_dead
+        assert "it was closed" in other.parts.machine.peers[agent.name].last_error
 
     def test_with_every_peer_gone_it_still_ends(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 1)).start()
         rooms = [fleet.receive(fleet.room(number, 3)) for number in range(5)]
-        fleet.prefill[0]._control.close(1)  # it no longer answers, but its process lives
+        fleet.prefill[0].parts.control.close(1)  # it no longer answers, but its process lives
         since = time.monotonic()
         fleet.decode[0].close(1.0)
         assert time.monotonic() - since < 30
@@ -419,17 +416,17 @@ class TestClose:
 
     def test_an_observer_that_is_still_being_answered_keeps_nothing_open_but_itself(self, make_fleet: Any) -> None:
         agent = make_fleet(prefill=(1, 1)).start().prefill[0]
-        close_admin = agent._admin.close
+        close_admin = agent.admin.close
 
         def busy() -> None:
             close_admin()
             raise DeadlineExceeded("the admin server of prefill-0 did not stop within 2 s")
 
-        agent._admin.close = busy
+        agent.admin.close = busy
         agent.close()
         with pytest.raises(TransportError, match="closed"):
-            agent.transport.arrivals()
-        assert agent._context.closed
+            agent.parts.transport.arrivals()
+        assert agent.parts.context.closed
         assert "did not stop" in agent.telemetry.recorder.since(None, 1)["events"][0]["text"]
 
     def test_one_that_was_never_started(self, make_fleet: Any) -> None:
@@ -466,7 +463,7 @@ class TestDrain:
 class TestCalibration:
     def test_it_is_made_when_costs_decide_and_not_before(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 1)).start()
-        chooser = fleet.prefill[0].chooser
+        chooser = fleet.prefill[0].parts.chooser
         fleet.run(1, 4)
         assert chooser.lane is None
         fleet.set_path("auto")
@@ -483,20 +480,20 @@ class TestCalibration:
         fleet = make_fleet(prefill=(1, 1), workers=2, path="auto").start()
         agent = fleet.prefill[0]
         fleet.run(1, 4)
-        wait(lambda: agent.chooser.lane is not None)
+        wait(lambda: agent.parts.chooser.connection is not None)
         held = []
-        while (buffer := agent.buffers.acquire()) is not None:
+        while (buffer := agent.parts.buffers.acquire()) is not None:
             buffer.span.array[:] = 0x5A
             held.append(buffer)
-        agent.buffers.release(held.pop())
-        agent.chooser.lane = None
+        agent.parts.buffers.release(held.pop())
+        agent.parts.chooser.connection = None
         done = threading.Event()
-        agent.workers[0].put(lambda: (agent.connections.calibrate(), done.set()))
+        agent.parts.workers[0].put(lambda: (agent.parts.connections.calibrate(), done.set()))
         assert done.wait(60)
-        assert agent.chooser.lane is not None
+        assert agent.parts.chooser.connection is not None
         for buffer in held:
             assert bool((buffer.span.array == 0x5A).all())
-            agent.buffers.release(buffer)
+            agent.parts.buffers.release(buffer)
 
     def test_measuring_on_request_gives_sane_costs(self, make_fleet: Any, transport: str) -> None:
         fleet = make_fleet(transport, prefill=(1, 1)).start()

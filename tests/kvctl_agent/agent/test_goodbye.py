@@ -44,7 +44,7 @@ def flying(make_fleet: Any) -> Any:
         writes.append(_Endless())
         return writes[-1]
 
-    fleet.prefill[0].transport.write_prepared = write
+    fleet.prefill[0].parts.transport.write_prepared = write
     room = fleet.claim(fleet.receive(fleet.room(7, 3)))
     room.sends[0].pages(room.src, last=True)
     room.sends[0].finish()
@@ -59,7 +59,7 @@ def test_with_a_write_in_flight_the_goodbye_is_no_proof_and_the_reader_keeps_its
     (receive,) = room.receives.values()
     fleet.prefill[0].close(1.0)
     wait(lambda: receive.state is RoomState.FAILED)
-    machine = fleet.decode[0].machine
+    machine = fleet.decode[0].parts.machine
     peer = machine.peers[fleet.prefill[0].name]
     wait(lambda: peer.state == "lost")
     assert not peer.proven_dead, "it said that it had drained"
@@ -74,8 +74,8 @@ def test_without_one_the_goodbye_is_proof(make_fleet: Any) -> None:
     wait(lambda: room.sends[0].state > RoomState.BOOTSTRAPPING)
     fleet.prefill[0].close(5.0)
     wait(lambda: receive.released)
-    assert fleet.decode[0].machine.peers[fleet.prefill[0].name].proven_dead
-    assert fleet.decode[0].machine.quarantined_bytes == 0
+    assert fleet.decode[0].parts.machine.peers[fleet.prefill[0].name].proven_dead
+    assert fleet.decode[0].parts.machine.quarantined_bytes == 0
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -93,23 +93,23 @@ def test_memory_that_a_thread_may_still_touch_is_kept_and_nobody_is_told_that_it
         return []
 
     if side == "prefill":
-        agent.workers[0].put(stuck)
-        thread = agent.workers[0]._thread
+        agent.parts.workers[0].put(stuck)
+        thread = agent.parts.workers[0]._thread
     else:
-        agent.transport.arrivals = stuck
-        thread = agent._hands.arrivals._thread
+        agent.parts.transport.arrivals = stuck
+        thread = agent.parts.arrivals._thread
     assert entered.wait(60), "the thread never came to what holds it"
-    memory = agent.buffers if side == "prefill" else agent.ring
+    memory = agent.parts.buffers if side == "prefill" else agent.parts.ring
     try:
         agent.close(1.0)
         assert thread.is_alive()
         assert not memory._memory._closed, "it was freed under the thread"
-        wait(lambda: other.machine.peers[agent.name].state == "lost")
-        assert not other.machine.peers[agent.name].proven_dead
+        wait(lambda: other.parts.machine.peers[agent.name].state == "lost")
+        assert not other.parts.machine.peers[agent.name].proven_dead
     finally:
         leave.set()
         thread.join(60)
     # What the agent has kept for the thread's sake.
     memory.close()
-    agent._crew.close()
-    agent._context.destroy(0)
+    agent.parts.crew.close()
+    agent.parts.context.destroy(0)

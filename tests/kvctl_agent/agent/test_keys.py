@@ -19,6 +19,7 @@ from kvctl_agent.contract.keys import KeyPair, secret_text
 from kvctl_agent.errors import AdminError, ConfigError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
+from kvctl_agent.security.curve import load_fleet_key
 
 A_WHILE_MS = 300
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -88,9 +89,11 @@ def test_registry_and_control_do_not_hear_strangers(
     fleet.bootstrap = f"tcp://127.0.0.1:{free_port}"
     fleet.start()
     first = fleet.prefill[0]
-    server = first._keys.public if with_key else None
-    endpoint = fleet.decode[0].links.endpoint(first.name)
-    known = set(first.machine.peers)
+    keys = load_fleet_key(fleet_key)
+    assert keys is not None
+    server = keys.public if with_key else None
+    endpoint = fleet.decode[0].parts.control_channel.endpoint(first.name)
+    known = set(first.parts.machine.peers)
     control = strangers(endpoint, server)
     with contextlib.suppress(zmq.Again):  # refused before it could say anything
         control.send(codec.encode(1, [msg.Heartbeat(1), msg.Bye(True)]), zmq.NOBLOCK)
@@ -105,7 +108,7 @@ def test_registry_and_control_do_not_hear_strangers(
         time.sleep(0.01)
     assert not registry.poll(A_WHILE_MS)
     assert not control.poll(A_WHILE_MS)
-    assert set(first.machine.peers) == known
+    assert set(first.parts.machine.peers) == known
     assert first.telemetry.metrics.total("kvctl_connections_refused_total") == refused
     fleet.run(7, 8)
     fleet.check()

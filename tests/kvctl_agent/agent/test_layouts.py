@@ -23,6 +23,7 @@ from kvctl_agent.layout.local_shard import local_shards
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.protocol.events import Overlapped
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive, Send
 
@@ -137,7 +138,7 @@ def _fill(agent: Agent, *, truth: bool) -> None:
 
 
 def groups_of(agent: Agent, size: int = 2) -> list[range]:
-    own = agent.local.layers
+    own = agent.layers
     return [range(lo, min(lo + size, own.stop)) for lo in range(own.start, own.stop, size)]
 
 
@@ -305,7 +306,7 @@ class TestRoomsThatMoveLittle:
         send.finish(aux_index=0)
         assert (send.state, send.sent) == (RoomState.SUCCESS, True)
         assert receive.wait(0) is RoomState.SUCCESS
-        assert not prefill.machine.rooms  # type: ignore[attr-defined]
+        assert not prefill.parts.machine.rooms  # type: ignore[attr-defined]
         assert decode.telemetry.metrics.total("kvctl_rooms_opened_total") == 0
         fleet.check({})
 
@@ -394,7 +395,7 @@ class TestLayerGroups:
         fleet = make(ParallelConfig(), ParallelConfig(), pipeline="measured", pipeline_min_tokens=16)
         (agent,) = fleet.prefill[0].agents
         seen: list[Any] = []
-        agent.pipelining.learn = seen.append  # type: ignore[assignment,method-assign]
+        agent.parts.control.executors[Overlapped] = seen.append
         receives = fleet.receive(5, DST)
         feed([agent.send(5)], [agent], "declared")
         assert ended(receives) == {RoomState.SUCCESS}

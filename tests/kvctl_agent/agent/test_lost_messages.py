@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Container, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.parts import PartFactories
 from kvctl_agent.protocol.events import Received
 from kvctl_agent.runtime.control_channel import ControlChannel
 
 
-class BadLine:
-    """Stands between an agent's links and its loop; `hurt` of the messages are lost, doubled or held back."""
+class BadLine(ControlChannel):
+    """A control channel that loses, doubles or holds back `hurt` of the messages that come in."""
 
-    def __init__(self, links: ControlChannel, seed: int, hurt: float) -> None:
-        self._real = links.receive
+    def __init__(self, seed: int, hurt: float, *links: Any) -> None:
+        super().__init__(*links)
         self._random = random.Random(seed)
         self._hurt = hurt
         self._held: list[Received] = []
@@ -25,7 +27,7 @@ class BadLine:
 
     def receive(self, ready: Container[object]) -> Iterator[Received]:
         held, self._held = self._held, []
-        for received in self._real(ready):
+        for received in super().receive(ready):
             if self._random.random() >= self._hurt:
                 yield received
                 continue
@@ -47,13 +49,10 @@ class BadLine:
                 self._held.append(late)
 
 
-def spoil(fleet: Any, seed: int, hurt: float) -> list[BadLine]:
-    lines = []
-    for number, agent in enumerate(fleet.prefill + fleet.decode):
-        line = BadLine(agent.links, seed * 100 + number, hurt)
-        agent.links.receive = line.receive
-        lines.append(line)
-    return lines
+def bad_lines(seed: int, hurt: float) -> PartFactories:
+    """For the agents of one fleet, each with dice of its own."""
+    seeds = count(seed * 100)
+    return PartFactories(control_channel=lambda *links: BadLine(next(seeds), hurt, *links))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -68,8 +67,9 @@ def test_all_rooms_complete(make_fleet: Any, model: Any, seed: int) -> None:
         chunk_tokens=32,
         resend_s=0.05,
         heartbeat_s=0.05,
+        factories=bad_lines(seed, 0.3),
     ).start()
-    lines = spoil(fleet, seed, 0.3)
+    lines = [agent.parts.control_channel for agent in fleet.prefill + fleet.decode]
     rooms = [fleet.feed(fleet.claim(fleet.receive(fleet.room(number, 8, aux=number))), (3,)) for number in range(40)]
     for room in rooms:
         assert room.wait(60) == {RoomState.SUCCESS}, (room.number, room.errors(), fleet.events("room-failed"))
@@ -87,14 +87,7 @@ def test_all_rooms_complete(make_fleet: Any, model: Any, seed: int) -> None:
 
 
 def test_a_greeting_is_repeated_until_it_is_answered(make_fleet: Any) -> None:
-    fleet = make_fleet(prefill=(1, 2), resend_s=0.05)
-    for number in range(2):
-        fleet.prefill.append(fleet.prefill_agent(number).start())
-        spoil(fleet, 7, 0.6)
-    agent = fleet.decode_agent(0)
-    fleet.decode.append(agent.start())
-    agent.links.receive = BadLine(agent.links, 8, 0.6).receive
-    agent.wait_ready(60)
+    fleet = make_fleet(prefill=(1, 2), resend_s=0.05, factories=bad_lines(7, 0.6)).start()
     fleet.run(1, 4)
     fleet.check()
 
@@ -102,8 +95,8 @@ def test_a_greeting_is_repeated_until_it_is_answered(make_fleet: Any) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_aborts_under_loss_end_everywhere_and_release_everything(make_fleet: Any, model: Any, seed: int) -> None:
     wide = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=400, layers=2)
-    fleet = make_fleet(model=wide, path="staged", chunk_tokens=32, resend_s=0.05, heartbeat_s=0.05).start()
-    spoil(fleet, 50 + seed, 0.3)
+    quick = {"chunk_tokens": 32, "resend_s": 0.05, "heartbeat_s": 0.05}
+    fleet = make_fleet(model=wide, path="staged", **quick, factories=bad_lines(50 + seed, 0.3)).start()
     dice = random.Random(seed)
     rooms = []
     for number in range(40):

@@ -176,10 +176,8 @@ class TestOrder:
     def test_states_reach_the_callback_in_order_and_never_go_back(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 1))
         told: list[tuple[str, RoomState]] = []
-        prefill, decode = fleet.prefill_agent(0), fleet.decode_agent(0)
-        for agent in (prefill, decode):
-            agent._desk._on_state = lambda handle, state, name=agent.name: told.append((name, state))
-            agent.start()
+        prefill = fleet.prefill_agent(0, on_state=lambda handle, state: told.append(("prefill-0", state))).start()
+        decode = fleet.decode_agent(0, on_state=lambda handle, state: told.append(("decode-0", state))).start()
         fleet.prefill, fleet.decode = [prefill], [decode]
         decode.wait_ready(60)
         fleet.run(1, 9)
@@ -238,7 +236,7 @@ class TestRingTooSmall:
 
     def test_staging_off_needs_no_ring_and_no_grant(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 2), decode=(1, 1), staging="off", path="auto").start()
-        assert fleet.decode[0].ring is None
+        assert fleet.decode[0].parts.ring is None
         assert fleet.decode[0].observe.status()["ring"] is None
         fleet.run(1, 9, aux=1)
         fleet.check()

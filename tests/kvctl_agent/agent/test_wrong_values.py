@@ -209,9 +209,9 @@ def test_a_message_that_cannot_be_encoded_fails_its_room_alone(make_fleet: Any, 
     decode = fleet.decode[0]
     receive = decode.receive(1, [1])
     innocent = fleet.claim(fleet.receive(fleet.room(3, 2)))
-    bad = Receive(2, decode._mailbox.put)
-    decode._desk.add(bad)
-    decode._mailbox.put(ev.OpenRoom(2, 5, np.array([9], np.int32), 0, 1, np.int64(1), fleet.bootstrap))
+    bad = Receive(2, decode.parts.mailbox.put)
+    decode.parts.handles.add(bad)
+    decode.parts.mailbox.put(ev.OpenRoom(2, 5, np.array([9], np.int32), 0, 1, np.int64(1), fleet.bootstrap))
     fleet.feed(innocent)
     assert innocent.wait() == {RoomState.SUCCESS}, innocent.errors()
     assert bad.wait(60) is RoomState.FAILED
@@ -235,11 +235,11 @@ def test_any_value_for_any_argument_of_receive(fleet: Any) -> None:
     @given(st.sampled_from(RECEIVE), VALUES)
     def check(name: str, value: Any) -> None:
         arguments = {"room": next(number), "pages": [free[0], free[1]], name: value}
-        before = decode._desk.rooms
+        before = decode.parts.handles.rooms
         try:
             handle = decode.receive(**arguments)
         except (LocalProtocolError, LayoutError, ConfigError):
-            assert decode._desk.rooms == before
+            assert decode.parts.handles.rooms == before
         else:
             handle.abort("test is over")
             handle.wait(60)
@@ -277,7 +277,7 @@ def test_any_value_for_any_argument_of_send(fleet: Any) -> None:
             try:
                 handle = prefill.send(value)
             except LocalProtocolError:
-                assert prefill._desk.rooms == []
+                assert prefill.parts.handles.rooms == []
             else:
                 handle.abort("test is over")
                 handle.wait(60)

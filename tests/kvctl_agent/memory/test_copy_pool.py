@@ -13,7 +13,7 @@ from kvctl_agent.memory.copy_pool import CopyPool, copy_threads
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_every_job_runs_exactly_once(threads: int) -> None:
-    pool = CopyPool(threads)
+    pool = CopyPool(threads).start()
     try:
         for count in (0, 1, 2, 50):
             done: list[int] = []
@@ -24,7 +24,7 @@ def test_every_job_runs_exactly_once(threads: int) -> None:
 
 
 def test_one_thread_is_the_caller_itself() -> None:
-    pool = CopyPool(1)
+    pool = CopyPool(1).start()
     seen: list[int] = []
     pool.run([lambda: seen.append(threading.get_ident())])
     pool.close()
@@ -32,7 +32,7 @@ def test_one_thread_is_the_caller_itself() -> None:
 
 
 def test_two_threads_run_two_jobs_at_the_same_time() -> None:
-    pool = CopyPool(2)
+    pool = CopyPool(2).start()
     meeting = threading.Barrier(2)
     try:
         pool.run([partial(meeting.wait, 20), partial(meeting.wait, 20)])
@@ -41,7 +41,7 @@ def test_two_threads_run_two_jobs_at_the_same_time() -> None:
 
 
 def test_an_error_is_raised_after_the_running_jobs_ended_and_stops_the_rest() -> None:
-    pool = CopyPool(2)
+    pool = CopyPool(2).start()
     both, slow_done = threading.Barrier(2), threading.Event()
     started: list[int] = []
 
@@ -71,7 +71,7 @@ def test_an_error_is_raised_after_the_running_jobs_ended_and_stops_the_rest() ->
 
 def test_close_joins_its_threads_and_refuses_later_work() -> None:
     before = threading.active_count()
-    pool = CopyPool(3)
+    pool = CopyPool(3).start()
     assert threading.active_count() == before + 2
     pool.close()
     pool.close()

@@ -361,10 +361,10 @@ def test_an_exception_that_kills_a_control_thread(make_fleet: Any, monkeypatch: 
         return call
 
     if where == "handling a message":
-        table = decode.machine._messages
+        table = decode.parts.machine._messages
         monkeypatch.setitem(table, msg.RoomAccepted, once(table[msg.RoomAccepted]))
     else:
-        table = decode._control._table
+        table = decode.parts.control.executors
         monkeypatch.setitem(table, ev.StateChanged, once(table[ev.StateChanged]))
     for number in range(1, 4):
         fleet.run(number, 4)

@@ -25,7 +25,7 @@ def endpoint(directory: Path) -> str:
 
 @pytest.fixture
 def server(zmq_context: Context, endpoint: str) -> Iterator[RegistryServer]:
-    server = RegistryServer(zmq_context, endpoint)
+    server = RegistryServer(zmq_context, endpoint).serve()
     yield server
     server.close()
 
@@ -83,7 +83,7 @@ def test_whoever_asks_before_the_registry_exists_is_answered_once_it_does(
         reader.turn(time.monotonic_ns())
         only.turn(time.monotonic_ns())
         time.sleep(0.002)
-    server = RegistryServer(zmq_context, endpoint)
+    server = RegistryServer(zmq_context, endpoint).serve()
     turns(server, reader, only, until=lambda: reader.complete)
     server.close()
 
@@ -153,7 +153,7 @@ def test_a_second_registry_at_the_same_place_is_refused(
     zmq_context: Context, endpoint: str, server: RegistryServer
 ) -> None:
     with pytest.raises(ConfigError, match="is another agent using it"):
-        RegistryServer(zmq_context, endpoint)
+        RegistryServer(zmq_context, endpoint).serve()
 
 
 class TestSeveralInstances:
@@ -161,7 +161,7 @@ class TestSeveralInstances:
 
     def test_each_is_asked_and_told_apart(self, zmq_context: Context, directory: Path) -> None:
         endpoints = [f"ipc://{directory}/boot{number}" for number in range(2)]
-        servers = [RegistryServer(zmq_context, endpoint) for endpoint in endpoints]
+        servers = [RegistryServer(zmq_context, endpoint).serve() for endpoint in endpoints]
         ranks = [
             RegistryClient(zmq_context, endpoint, rank(0, size=1, name=f"p{number}"))
             for number, endpoint in enumerate(endpoints)

@@ -253,11 +253,10 @@ def test_a_message_that_cannot_be_encoded_costs_itself(
     client.connect("prefill-0", endpoint)
     for room in (1, 2, wrong, 4, 5):
         client.queue("prefill-0", drained(room))
-    client.flush()
+    assert [event.room for event in client.flush()] == [wrong]
     got: list[Any] = [received.message for received in receive(server, 4, 10)]
     assert [message.room for message in got] == [1, 2, 4, 5]
     assert dropped(telemetry, "unencodable") == 1
-    assert [event.room for event in client.take_unsendable()] == [wrong]
     client.queue("prefill-0", drained(wrong))
     client.flush()
     assert dropped(telemetry, "unencodable") == 2
@@ -273,12 +272,11 @@ def test_rooms_are_told_of_the_messages_that_can_never_be_sent(
     client.connect("prefill-0", served[1])
     client.queue("prefill-0", opening(codec.MAX_FRAME_BYTES + 4, 2))
     client.queue("prefill-0", msg.Watermark(1.5j, 0, 0))  # of no room
-    client.flush()
-    (event,) = client.take_unsendable()
+    (event,) = client.flush()
     assert (event.peer, event.room, event.nonce) == ("prefill-0", 2, 1)
     assert event.text.startswith("to prefill-0: RoomOpen of ")
     assert event.text.endswith(" bytes is too large to be sent")
-    assert client.take_unsendable() == []
+    assert client.flush() == []
 
 
 def test_a_frame_above_the_limit_never_reaches_the_loop(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ class StandInMachine:
     """Answers events with the actions that the test gave for them."""
 
     def __init__(self) -> None:
-        self.local = type("Local", (), {"role": "decode"})()
+        self.local: Any = SimpleNamespace(name="decode-0", role="decode", host="host")
         self.peers: dict[str, Any] = {}
         self.handled: list[Any] = []
         self.answers: dict[int, list[ev.Action] | Exception] = {}
@@ -59,7 +60,9 @@ class StandInMachine:
         return answer
 
 
-class StandInHands:
+class StandInExecutor:
+    """Executes every action that is not the loop's own, in the place of all parts that do."""
+
     def __init__(self) -> None:
         self.done: list[Any] = []
         self.error: Exception | None = None
@@ -71,52 +74,46 @@ class StandInHands:
             raise error
         self.done.append(what)
 
-    def connect_peer(self, action: ev.ConnectPeer) -> None:
-        self._do(action.peer)
-
-    def drop_peer(self, peer: str) -> None:
+    def connect(self, peer: str, who: msg.PeerInfo, held: Any) -> None:
         self._do(peer)
 
-    def state_changed(self, action: ev.StateChanged) -> None:
+    def drop(self, peer: str) -> None:
+        self._do(peer)
+
+    def change_state(self, action: ev.StateChanged) -> None:
         self._do(action.room)
 
-    def released(self, room: int) -> None:
-        self._do(("released", room))
+    def release(self, action: ev.Released) -> None:
+        self._do(("released", action.room))
 
-    def overlapped(self, action: ev.Overlapped) -> None:
+    def learn(self, action: ev.Overlapped) -> None:
         self._do(action)
 
-    def refused(self, room: int, text: str) -> None:
+    def refuse(self, room: int, text: str) -> None:
         self.refusals.append((room, text))
-
-    def answered(self, action: ev.Answered) -> None:
-        self._do(action)
-
-    def move(self, order: Any) -> None:
-        self._do(order)
-
-    def turned(self) -> None: ...
 
 
 class Rig:
     def __init__(self, context: Context, telemetry: Telemetry, directory: Path) -> None:
         self.telemetry = telemetry
-        self.machine, self.hands, self.mailbox = StandInMachine(), StandInHands(), Mailbox()
+        self.machine, self.executor, self.mailbox = StandInMachine(), StandInExecutor(), Mailbox()
         endpoint = f"ipc://{directory}/boot"
         self.server = RegistryServer(context, endpoint)
         self.registries = Registries(context, Lookup("decode-0"))
-        self.registries.ask(endpoint)
+        executor: Any = self.executor
         self.loop = ControlLoop(
-            "control",
+            self.machine.local,
             self.machine,  # type: ignore[arg-type]
-            self.hands,
-            ControlChannel(context, "decode-0", 1, telemetry),
             self.mailbox,
+            ControlChannel(context, "decode-0", 1, telemetry),
             self.registries,
-            self.server,
             telemetry,
-            "host",
+            handles=executor,
+            connections=executor,
+            pipelining=executor,
+            server=self.server,
         )
+        self.loop.open([endpoint])
         self.endpoint = endpoint
 
     def errors(self) -> list[str]:
@@ -154,9 +151,9 @@ def test_an_event_is_handled_at_once_and_its_actions_in_order(rig: Rig, at_best:
     def mean_s() -> float:
         since = time.monotonic()
         for _ in range(20):
-            rig.hands.done.clear()
+            rig.executor.done.clear()
             rig.mailbox.put(ev.SendRoom(1))
-            until(lambda: rig.hands.done == [11, ("released", 11), 12])
+            until(lambda: rig.executor.done == [11, ("released", 11), 12])
         return (time.monotonic() - since) / 20
 
     at_best(mean_s, 0.03)  # a tick comes only every 100 ms
@@ -171,10 +168,10 @@ def test_a_bug_costs_one_event_and_not_those_behind_it(rig: Rig) -> None:
 
 def test_an_action_that_fails_costs_itself_and_not_those_behind_it(rig: Rig) -> None:
     """For example an engine's callback that raises: the messages behind it must leave all the same."""
-    rig.hands.error = RuntimeError("the engine's callback")
+    rig.executor.error = RuntimeError("the engine's callback")
     rig.machine.answers[1] = [changed(11), changed(12)]
     rig.mailbox.put(ev.SendRoom(1), ev.SendRoom(2))
-    until(lambda: rig.hands.done == [12] and rig.rooms() == [1, 2])
+    until(lambda: rig.executor.done == [12] and rig.rooms() == [1, 2])
     assert any("the engine's callback" in text for text in rig.errors())
 
 
@@ -186,14 +183,14 @@ def test_a_room_that_the_machine_refuses_is_told_so(rig: Rig, event: ev.Event) -
     """Else its handle would wait for a room that nobody knows."""
     rig.machine.answers[1] = LocalProtocolError("room 1 is open already")
     rig.mailbox.put(event)
-    until(lambda: rig.hands.refusals == [(1, "room 1 is open already")])
+    until(lambda: rig.executor.refusals == [(1, "room 1 is open already")])
 
 
 def test_other_broken_orders_of_calls_are_recorded(rig: Rig) -> None:
     rig.machine.answers[1] = LocalProtocolError("pages after the last ones")
     rig.mailbox.put(ev.Prefetch(1))
     until(lambda: rig.errors() == ["pages after the last ones"])
-    assert rig.hands.refusals == []
+    assert rig.executor.refusals == []
 
 
 def test_a_peer_that_cannot_be_connected_is_unusable(rig: Rig) -> None:
@@ -202,7 +199,7 @@ def test_a_peer_that_cannot_be_connected_is_unusable(rig: Rig) -> None:
     rig.mailbox.put(ev.SendRoom(1))
     until(lambda: ev.PeerConnected("prefill-0") in rig.machine.handled)
     for error in (TransportError("no connection"), ValueError("a bug")):
-        rig.hands.error = error
+        rig.executor.error = error
         rig.mailbox.put(ev.SendRoom(1))
         unusable = ev.PeerUnusable("prefill-0", str(error))
         until(partial(rig.machine.handled.__contains__, unusable))

@@ -199,7 +199,7 @@ class TestEnds:
         event = device.engine_event(slow=NEVER)
         send.pages([1], last=True, event=event)
         send.finish()
-        send.tell(RoomState.FAILED, None)
+        send.change_state(RoomState.FAILED, None)
         send.release()
         end(event)
         time.sleep(0.01)
@@ -208,14 +208,14 @@ class TestEnds:
     def test_nor_of_launches(self, forwards: EventPoller, device: HostDevice) -> None:
         everything: list[ev.Event] = []
         send = Send(7, everything.append, BOUNDS, forwards)
-        send.tell(RoomState.FAILED, None)
+        send.change_state(RoomState.FAILED, None)
         send.pages([1], event=device.engine_event(slow=NEVER))
         assert everything == []
 
     def test_nothing_is_kept_of_it(self, forwards: EventPoller, send: Send, device: HostDevice) -> None:
         send.pages([1], event=device.engine_event(slow=NEVER))
         assert forwards.waiting == 1
-        send.tell(RoomState.FAILED, None)
+        send.change_state(RoomState.FAILED, None)
         wait_for(lambda: forwards.waiting == 0)
 
     def test_its_number_may_be_another_rooms_by_then(
@@ -223,7 +223,7 @@ class TestEnds:
     ) -> None:
         old, event = Send(7, posted.put, BOUNDS, forwards), device.engine_event(slow=NEVER)
         old.pages([1], event=event)
-        old.tell(RoomState.FAILED, None)
+        old.change_state(RoomState.FAILED, None)
         new = Send(7, posted.put, BOUNDS, forwards)
         new.pages([2], event=event)
         end(event)
@@ -322,7 +322,7 @@ class TestWrongCalls:
 
     def test_fake_rooms_take_events_too(self, forwards: EventPoller, posted: Posted, device: HostDevice) -> None:
         send = Send(7, posted.put, BOUNDS, forwards)
-        send.tell(RoomState.SUCCESS, None)
+        send.change_state(RoomState.SUCCESS, None)
         send.pages([1], last=True, event=device.engine_event(slow=NEVER))
         send.finish()
         wait_for(lambda: forwards.waiting == 0)
@@ -354,7 +354,7 @@ def test_many_rooms_in_any_order(forwards: EventPoller, device: HostDevice) -> N
             send.finish()
             aborted = own.random() < 0.3
             if aborted:
-                send.tell(RoomState.FAILED, None)
+                send.change_state(RoomState.FAILED, None)
             with lock:
                 made.append((send, sent, aborted))
             time.sleep(own.random() * 1e-3)
@@ -385,9 +385,9 @@ def test_many_rooms_in_any_order(forwards: EventPoller, device: HostDevice) -> N
 class TestReceive:
     def test_after_success_there_is_an_event_to_wait_for(self, device: HostDevice) -> None:
         receive = Receive(7, lambda event: None, device)
-        receive.tell(RoomState.TRANSFERRING, None)
+        receive.change_state(RoomState.TRANSFERRING, None)
         assert receive.event is None
-        receive.tell(RoomState.SUCCESS, None)
+        receive.change_state(RoomState.SUCCESS, None)
         event = receive.event
         assert event is not None
         assert event.done()
@@ -398,10 +398,10 @@ class TestReceive:
 
     def test_there_is_none_after_a_failure(self, device: HostDevice) -> None:
         receive = Receive(7, lambda event: None, device)
-        receive.tell(RoomState.FAILED, None)
+        receive.change_state(RoomState.FAILED, None)
         assert receive.event is None
 
     def test_there_is_none_of_host_memory(self) -> None:
         receive = Receive(7, lambda event: None)
-        receive.tell(RoomState.SUCCESS, None)
+        receive.change_state(RoomState.SUCCESS, None)
         assert receive.event is None

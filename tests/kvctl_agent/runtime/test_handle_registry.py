@@ -1,4 +1,4 @@
-"""Where rooms meet the engine: a number is in use until its room has ended and its pages are free."""
+"""The registry of open handles: a number is in use until its room has ended and its pages are free."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.runtime.handle_registry import HandleRegistry
-from kvctl_agent.runtime.handles import Receive
+from kvctl_agent.protocol.events import Released, StateChanged
+from kvctl_agent.runtime.handles import HandleRegistry, Receive
 from kvctl_agent.runtime.page_owners import Destinations
 
 CAUSE: Failure = {"rank": "prefill-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
@@ -23,119 +23,122 @@ def told() -> list[tuple[int, RoomState]]:
 
 
 @pytest.fixture
-def desk(told: list[Any]) -> HandleRegistry:
+def registry(told: list[Any]) -> HandleRegistry:
     return HandleRegistry("decode-0", lambda handle, state: told.append((handle.room, state)))
 
 
-def taken(desk: HandleRegistry, room: int = 7) -> Receive:
+def taken(registry: HandleRegistry, room: int = 7) -> Receive:
     handle = Receive(room, lambda event: None)
-    desk.add(handle)
+    registry.add(handle)
     return handle
 
 
-def test_states_reach_the_handle_and_then_the_engine(desk: HandleRegistry, told: list[Any]) -> None:
-    handle = taken(desk)
-    desk.tell(7, RoomState.TRANSFERRING, None)
+def test_states_reach_the_handle_and_then_the_engine(registry: HandleRegistry, told: list[Any]) -> None:
+    handle = taken(registry)
+    registry.change_state(StateChanged(7, RoomState.TRANSFERRING))
     assert handle.state is RoomState.TRANSFERRING
     assert told == [(7, RoomState.TRANSFERRING)]
 
 
 @pytest.mark.parametrize("released_first", [True, False])
 def test_a_number_is_free_when_its_room_has_ended_and_released_its_pages(
-    desk: HandleRegistry, released_first: bool
+    registry: HandleRegistry, released_first: bool
 ) -> None:
-    taken(desk)
-    steps = [lambda: desk.release(7), lambda: desk.tell(7, RoomState.FAILED, CAUSE)]
+    taken(registry)
+    steps = [
+        lambda: registry.release(Released(7)),
+        lambda: registry.change_state(StateChanged(7, RoomState.FAILED, CAUSE)),
+    ]
     for step in steps if released_first else reversed(steps):
         with pytest.raises(LocalProtocolError, match="room 7 is in use on decode-0"):
-            taken(desk)
+            taken(registry)
         step()
-    taken(desk)
+    taken(registry)
 
 
 class TestMemory:
     """Pages [4, 5] of room 7 belong to it until nothing writes to them any more."""
 
     @pytest.fixture
-    def desk(self, told: list[Any]) -> HandleRegistry:
+    def registry(self, told: list[Any]) -> HandleRegistry:
         # The pages are free before the engine can know that the room has succeeded.
         def on_state(handle: Any, state: RoomState) -> None:
             told.append((handle.room, state))
             if state is RoomState.SUCCESS:
-                self.add(desk, 8, [5])
+                self.add(registry, 8, [5])
 
-        desk = HandleRegistry("decode-0", on_state, Destinations([("page", 10)]))
-        return desk
+        registry = HandleRegistry("decode-0", on_state, Destinations([("page", 10)]))
+        return registry
 
     @staticmethod
-    def add(desk: HandleRegistry, room: int, pages: list[int]) -> None:
-        desk.add(Receive(room, lambda event: None), (np.array(pages, np.int32),))
+    def add(registry: HandleRegistry, room: int, pages: list[int]) -> None:
+        registry.add(Receive(room, lambda event: None), (np.array(pages, np.int32),))
 
-    def test_they_cannot_be_given_to_another_room(self, desk: HandleRegistry) -> None:
-        self.add(desk, 7, [4, 5])
+    def test_they_cannot_be_given_to_another_room(self, registry: HandleRegistry) -> None:
+        self.add(registry, 7, [4, 5])
         with pytest.raises(LocalProtocolError, match="room 8: page 5 belongs to room 7, which may still be written to"):
-            self.add(desk, 8, [6, 5])
-        assert desk.rooms == [7]
-        self.add(desk, 8, [6])
+            self.add(registry, 8, [6, 5])
+        assert registry.rooms == [7]
+        self.add(registry, 8, [6])
 
-    def test_a_failed_room_keeps_them_until_it_is_released(self, desk: HandleRegistry) -> None:
-        self.add(desk, 7, [4, 5])
-        desk.tell(7, RoomState.FAILED, CAUSE)
+    def test_a_failed_room_keeps_them_until_it_is_released(self, registry: HandleRegistry) -> None:
+        self.add(registry, 7, [4, 5])
+        registry.change_state(StateChanged(7, RoomState.FAILED, CAUSE))
         with pytest.raises(LocalProtocolError, match="page 5 belongs to room 7"):
-            self.add(desk, 8, [5])
-        desk.release(7)
-        self.add(desk, 8, [5])
+            self.add(registry, 8, [5])
+        registry.release(Released(7))
+        self.add(registry, 8, [5])
 
     def test_a_room_that_succeeded_gives_them_up_before_its_state_is_seen(
-        self, desk: HandleRegistry, told: list[Any]
+        self, registry: HandleRegistry, told: list[Any]
     ) -> None:
-        self.add(desk, 7, [4, 5])
-        desk.tell(7, RoomState.SUCCESS, None)
+        self.add(registry, 7, [4, 5])
+        registry.change_state(StateChanged(7, RoomState.SUCCESS))
         assert told == [(7, RoomState.SUCCESS)]
-        assert desk.rooms == [7, 8]
+        assert registry.rooms == [7, 8]
 
-    def test_a_room_that_the_machine_refuses_gives_them_up(self, desk: HandleRegistry) -> None:
-        self.add(desk, 7, [4, 5])
-        desk.refuse(7, "room 7 is open already")
-        self.add(desk, 8, [5])
+    def test_a_room_that_the_machine_refuses_gives_them_up(self, registry: HandleRegistry) -> None:
+        self.add(registry, 7, [4, 5])
+        registry.refuse(7, "room 7 is open already")
+        self.add(registry, 8, [5])
 
-    def test_a_number_in_use_takes_nothing(self, desk: HandleRegistry) -> None:
-        self.add(desk, 7, [4])
+    def test_a_number_in_use_takes_nothing(self, registry: HandleRegistry) -> None:
+        self.add(registry, 7, [4])
         with pytest.raises(LocalProtocolError, match="room 7 is in use"):
-            self.add(desk, 7, [5])
-        self.add(desk, 8, [5])
+            self.add(registry, 7, [5])
+        self.add(registry, 8, [5])
 
 
 def test_a_room_that_the_machine_does_not_take_has_failed_and_holds_nothing(
-    desk: HandleRegistry, told: list[Any]
+    registry: HandleRegistry, told: list[Any]
 ) -> None:
-    handle = taken(desk)
-    desk.refuse(7, "room 7 is open already")
+    handle = taken(registry)
+    registry.refuse(7, "room 7 is open already")
     assert (handle.state, handle.released) == (RoomState.FAILED, True)
     assert handle.error is not None
     assert (handle.error["code"], handle.error["text"]) == ("KV_ROOM_DUPLICATE", "room 7 is open already")
     assert told == [(7, RoomState.FAILED)]
-    assert desk.rooms == []
+    assert registry.rooms == []
 
 
-def test_a_fake_room_has_succeeded_and_uses_no_number(desk: HandleRegistry, told: list[Any]) -> None:
+def test_a_fake_room_has_succeeded_and_uses_no_number(registry: HandleRegistry, told: list[Any]) -> None:
     handle = Receive(7, lambda event: None)
-    desk.finish(handle)
+    registry.finish(handle)
     assert (handle.state, handle.released) == (RoomState.SUCCESS, True)
     assert told == [(7, RoomState.SUCCESS)]
-    assert desk.rooms == []
+    assert registry.rooms == []
 
 
-def test_what_is_left_at_the_end_has_failed_and_its_pages_are_not_released(desk: HandleRegistry) -> None:
-    handle = taken(desk)
-    desk.close()
+def test_what_is_left_at_the_end_has_failed_and_its_pages_are_not_released(registry: HandleRegistry) -> None:
+    handle = taken(registry)
+    registry.close()
     assert (handle.state, handle.released) == (RoomState.FAILED, False)
     assert handle.error is not None
     assert handle.error["text"] == "agent decode-0 was closed with the room in flight"
 
 
-def test_news_of_unknown_rooms_change_nothing(desk: HandleRegistry, told: list[Any]) -> None:
-    desk.tell(8, RoomState.SUCCESS, None)
-    desk.release(8)
-    desk.refuse(8, "")
+def test_news_of_unknown_rooms_change_nothing(registry: HandleRegistry, told: list[Any]) -> None:
+    registry.change_state(StateChanged(8, RoomState.SUCCESS))
+    registry.release(Released(8))
+    registry.refuse(8, "")
     assert told == []

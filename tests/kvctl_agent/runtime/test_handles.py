@@ -119,13 +119,13 @@ class TestSend:
 
 class TestWait:
     def test_the_deadline_returns_the_state_of_that_moment(self, send: Send) -> None:
-        send.tell(RoomState.TRANSFERRING, None)
+        send.change_state(RoomState.TRANSFERRING, None)
         started = time.monotonic()
         assert send.wait(0.05) is RoomState.TRANSFERRING
         assert time.monotonic() - started > 0.04
 
     def test_an_ended_room_is_waited_for_until_its_pages_are_free(self, send: Send) -> None:
-        send.tell(RoomState.FAILED, CAUSE)
+        send.change_state(RoomState.FAILED, CAUSE)
         assert send.wait(0.02) is RoomState.FAILED
         assert not send.released
         threading.Timer(0.05, send.release).start()
@@ -145,7 +145,7 @@ class TestWait:
         threads = [threading.Thread(target=lambda: states.append(receive.wait(60))) for _ in range(4)]
         for thread in threads:
             thread.start()
-        receive.tell(RoomState.SUCCESS, None)
+        receive.change_state(RoomState.SUCCESS, None)
         receive.release()
         for thread in threads:
             thread.join()

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvctl_agent.protocol.messages import PeerInfo, SharedMemory
 from kvctl_agent.runtime.liveness import host_identity
-from kvctl_agent.runtime.peer_memory import map_peer_memory
+from kvctl_agent.runtime.peer_connections import map_peer_memory
 from tests.support.host_device import HostDevice
 
 

@@ -23,22 +23,18 @@ from kvctl_agent.transport.environment import prepare_environment
 prepare_environment()
 
 from kvctl.lab.ranks.bench_messages import Role  # noqa: E402
-from kvctl_agent import assembly  # noqa: E402
-from kvctl_agent.memory.buffers import RingMemory  # noqa: E402
+from kvctl_agent import parts  # noqa: E402
 from kvctl_agent.memory.region import Region  # noqa: E402
 from kvctl_agent.paths import calibration  # noqa: E402
 from kvctl_agent.runtime import arrival_loop, peer_connections  # noqa: E402
 from kvctl_agent.transport import cost_probe  # noqa: E402
 from kvctl_agent.transport.registry import TRANSPORTS, open_transport  # noqa: E402
-from tests.matrix.matrix_rig import loads  # noqa: E402
 from tests.matrix.matrix_rig.arena import Arena  # noqa: E402
 from tests.matrix.matrix_rig.case import Case  # noqa: E402
-from tests.matrix.matrix_rig.expected import expected  # noqa: E402
 from tests.matrix.matrix_rig.ranks import DecodeRanks, Ranks, WentWrong, ranks_of  # noqa: E402
 from tests.matrix.matrix_rig.shared_engine import SharedEngine  # noqa: E402
 
 _MIB = 1 << 20
-_RING_ALIGN_BYTES = 4096
 _ARENA_BYTES = 192 * _MIB
 # Prepared lists of our own memory stay in an engine as long as it lives.
 _ENGINE_CASES = 30
@@ -62,8 +58,6 @@ class Host:
     def build(self, case: Case) -> None:
         """Make this side's pools and agents."""
         self._use_engine(case.transport)
-        # One that has room for a part and a half: whoever writes the next ones has to wait.
-        assembly.RingMemory = _rings_of(expected(case).largest_part_bytes * 3 // 2)  # type: ignore[misc, assignment]
         self._arena.reset()
         self._ranks = ranks_of(case, self._role, self._directory)
 
@@ -142,15 +136,9 @@ def _answer(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]
         return False, traceback.format_exc()
 
 
-def _rings_of(nbytes: int) -> Callable[..., RingMemory]:
-    """Rings smaller than the configuration can say."""
-    whole = -(-nbytes // _RING_ALIGN_BYTES) * _RING_ALIGN_BYTES
-    return lambda asked, *more: RingMemory(asked - (loads.RING_MIB << 20) + whole, *more)
-
-
 def _settle_in() -> None:
     """A process of one rank has a core to itself; here dozens share one."""
-    assembly._SCRATCH_BYTES = _MIB
+    parts._SCRATCH_BYTES = _MIB
     peer_connections._COPIES_BYTES = 2 * _MIB
     calibration._ROUNDS = 1
     cost_probe._BUDGET_S = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -17,14 +17,18 @@ from kvctl.lab.ranks.geometry import model_shape
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.parts import PartFactories
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Handle, Receive, Send
 from tests.matrix.matrix_rig.case import Case
-from tests.matrix.matrix_rig.loads import PREFILL_ONLY, cuts_of, groups_of, rooms_of, starts_of
+from tests.matrix.matrix_rig.expected import expected
+from tests.matrix.matrix_rig.loads import PREFILL_ONLY, RING_MIB, cuts_of, groups_of, rooms_of, starts_of
 
 READY_S = 60.0
 ROOMS_S = 60.0
 _CLOSE_S = 5.0
+_RING_ALIGN_BYTES = 4096
 
 Counts = Counter[tuple[str, str]]
 """Counters by name and label."""
@@ -44,7 +48,7 @@ class Checked(NamedTuple):
 class RankOf:
     """One rank: its pool, what belongs there, its agent."""
 
-    def __init__(self, start: Start, rooms: Sequence[Room]) -> None:
+    def __init__(self, start: Start, rooms: Sequence[Room], factories: PartFactories) -> None:
         self.start = start
         self.pool = allocate_pool(start)
         self.content = Content(self.pool, start)
@@ -64,6 +68,7 @@ class RankOf:
             name=start.name,
             bootstrap=start.bootstraps[start.instance] if start.role == "prefill" else start.bootstraps,
             model=model_shape(start.shape, start.page_size),
+            factories=factories,
             **start.config,
         )
 
@@ -79,9 +84,11 @@ class Ranks(ABC):
         self.case = case
         self.rooms = rooms_of(case)
         self.ranks: list[RankOf] = []
+        # One that has room for a part and a half: whoever writes the next ones has to wait.
+        factories = PartFactories(ring=_rings_of(expected(case).largest_part_bytes * 3 // 2))
         try:
             for start in starts_of(case, role, directory):
-                self.ranks.append(RankOf(start, [room for room in self.rooms if self.owns(room, start)]))
+                self.ranks.append(RankOf(start, [room for room in self.rooms if self.owns(room, start)], factories))
         except BaseException:
             self.close()
             raise
@@ -173,7 +180,7 @@ class PrefillRanks(Ranks):
 
     def _forward(self, rank: RankOf, send: Send) -> None:
         room, pages = rank.content.rooms[send.room], rank.content.pages(send.room)
-        groups = groups_of(rank.agent.local.layers) if self.case.grouped else []
+        groups = groups_of(rank.agent.layers) if self.case.grouped else []
         send.prefetch(groups)
         for first, end in cuts_of(self.case, room):
             # The last room's last pages are only known for such when it is finished.
@@ -232,3 +239,9 @@ class DecodeRanks(Ranks):
 def ranks_of(case: Case, role: Role, directory: Path) -> Ranks:
     """A side of a case."""
     return PrefillRanks(case, directory) if role == "prefill" else DecodeRanks(case, directory)
+
+
+def _rings_of(nbytes: int) -> Callable[..., RingMemory]:
+    """Rings smaller than the configuration can say."""
+    whole = -(-nbytes // _RING_ALIGN_BYTES) * _RING_ALIGN_BYTES
+    return lambda asked, *more: RingMemory(asked - (RING_MIB << 20) + whole, *more)

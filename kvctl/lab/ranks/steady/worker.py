@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvctl.lab.faults.injector import FaultInjector
+from kvctl.lab.faults.specification import parse_faults
 from kvctl.lab.ranks.bench_messages import Mismatch, Start
 from kvctl.lab.ranks.content import allocate_pool, own_coord, own_side
 from kvctl.lab.ranks.geometry import model_shape
@@ -38,8 +40,6 @@ from kvctl.lab.ranks.worker import CLOSE_TIMEOUT_S, Change
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError, LocalProtocolError
-from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.runtime.handles import Handle, Send
 
 SendMessage = Callable[[str, Mapping[str, Any]], None]
@@ -78,9 +78,12 @@ class SteadyWorker:
         self._progress_at = 0.0
         self._pool = allocate_pool(start)
         self.tenancy = PageAllocator(self._pool, start, start.verify)
+        self.faults = FaultInjector(start.name, start.seed)
+        for fault in parse_faults(start.faults) if start.faults else ():
+            self.faults.set(fault)
         self.agent = make_agent(
             start,
-            start.faults,
+            self.faults,
             self._pool,
             own_side(start),
             self.at,
@@ -106,7 +109,7 @@ class SteadyWorker:
                 if handle := self.rooms.get(item.room):
                     handle.abort(item.reason)
             case SetFault():
-                self._send("faults", set_fault(self.agent, item))
+                self._send("faults", set_fault(self.faults, item))
             case Tell():
                 self._send("usage", self._usage(item))
             case _:
@@ -142,7 +145,7 @@ class SteadyWorker:
 
     def _compute(self, command: SendRoom, send: Send) -> None:
         self.tenancy.fill(command.room)
-        groups = _cut(self.agent.local.layers, command.groups) if command.groups > 1 else []
+        groups = _cut(self.agent.layers, command.groups) if command.groups > 1 else []
         send.prefetch(groups)
         pages = self.tenancy.pages(command.room)
         edges = [len(pages) * cut // command.chunks for cut in range(command.chunks + 1)]
@@ -184,12 +187,10 @@ class SteadyWorker:
 
     def _serving(self) -> list[int]:
         """The prefill instances that this rank can exchange rooms with by now."""
-        machine = self.agent.machine
-        if not isinstance(machine, DecodeMachine):
+        if self.start.role == "prefill":
             return [] if self.agent.waiting_for() else [self.start.instance]
-        missing = set(machine.missing_peers)
-        rosters = [machine.roster(bootstrap) for bootstrap in self.start.bootstraps]
-        return [number for number, roster in enumerate(rosters) if roster and missing.isdisjoint(roster)]
+        serving = set(self.agent.serving())
+        return [number for number, bootstrap in enumerate(self.start.bootstraps) if bootstrap in serving]
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
@@ -238,9 +239,7 @@ class SteadyWorker:
 
     def _usage(self, command: Tell) -> Usage:
         """Everything that could leak, in one answer."""
-        machine = self.agent.machine
-        assert isinstance(machine, DecodeMachine | PrefillMachine)
-        staging = self.agent.observe.staging()
+        statistics, staging = self.agent.observe.statistics(), self.agent.observe.staging()
         ring, buffers = staging["ring"], staging["buffers"]
         return Usage(
             token=command.token,
@@ -249,10 +248,10 @@ class SteadyWorker:
             fds=sum(1 for _ in Path("/proc/self/fd").iterdir()),
             threads=sum(1 for _ in Path("/proc/self/task").iterdir()),
             rooms=len(self.rooms),
-            records=len(machine.rooms),
+            records=statistics.rooms,
             ring_bytes=ring["size_bytes"] if ring else 0,
-            ring_used_bytes=ring["used_bytes"] if ring else 0,
-            quarantined_bytes=machine.quarantined_bytes if isinstance(machine, DecodeMachine) else 0,
+            ring_used_bytes=statistics.ring_used_bytes,
+            quarantined_bytes=statistics.quarantined_bytes,
             buffers_in_use=buffers["pieces_used"] if buffers else 0,
             strays=self.tenancy.sweep() if command.sweep else [],
         )

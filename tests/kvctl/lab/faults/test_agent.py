@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.faults.agent import FaultyAgent
+from kvctl.lab.faults.agent import faulty_agent
+from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_faults
+from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 
 BAD_LINE = "control-loss=20%,control-dup=20%,control-reorder=20%,control-truncate=2%,control-garbage=2%"
@@ -16,14 +18,25 @@ QUICK = {"resend_s": 0.05, "heartbeat_s": 0.05, "chunk_tokens": 16}
 
 
 def start(make_fleet: Any, transport: str = "loopback", seed: int = 0, **config: Any) -> Any:
-    return make_fleet(transport, prefill=(1, 2), decode=(2, 1), kind=FaultyAgent, fault_seed=seed, **QUICK, **config)
+    """A fleet of agents under faults, not started; `fleet.faults` has those of each agent, by its name."""
+    faults: dict[str, FaultInjector] = {}
+
+    def make(*, name: str, from_birth: str = "", **arguments: Any) -> Agent:
+        faults[name] = FaultInjector(name, seed)
+        for fault in parse_faults(from_birth) if from_birth else ():
+            faults[name].set(fault)
+        return faulty_agent(faults[name], name=name, **arguments)
+
+    fleet = make_fleet(transport, prefill=(1, 2), decode=(2, 1), kind=make, **QUICK, **config)
+    fleet.faults = faults
+    return fleet
 
 
 def set_all(fleet: Any, spec: str, role: str = "") -> None:
     for agent in fleet.prefill + fleet.decode:
         for fault in parse_faults(spec):
             if agent.role.startswith(role):
-                agent.faults.set(fault)
+                fleet.faults[agent.name].set(fault)
 
 
 def run_rooms(fleet: Any, count: int = 24, codes: tuple[str, ...] = ()) -> int:
@@ -43,7 +56,7 @@ def run_rooms(fleet: Any, count: int = 24, codes: tuple[str, ...] = ()) -> int:
             assert {error["code"] for error in room.errors()} <= set(codes), room.errors()
             failed.append(room)
     for agent in fleet.prefill + fleet.decode:
-        agent.faults.clear()
+        fleet.faults[agent.name].clear()
     fleet.settle()
     fleet.check(but=tuple(failed) or ())
     assert fleet.errors() == []
@@ -51,7 +64,7 @@ def run_rooms(fleet: Any, count: int = 24, codes: tuple[str, ...] = ()) -> int:
 
 
 def struck(fleet: Any, name: str) -> int:
-    return sum(agent.faults.counts().get(name, 0) for agent in fleet.prefill + fleet.decode)
+    return sum(fleet.faults[agent.name].counts().get(name, 0) for agent in fleet.prefill + fleet.decode)
 
 
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])
@@ -64,7 +77,7 @@ def test_a_bad_line(make_fleet: Any, transport: str) -> None:
 
 
 def test_a_bad_line_from_the_first_hello_on(make_fleet: Any) -> None:
-    fleet = start(make_fleet, seed=6, faults=parse_faults(BAD_LINE)).start()
+    fleet = start(make_fleet, seed=6, from_birth=BAD_LINE).start()
     assert run_rooms(fleet, 8) == 8
 
 
@@ -123,7 +136,7 @@ def test_bytes_that_land_late_meet_nobody_elses_pages(make_fleet: Any, model: An
     assert {RoomState.SUCCESS} in outcomes
     assert {RoomState.FAILED} in outcomes
     for agent in fleet.prefill:
-        agent.faults.clear()
+        fleet.faults[agent.name].clear()
     fleet.settle()
 
 
@@ -133,14 +146,14 @@ def test_what_has_landed_waits_for_its_copy_until_the_fault_ends(make_fleet: Any
     room = fleet.feed(fleet.claim(fleet.receive(fleet.room(1, 4))), (1, 2))
     decode = fleet.decode[1]
     deadline = time.monotonic() + 60
-    while not (here := decode.machine.rooms.get(1)) or not 0 < here.record.planned == here.record.landed:
+    while not (here := decode.parts.machine.rooms.get(1)) or not 0 < here.record.planned == here.record.landed:
         assert time.monotonic() < deadline, "all of the room has landed"
         time.sleep(0.005)
-    while not decode.faults.counts().get("slow-scatter"):
+    while not fleet.faults[decode.name].counts().get("slow-scatter"):
         assert time.monotonic() < deadline, "the copy is held up"
         time.sleep(0.005)
     assert here.record.scattered == 0
-    decode.faults.clear()
+    fleet.faults[decode.name].clear()
     assert room.wait(60) == {RoomState.SUCCESS}
     fleet.expect(room)
     fleet.settle()
@@ -162,7 +175,7 @@ def test_the_wall_clock_jumps_and_comes_back(make_fleet: Any) -> None:
 def test_an_incarnation_is_minted_by_the_clock_that_the_agent_has(make_fleet: Any) -> None:
     fleet = start(make_fleet)
     now = fleet.decode_agent(0)
-    early = fleet.decode_agent(1, faults=parse_faults("clock-jump=-1h"))
+    early = fleet.decode_agent(1, from_birth="clock-jump=-1h")
     fleet.decode = [now, early]
     assert 3590 * 10**9 < now.incarnation - early.incarnation < 3700 * 10**9
 
@@ -170,14 +183,14 @@ def test_an_incarnation_is_minted_by_the_clock_that_the_agent_has(make_fleet: An
 def test_the_admin_command_injects_lists_and_ends_faults(make_fleet: Any, connect: Any) -> None:
     fleet = start(make_fleet).start()
     agent = fleet.decode[0]
-    client = connect(agent._admin.path)
+    client = connect(agent.admin.path)
     commands = {row["name"]: row["level"] for row in client.ask("commands")["data"]}
     assert commands["fault"] == "admin"
     assert "fault" in client.ask("hello")["data"]["capabilities"]
     assert client.ask("fault")["data"] == {"active": [], "struck_total": {}}
     reply = client.ask("fault", spec="notify-loss=100%,control-delay=1ms", seconds=3600)
     assert reply["data"]["active"] == ["notify-loss=100%", "control-delay=1ms"]
-    assert agent.faults.find("notify-loss") is not None
+    assert fleet.faults[agent.name].find("notify-loss") is not None
     refused = client.ask("fault", spec="notify-los=5%")["error"]
     assert (refused["code"], "did you mean notify-loss" in refused["message"]) == ("bad-argument", True)
     assert "no agent can do this" in client.ask("fault", spec="abort=5%", clear=True)["error"]["message"]
@@ -188,7 +201,7 @@ def test_the_admin_command_injects_lists_and_ends_faults(make_fleet: Any, connec
 
 def test_other_agents_have_no_such_command(make_fleet: Any, connect: Any) -> None:
     fleet = make_fleet().start()
-    client = connect(fleet.decode[0]._admin.path)
+    client = connect(fleet.decode[0].admin.path)
     assert client.ask("fault", spec="control-loss=5%")["error"]["code"] == "unknown-command"
     assert "fault" not in client.ask("hello")["data"]["capabilities"]
     assert "fault" not in {row["name"] for row in client.ask("commands")["data"]}
@@ -196,4 +209,4 @@ def test_other_agents_have_no_such_command(make_fleet: Any, connect: Any) -> Non
 
 def test_a_fault_of_another_level_is_refused_at_birth(make_fleet: Any) -> None:
     with pytest.raises(ValueError, match="no agent can do this to itself"):
-        start(make_fleet, faults=parse_faults("abort=10%")).decode_agent(0)
+        start(make_fleet, from_birth="abort=10%").decode_agent(0)

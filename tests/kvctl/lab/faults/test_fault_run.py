@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.faults.agent import FaultyAgent
 from kvctl.lab.faults.fault_run import FaultRun
 from kvctl.lab.faults.specification import parse_faults
 from kvctl.lab.ranks.bench_messages import Load, RunReport, Sizes, Tokens
@@ -41,7 +40,7 @@ def run(fleet: Callable[..., Any], spec: str, **changes: Any) -> dict[str, RunRe
     for name, report in reports.items():
         assert report["faults"]["left"] == []
         assert report["held"] == []
-        assert ranks.workers[name].agent.faults.active() == []
+        assert ranks.workers[name].faults.active() == []
     for verdict in ranks.verify().values():
         assert verdict["mismatches"] == []
     return reports
@@ -70,7 +69,7 @@ def test_engine_errors_are_explained_by_the_fault_that_made_them(fleet: Callable
 def test_without_faults_nothing_is_reported_or_watched(fleet: Callable[..., Any]) -> None:
     ranks = fleet(rooms=4, transport="loopback")
     assert all("faults" not in report for report in ranks.run("staged").values())
-    assert not any(isinstance(worker.agent, FaultyAgent) for worker in ranks.workers.values())
+    assert not any(worker.faults for worker in ranks.workers.values())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_only_what_a_fault_can_do_is_explained_by_it(
     fleet: Callable[..., Any], spec: str, code: str, text: str, kind: str | None
 ) -> None:
     ranks = fleet(rooms=1, transport="loopback", faults=(spec,))
-    agent = next(iter(ranks.workers.values())).agent
-    trial = FaultRun(agent, parse_faults(spec))
+    worker = next(iter(ranks.workers.values()))
+    trial = FaultRun(worker.agent, worker.faults, parse_faults(spec))
     trial.failed(3, {"rank": "decode-0", "code": code, "at_ns": 1, "text": text})
     assert trial.end({3: text})["explained"] == ([[3, kind]] if kind else [])

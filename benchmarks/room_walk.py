@@ -1,0 +1,111 @@
+"""Counts the calls between modules of kvctl_agent that one staged room takes, from `Send.pages` to `Receive.wait`.
+
+    python -m benchmarks.room_walk [--calls]
+
+Two prefill ranks and one decode rank run in this process over the loopback transport, and every thread is traced. A
+crossing is a call of a function of one module by another module; a call through the standard library counts for the
+caller behind it. Loops that look for work count, too, so the number of crossings varies with timing: the median of
+several rooms is printed. The distinct pairs of calling and called function, and the modules, vary little.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from kvctl_agent import Agent, KVPool, ModelShape, Rank, RoomState, local_shards
+
+_PAGES, _PAGE_SIZE, _ROOMS, _WARM_UP = 8, 4, 9, 3
+_SETTLE_S = 0.25  # grants are there and nothing is under way
+_SHAPE = ModelShape(2, 8, 8, 8, 2)
+_PACKAGE = "kvctl_agent."
+
+Call = tuple[str, str, str, str]  # module and function, of the caller and of the called
+
+
+class Tracer:
+    """Counts crossings on all threads that start after it was made, while `on`."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.calls: Counter[Call] = Counter()
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if not self.on or event != "call" or not (called := _module(frame)).startswith(_PACKAGE):
+            return
+        caller = frame.f_back
+        while caller is not None and not _module(caller).startswith(_PACKAGE):
+            caller = caller.f_back
+        if caller is not None and _module(caller) != called:
+            self.calls[_module(caller), caller.f_code.co_name, called, frame.f_code.co_name] += 1
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _agent(role: Any, tp: int, tp_size: int, bootstrap: str) -> Agent:
+    rank = Rank(tp=tp, tp_size=tp_size)
+    pool = KVPool.allocate(local_shards(_SHAPE, _PAGE_SIZE, rank.parallel_config, rank.coord), _PAGE_SIZE, 4 * _PAGES)
+    small: dict[str, Any] = {"staging_buffer_mb": 4, "staging_ring_mb": 1, "transport": "loopback", "path": "staged"}
+    return Agent(
+        role=role, rank=rank, pool=pool, name=f"{role}-{tp}", bootstrap=bootstrap, model=_SHAPE, **small
+    ).start()
+
+
+def walk(tracer: Tracer, writers: list[Agent], reader: Agent, room: int) -> Counter[Call]:
+    """Moves one room; returns how often each call between modules was made."""
+    pages = np.arange(_PAGES)
+    receive = reader.receive(room, pages)
+    sends = [writer.send(room) for writer in writers]
+    for send in sends:
+        send.prefetch()
+    time.sleep(_SETTLE_S)
+    tracer.calls = Counter()
+    tracer.on = True
+    for send in sends:
+        send.pages(pages, last=True)
+        send.finish()
+    states = {handle.wait(10) for handle in (receive, *sends)}
+    tracer.on = False
+    assert states == {RoomState.SUCCESS}, receive.error
+    return tracer.calls
+
+
+def main() -> None:
+    """Prints the crossings and modules of one room; with --calls also each call of the last one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        os.environ["KVCTL_SOCKET_DIR"] = directory
+        tracer = Tracer()
+        bootstrap = f"ipc://{Path(directory)}/boot"
+        writers = [_agent("prefill", tp, 2, bootstrap) for tp in range(2)]
+        reader = _agent("decode", 0, 1, bootstrap)
+        for agent in (*writers, reader):
+            agent.wait_ready(10)
+        walks = [walk(tracer, writers, reader, room) for room in range(1, 1 + _WARM_UP + _ROOMS)][_WARM_UP:]
+        sys.setprofile(None)
+        for agent in (*writers, reader):
+            agent.close()
+    modules = [{module for call in calls for module in (call[0], call[2])} for calls in walks]
+    print(f"crossings {statistics.median(calls.total() for calls in walks):g}")
+    print(f"distinct calls {statistics.median(map(len, walks)):g}")
+    print(f"modules {statistics.median(map(len, modules)):g}")
+    if "--calls" in sys.argv[1:]:
+        for call, count in walks[-1].most_common():
+            print(count, "{}.{} -> {}.{}".format(*call))
+
+
+if __name__ == "__main__":
+    main()
