@@ -7,7 +7,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test check explore docs clean soak quiet man fuzz
+.PHONY: help setup bench test pytest check explore docs clean soak quiet man fuzz
+
+# Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,6 +30,8 @@ LIBRARIES_WITHOUT := NIXL does not need them, Mooncake does
 TEST_TOOLS := zsh fish prometheus
 TEST_TOOLS_WITHOUT := Their tests are skipped
 PYTEST_ARGS ?=
+# Processes that run test files side by side: half of the time of these tests is waiting for others.
+WORKERS ?= 3
 # Of `make soak`: on which transports, and what decides what happens to whom. MINUTES is 5 on each unless given.
 TRANSPORT ?= nixl mooncake
 SEED ?= $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
@@ -55,9 +60,11 @@ soak: $(STAMP)  ## random faults against live fleets, every byte verified: make 
 quiet: $(STAMP)  ## a healthy busy fleet for MINUTES (10): no health code may be raised
 	@$(BIN)/python benchmarks/quiet.py --minutes $(or $(MINUTES),10)
 
-test: check $(TOOLS_STAMP)  ## check, then all tests, the few that fail once more (PYTEST_ARGS="-k ring" picks some)
-	@echo "test: pytest"
-	@$(BIN)/python tests/again.py $(PYTEST_ARGS)
+test: check pytest  ## check, then all tests (PYTEST_ARGS="-k ring" picks some)
+
+pytest: $(TOOLS_STAMP)
+	@echo "test: pytest, $(WORKERS) workers"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(STAMP)  ## format, lint, types, and who may import whom
 	@echo "check: ruff format"

@@ -231,6 +231,8 @@ class UnixRouter:
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTORS:
                     continue  # the client has disconnected
+                if not _readable(self._listener):
+                    return  # accept() needs a descriptor even if no connection is waiting
                 if not self._free_descriptor():
                     # Another thread took the descriptor. The listener stays readable, so stop polling it.
                     self._watch_listener(False)
@@ -369,6 +371,12 @@ class UnixRouter:
     def _release_reserve(self) -> None:
         while self._reserve:
             os.close(self._reserve.pop())
+
+
+def _readable(listener: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(listener, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _spare() -> int:

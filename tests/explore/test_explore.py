@@ -8,6 +8,7 @@ import pytest
 
 from tests.explore.configurations import SMALL, Configuration
 from tests.explore.explorer.search import Bounds, Explored
+from tests.explore.mutations import MUTATIONS, Mutation
 
 STATES = 100_000  # that must be explored in all, at least
 
@@ -20,6 +21,12 @@ def test_every_history_is_safe_and_can_end(configuration: Configuration, explore
     assert found.complete
     assert found.ended > 0
     assert found.states > 500
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_what_breaks_with_a_fault_passes_without_it(mutation: Mutation, explored: Explore) -> None:
+    """The configurations of `test_mutations.py`; here, since it is one file that waits for the explorer's processes."""
+    assert explored(mutation.configuration).complete
 
 
 def test_the_small_worlds_have_more_than_a_hundred_thousand_states(

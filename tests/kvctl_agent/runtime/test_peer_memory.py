@@ -29,7 +29,9 @@ def who() -> PeerInfo:
     return PeerInfo("decode-0", "decode", [], [], 0, {}, {}, "nixl", b"", host_identity(), os.getpid(), shared=[shared])
 
 
-@pytest.mark.parametrize(("pid", "same_process"), [(os.getpid(), True), (os.getpid() + 1, False)])
+@pytest.mark.parametrize(
+    ("pid", "same_process"), [(os.getpid(), True), (os.getpid() + 1, False)], ids=["same process", "another"]
+)
 def test_a_peer_of_this_host_is_mapped(who: PeerInfo, pid: int, same_process: bool) -> None:
     device = Spy(lane="nvlink")
     mapping, why_not = map_peer_memory(device, replace(who, pid=pid))

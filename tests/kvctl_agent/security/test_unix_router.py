@@ -249,6 +249,20 @@ class TestOutOfDescriptors:
         for each in unused:
             each.close()
 
+    def test_a_client_that_got_the_last_one_stays(self, make: Make, hog: Callable[[], list[int]]) -> None:
+        """accept() fails for want of a descriptor before it looks whether anybody waits."""
+        router = make()
+        client = socket.socket(socket.AF_UNIX)
+        hog()
+        while len(router._reserve) > 1:  # as if other threads had been quicker
+            os.close(router._reserve.pop())
+        hog()
+        client.connect(router.address.removeprefix("ipc://"))
+        for _ in range(3):
+            router.poll(0)
+        assert router.connections == 1
+        client.close()
+
     def test_without_any_it_waits_until_some_are_free(
         self, make: Make, dealer: Dealer, hog: Callable[[], list[int]]
     ) -> None:

@@ -128,6 +128,7 @@ class PeerProcess:
 
     def close(self) -> None:
         assert self.process.stdin is not None
+        self.process.send_signal(signal.SIGCONT)  # it may be stopped where a test has failed
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         killed = self.process.returncode == -signal.SIGKILL
@@ -158,8 +159,23 @@ class PeerProcess:
 
 @pytest.fixture(scope="session")
 def mooncake_started() -> None:
-    """What Mooncake opens with its first engine and keeps until the process ends belongs to no test."""
+    """What Mooncake opens with its first engine and keeps until the process ends belongs to no test.
+
+    One of its threads opens a socket, which on a busy machine is after the engine has been closed again.
+    """
+    before = _sockets()
     open_transport("mooncake", "first").close()
+    deadline = time.monotonic() + 5
+    while _sockets() <= before and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _sockets() -> set[str]:
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.add(str(link.readlink()))
+    return {target for target in found if target.startswith("socket:")}
 
 
 @pytest.fixture(scope="module", params=["nixl", "mooncake", "loopback"])
