@@ -26,7 +26,7 @@ BOUNDS = {
     r"telemetry\.rooms\._(latest|slowest|failed\._by_code)": 256,  # history_rooms, failed_rooms
     r"telemetry\.recorder\._ring": 4096,  # recorder_events
     r"telemetry\.latencies\._kept": 1024,
-    r"telemetry\.rate\._stretches": 4096,  # gaps in ten seconds
+    r"telemetry\.rate\._spans": 4096,  # gaps in ten seconds
     r"telemetry\.rate\._rooms": 100_000,  # rooms of ten seconds
     r"telemetry\.stages\._groups": 1024,
     r"telemetry\.metrics\._.*": 1024,  # label sets, in a shard for each thread

@@ -63,11 +63,11 @@ _INPUTS = msgspec.msgpack.encode(
     [[[0, "staged"]], [[5, "Tick", msgspec.msgpack.encode({}), ""], [6, "AbortRoom", b"\x80", ""]]]
 )
 _RECORDING = (
-    recording.opening()
-    + recording.frame(recording.HEAD, {"made": "now"})
-    + recording.frame(recording.AGENT, {"agent": 0, "name": "decode-0"})
-    + recording.frame(recording.BLOB, {"agent": 0, "number": 0, "kind": "inputs"}, zlib.compress(_INPUTS))
-    + recording.frame(recording.DONE, {"frames": 3})
+    recording.file_header()
+    + recording.encode_frame(recording.HEAD, {"made": "now"})
+    + recording.encode_frame(recording.AGENT, {"agent": 0, "name": "decode-0"})
+    + recording.encode_frame(recording.BLOB, {"agent": 0, "number": 0, "kind": "inputs"}, zlib.compress(_INPUTS))
+    + recording.encode_frame(recording.DONE, {"frames": 3})
 )
 
 SEEDS: dict[str, list[bytes]] = {

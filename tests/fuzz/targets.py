@@ -108,9 +108,9 @@ def tag_stream(data: bytes) -> None:
 def recorded_file(data: bytes) -> None:
     """A recording: its frames, and what is packed in them."""
     with contextlib.suppress(RecordingError, RecordingVersionError):
-        for frame in recording.frames(BytesIO(data)):
+        for frame in recording.read_frames(BytesIO(data)):
             with contextlib.suppress(RecordingError):
-                recorded_piece(recording.unpacked(frame.body))
+                recorded_piece(recording.decompress(frame.body))
 
 
 def recorded_piece(data: bytes) -> None:

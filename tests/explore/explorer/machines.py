@@ -45,16 +45,16 @@ class Done(NamedTuple):
     """What became of a machine and what it wants.
 
     Attributes:
-        raised: legs whose cancel this step raised: queued writes of theirs are to be dropped.
+        cancelled: legs that this step cancelled: queued writes of theirs are to be dropped.
         seen: for the oracle, in order: a number of `Machines.seen`.
     """
 
     state: int
     sends: tuple[tuple[str, bytes, bool], ...] = ()  # peer, frame, whether it is a heartbeat
     events: tuple[ev.Event, ...] = ()  # for itself
-    writes: tuple[tuple[int, bool], ...] = ()  # number of the write, whether its cancel is raised already
+    writes: tuple[tuple[int, bool], ...] = ()  # number of the write, whether it is cancelled already
     scatters: tuple[int, ...] = ()
-    raised: frozenset[tuple[str, int, int]] = frozenset()
+    cancelled: frozenset[tuple[str, int, int]] = frozenset()
     seen: int = 0
 
 

@@ -105,7 +105,7 @@ def test_layer_groups_go_one_by_one(fleet: Any) -> None:
 def test_auto_measures_and_then_weighs(make_fleet: Any, devices: Any) -> None:
     fleet = make_fleet(prefill=(1, 1), path="auto", device=devices, staging_ring_mb=1).start()
     chooser = fleet.prefill[0].parts.chooser
-    wait(lambda: chooser.lane is not None)
+    wait(lambda: chooser.connection is not None)
     assert chooser.copy is not None
     assert chooser.direct is not None
     assert chooser.direct.us_per_part > 0

@@ -465,13 +465,13 @@ class TestCalibration:
         fleet = make_fleet(prefill=(1, 1)).start()
         chooser = fleet.prefill[0].parts.chooser
         fleet.run(1, 4)
-        assert chooser.lane is None
+        assert chooser.connection is None
         fleet.set_path("auto")
-        wait(lambda: chooser.lane is not None)
-        first = chooser.lane
+        wait(lambda: chooser.connection is not None)
+        first = chooser.connection
         fleet.set_path("auto")
         fleet.run(2, 4)
-        assert chooser.lane is first
+        assert chooser.connection is first
         (text,) = fleet.events("calibration")
         assert text.startswith("connection to decode-0: one write ")
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvctl_agent.errors import ConfigError, TransportUnavailable
 from kvctl_agent.transport import missing_engine, open_transport
-from kvctl_agent.transport.mooncake import wheels
+from kvctl_agent.transport.mooncake import wheels as mooncake_wheels
 
 CPU = "mooncake-transfer-engine-non-cuda"
 CUDA12 = "mooncake-transfer-engine"
@@ -56,12 +56,12 @@ def test_an_old_one_is_refused_before_it_is_imported(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("version", ["0.3.13", "0.3.13.post1", "0.4.0rc1", "1.0"])
 def test_newer_ones_pass(version: str) -> None:
-    wheels._check_versions({CPU: version})
+    mooncake_wheels._check_versions({CPU: version})
 
 
 def test_files_that_went_with_another_wheel_are_to_be_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, mooncake_transfer_engine_non_cuda="0.3.13.post1")
-    monkeypatch.setattr(wheels, "_NVIDIA_DRIVER", wheels._NVIDIA_DRIVER / "none")
+    monkeypatch.setattr(mooncake_wheels, "_NVIDIA_DRIVER", mooncake_wheels._NVIDIA_DRIVER / "none")
     said = refusal(monkeypatch)
     assert "its files are gone" in said
     assert f"pip install --force-reinstall --no-deps '{CPU}>=0.3.13'" in said
@@ -78,7 +78,7 @@ def test_files_that_went_with_another_wheel_are_to_be_installed_again(monkeypatc
 )
 def test_a_cuda_wheel_without_cuda_is_to_be_replaced(library: str, wheels: dict[str, str], uninstall: str) -> None:
     loader = ImportError(f"{library}: cannot open shared object file: No such file or directory")
-    said = str(wheels.explain(loader, wheels))
+    said = str(mooncake_wheels.explain(loader, wheels))
     assert f"needs {library}" in said
     assert f"{uninstall} && pip install '{CPU}>=0.3.13'" in said
 
@@ -86,15 +86,15 @@ def test_a_cuda_wheel_without_cuda_is_to_be_replaced(library: str, wheels: dict[
 @pytest.mark.parametrize("library", ["libibverbs.so.1", "libnuma.so.1", "libcurl.so.4"])
 def test_a_missing_library_names_all_packages_it_needs(library: str) -> None:
     loader = ImportError(f"{library}: cannot open shared object file: No such file or directory")
-    said = str(wheels.explain(loader, {CPU: "0.3.13"}))
+    said = str(mooncake_wheels.explain(loader, {CPU: "0.3.13"}))
     packages = said.partition("apt-get install ")[2].partition(",")[0].split()
     assert sorted(packages) == ["libcurl4", "libibverbs1", "libnuma1"]
 
 
 def test_a_binding_we_do_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheels, "_NEEDED", ("initialize", "fly"))
+    monkeypatch.setattr(mooncake_wheels, "_NEEDED", ("initialize", "fly"))
     with pytest.raises(TransportUnavailable, match="lacks fly"):
-        wheels.import_engine()
+        mooncake_wheels.import_engine()
 
 
 def test_a_variable_that_lets_tags_overtake_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

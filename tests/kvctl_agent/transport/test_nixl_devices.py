@@ -95,7 +95,7 @@ class Rig:
             return SimpleNamespace(kind=kind, rows=table.tolist())
 
         self.agents.append(Agent(name, self.log, self.refused))
-        binding = SimpleNamespace(
+        fake = SimpleNamespace(
             DRAM_SEG="DRAM",
             VRAM_SEG="VRAM",
             NIXL_WRITE="write",
@@ -104,7 +104,7 @@ class Rig:
             nixlRegDList=rows,
             nixlXferDList=rows,
         )
-        return binding.Engine(binding, self.agents[-1], "1.5.1", (BackendError,), enter)
+        return binding.Engine(fake, self.agents[-1], "1.5.1", (BackendError,), enter)
 
     def enter(self) -> None:
         self.log.append("enter")

@@ -142,7 +142,6 @@ def _settle_in() -> None:
     peer_connections._COPIES_BYTES = 2 * _MIB
     calibration._ROUNDS = 1
     cost_probe._BUDGET_S = 0.0
-    cost_probe._LEAST_ROUNDS = 2
     arrival_loop._SHORTEST_S = 500e-6
     arrival_loop._LONGEST_S = 4e-3
 
