@@ -35,8 +35,8 @@ IRRELEVANT: dict[str, dict[str, str]] = {
         "name_asked_by": _TOLD,
     },
     "Lease": {"length_ns": _GIVEN},
-    "Fence": {"lease": "the peer's; one that is not its present one belongs to legs that have failed"},
-    "Gate": {"heard_ns": _TOLD},
+    "CancelToken": {"lease": "the peer's; one that is not its present one belongs to legs that have failed"},
+    "RingGate": {"heard_ns": _TOLD},
     "Ring": {"high_water_bytes": _TOLD, "size_bytes": _GIVEN},
     "RecvRoom": {
         "record": _TOLD,
@@ -49,7 +49,7 @@ IRRELEVANT: dict[str, dict[str, str]] = {
         "writers": _PLANNED,
     },
     "SendRoom": {"record": _TOLD, "spans": _TOLD},
-    "Leg": {
+    "PeerTransfer": {
         "reader": _PLANNED,
         "shares": _PLANNED,
         "cells": _PLANNED,
@@ -67,9 +67,9 @@ IRRELEVANT: dict[str, dict[str, str]] = {
         "asks": _TOLD,
         "asked_ns": _TOLD,
     },
-    "StagingBook": {"refused_largest_bytes": _TOLD},
+    "GrantTable": {"refused_largest_bytes": _TOLD},
     "Final": {"share": "named by the key", "dst": _PLANNED},
-    "Ledger": {"forwards": _TOLD},
+    "ComputedPages": {"forwards": _TOLD},
     "Tombstones": {"_lifetime_ns": _GIVEN, "_capacity": _GIVEN},
     "Witness": {
         "shape": _GIVEN,
@@ -96,7 +96,7 @@ UNORDERED: dict[str, frozenset[str]] = {
     "PrefillState": frozenset({"ended"}),
     "Tombstones": frozenset({"_graves"}),  # they do not expire here
     "RecvRoom": frozenset({"landed", "scattered", "granted"}),
-    "StagingBook": frozenset({"_by_part", "_by_room"}),
+    "GrantTable": frozenset({"_by_part", "_by_room"}),
     "Witness": frozenset({"rooms", "sent", "ring_bytes", "queued", "lives"}),
     "Expected": frozenset({"written"}),
 }

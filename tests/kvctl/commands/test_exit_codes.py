@@ -45,7 +45,7 @@ def make(start: Any, socket_directory: Path, monkeypatch: pytest.MonkeyPatch) ->
                     yield Finding("KV_TOY", severity, "fleet", (), "a cause", "a remedy")
 
             code = Code("KV_TOY", "sees", "means", "remedy", Severity.CRITICAL, find)
-            for module in ("looking", "health"):
+            for module in ("health_query", "health"):
                 monkeypatch.setattr(f"kvctl.commands.{module}.CODES", (code,))
             monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", {"KV_TOY": code})
             monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)

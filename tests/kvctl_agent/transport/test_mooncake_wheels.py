@@ -91,6 +91,7 @@ def test_a_missing_library_names_all_packages_it_needs(library: str) -> None:
     assert sorted(packages) == ["libcurl4", "libibverbs1", "libnuma1"]
 
 
+@pytest.mark.usefixtures("mooncake_started")
 def test_a_binding_we_do_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_wheels, "_NEEDED", ("initialize", "fly"))
     with pytest.raises(TransportUnavailable, match="lacks fly"):
