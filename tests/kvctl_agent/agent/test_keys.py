@@ -97,16 +97,16 @@ def test_registry_and_control_do_not_hear_strangers(
     control = strangers(endpoint, server)
     with contextlib.suppress(zmq.Again):  # refused before it could say anything
         control.send(codec.encode(1, [msg.Heartbeat(1), msg.Bye(True)]), zmq.NOBLOCK)
-    registry = strangers(fleet.bootstrap, server)
+    asker = strangers(fleet.bootstrap, server)
     rank = registry.Rank("thief", "tcp://127.0.0.1:1", 1, [0, 0, 0, 0], [1, 1, 1, 2])
     with contextlib.suppress(zmq.Again):
-        registry.send(registry.encode(registry.Register(rank)), zmq.NOBLOCK)
+        asker.send(registry.encode(registry.Register(rank)), zmq.NOBLOCK)
     refused = 2 if with_key else 0
     deadline = time.monotonic() + 60
     while first.telemetry.metrics.total("kvctl_connections_refused_total") < refused:
         assert time.monotonic() < deadline, "the strangers are not refused"
         time.sleep(0.01)
-    assert not registry.poll(A_WHILE_MS)
+    assert not asker.poll(A_WHILE_MS)
     assert not control.poll(A_WHILE_MS)
     assert set(first.parts.machine.peers) == known
     assert first.telemetry.metrics.total("kvctl_connections_refused_total") == refused
@@ -155,7 +155,7 @@ class TestBadKeyFiles:
         path = tmp_path / "mixed.key"
         path.touch(0o600)
         path.write_text(secret_text("mixed", KeyPair(pair().public, pair().secret)))
-        with pytest.raises(ConfigError, match=r"fleet_key: .*mixed\.key do not belong together"):
+        with pytest.raises(ConfigError, match=r"fleet_key: the two keys in .*mixed\.key are not a pair"):
             make_fleet().prefill_agent(0, fleet_key=str(path))
 
     def test_one_that_others_can_read(self, make_fleet: Any, fleet_key: str) -> None:
