@@ -145,5 +145,6 @@ def test_a_rank_that_dies_ends_it_all_and_is_named(socket_dir: Path) -> None:
             run.kill()
     assert run.returncode == 1
     assert "prefill 1 died with exit code -9" in errors
-    assert [path.name for path in socket_dir.glob("*.sock")] == [victim.name], "the other ranks closed their agents"
-    victim.unlink()
+    # A rank that starts after the kill removes the socket of a process that has ended.
+    assert {path.name for path in socket_dir.glob("*.sock")} <= {victim.name}, "the other ranks closed their agents"
+    victim.unlink(missing_ok=True)
