@@ -35,6 +35,8 @@ from kvctl_agent.parts import (
     instances_of,
 )
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.handles import OnState, PoolLimits, Receive, Send, check_flag, check_room, check_timeout
@@ -129,6 +131,11 @@ class Agent:
     def telemetry(self) -> Telemetry:
         """Counters, rooms, and the flight recorder."""
         return self.parts.telemetry
+
+    @property
+    def machine(self) -> PrefillMachine | DecodeMachine:
+        """The protocol's state machine, which the control thread owns; to be read only, for tests and debugging."""
+        return self.parts.machine
 
     @property
     def layers(self) -> range:
