@@ -17,7 +17,7 @@ from click_man.core import write_man_pages
 from kvctl.cli import cli
 from kvctl.commands.options import GlobalOptions
 from kvctl.commands.registry import COMMANDS, load
-from kvctl_agent.contract.version import VERSION
+from kvctl_agent.contract import VERSION
 
 # A line of text that begins as roff's requests do, as ".kvctl.toml" does.
 _TEXT_LIKE_A_MACRO = re.compile(r"^(?=['.])(?!\.(?:TH|SH|PP|TP|B)\b)", re.MULTILINE)

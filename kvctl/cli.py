@@ -14,7 +14,7 @@ from kvctl.commands.registry import COMMANDS, SECTIONS, load
 from kvctl.commands.stdio import complain, silence_stdout, stand_in_for_closed_streams, tell, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.contract.version import VERSION
+from kvctl_agent.contract import VERSION
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -18,10 +18,10 @@ from typing import Protocol
 import zmq
 
 from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
-from kvctl_agent.contract.descriptors import shortage
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.sockets import shortage
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.contract.version import VERSION
+from kvctl_agent.contract import VERSION
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())

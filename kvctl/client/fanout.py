@@ -27,7 +27,7 @@ from kvctl.client.processes import stopped_pid
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
-from kvctl_agent.contract.descriptors import shortage
+from kvctl_agent.contract.sockets import shortage
 
 if TYPE_CHECKING:
     from kvctl.client.handshake import Handshake

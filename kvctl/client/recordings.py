@@ -24,8 +24,8 @@ from kvctl.client.fleet import Fleet, Survey
 from kvctl.client.recording_reader import Moment, encode
 from kvctl.client.snapshot_recorder import SnapshotRecorder
 from kvctl.errors import CliError
+from kvctl_agent.contract import VERSION
 from kvctl_agent.contract import recording as form
-from kvctl_agent.contract.version import VERSION
 
 _COMMAND = "inputs"
 MOST_MOMENTS_BYTES = 256 << 20

@@ -18,7 +18,7 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.render.agents import AGENTS
 from kvctl.render.report import Report
-from kvctl_agent.contract import stale_sockets
+from kvctl_agent.contract import sockets
 from kvctl_agent.contract.admin import socket_dir
 
 _CLOCK_ROUNDS = 3
@@ -62,8 +62,8 @@ def _prune(directory: Path) -> list[str]:
     except OSError as error:
         raise CliError(f"{directory}: {error.strerror}", ExitCode.NOT_PERMITTED) from None
     try:
-        with stale_sockets.directory_lock(descriptor, _TURN_TIMEOUT_S):
-            return stale_sockets.prune(directory)
+        with sockets.directory_lock(descriptor, _TURN_TIMEOUT_S):
+            return sockets.prune(directory)
     except TimeoutError:
         raise CliError(
             f"another process holds the lock on {directory} for over {_TURN_TIMEOUT_S:g} s: see `fuser {directory}`",

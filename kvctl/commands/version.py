@@ -14,8 +14,8 @@ from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
 from kvctl.render.agents import VERSION as VERSION_VIEW
 from kvctl.render.report import Report
+from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
-from kvctl_agent.contract.version import VERSION
 
 
 @click.command(

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from kvctl.render import palette, units
-from kvctl_agent.contract.layer_range import layer_range
+from kvctl_agent.contract.values import layer_range
 
 
 def _text(value: Any) -> str:

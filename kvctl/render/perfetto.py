@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvctl.client.room_timeline import PartTimeline, RoomTimeline
-from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.states import STAGES
+from kvctl_agent.contract.values import layer_range
 
 _INSTANTS_TRACK = 0
 _PREFILL = ("ready", "gate", "queue", "gather", "post", "wire")

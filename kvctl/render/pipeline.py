@@ -8,7 +8,7 @@ from typing import Any
 
 from kvctl.render import units
 from kvctl.render.report import Line, Span
-from kvctl_agent.contract.pipeline import PIPELINED, REASONS
+from kvctl_agent.contract.choices import PIPELINED, REASONS
 
 
 class Decisions:

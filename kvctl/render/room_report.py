@@ -13,7 +13,7 @@ from kvctl.render.report import Block, Grid, Line, Span, Text
 from kvctl.render.rooms import RANKS, TIMELINE
 from kvctl.render.view import Row
 from kvctl.render.waterfall import life
-from kvctl_agent.contract.layer_range import layer_range
+from kvctl_agent.contract.values import layer_range
 
 _MOST_BARS = 32
 _MOST_DEBTS = 16

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvctl_agent.contract.action_results import ActionResult, Probe, ProbeRow, Result
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.connection_cost import ConnectionCost
+from kvctl_agent.contract.snapshots import ActionResult, Probe, ProbeRow, Result
 from kvctl_agent.errors import ConfigError, KvctlError, LocalProtocolError, RequestRefused
 from kvctl_agent.parts import AgentParts
 from kvctl_agent.protocol import events as ev

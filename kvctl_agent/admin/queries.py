@@ -15,10 +15,10 @@ from kvctl_agent.admin.process import process_use
 from kvctl_agent.admin.registries import instances
 from kvctl_agent.admin.room_diagnosis import add_diagnosis, owed_parts
 from kvctl_agent.admin.staging import gated_parts, ring_use, ring_view, since
+from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
+from kvctl_agent.contract.choices import HOST, REASONS
 from kvctl_agent.contract.commands import COMMANDS
-from kvctl_agent.contract.memory import HOST
-from kvctl_agent.contract.pipeline import REASONS
 from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.snapshots import (
     Bootstrap,
@@ -37,7 +37,6 @@ from kvctl_agent.contract.snapshots import (
     Status,
 )
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.contract.version import VERSION
 from kvctl_agent.errors import RequestRefused
 from kvctl_agent.layout.parallel import RankCoord
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION

@@ -21,7 +21,7 @@ import orjson
 import zmq
 
 from kvctl_agent.contract.admin import LOCK_SUFFIX, MAGIC, SOCKET_SUFFIX, socket_dir, socket_path
-from kvctl_agent.contract.stale_sockets import directory_lock, prune
+from kvctl_agent.contract.sockets import directory_lock, prune
 from kvctl_agent.errors import AdminError
 
 PING_TIMEOUT_MS = 1000

@@ -5,3 +5,6 @@ metrics, completions or docs is declared here once.
 """
 
 from __future__ import annotations
+
+VERSION = "0.1.0"
+"""Version of both packages."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvctl_agent.contract.choices import CP_MODES, PATHS, RANK0
-from kvctl_agent.contract.pipeline import PIPELINE_MODES
+from kvctl_agent.contract.choices import CP_MODES, PATHS, PIPELINE_MODES, RANK0
 
 Value = str | int | float | bool | None
 

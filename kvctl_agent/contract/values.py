@@ -1,4 +1,4 @@
-"""Converts arguments of the public API: integers of any type, values for error texts, text without surrogates."""
+"""Converts and formats values: integers of any type, values in error texts, text without surrogates, layer ranges."""
 
 from __future__ import annotations
 
@@ -39,3 +39,8 @@ def shown(value: object) -> str:
 def encodable(text: str) -> str:
     """Replaces lone surrogates in `text`, which UTF-8 cannot encode, with the escape \\udXXX."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def layer_range(lo: int, hi: int) -> str:
+    """Formats layers [lo, hi) with inclusive ends: `0-3`, `3` for one layer, `[5, 5)` for none."""
+    return f"{lo}-{hi - 1}" if hi > lo + 1 else str(lo) if hi > lo else f"[{lo}, {hi})"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 
 __all__ = [
     "HOST",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvctl_agent.contract.pipeline import FEW_LAYERS, PIPELINE_MODES, PipelineMode
+from kvctl_agent.contract.choices import FEW_LAYERS, PIPELINE_MODES, PipelineMode
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.layout.sizes import check_size, check_sizes
 
@@ -103,7 +103,7 @@ class Grouping:
     Attributes:
         groups: Global layer ids of each group, ascending; together all layers of the rank. Empty if the layers are not
             grouped.
-        reason: Why the layers are grouped so, or not grouped: a key of `contract.pipeline.REASONS`.
+        reason: Why the layers are grouped so, or not grouped: a key of `contract.choices.REASONS`.
     """
 
     groups: tuple[range, ...]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvctl_agent.contract.layer_range import layer_range
+from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.transfer_slice import STAGING_ALIGN_BYTES

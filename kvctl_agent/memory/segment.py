@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvctl_agent.contract.layer_range import layer_range
+from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.memory.addresses import SegmentAddresses

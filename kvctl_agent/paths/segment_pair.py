@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.contract.layer_range import layer_range
+from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.paths.mapped_memory import MappedMemory

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvctl_agent.contract.layer_range import layer_range
+from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk, sendable_pages
 from kvctl_agent.protocol.events import Pages

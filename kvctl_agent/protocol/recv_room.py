@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.values import layer_range
 from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol.events import Pages

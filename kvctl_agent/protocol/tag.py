@@ -9,7 +9,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-from kvctl_agent.contract.layer_range import layer_range
+from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import RemoteProtocolError
 
 _MAGIC = 0xC7

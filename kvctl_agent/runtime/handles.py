@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.contract.values import encodable, integer, shown
+from kvctl_agent.contract.values import encodable, integer, layer_range, shown
 from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.sizes import as_list, check_size

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from kvctl_agent.contract.pipeline import PIPELINE_MODES
+from kvctl_agent.contract.choices import PIPELINE_MODES
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping, GroupingOptions, group_layers

@@ -12,8 +12,8 @@ import time
 
 import numpy as np
 
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.connection_cost import ConnectionCost
-from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import DeadlineExceeded, TransportError
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Addresses, Sizes, Transport

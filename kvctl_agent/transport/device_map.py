@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import TransportError
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Addresses

@@ -9,7 +9,7 @@ import os
 import re
 from typing import NamedTuple
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

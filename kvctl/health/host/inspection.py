@@ -11,7 +11,7 @@ from kvctl.health.host import devices, engines, limits, surroundings
 from kvctl.health.host.fact import Fact
 from kvctl.health.host.view import HostView, LocalAgent, listener_pid
 from kvctl.health.snapshot import Snapshot
-from kvctl_agent.contract.version import VERSION
+from kvctl_agent.contract import VERSION
 
 
 def version_facts(agents: Mapping[str, str]) -> Iterator[Fact]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvctl.lab.bench.room_timing import Finished
 from kvctl.lab.ranks.bench_messages import PlannedRank, Ready, RunReport
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 
 STAGED = "staged"
 

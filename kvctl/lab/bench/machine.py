@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvctl.lab.ranks.bench_messages import Gpu
-from kvctl_agent.contract.version import VERSION
+from kvctl_agent.contract import VERSION
 
 # Pools and rings get a third of what is free: the ranks' own memory, and whoever else is here, need some too.
 _SHARE = 3

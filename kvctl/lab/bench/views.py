@@ -14,7 +14,7 @@ from kvctl.render import units
 from kvctl.render.kinds import Kind
 from kvctl.render.report import Block, Grid, Text
 from kvctl.render.view import Column, Row, View, Width
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 
 # What can set rows of one load apart, besides the path; a terminal shows those that do.
 _APART = ("fleet", "transport", "cp_mode", "pipeline", "observed")

@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
-from kvctl_agent.contract.choices import RANK0
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST, RANK0
 
 MAX_LINE_BYTES = 16 << 20
 """Longest line either side accepts: a run of 100,000 rooms fits."""

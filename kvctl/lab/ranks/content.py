@@ -13,7 +13,7 @@ from kvctl.lab.ranks.page_assignment import Pages, assign_pages
 from kvctl.lab.ranks.pattern import POISON, Bytes, Words, aux_row, row_bases
 from kvctl.lab.ranks.plane_view import PlaneView, plane_views
 from kvctl.lab.ranks.resolve import side_of
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.cuda import CudaDevice
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.layout.heads import mix64

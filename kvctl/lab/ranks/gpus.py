@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from kvctl.lab.ranks.bench_messages import PlanRequest, Role
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device import driver
 from kvctl_agent.errors import ConfigError, DeviceUnavailable
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvctl_agent.contract.layer_range import layer_range
+from kvctl_agent.contract.values import layer_range
 from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.plan import aux_writer, slices_to_reader, state_slices_to_reader, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvctl_agent.contract.layer_range import layer_range
+from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.context import MachineContext

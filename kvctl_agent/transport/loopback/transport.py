@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes, check_tag

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, TransportError, TransportUnavailable
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.captured_stderr import captured_stderr

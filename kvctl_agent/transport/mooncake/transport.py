@@ -45,7 +45,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, TransportError
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Addresses, Arrival, Indices, Prepared, Sizes, check_tag

@@ -42,7 +42,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.region import Region

@@ -9,7 +9,7 @@ import pytest
 from kvctl.render.pipeline import Decisions
 from kvctl.render.report import Line
 from kvctl.render.status import screen
-from kvctl_agent.contract.pipeline import REASONS
+from kvctl_agent.contract.choices import REASONS
 
 
 def rank(mode: str = "on", group_size: int | None = None, **decisions: int) -> dict[str, Any]:

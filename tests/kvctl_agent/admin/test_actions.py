@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.contract.action_results import ActionResult, Probe
 from kvctl_agent.contract.admin import socket_path
 from kvctl_agent.contract.config import KEYS
-from kvctl_agent.contract.snapshots import ConfigRow
+from kvctl_agent.contract.snapshots import ActionResult, ConfigRow, Probe
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol.events import Answered, Drain, Event

@@ -10,8 +10,8 @@ import pytest
 
 from kvctl_agent.admin import queries as under_test
 from kvctl_agent.admin.queries import kind_of, kinds_in_use
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.connection_cost import ConnectionCost
-from kvctl_agent.contract.memory import HOST
 from kvctl_agent.runtime.peer_connections import MeasuredCost
 from kvctl_agent.transport.interconnect import CUDA_IPC, THROUGH_HOST
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvctl_agent.contract import admin, snapshots
+from kvctl_agent.contract.choices import PIPELINE_MODES, PIPELINED, REASONS
 from kvctl_agent.contract.commands import COMMANDS, Level
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, Key
 from kvctl_agent.contract.metrics import METRICS, Metric
-from kvctl_agent.contract.pipeline import PIPELINE_MODES, PIPELINED, REASONS
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.states import STATE_LABELS, RoomState
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvctl_agent.contract.choices import PIPELINED, REASONS
 from kvctl_agent.contract.config import KEYS_BY_NAME
-from kvctl_agent.contract.pipeline import PIPELINED, REASONS
 from kvctl_agent.errors import ConfigError, LayoutError
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping, GroupingOptions, formula_groups, group_layers
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
 from kvctl_agent.layout.local_shard import local_shards
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.huge_pages import HUGE_PAGE_BYTES, HugePageMemory

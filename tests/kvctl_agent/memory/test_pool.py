@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.local_shard import LocalShard, local_shards
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.values import layer_range
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol import codec

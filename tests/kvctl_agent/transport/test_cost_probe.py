@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.connection_cost import ConnectionCost
-from kvctl_agent.contract.memory import HOST
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport import Region, cost_probe
 from kvctl_agent.transport.cost_probe import measure_connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport import Region
 from kvctl_agent.transport.device_map import DeviceMap

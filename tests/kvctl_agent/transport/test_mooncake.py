@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import kvctl_agent
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError, TransportUnavailable
 from kvctl_agent.transport import Arrival, Region, open_transport
 from kvctl_agent.transport.mooncake import engine as mooncake_engine

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport import Region, open_transport
 from kvctl_agent.transport.nixl import binding

@@ -18,8 +18,8 @@ from kvctl.lab.bench.html.markup import Markup, joined, tag
 from kvctl.lab.bench.html.numbers import FONT_SIZE, fitted, significant, text_width
 from kvctl.lab.bench.statistics import union
 from kvctl.render import units
-from kvctl_agent.contract.layer_range import layer_range
 from kvctl_agent.contract.states import STAGES
+from kvctl_agent.contract.values import layer_range
 
 _WIDTH, _RIGHT = 1000.0, 16.0
 _TOP = 46.0

@@ -22,7 +22,7 @@ from kvctl.health.host.fact import Fact
 from kvctl.health.host.inspection import inspect, version_facts
 from kvctl.health.host.silence import silences
 from kvctl.health.host.view import HostView, LocalAgent, listener_pid
-from kvctl_agent.contract.version import VERSION
+from kvctl_agent.contract import VERSION
 
 INFINITE = resource.RLIM_INFINITY
 # That a host with such a device, package or limit has, and what shells have of their own.

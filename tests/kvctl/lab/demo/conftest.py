@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvctl.lab.ranks.bench_messages import PlannedRank, Role
-from kvctl_agent.contract.memory import HOST
+from kvctl_agent.contract.choices import HOST
 
 
 def planned(role: Role, instance: int, unique: int, dp: int, tp: int) -> PlannedRank:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvctl_agent.contract.descriptors import shortage
+from kvctl_agent.contract.sockets import shortage
 
 
 @pytest.fixture

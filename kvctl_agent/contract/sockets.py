@@ -1,4 +1,4 @@
-"""Removes socket and lock files that killed agents leave in the socket directory.
+"""Removes socket files that killed agents leave behind; checks that sockets can get the file descriptors they need.
 
 A process has provably ended if nobody holds its file lock, which an agent holds as long as it runs, and its socket
 refuses connections. Files without a lock file, files of other users, and files that are not sockets are left alone.
@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import socket
 import stat
 import time
@@ -79,3 +80,21 @@ def _removed(directory: Path, name: str) -> bool:
 def _refuses(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
         return client.connect_ex(os.fspath(path)) == errno.ECONNREFUSED
+
+
+def shortage(wanted: int) -> str | None:
+    """Returns an error text if `wanted` more descriptors cannot be opened; None if they can.
+
+    Called before sockets are made: libzmq and the transfer engines abort the process if they cannot open one.
+    """
+    opened: list[int] = []
+    try:
+        for _ in range(wanted):
+            opened.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{wanted} more file descriptors are needed and {len(opened)} are free; the limit is {limit} (ulimit -n)"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return None
