@@ -43,8 +43,8 @@ from kvctl_agent.paths.path_chooser import AUTO, PathChooser
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.messages import MAX_SHARED, MAX_TEXT, SharedMemory
+from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.protocol.registry import Lookup

@@ -43,9 +43,8 @@ from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.parts import AgentParts
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.local_info import LocalInfo
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
-from kvctl_agent.protocol.peer import Peer, PeerState
+from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.telemetry.stage_times import room_rows

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from kvctl_agent.contract.snapshots import OwedParts, RoomRow
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.decode.rooms import RecvRoom
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
-from kvctl_agent.protocol.recv_room import RecvRoom
-from kvctl_agent.protocol.send_room import Part, PartState, PeerTransfer, SendRoom, Wait
+from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer, SendRoom, Wait
 
 _WRITE = "its write to end"
 

@@ -6,10 +6,10 @@ import time
 
 from kvctl_agent.contract.snapshots import GatedPart, RingAllocation, RingUse, RingView
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.grant_table import GrantedRegion, RegionState
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
-from kvctl_agent.protocol.send_room import Part, PeerTransfer, Wait
+from kvctl_agent.protocol.prefill.send_room import Part, PeerTransfer, Wait
+from kvctl_agent.protocol.ring import GrantedRegion, RegionState
 from kvctl_agent.telemetry.hub import Telemetry
 
 GONE = "gone"

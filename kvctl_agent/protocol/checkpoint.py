@@ -18,10 +18,9 @@ from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.protocol.checkpoint_classes import KEPT, TOMBSTONES_KEPT, classes, names_of
 from kvctl_agent.protocol.decode.rooms import DecodeState
-from kvctl_agent.protocol.local_info import LocalInfo, Timing
-from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.machine import Machine, Tombstones
+from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill.rooms import PrefillState
-from kvctl_agent.protocol.tombstones import Tombstones
 from kvctl_agent.protocol.value_codec import ValueCodec
 from kvctl_agent.telemetry.room_records import RoomRecord
 

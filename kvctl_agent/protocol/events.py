@@ -16,41 +16,10 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.local_shard import LocalShard
 from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol.messages import AnyMessage, Grant, Message, PeerInfo
+from kvctl_agent.protocol.peer import CancelToken
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 
 Pages = npt.NDArray[np.int32]
-
-
-class Lease:
-    """A writer's permission to post to one life of a peer; it ends when the peer has been silent for too long.
-
-    The control loop renews it, workers ask it before each post. So a process that was frozen (stopped, or its machine
-    paused) and whose peers have long replaced it does not post what it had queued. It is no proof for the other side: a
-    process can be frozen between the question and the post.
-    """
-
-    __slots__ = ("length_ns", "renewed_ns")
-
-    def __init__(self, length_ns: int) -> None:
-        self.length_ns = length_ns
-        self.renewed_ns = 0
-
-    def valid(self, now_ns: int) -> bool:
-        return now_ns - self.renewed_ns <= self.length_ns
-
-
-class CancelToken:
-    """Raised when a room fails: work that is queued but not begun is dropped, work that is in flight drains."""
-
-    __slots__ = ("cancelled", "lease")
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-        self.cancelled = False
-
-    def may_post(self, now_ns: int) -> bool:
-        """Whether work behind this cancel may be posted now."""
-        return not self.cancelled and self.lease.valid(now_ns)
 
 
 def check_room(number: int) -> None:

@@ -6,18 +6,226 @@ which handler gets what. `handle` never raises for anything a peer sent; what it
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from kvctl_agent.contract.snapshots import Failure
+from kvctl_agent.contract.values import encodable
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.context import MachineContext
-from kvctl_agent.protocol.local_info import Timing
-from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.sessions import PeerSessions
+from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState, Timing
+from kvctl_agent.protocol.tag import RoomKey
+from kvctl_agent.telemetry.flight_recorder import Severity
+from kvctl_agent.telemetry.hub import Telemetry
+
+T = TypeVar("T")
+
+
+class Tombstones(Generic[T]):
+    """Bounded, expiring memory of ended rooms: each lives at least `lifetime_ns`, unless `capacity` is exceeded."""
+
+    def __init__(self, lifetime_ns: int, capacity: int = 1 << 18) -> None:
+        self._lifetime_ns = lifetime_ns
+        self._capacity = capacity
+        self._graves: OrderedDict[RoomKey, tuple[int, T]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._graves)
+
+    def keep_for(self, lifetime_ns: int) -> None:
+        """How long each lives from now on."""
+        self._lifetime_ns = lifetime_ns
+
+    def bury(self, key: RoomKey, epitaph: T, now_ns: int) -> None:
+        self._graves[key] = (now_ns, epitaph)
+        self._graves.move_to_end(key)
+        if len(self._graves) > self._capacity:
+            self._graves.popitem(last=False)
+
+    def holds(self, key: RoomKey) -> bool:
+        return key in self._graves
+
+    def find(self, key: RoomKey) -> T | None:
+        grave = self._graves.get(key)
+        return grave[1] if grave else None
+
+    def expire(self, now_ns: int) -> None:
+        while self._graves:
+            key, (at, _) = next(iter(self._graves.items()))
+            if now_ns - at < self._lifetime_ns:
+                return
+            del self._graves[key]
+
+
+class MachineContext:
+    """Handed to every part of one machine by its constructor.
+
+    Attributes:
+        now_ns: monotonic time of the event that is being handled.
+        actions: what the event has led to so far.
+        peers: by name; owned by `PeerSessions` and the part that does the handshake.
+        telemetry: written to, never read.
+    """
+
+    def __init__(self, local: LocalInfo, timing: Timing, telemetry: Telemetry, peers: dict[str, Peer]) -> None:
+        self.local = local
+        self.rank = local.unique_rank
+        self.timing = timing
+        self.telemetry = telemetry
+        self.peers = peers
+        self.now_ns = 0
+        self.actions: list[ev.Action] = []
+
+    def act(self, action: ev.Action) -> None:
+        self.actions.append(action)
+
+    def send(self, peer: str, message: msg.Message, route: bytes = b"") -> None:
+        self.actions.append(ev.Send(peer, message, route))
+
+    def answer(
+        self, ticket: int, result: str, text: str, freed: tuple[int, ...] = (), drained: tuple[str, ...] = ()
+    ) -> None:
+        """Result of an operator's request; an engine's request has no ticket, and gets no answer."""
+        if ticket:
+            self.act(ev.Answered(ticket, result, text, freed, drained))
+
+    def note(
+        self, kind: str, text: str, severity: Severity = "info", *, room: int | None = None, peer: str | None = None
+    ) -> None:
+        """Add an entry to the flight recorder."""
+        self.telemetry.recorder.record(kind, text, severity, room, peer)
+
+    def drop(self, reason: str) -> None:
+        """Count a message that changed nothing."""
+        self.telemetry.metrics.add("kvctl_control_dropped_total", 1, reason)
+
+    def failure(self, code: str, text: str) -> Failure:
+        """A first cause that was found on this rank."""
+        return {
+            "rank": self.local.name,
+            "code": code,
+            "at_ns": self.telemetry.clock.wall_ns(self.now_ns),
+            "text": encodable(text)[: msg.MAX_TEXT],
+        }
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the peer of this name may be spoken to. Safe to ask from any thread."""
+        peer = self.peers.get(name)
+        return peer is not None and peer.usable
+
+    def introduction(self, peer: str) -> msg.PeerInfo:
+        """What a peer that was met said of itself."""
+        who = self.peers[peer].who
+        assert who is not None
+        return who
+
+
+def failure_of(message: msg.RoomFailure) -> Failure:
+    """The first cause that a message carries."""
+    return {"rank": message.rank, "code": message.code, "at_ns": message.at_ns, "text": message.text}
+
+
+class PeerSessions:
+    """Follows what is heard of each peer.
+
+    Args:
+        on_lost: fails the rooms of a peer that was lost; gets the peer and the cause in words.
+        on_former_ended: called when an earlier incarnation of a peer is proven to have ended.
+        watermark: the watermark to put into heartbeats; empty on a rank that has no ring.
+    """
+
+    def __init__(
+        self,
+        context: MachineContext,
+        on_lost: Callable[[Peer, str], None],
+        on_former_ended: Callable[[Peer, int], None] = lambda peer, incarnation: None,
+        watermark: Callable[[], list[int]] = list,
+    ) -> None:
+        self._context = context
+        self._on_lost = on_lost
+        self._on_former_ended = on_former_ended
+        self._watermark = watermark
+
+    def on_peer_dead(self, event: ev.PeerDead) -> None:
+        peer = self._context.peers.get(event.peer)
+        if peer is None:
+            return
+        if peer.incarnation == event.incarnation and not peer.proven_dead:
+            self.lose(peer, proven=True, text=event.text)
+        elif event.incarnation in peer.former:
+            peer.end(event.incarnation)
+            text = f"{peer.name} (incarnation {event.incarnation:016x}): {event.text}"
+            self._context.note("peer-ended", text, peer=peer.name)
+            self._on_former_ended(peer, event.incarnation)
+
+    def on_shutdown(self, event: ev.Shutdown) -> None:
+        for peer in self._context.peers.values():
+            if peer.usable or peer.state is PeerState.LOST:
+                self._context.send(peer.name, msg.Bye(event.drained))
+
+    def on_bye(self, peer: Peer, message: msg.Bye) -> None:
+        self.lose(peer, proven=message.drained, text="it was closed")
+
+    def on_former_bye(self, peer: Peer, event: ev.Received, message: msg.Bye) -> None:
+        if message.drained:
+            self.on_peer_dead(ev.PeerDead(peer.name, event.incarnation, "it was closed"))
+        else:
+            self._context.drop("incarnation")
+
+    def check(self) -> None:
+        """Let time pass: suspect and lose silent peers, send the heartbeats that are due."""
+        context = self._context
+        for peer in list(context.peers.values()):
+            changed = peer.check(context.now_ns)
+            silent = (context.now_ns - peer.heard_ns) / 1e9
+            if changed is PeerState.SUSPECT:
+                context.note(
+                    "peer-suspect", f"{peer.name} has been silent for {silent:.1f} s", "warning", peer=peer.name
+                )
+            elif changed is PeerState.LOST:
+                self.lose(peer, proven=False, text=f"silent for {silent:.1f} s")
+            heartbeat = peer.due_heartbeat(context.now_ns, self._watermark())
+            if heartbeat is not None:
+                context.send(peer.name, heartbeat)
+
+    def hear(self, peer: Peer) -> None:
+        if peer.heard(self._context.now_ns):
+            self._context.note("peer-back", f"{peer.name} is heard again", peer=peer.name)
+
+    def lose(self, peer: Peer, *, proven: bool, text: str) -> None:
+        """Take a peer for lost; `proven`: nothing of its incarnation is in flight, nor will be."""
+        context = self._context
+        lost = f"peer {peer.name} (incarnation {peer.incarnation:016x}) lost: {text}"
+        if proven:
+            peer.end(peer.incarnation)
+        peer.state = PeerState.LOST
+        peer.fail(lost)
+        context.telemetry.metrics.add("kvctl_peer_lost_total", 1)
+        context.note("peer-lost", lost, "error", peer=peer.name)
+        self._on_lost(peer, lost)
+        context.act(ev.DropPeer(peer.name))
+
+    def late(self, peer: Peer, incarnation: int) -> bool:
+        """Whether a Hello or its answer comes from an incarnation that is over, or from none; counted then.
+
+        A peer that is not lost is replaced by the incarnation that the registry names; where there is none, by a higher
+        one, since incarnations grow with time. The next process may run on a host whose clock is behind: once the peer
+        is lost, any incarnation that is not over is believed.
+        """
+        late = incarnation == 0 or incarnation in peer.past
+        if peer.usable and incarnation != peer.incarnation:
+            late = late or (incarnation != peer.registered if peer.registered else incarnation < peer.incarnation)
+        if late:
+            self._context.drop("incarnation")
+        return late
+
+    def replace(self, peer: Peer, incarnation: int) -> None:
+        """A new incarnation takes the peer's name, which proves nothing about the one before."""
+        if peer.incarnation not in (0, incarnation) and peer.usable:
+            self.lose(peer, proven=False, text=f"incarnation {incarnation:016x} took its name")
 
 
 class Machine:

@@ -19,6 +19,14 @@ TAG_BYTES = _LAYOUT.size
 CHECKSUM_BYTES = _CHECKSUM.size
 
 
+class RoomKey(NamedTuple):
+    """One life of a room number at one peer."""
+
+    peer: str
+    room: int
+    nonce: int
+
+
 class PartKind(IntEnum):
     """KV goes part by part; the final parts are the aux row and one for each state component, stage and writer."""
 

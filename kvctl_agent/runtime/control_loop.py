@@ -16,10 +16,9 @@ import zmq
 
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.local_info import LocalInfo
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import Hello, PeerInfo
-from kvctl_agent.protocol.peer import Peer, PeerState
+from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
 from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
 from kvctl_agent.protocol.registry import Rank, Register
 from kvctl_agent.runtime import control_endpoints

@@ -10,9 +10,8 @@ from typing import Literal
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.local_info import LocalInfo
 from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.peer import PeerState
+from kvctl_agent.protocol.peer import LocalInfo, PeerState
 from kvctl_agent.protocol.registry import Roster
 from kvctl_agent.runtime.bootstrap import Registries
 from kvctl_agent.runtime.mailbox import Mailbox

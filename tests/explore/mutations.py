@@ -12,20 +12,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol import ring_gate as gate_module
-from kvctl_agent.protocol.decode.instances import Instances
+from kvctl_agent.protocol import ring as gate_module
+from kvctl_agent.protocol.decode.admission import Instances
 from kvctl_agent.protocol.decode.reclaim import Reclaim
-from kvctl_agent.protocol.decode.rooms import RecvRooms
-from kvctl_agent.protocol.grant_table import GrantedRegion, GrantTable, RegionState
+from kvctl_agent.protocol.decode.rooms import RecvRoom, RecvRooms, WriterTransfer
+from kvctl_agent.protocol.machine import PeerSessions, Tombstones
 from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.prefill.dispatch import Dispatch
-from kvctl_agent.protocol.prefill.rooms import SendRooms
-from kvctl_agent.protocol.prefill.staging import StagingRequests
-from kvctl_agent.protocol.recv_room import RecvRoom, WriterTransfer
-from kvctl_agent.protocol.ring import Region, Ring
-from kvctl_agent.protocol.send_room import Part, PartState, PeerTransfer
-from kvctl_agent.protocol.sessions import PeerSessions
-from kvctl_agent.protocol.tombstones import Tombstones
+from kvctl_agent.protocol.prefill.rooms import SendRooms, StagingRequests
+from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer
+from kvctl_agent.protocol.ring import GrantedRegion, GrantTable, Region, RegionState, Ring
 from tests.explore.configurations import P0, Configuration, D
 from tests.explore.explorer.flow import Budget
 from tests.explore.explorer.scene import Scene

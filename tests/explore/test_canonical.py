@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvctl_agent.protocol.grant_table import RegionState
-from kvctl_agent.protocol.tombstones import RoomKey
+from kvctl_agent.protocol.ring import RegionState
+from kvctl_agent.protocol.tag import RoomKey
 from tests.explore.explorer.canonical import IRRELEVANT, UNORDERED, Walk, plan_of
 from tests.explore.explorer.scene import Scene
 from tests.explore.explorer.witness import Witness

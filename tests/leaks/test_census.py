@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.leaks.census import BOUNDS, census, grown, instances
 from benchmarks.leaks.slope import slope, sparkline
-from kvctl_agent.protocol.recv_room import WriterTransfer
-from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
+from kvctl_agent.protocol.decode.rooms import WriterTransfer
+from kvctl_agent.protocol.machine import Tombstones
+from kvctl_agent.protocol.tag import RoomKey
 from kvctl_agent.telemetry.busy_time import BusyTime
 
 
@@ -65,7 +66,7 @@ def test_a_ring_of_references_ends() -> None:
 
 
 def test_objects_that_only_a_closure_holds_are_counted() -> None:
-    kind = "kvctl_agent.protocol.recv_room.WriterTransfer"
+    kind = "kvctl_agent.protocol.decode.rooms.WriterTransfer"
     before = instances().get(kind, 0)
     hidden = (lambda leg: lambda: leg)(WriterTransfer("peer", 1))
     assert instances()[kind] == before + 1
@@ -74,7 +75,7 @@ def test_objects_that_only_a_closure_holds_are_counted() -> None:
 
 def test_objects_that_are_history_are_not_counted() -> None:
     root = make("Root", telemetry=make("Telemetry", rooms=make("Rooms", _latest=deque(), _active={})))
-    kind = "kvctl_agent.protocol.recv_room.WriterTransfer"
+    kind = "kvctl_agent.protocol.decode.rooms.WriterTransfer"
     before = instances(root).get(kind, 0)
     root.telemetry.rooms._latest.append({RoomKey("", 1, 1): [WriterTransfer("peer", 1)]})
     assert instances(root).get(kind, 0) == before

@@ -16,9 +16,9 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import Checkpoint, State, build, take
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.decode.rooms import DecodeState
-from kvctl_agent.protocol.local_info import LocalInfo, Timing
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import PeerInfo
+from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.prefill.rooms import PrefillState
 from kvctl_agent.protocol.recording import UNWRITTEN

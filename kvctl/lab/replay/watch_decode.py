@@ -15,9 +15,8 @@ from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode import DecodeMachine
-from kvctl_agent.protocol.local_info import plan_with_peer
-from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-from kvctl_agent.protocol.tombstones import RoomKey
+from kvctl_agent.protocol.peer import plan_with_peer
+from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 
 
 class DecodeInvariants:

@@ -13,8 +13,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.ring import Position, may_write
-from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-from kvctl_agent.protocol.tombstones import RoomKey
+from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 
 _Life = tuple[str, int]  # peer, incarnation
 _Order = tuple[PartKind, PartKey]

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvctl.lab.replay.invariants import Broken
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.ring import Position, may_write
-from kvctl_agent.protocol.tag import PartKey
-from kvctl_agent.protocol.tombstones import RoomKey
+from kvctl_agent.protocol.tag import PartKey, RoomKey
 
 
 class Region:

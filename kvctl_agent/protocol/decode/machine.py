@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.context import MachineContext
-from kvctl_agent.protocol.decode.admission import RecvAdmission
-from kvctl_agent.protocol.decode.grants import Grants
-from kvctl_agent.protocol.decode.instances import Instances
-from kvctl_agent.protocol.decode.landing import Landing
+from kvctl_agent.protocol.decode.admission import Instances, RecvAdmission
+from kvctl_agent.protocol.decode.landing import Grants, Landing
 from kvctl_agent.protocol.decode.reclaim import Reclaim
 from kvctl_agent.protocol.decode.rooms import DecodeState, RecvRooms
-from kvctl_agent.protocol.grant_table import GrantedRegion
-from kvctl_agent.protocol.local_info import LocalInfo, Timing
-from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.peer import Peer
-from kvctl_agent.protocol.ring import Ring
-from kvctl_agent.protocol.sessions import PeerSessions
+from kvctl_agent.protocol.machine import Machine, MachineContext, PeerSessions
+from kvctl_agent.protocol.peer import LocalInfo, Peer, Timing
+from kvctl_agent.protocol.ring import GrantedRegion, Ring
 from kvctl_agent.telemetry.hub import Telemetry
 
 

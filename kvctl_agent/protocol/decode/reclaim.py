@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.context import MachineContext, failure_of
-from kvctl_agent.protocol.decode.grants import Grants
-from kvctl_agent.protocol.decode.rooms import DecodeState, RecvRooms
-from kvctl_agent.protocol.grant_table import GrantedRegion, RegionState
+from kvctl_agent.protocol.decode.landing import Grants
+from kvctl_agent.protocol.decode.rooms import DecodeState, RecvRoom, RecvRooms, WriterTransfer
+from kvctl_agent.protocol.machine import MachineContext, failure_of
 from kvctl_agent.protocol.peer import Peer
-from kvctl_agent.protocol.recv_room import RecvRoom, WriterTransfer
+from kvctl_agent.protocol.ring import GrantedRegion, RegionState
 
 
 @dataclass(eq=False)

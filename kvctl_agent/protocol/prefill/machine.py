@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.context import MachineContext
-from kvctl_agent.protocol.local_info import LocalInfo, Timing
-from kvctl_agent.protocol.machine import Machine
-from kvctl_agent.protocol.prefill.admission import SendAdmission
-from kvctl_agent.protocol.prefill.dispatch import Dispatch
-from kvctl_agent.protocol.prefill.forwards import Forwards
-from kvctl_agent.protocol.prefill.readers import Readers
-from kvctl_agent.protocol.prefill.rooms import PrefillState, SendRooms
-from kvctl_agent.protocol.prefill.staging import Choose, StagingRequests
-from kvctl_agent.protocol.send_room import Part, PeerTransfer, Wait
-from kvctl_agent.protocol.sessions import PeerSessions
+from kvctl_agent.protocol.machine import Machine, MachineContext, PeerSessions
+from kvctl_agent.protocol.peer import LocalInfo, Timing
+from kvctl_agent.protocol.prefill.admission import Readers, SendAdmission
+from kvctl_agent.protocol.prefill.dispatch import Dispatch, Forwards
+from kvctl_agent.protocol.prefill.rooms import Choose, PrefillState, SendRooms, StagingRequests
+from kvctl_agent.protocol.prefill.send_room import Part, PeerTransfer, Wait
 from kvctl_agent.telemetry.hub import Telemetry
 
 

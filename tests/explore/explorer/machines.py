@@ -12,7 +12,7 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.local_info import LocalInfo
+from kvctl_agent.protocol.peer import LocalInfo
 from kvctl_agent.protocol.tag import Tag
 from tests.explore.explorer.canonical import Walk
 from tests.explore.explorer.frozen import AGES, NOW_NS, FrozenDecode, FrozenPrefill, Machine, freeze, thaw

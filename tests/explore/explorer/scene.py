@@ -12,7 +12,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import StateShape
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.local_info import LocalInfo
+from kvctl_agent.protocol.peer import LocalInfo
 from tests.explore.explorer.flow import Start
 from tests.explore.explorer.frozen import SILENT, TIMING, Machine, machine_of
 from tests.support.protocol.simulation import SHAPE, World, registry, staged

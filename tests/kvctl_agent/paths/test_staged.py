@@ -27,8 +27,9 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.row_index import RowIndex
 from kvctl_agent.paths.base import Flight, PeerConnection
 from kvctl_agent.paths.staged import StagedPath
-from kvctl_agent.protocol.events import CancelToken, Lease, Transfer
+from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant
+from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from tests.support.host_device import HostDevice
 

@@ -10,10 +10,9 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.grant_table import GrantTable, RegionState
-from kvctl_agent.protocol.ring import Position, Ring
-from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-from kvctl_agent.protocol.tombstones import RoomKey, Tombstones
+from kvctl_agent.protocol.machine import Tombstones
+from kvctl_agent.protocol.ring import GrantTable, Position, RegionState, Ring
+from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 from tests.support.protocol.moments import asked, compute, give, granted, part, said
 from tests.support.protocol.simulation import SECOND, UNIT, World, direct
 

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.computed_pages import ComputedPages
-from kvctl_agent.protocol.events import CancelToken
-from kvctl_agent.protocol.recv_room import RecvRoom
-from kvctl_agent.protocol.send_room import PeerTransfer
+from kvctl_agent.protocol.decode.rooms import RecvRoom
+from kvctl_agent.protocol.peer import CancelToken
+from kvctl_agent.protocol.prefill.send_room import ComputedPages, PeerTransfer
 from tests.support.protocol.scenarios import open_and_compute, world
 from tests.support.protocol.simulation import SECOND, Broken, World
 

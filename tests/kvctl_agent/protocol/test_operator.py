@@ -11,8 +11,8 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.grant_table import RegionState
 from kvctl_agent.protocol.peer import PeerState
+from kvctl_agent.protocol.ring import RegionState
 from tests.support.protocol.moments import asked, compute, granted, run_until
 from tests.support.protocol.scenarios import open_and_compute
 from tests.support.protocol.simulation import SECOND, TIMING, UNIT, Broken, Instance, World, direct, mixed

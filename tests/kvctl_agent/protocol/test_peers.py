@@ -14,7 +14,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import Peer, PeerState
-from kvctl_agent.protocol.prefill.readers import MAX_PEERS
+from kvctl_agent.protocol.prefill.admission import MAX_PEERS
 from tests.support.protocol.moments import in_flight, silence
 from tests.support.protocol.simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 

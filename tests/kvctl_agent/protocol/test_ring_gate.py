@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvctl_agent.protocol.ring import ALIGNMENT, Ring
-from kvctl_agent.protocol.ring_gate import RingGate
+from kvctl_agent.protocol.ring import ALIGNMENT, Ring, RingGate
 
 
 def test_before_any_news_only_round_0_is_open() -> None:

@@ -8,8 +8,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.grant_table import RegionState
-from kvctl_agent.protocol.ring import Position
+from kvctl_agent.protocol.ring import Position, RegionState
 from tests.support.protocol.moments import asked, compute, dropped, give, granted, part, said
 from tests.support.protocol.simulation import UNIT, World
 

@@ -9,7 +9,7 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.grant_table import RegionState
+from kvctl_agent.protocol.ring import RegionState
 from tests.support.protocol.simulation import SECOND, UNIT, Instance, Item, World
 
 SILENT = "prefill-0"

@@ -17,7 +17,8 @@ import pytest
 
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
 from kvctl_agent.paths.base import Flight, PeerConnection
-from kvctl_agent.protocol.events import CancelToken, Event, Lease, PartFailed, PartSent, Transfer
+from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
+from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.runtime.transfer_worker import TransferWorker
 from kvctl_agent.telemetry.hub import Telemetry

@@ -8,7 +8,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.send_room import Part
+from kvctl_agent.protocol.prefill.send_room import Part
 from kvctl_agent.protocol.tag import PartKey
 from tests.support.protocol.simulation import SECOND, Item, World
 

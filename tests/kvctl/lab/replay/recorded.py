@@ -10,8 +10,8 @@ from kvctl_agent.contract.recording import InputHeader
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.local_info import LocalInfo
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
+from kvctl_agent.protocol.peer import LocalInfo
 from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
 from tests.support.protocol.simulation import World
 

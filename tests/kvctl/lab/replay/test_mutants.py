@@ -15,12 +15,11 @@ from kvctl.lab.replay import play
 from kvctl.lab.replay.verdicts import AgentVerdict, judge
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.decode.rooms import RecvRoom
 from kvctl_agent.protocol.peer import Peer
+from kvctl_agent.protocol.prefill.send_room import PeerTransfer
 from kvctl_agent.protocol.recording import InputLog
-from kvctl_agent.protocol.recv_room import RecvRoom
-from kvctl_agent.protocol.ring import Position, Region, Ring
-from kvctl_agent.protocol.ring_gate import RingGate
-from kvctl_agent.protocol.send_room import PeerTransfer
+from kvctl_agent.protocol.ring import Position, Region, Ring, RingGate
 from tests.kvctl.lab.replay import recorded
 from tests.support.protocol.simulation import SECOND, Broken, mixed
 
