@@ -92,7 +92,7 @@ def run(args: list[str]) -> int:
         if reconfigure is not None:
             reconfigure(errors="replace")
     if _COMPLETE in os.environ:
-        from kvctl.commands.completion_values import answer
+        from kvctl.commands.completion import answer
 
         return answer(cli, args)
     try:

@@ -16,13 +16,36 @@ from kvctl.commands.queries import live_only, run
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.render.agents import AGENTS
+from kvctl.render import palette
 from kvctl.render.report import Report
+from kvctl.render.view import Column, Kind, View, Width
 from kvctl_agent.contract import sockets
 from kvctl_agent.contract.admin import socket_dir
 
 _CLOCK_ROUNDS = 3
 _TURN_TIMEOUT_S = 5.0
+
+AGENTS = View(
+    "agents",
+    (
+        Column("agent"),
+        Column("state", styles=palette.AGENT_STATES),
+        Column("role", styles=palette.ROLES),
+        Column("rtt", kind=Kind.DURATION),
+        Column("uptime", kind=Kind.DURATION),
+        Column("version"),
+        Column("pid", kind=Kind.ID),
+        Column("incarnation", width=Width.NORMAL),
+        Column("clock_offset", kind=Kind.DURATION, width=Width.WIDE),
+        Column("clock_error", kind=Kind.DURATION, width=Width.WIDE),
+        Column("protocol", kind=Kind.LIST, width=Width.WIDE),
+        Column("level", width=Width.WIDE),
+        Column("capabilities", kind=Kind.LIST, width=Width.WIDE),
+        Column("endpoint", width=Width.WIDE),
+    ),
+    sort=("agent",),
+    empty="no agents",
+)
 
 
 @click.command(

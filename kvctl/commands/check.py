@@ -26,10 +26,9 @@ from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.health.thresholds import Threshold, ThresholdError, human, parse
 from kvctl.health.verdict import Problem, Verdict, verdicts, worst
 from kvctl.render import palette
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Report
 from kvctl.render.sanitize import one_line
-from kvctl.render.view import Column, View, Width
+from kvctl.render.view import Column, Kind, View, Width
 
 CHECK = View(
     "check",

@@ -10,14 +10,12 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.mutations import act, named, yes_option
+from kvctl.commands.mutations import DONE, act, named, yes_option
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.queries import nobody, run
 from kvctl.commands.settings import Settings
-from kvctl.render.kinds import Kind
-from kvctl.render.operations import DONE
 from kvctl.render.report import Block, Grid, Line, Report, Text
-from kvctl.render.view import Column, Row, View, Width
+from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, Key
 
 if TYPE_CHECKING:

@@ -9,14 +9,21 @@ from typing import Any
 import click
 
 from kvctl.commands import context_file
-from kvctl.commands.completion_values import contexts
-from kvctl.commands.files import CONTEXT, CONTEXT_KEYS, File, context_of, user_file
+from kvctl.commands.completion import contexts
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.settings import Settings, check_context, chosen_context
-from kvctl.render.kinds import Kind
+from kvctl.commands.settings import (
+    CONTEXT,
+    CONTEXT_KEYS,
+    File,
+    Settings,
+    check_context,
+    chosen_context,
+    context_of,
+    user_file,
+)
 from kvctl.render.report import Report
-from kvctl.render.view import Column, View, Width
+from kvctl.render.view import Column, Kind, View, Width
 
 CONTEXTS = View(
     "contexts",

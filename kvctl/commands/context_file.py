@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvctl.commands.files import CONTEXT, CONTEXTS
+from kvctl.commands.settings import CONTEXT, CONTEXTS
 from kvctl.errors import CliError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

@@ -20,9 +20,8 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Report
-from kvctl.render.view import Column, View, Width
+from kvctl.render.view import Column, Kind, View, Width
 from kvctl_agent.contract.recording import RecordingError
 
 BUNDLE = View(

@@ -22,9 +22,8 @@ from kvctl.health.host.view import HostView
 from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.render import palette
 from kvctl.render.findings import headline, labelled, paragraph, row
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Block, Line, Report, Text
-from kvctl.render.view import Column, Row, View, Width
+from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.admin import socket_dir
 
 HOST = "host"

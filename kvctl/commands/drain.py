@@ -8,11 +8,9 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import AgentAnswer, Fleet
-from kvctl.commands.mutations import act, named, once_and_live, yes_option
-from kvctl.commands.names import AgentName
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.mutations import DONE, act, named, once_and_live, yes_option
+from kvctl.commands.options import AgentName, KvctlCommand, pass_settings
 from kvctl.commands.settings import Settings
-from kvctl.render.operations import DONE
 
 
 @click.command(

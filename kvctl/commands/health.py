@@ -26,10 +26,9 @@ from kvctl.health.mutes import Baseline, Mute
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
 from kvctl.render import palette
 from kvctl.render.findings import HEALTH, labelled, overview, paragraphs, row
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Block, Report, Text
 from kvctl.render.units import duration, parse_duration
-from kvctl.render.view import Column, Row, View, Width
+from kvctl.render.view import Column, Kind, Row, View, Width
 
 _PREFIX = "KV_"
 

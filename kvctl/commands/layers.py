@@ -8,15 +8,12 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.names import RoomNumber
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import KvctlCommand, RoomNumber, pass_settings
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.render.layers import LAYERS
-from kvctl.render.pipeline import Decisions
+from kvctl.render.layers import LAYERS, PipelineDecisions, draw_waterfall
 from kvctl.render.report import Block, Grid, Report, Text
 from kvctl.render.view import Row
-from kvctl.render.waterfall import draw
 
 
 @click.command(
@@ -40,10 +37,10 @@ def layers(settings: Settings, room: str | None) -> None:
         answers = survey.answers("layers")
         strangers = survey.set_unknown_rooms_aside()
         rows = [row for _, data in answers for row in data]
-        decisions = Decisions(data for _, data in survey.answers("status"))
+        decisions = PipelineDecisions(data for _, data in survey.answers("status"))
 
         def blocks(kept: Sequence[Row], width: int) -> list[Block]:
-            picture: list[Block] = [Text(draw(kept, width))] if kept else []
+            picture: list[Block] = [Text(draw_waterfall(kept, width))] if kept else []
             reasons = [Text(lines)] if room is None and (lines := decisions.lines()) else []
             return [*picture, Grid(LAYERS, kept), *reasons]
 

@@ -14,10 +14,9 @@ from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Report
 from kvctl.render.sanitize import one_line, printable
-from kvctl.render.view import Column, Row, View, Width
+from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.metrics import METRICS as DECLARED
 
 _NOT_IN_NAMES = re.compile("[^a-zA-Z0-9_:]")

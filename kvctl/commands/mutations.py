@@ -16,10 +16,24 @@ from kvctl.commands.queries import conclude, live_only, nobody
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain, tell
 from kvctl.exit_codes import ExitCode
-from kvctl.render.operations import DONE, done_lines
-from kvctl.render.report import Report
+from kvctl.render.report import Block, Line, Report, Text
 from kvctl.render.sanitize import printable
+from kvctl.render.view import Column, Row, View
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Level
+
+_RESULTS = {"unchanged": "dim", "revoking": "yellow", "aside": "yellow", "draining": "yellow", "": "green"}
+
+DONE = View(
+    "done",
+    (
+        Column("agent"),
+        Column("subject"),
+        Column("result", styles=_RESULTS),
+        Column("text", header="WHAT"),
+    ),
+    sort=("agent", "subject"),
+    empty="nothing was done",
+)
 
 Concerned = Callable[[Fleet, Survey], "Sequence[AgentAnswer] | str"]
 """From the answers to the agents that are to be told; or why that is impossible; or "" where there is nothing to do."""
@@ -147,3 +161,18 @@ def _none_to_tell(output: Output, settings: Settings, survey: Survey, report: Re
         complain(nobody(settings, survey).message)
         return ExitCode.NO_AGENT
     return code
+
+
+def done_lines(rows: Sequence[Row]) -> list[Block]:
+    """Formats the results of actions, one per line and never truncated."""
+    widths = {name: max((len(row[name]) for row in rows), default=0) for name in ("agent", "subject", "result")}
+    lines: list[Line] = [
+        [
+            (f"{row['agent']:<{widths['agent']}}  ", ""),
+            (f"{row['subject']:<{widths['subject']}}  ", ""),
+            (f"{row['result']:<{widths['result']}}  ", _RESULTS.get(row["result"], _RESULTS[""])),
+            (row["text"], ""),
+        ]
+        for row in rows
+    ]
+    return [Text(lines)]

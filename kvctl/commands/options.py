@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from kvctl.render.view import View
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 Example = tuple[str, str]
 """What a command line does, and the command line."""
@@ -43,9 +45,9 @@ def _completed_by(kind: str) -> Callable[[click.Context, click.Parameter, str], 
     """One of the functions of `completing`, which is imported when a shell asks."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> Any:
-        from kvctl.commands import completion_values
+        from kvctl.commands import completion
 
-        return getattr(completion_values, kind)(ctx, param, incomplete)
+        return getattr(completion, kind)(ctx, param, incomplete)
 
     return complete
 
@@ -336,3 +338,33 @@ def settings_of(ctx: click.Context) -> Settings:
         click.UsageError: one of them is wrong.
     """
     return resolve(ctx.ensure_object(dict))
+
+
+_LARGEST_ROOM = (1 << 64) - 1
+
+
+class AgentName(click.ParamType[str]):
+    """The name of an agent."""
+
+    name = "agent"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        from kvctl.commands import completion
+
+        return completion.agents(ctx, param, incomplete)
+
+
+class RoomNumber(click.ParamType[str]):
+    """An unsigned 64-bit number, kept as the text that the admin socket wants."""
+
+    name = "room"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not str(value).isdecimal() or int(value) > _LARGEST_ROOM:
+            self.fail(f"{value!r} is not a room number, 0 to {_LARGEST_ROOM}", param, ctx)
+        return str(int(value))
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        from kvctl.commands import completion
+
+        return completion.rooms(ctx, param, incomplete)

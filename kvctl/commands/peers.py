@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -13,19 +14,50 @@ from kvctl.client.calls import Call
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.mutations import once_and_live, permitted
-from kvctl.commands.names import AgentName
-from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.options import AgentName, KvctlGroup, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, run
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
-from kvctl.render.operations import PROBE
-from kvctl.render.peer_diff import DIFF, DIFFERS, INCOMPATIBLE, SAME, build, comparisons, refusals
-from kvctl.render.peer_matrix import MATRIX, draw, pairs
-from kvctl.render.peers import PEERS
+from kvctl.render.peers import MATRIX, PEERS, draw_matrix, pairs
 from kvctl.render.report import Block, Grid, Report, Text
 from kvctl.render.units import parse_size
-from kvctl.render.view import Row
+from kvctl.render.view import Column, Kind, Row, View, Width
+
+INCOMPATIBLE = "incompatible"
+DIFFERS = "differs"
+SAME = "same"
+# "page_size 64 ≠ 32": the prefill agent's value first.
+_FACTOR = re.compile(r"(?P<factor>protocol version|\S+) (?P<prefill>\S.*?) ≠ (?P<decode>.+)", re.DOTALL)
+
+DIFF = View(
+    "peers.diff",
+    (
+        Column("factor"),
+        Column("a"),
+        Column("b"),
+        Column("verdict", styles={INCOMPATIBLE: "bold red", DIFFERS: "yellow", SAME: "dim"}),
+        Column("kind", width=Width.NORMAL),
+        Column("text", width=Width.WIDE),
+    ),
+    empty="no difference",
+)
+
+
+PROBE = View(
+    "probe",
+    (
+        Column("agent"),
+        Column("peer"),
+        Column("bytes", kind=Kind.BYTES, header="SIZE"),
+        Column("descriptors", kind=Kind.COUNT, header="DESCRIPTORS"),
+        Column("write", kind=Kind.DURATION, header="WRITE"),
+        Column("descriptor", kind=Kind.DURATION, header="PER DESCRIPTOR"),
+        Column("gb_per_s", kind=Kind.RATE, header="GB/S"),
+    ),
+    sort=("agent", "peer", "bytes"),
+    empty="no connection was measured",
+)
 
 _LONGEST_NS = 60_000_000_000
 _CALLS = (Call("peers"),)
@@ -99,7 +131,7 @@ def _read_matrix(survey: Survey) -> Report:
     rows = pairs(roles, (row for _, data in answers for row in data))
 
     def blocks(kept: Sequence[Row], width: int) -> list[Block]:
-        return [Text(draw(kept, width))]
+        return [Text(draw_matrix(kept, width))]
 
     return Report(MATRIX, rows, len(answers), survey.faults, blocks=blocks)
 
@@ -263,3 +295,60 @@ def _nothing(survey: Survey, prefill: str | None, decode: str | None) -> str:
         return f"no prefill rank named {prefill} answers; there are: {', '.join(writers) or 'none'}"
     who = prefill or "no prefill rank"
     return f"{who} is {'not ' if prefill else ''}connected to {decode or 'any decode rank'}: kvctl peers matrix"
+
+
+def refusals(
+    by_prefill: Mapping[str, Any] | None, by_decode: Mapping[str, Any] | None, swapped: bool
+) -> list[dict[str, Any]]:
+    """Returns the incompatible settings of a prefill and a decode agent.
+
+    Args:
+        by_prefill: the prefill agent's row about the decode agent.
+        by_decode: the decode agent's row about the prefill agent. It mostly repeats what the prefill agent sent, so it
+            counts only if the prefill agent reports nothing.
+        swapped: `a` is the decode agent.
+    """
+    differences = list(by_prefill["differences"]) if by_prefill else []
+    decode_first = bool(by_prefill) and not differences
+    texts = differences or (list(by_decode["differences"]) if by_decode else [])
+    rows = []
+    for text in texts:
+        found = _FACTOR.fullmatch(text)
+        first, second = (found["prefill"], found["decode"]) if found else (None, None)
+        if swapped != decode_first:
+            first, second = second, first
+        factor = found["factor"] if found else text
+        rows.append({"factor": factor, "a": first, "b": second, "verdict": INCOMPATIBLE, "kind": "plan", "text": text})
+    return rows
+
+
+def comparisons(a: Mapping[str, Any], b: Mapping[str, Any], kind: str, keys: Iterable[str]) -> list[dict[str, Any]]:
+    """Returns one row per key with the values of both agents."""
+    return [
+        {
+            "factor": key,
+            "a": a.get(key),
+            "b": b.get(key),
+            "verdict": SAME if a.get(key) == b.get(key) else DIFFERS,
+            "kind": kind,
+            "text": None,
+        }
+        for key in keys
+    ]
+
+
+def build(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the versions and engine of an agent as a flat mapping."""
+    transport, pool, sizes = status["transport"], status["pool"], status["sizes"]
+    return {
+        "version": status["version"],
+        "role": status["role"],
+        "device": status["device"],
+        **{f"transport.{key}": _text(value) for key, value in transport.items()},
+        **{f"sizes.{key}": value for key, value in sizes.items()},
+        **{f"pool.{key}": value for key, value in pool.items()},
+    }
+
+
+def _text(value: str | Sequence[str]) -> str:
+    return value if isinstance(value, str) else ",".join(value)

@@ -14,20 +14,26 @@ from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
-from kvctl.commands.mutations import Rounds, act, yes_option
-from kvctl.commands.names import RoomNumber
-from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.mutations import DONE, Rounds, act, yes_option
+from kvctl.commands.options import KvctlGroup, RoomNumber, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
-from kvctl.render.expressions import ExpressionError
-from kvctl.render.failed_rooms import FAILED, causes, dropped, failed_rows
-from kvctl.render.operations import DONE
 from kvctl.render.report import Grid, Report, Text
-from kvctl.render.room_report import blocks, rank_rows
-from kvctl.render.rooms import HISTORY, ROOMS, SLOW, TIMELINE
-from kvctl.render.selection import Selection, select
+from kvctl.render.rooms import (
+    FAILED,
+    HISTORY,
+    ROOMS,
+    SLOW,
+    TIMELINE,
+    dropped_note,
+    failed_rows,
+    failure_counts,
+    rank_rows,
+    room_blocks,
+)
+from kvctl.render.selection import ExpressionError, Selection, select
 from kvctl.render.units import duration
 from kvctl.render.view import Row, View
 from kvctl_agent.contract.admin import ErrorCode
@@ -130,7 +136,7 @@ def failed(settings: Settings, limit: int) -> None:
         clocks = {agent.name: agent.clock for agent in survey.agents}
         found = failed_rows((row for _, data in answers for row in data["rooms"]), clocks, survey.at_ns)
         kept = selection.rows(found)
-        notes = [text] if (text := dropped([(agent.name, data) for agent, data in answers])) else []
+        notes = [text] if (text := dropped_note([(agent.name, data) for agent, data in answers])) else []
         if len(kept) > limit:
             notes.append(f"{len(kept) - limit} more failed rooms: raise --limit")
         return Report(
@@ -138,7 +144,7 @@ def failed(settings: Settings, limit: int) -> None:
             kept[:limit] or found,
             len(answers),
             survey.faults,
-            blocks=lambda shown, width: [Text([causes(kept)]), Grid(FAILED, shown)],
+            blocks=lambda shown, width: [Text([failure_counts(kept)]), Grid(FAILED, shown)],
             notes=notes,
         )
 
@@ -241,7 +247,9 @@ def _room_report(number: str, joined: Sequence[RoomTimeline], answered: int, fau
         answered,
         faults,
         objects=lambda kept: [_document(room, timeline) for room, timeline in split(kept)],
-        blocks=lambda kept, width: [block for room, timeline in split(kept) for block in blocks(room, timeline, width)],
+        blocks=lambda kept, width: [
+            block for room, timeline in split(kept) for block in room_blocks(room, timeline, width)
+        ],
     )
     if not joined and answered and not faults:
         report.failure = f"no agent knows room {number}; see kvctl rooms, and kvctl rooms history for finished ones"

@@ -11,9 +11,8 @@ from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Line, Report, Text
-from kvctl.render.view import Column, Row, View, Width
+from kvctl.render.view import Column, Kind, Row, View, Width
 
 STACKS = View(
     "stacks",

@@ -9,15 +9,12 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
-from kvctl.commands.mutations import act, yes_option
-from kvctl.commands.names import RoomNumber
-from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.mutations import DONE, act, yes_option
+from kvctl.commands.options import KvctlGroup, RoomNumber, pass_settings
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.render import ring_map
-from kvctl.render.operations import DONE
 from kvctl.render.report import Block, Grid, Report, Text
-from kvctl.render.staging import ALLOCATIONS, GATED, STAGING
+from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, allocation_legend, draw_ring
 from kvctl.render.units import duration, size
 from kvctl.render.view import Row
 
@@ -77,8 +74,8 @@ def _read_map(survey: Survey) -> Report:
     def blocks(kept: Sequence[Row], width: int) -> list[Block]:
         if not rings:
             return [Text([[("no decode rank has a staging ring", "dim")]])]
-        pictures: list[Block] = [Text(ring_map.draw(ring, width)) for ring in rings]
-        return [*pictures, Text([ring_map.legend()]), Grid(ALLOCATIONS, kept)]
+        pictures: list[Block] = [Text(draw_ring(ring, width)) for ring in rings]
+        return [*pictures, Text([allocation_legend()]), Grid(ALLOCATIONS, kept)]
 
     return Report(ALLOCATIONS, rows, len(answers), survey.faults, blocks=blocks)
 

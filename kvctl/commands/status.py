@@ -18,9 +18,8 @@ from kvctl.commands.settings import Settings
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.snapshot import HEALTH_CALLS
 from kvctl.render.findings import in_short
-from kvctl.render.fleet import FleetSummary, Rates, rates, summarise
 from kvctl.render.report import Report
-from kvctl.render.status import MOMENTS, STATUS, moment, screen
+from kvctl.render.status import MOMENTS, STATUS, FleetSummary, Rates, moment, rates, screen, summarise
 
 _BRIEFLY = (Call("status"),)
 _HEALTH_EVERY_NS = 2_000_000_000

@@ -15,8 +15,7 @@ from kvctl.commands.queries import nobody, source
 from kvctl.commands.settings import DEFAULT_TIMEOUT, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.render.expressions import ExpressionError
-from kvctl.render.selection import select
+from kvctl.render.selection import ExpressionError, select
 from kvctl.render.units import parse_seconds
 
 _VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed")

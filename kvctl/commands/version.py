@@ -12,10 +12,21 @@ from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.render.agents import VERSION as VERSION_VIEW
 from kvctl.render.report import Report
+from kvctl.render.view import Column, Kind, View, Width
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
+
+VERSION_VIEW = View(
+    "version",
+    (
+        Column("component"),
+        Column("version"),
+        Column("protocol", kind=Kind.LIST),
+        Column("python", width=Width.NORMAL),
+        Column("endpoint", width=Width.WIDE),
+    ),
+)
 
 
 @click.command(

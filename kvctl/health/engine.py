@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.render.peer_matrix import natural
+from kvctl.render.selection import natural_key
 
 
 def examine(snapshot: Snapshot, codes: Iterable[Code]) -> list[Finding]:
@@ -20,7 +20,7 @@ def examine(snapshot: Snapshot, codes: Iterable[Code]) -> list[Finding]:
     order = list(codes)
     place = {code.name: number for number, code in enumerate(order)}
     found = [finding for code in order for finding in _find(code, snapshot)]
-    return sorted(found, key=lambda one: (-one.severity, place[one.code], natural(one.subject), one.cause))
+    return sorted(found, key=lambda one: (-one.severity, place[one.code], natural_key(one.subject), one.cause))
 
 
 def _find(code: Code, snapshot: Snapshot) -> list[Finding]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvctl.render.report import Line, Span
+from kvctl_agent.contract.states import STAGES
 
 # Glyph of each stage. `ready` has none: it is the point at which a part's bar begins.
 STAGE_GLYPHS: dict[str, Span] = {
@@ -19,6 +20,20 @@ STAGE_GLYPHS: dict[str, Span] = {
 
 
 HIDDEN, EXPOSED = "■", "□"
+
+
+def stage_intervals(moments: Mapping[str, int], start: int) -> list[tuple[float, float, Span]]:
+    """Returns one interval per stage of a part, from the end of the previous stage to its own."""
+    pieces: list[tuple[float, float, Span]] = []
+    before: int | None = None
+    for stage in STAGES:
+        at = moments.get(stage)
+        if at is None:
+            continue
+        if before is not None and stage in STAGE_GLYPHS:
+            pieces.append((float(before - start), float(at - start), STAGE_GLYPHS[stage]))
+        before = at if before is None else max(before, at)
+    return pieces
 
 
 def split(share: float, width: int) -> list[Span]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvctl.render.kinds import Kind
-from kvctl.render.view import Column, View, Width
+from kvctl.render.view import Column, Kind, View, Width
 
 BOOTSTRAP = View(
     "bootstrap",

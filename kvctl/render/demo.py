@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvctl.render import units
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Block, Grid, Line, Text
-from kvctl.render.view import Column, View, Width
+from kvctl.render.view import Column, Kind, View, Width
 
 _BAD = "bold red"
 

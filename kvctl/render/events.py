@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvctl.render import palette
-from kvctl.render.kinds import Kind
-from kvctl.render.view import Column, View, Width
+from kvctl.render.view import Column, Kind, View, Width
 
 EVENTS = View(
     "events",

@@ -9,9 +9,8 @@ from typing import Any
 
 from kvctl.health.finding import Finding, Severity
 from kvctl.render import palette, units
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Block, Grid, Line, Span, Text
-from kvctl.render.view import Column, Row, View, Width
+from kvctl.render.view import Column, Kind, Row, View, Width
 
 _LABEL = 10
 _WIDEST = 110

@@ -5,8 +5,15 @@
 
 from __future__ import annotations
 
-from kvctl.render.kinds import Kind
-from kvctl.render.view import Column, Row, View, Width
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvctl.render import units
+from kvctl.render.bars import EXPOSED, HIDDEN, STAGE_GLYPHS, legend, segments, split, stage_intervals
+from kvctl.render.report import Line, Span
+from kvctl.render.view import Column, Kind, Row, View, Width
+from kvctl_agent.contract.choices import PIPELINED, REASONS
 from kvctl_agent.contract.states import STAGES
 
 
@@ -44,3 +51,141 @@ LAYERS = View(
     sort=("agent", "layers"),
     empty="no parts moved yet",
 )
+
+
+_MOST_BARS = 32
+_SHARE = 8  # cells of the bar that shows what was hidden
+_TAIL = 2 + _SHARE + 1 + 6
+_ROOMY = 52  # with fewer cells for the bars, only the percentage is printed after them
+
+
+def draw_waterfall(rows: Sequence[Row], width: int) -> list[Line]:
+    """Draws one bar per row on a common axis: consecutive median durations, or the actual times if the rows have them.
+
+    A bar begins at the time at which its layer group was ready, and is followed by hidden and exposed transfer time.
+    """
+    shown = _most_used(rows)
+    labels = [_label(row, max(8, width // 2)) for row in shown]
+    margin = max(map(len, labels)) + 2
+    shares = [hidden_share(row) for row in shown]
+    any_share = any(share is not None for share in shares)
+    roomy = width - margin >= _ROOMY
+    cells = max(10, width - margin - (_TAIL if roomy else 8) * any_share)
+    times = [_part_times(row) for row in shown]
+    known = [at for parts in times for part in parts for at in part.values()]
+    start = min(known, default=0)
+    bars = [_timed_bars(parts, start) if parts else _stacked_bar(row) for row, parts in zip(shown, times, strict=True)]
+    end = max((stop for bar in bars for _, stop, _ in bar), default=0.0)
+    axis = units.duration(end)
+    lines: list[Line] = [[(f"{'':<{margin}}0{axis:>{cells - 1}}", "dim")]]
+    for label, bar, share in zip(labels, bars, shares, strict=True):
+        lines.append([(f"{label:<{margin}}", ""), *segments(bar, end, cells), *_exposure(share, roomy)])
+    if len(rows) > len(shown):
+        lines.append([(f"{len(rows) - len(shown)} more layer groups in the table only", "dim")])
+    lines.append(legend())
+    if any_share:
+        hidden = [(HIDDEN, "green"), (" hidden behind the forward  ", "dim"), (EXPOSED, "yellow"), (" exposed", "dim")]
+        lines.append(hidden if roomy else [("% of the way hidden behind the forward", "dim")])
+    return lines
+
+
+def _most_used(rows: Sequence[Row]) -> Sequence[Row]:
+    """Selects the rows with the most parts, prefill ranks first; keeps their order."""
+    places = sorted(range(len(rows)), key=lambda place: (hidden_share(rows[place]) is None, -rows[place]["parts"]))
+    places = places[:_MOST_BARS]
+    return [rows[place] for place in sorted(places)]
+
+
+def _label(row: Row, most: int) -> str:
+    text = f"{row['agent']} {Kind.LAYERS.value.human(row['layers'])} {row['path']}"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _exposure(share: float | None, roomy: bool) -> list[Span]:
+    if share is None:
+        return []
+    bar = [("  ", ""), *split(share, _SHARE)] if roomy else []
+    return [*bar, (f" {units.percent(share):>6}", "green" if share >= 0.5 else "")]
+
+
+def _part_times(row: Row) -> list[dict[str, int]]:
+    return [{stage: at for stage, at in part.items() if at is not None} for part in row.get("moments") or ()]
+
+
+def _stacked_bar(row: Row) -> list[tuple[float, float, Span]]:
+    pieces, at = [], float((row["stages"].get("ready") or {}).get("p50_ns") or 0)
+    for stage, glyph in STAGE_GLYPHS.items():
+        took = (row["stages"].get(stage) or {}).get("p50_ns")
+        if took:
+            pieces.append((at, at + took, glyph))
+            at += took
+    return pieces
+
+
+def _timed_bars(parts: Sequence[Mapping[str, Any]], start: int) -> list[tuple[float, float, Span]]:
+    return [piece for part in parts for piece in stage_intervals(part, start)]
+
+
+class PipelineDecisions:
+    """Pipelining decisions, summed over all prefill ranks that answered `status`."""
+
+    def __init__(self, statuses: Iterable[Mapping[str, Any]]) -> None:
+        uses = [use for status in statuses if (use := status.get("pipeline"))]
+        self.ranks = len(uses)
+        self.modes = sorted({_mode(use) for use in uses})
+        self.by_reason: Counter[str] = Counter()
+        for use in uses:
+            self.by_reason.update(use["decisions"])
+
+    @property
+    def off(self) -> bool:
+        """Whether pipelining is off on all ranks and no forward was pipelined."""
+        return self.modes in ([], ["off"]) and not any(self.by_reason[reason] for reason in PIPELINED)
+
+    def summary(self) -> list[Span]:
+        """Formats `on from 3,072 tokens   120 of 132 forwards (on 2 ranks) pipelined, else mostly few-tokens`."""
+        spans: list[Span] = [(" or ".join(self.modes), "bold")]
+        total = sum(self.by_reason.values())
+        if not total:
+            return [*spans, ("   no forward yet", "dim")]
+        pipelined = sum(self.by_reason[reason] for reason in PIPELINED)
+        ranks = f" (on {self.ranks} ranks)" if self.ranks > 1 else ""
+        spans.append((f"   {pipelined:,} of {total:,} forwards{ranks} pipelined", ""))
+        others = [(count, reason) for reason, count in self.by_reason.items() if reason not in PIPELINED and count]
+        if others:
+            _, most = max(others)
+            spans.append((f", else {'mostly ' * (len(others) > 1)}{most}", "yellow" if not pipelined else ""))
+        return spans
+
+    def lines(self) -> list[Line]:
+        """Formats the summary followed by every reason with its explanation."""
+        if not self.ranks:
+            return []
+        head: Line = [("pipeline ", "dim"), *self.summary()]
+        if self.off:
+            return [head]
+        counts = [(units.count(self.by_reason[reason]), reason) for reason in REASONS if self.by_reason[reason]]
+        # An agent that is newer than this kvctl may report further reasons.
+        counts += [(units.count(self.by_reason[reason]), reason) for reason in sorted(self.by_reason.keys() - REASONS)]
+        return [head, *_reason_lines(counts)]
+
+
+def _mode(use: Mapping[str, Any]) -> str:
+    if use["mode"] == "off":
+        return "off"
+    if use["group_size"] is not None:
+        return f"{use['mode']}, {units.count(use['group_size'])} layers a group"
+    return f"{use['mode']} from {units.count(use['min_tokens'])} tokens"
+
+
+def _reason_lines(counts: Sequence[tuple[str, str]]) -> list[Line]:
+    number = max((len(count) for count, _ in counts), default=0)
+    name = max((len(reason) for _, reason in counts), default=0)
+    return [
+        [
+            (f"  {count:>{number}}  ", ""),
+            (f"{reason:<{name}}", "green" if reason in PIPELINED else "yellow"),
+            (f"  {REASONS.get(reason, '')}", "dim"),
+        ]
+        for count, reason in counts
+    ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 from kvctl.render import palette
-from kvctl.render.kinds import Kind
-from kvctl.render.view import Column, View, Width
+from kvctl.render.report import Line, Span
+from kvctl.render.selection import natural_key
+from kvctl.render.view import Column, Kind, Row, View, Width
 
 PEERS = View(
     "peers",
@@ -40,3 +44,154 @@ PEERS = View(
     sort=("agent", "peer"),
     empty="no peers",
 )
+
+
+ONE_SIDED = "one-sided"
+NO_LINK = "none"
+# States, worst first: if the two ends differ, the worse state counts.
+_RANKING = ("refused", "lost", "suspect", "connecting", ONE_SIDED, "ready", NO_LINK)
+_GLYPHS: dict[str, Span] = {
+    "ready": ("●", palette.PEER_STATES["ready"]),
+    "suspect": ("◐", palette.PEER_STATES["suspect"]),
+    "connecting": ("○", palette.PEER_STATES["connecting"]),
+    ONE_SIDED: ("◑", "yellow"),
+    "lost": ("✕", palette.PEER_STATES["lost"]),
+    "refused": ("≠", palette.PEER_STATES["refused"]),
+    NO_LINK: ("·", "dim"),
+}
+
+MATRIX = View(
+    "peers.matrix",
+    (
+        Column("prefill"),
+        Column("decode"),
+        Column("state", styles={**palette.PEER_STATES, ONE_SIDED: "yellow", NO_LINK: "dim"}),
+        Column("prefill_sees", styles=palette.PEER_STATES, width=Width.NORMAL),
+        Column("decode_sees", styles=palette.PEER_STATES, width=Width.NORMAL),
+        Column("lane"),
+        Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
+        Column("rtt", kind=Kind.DURATION),
+        Column("errors", "errors_total", Kind.COUNT),
+        Column("differences", kind=Kind.LIST, width=Width.NORMAL),
+    ),
+    sort=("prefill", "decode"),
+    empty="no pair of a prefill and a decode agent",
+)
+
+
+def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns every pair of a prefill and a decode agent.
+
+    Args:
+        roles: roles of the agents that answered, by name; agents known only as a peer are added.
+        rows: answers to `peers`.
+    """
+    by_pair: dict[tuple[str, str], Mapping[str, Any]] = {}
+    known = dict(roles)
+    for row in rows:
+        by_pair[row["agent"], row["peer"]] = row
+        known.setdefault(row["peer"], row["role"])
+    prefill, decode = (sorted(name for name, role in known.items() if role == each) for each in ("prefill", "decode"))
+    return [_pair(p, d, by_pair.get((p, d)), by_pair.get((d, p)), roles) for p in prefill for d in decode]
+
+
+def _pair(
+    prefill: str,
+    decode: str,
+    by_prefill: Mapping[str, Any] | None,
+    by_decode: Mapping[str, Any] | None,
+    asked: Mapping[str, str],
+) -> dict[str, Any]:
+    ends = [end for end in (by_prefill, by_decode) if end is not None]
+    states = [end["state"] for end in ends] or [NO_LINK]
+    if len(ends) == 1 and prefill in asked and decode in asked:
+        states.append(ONE_SIDED)
+    differences = [text for end in ends for text in end["differences"]]
+    return {
+        "prefill": prefill,
+        "decode": decode,
+        "state": min(states, key=lambda state: _RANKING.index(state) if state in _RANKING else 0),
+        "prefill_sees": by_prefill["state"] if by_prefill else None,
+        "decode_sees": by_decode["state"] if by_decode else None,
+        "lane": next((end["lane"] for end in ends if end["lane"]), None),
+        "lane_direct": by_prefill.get("lane_direct") if by_prefill else None,
+        "rtt_ns": next((end["rtt_ns"] for end in ends if end["rtt_ns"] is not None), None),
+        "errors_total": sum(end["errors_total"] for end in ends),
+        "differences": list(dict.fromkeys(differences)),
+    }
+
+
+def draw_matrix(rows: Sequence[Row], width: int) -> list[Line]:
+    """Draws the pairs as a grid, a line per prefill and a column per decode rank; splits a grid that is too wide."""
+    if not rows:
+        return [[(MATRIX.empty, "dim")]]
+    cells = {(row["prefill"], row["decode"]): row for row in rows}
+    prefill, decode = (sorted({row[side] for row in rows}, key=natural_key) for side in ("prefill", "decode"))
+    lanes = _letters(row["lane"] for row in rows)
+    margin = min(max(map(len, prefill)), max(8, width // 3))
+    headings, prefix = _headings(decode)
+    size = max(1 + (len(lanes) > 1), *map(len, headings)) + 1
+    per_grid = max(1, (width - margin - 1) // size)
+    lines: list[Line] = []
+    for first in range(0, len(decode), per_grid):
+        names, heads = decode[first : first + per_grid], headings[first : first + per_grid]
+        if lines:
+            lines.append([("", "")])
+        if prefix:
+            lines.append([(f"{'':<{margin}}  {prefix}…", "bold")])
+        lines.append([(f"{'':<{margin}}  " + "".join(f"{head:<{size}}" for head in heads).rstrip(), "bold")])
+        for name in prefill:
+            line: list[Span] = [(f"{_cut(name, margin):<{margin}}  ", "")]
+            for other in names:
+                line += _matrix_cell(cells.get((name, other)), lanes, size)
+            lines.append(line)
+    return [*lines, [("", "")], *_matrix_legend(rows, lanes)]
+
+
+def _matrix_cell(row: Row | None, lanes: Mapping[str, str], size: int) -> list[Span]:
+    state = row["state"] if row is not None else NO_LINK
+    glyph, style = _GLYPHS.get(state, ("?", ""))
+    lane = lanes.get(row["lane"] or "", "") if row is not None and len(lanes) > 1 else ""
+    return [(glyph, style), (f"{lane:<{size - 1}}", "dim")]
+
+
+def _letters(lanes: Iterable[str | None]) -> dict[str, str]:
+    """Assigns each lane a letter of its name, or a digit if its letters are taken."""
+    letters: dict[str, str] = {}
+    for lane in sorted({lane for lane in lanes if lane}):
+        free = (each for each in (*lane, *"0123456789") if each.isalnum() and each not in letters.values())
+        letters[lane] = next(free, "?")
+    return letters
+
+
+def _headings(names: Sequence[str]) -> tuple[list[str], str]:
+    """Returns the column headings without the prefix that all names share, and that prefix."""
+    size = next((i for i, each in enumerate(zip(*names, strict=False)) if len(set(each)) > 1), 0)
+    prefix = names[0][:size].rstrip("0123456789")
+    return [name[len(prefix) :] or name for name in names], prefix
+
+
+def _matrix_legend(rows: Sequence[Row], lanes: Mapping[str, str]) -> list[Line]:
+    counts = {state: sum(row["state"] == state for row in rows) for state in reversed(_RANKING)}
+    spans: list[Span] = []
+    for state, count in counts.items():
+        if count:
+            spans += [_GLYPHS[state], (f" {count} {'no link' if state == NO_LINK else state}   ", "dim")]
+    lines: list[Line] = [spans]
+    if len(lanes) > 1:
+        lines.append([("lanes: " + "  ".join(f"{letter} {lane}" for lane, letter in lanes.items()), "dim")])
+    elif lanes:
+        lines.append([(f"lane: {next(iter(lanes))}", "dim")])
+    for row in rows:
+        if row["differences"]:
+            lines.append(
+                [
+                    ("≠ ", palette.PEER_STATES["refused"]),
+                    (f"{row['prefill']} and {row['decode']}: {'; '.join(row['differences'])}", ""),
+                ]
+            )
+    return lines
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size - 1]}…"

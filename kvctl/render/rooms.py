@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
-from kvctl.render import palette
-from kvctl.render.kinds import Kind
-from kvctl.render.view import Column, Row, View, Width
+from kvctl.client.clock import ClockOffset
+from kvctl.client.room_timeline import PartTimeline, RoomTimeline, join
+from kvctl.render import palette, units
+from kvctl.render.bars import legend, segments, stage_intervals
+from kvctl.render.report import Block, Grid, Line, Span, Text
+from kvctl.render.view import Column, Kind, Row, View, Width
+from kvctl_agent.contract.snapshots import RoomDetail
+from kvctl_agent.contract.values import layer_range
 
 
 def _progress(row: Row) -> str | None:
@@ -96,3 +103,212 @@ RANKS = View(
         Column("clock_error", kind=Kind.DURATION, width=Width.NORMAL, header="CLOCK ±"),
     ),
 )
+
+
+_ROLES = ("prefill", "decode")
+_NAMED = 4  # maximum number of agents named in one note
+
+FAILED = View(
+    "failed",
+    (
+        Column("room", kind=Kind.ID),
+        Column("ago", kind=Kind.DURATION),
+        Column("rank"),
+        Column("code"),
+        Column("text"),
+        Column("after", kind=Kind.DURATION, width=Width.NORMAL),
+        Column("agents", kind=Kind.LIST, width=Width.WIDE),
+        Column("waits_for", kind=Kind.LIST, width=Width.NORMAL),
+        Column("failed_at", kind=Kind.TIME, width=Width.WIDE),
+        Column("tokens", kind=Kind.COUNT, width=Width.WIDE),
+        Column("bytes", kind=Kind.BYTES, width=Width.WIDE),
+        Column("nonce", kind=Kind.ID, width=Width.WIDE),
+    ),
+    sort=("-failed_at", "room"),
+    empty="no failed rooms",
+)
+
+
+def failed_rows(answers: Iterable[Row], clocks: Mapping[str, ClockOffset], now_ns: int) -> list[Row]:
+    """Returns one row per failed room, with times by this machine's clock.
+
+    Args:
+        answers: rows of all agents' answers to `failed`.
+        clocks: clock offsets by agent name.
+        now_ns: this machine's wall clock when they answered.
+    """
+    by_number: dict[str, list[RoomDetail]] = {}
+    for row in answers:
+        detail = cast(RoomDetail, {**row, "timeline": [], "timeline_dropped": 0})
+        by_number.setdefault(row["room"], []).append(detail)
+    uses = [room for details in by_number.values() for room in join(details, clocks)]
+    return [_failed_row(room, now_ns) for room in uses if room.failure is not None]
+
+
+def _failed_row(room: RoomTimeline, now_ns: int) -> dict[str, Any]:
+    failure, after = room.failure, room.failed_after_ns
+    assert failure is not None
+    return {
+        "room": room.room,
+        "nonce": room.nonce,
+        "failed_at_ns": failure["at_ns"],
+        "ago_ns": max(0, now_ns - failure["at_ns"]),
+        "after_ns": after if after is not None and after >= 0 else None,
+        "rank": failure["rank"],
+        "code": failure["code"],
+        "text": failure["text"],
+        "agents": [rank["agent"] for rank in room.ranks],
+        "waits_for": sorted({name for rank in room.ranks for name in rank["missing"]}),
+        "tokens": next((rank["tokens"] for rank in room.ranks if rank["tokens"] is not None), None),
+        "bytes": max(sum(rank["bytes"] for rank in room.ranks if rank["role"] == role) for role in _ROLES),
+    }
+
+
+def failure_counts(rows: Sequence[Row]) -> Line:
+    """Returns the number of failed rooms by code, most frequent first."""
+    spans: list[Span] = [(f"{len(rows):,} failed room{'s' * (len(rows) != 1)}", "bold red" if rows else "")]
+    for code, count in Counter(row["code"] for row in rows).most_common():
+        spans.append((f"   {code} {count:,}", ""))
+    return spans
+
+
+def dropped_note(answers: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Returns a note on the agents that have dropped failed rooms; "" if none has.
+
+    Args:
+        answers: (agent name, its answer to `failed`).
+    """
+    gone = [f"{data['dropped_total']:,} of {name}" for name, data in answers if data["dropped_total"]]
+    more = f" and {len(gone) - _NAMED} more agents" if len(gone) > _NAMED else ""
+    return f"failed rooms no longer kept: {', '.join(gone[:_NAMED])}{more} (failed_rooms)" if gone else ""
+
+
+_MOST_BARS = 32
+_MOST_DEBTS = 16
+
+
+def room_blocks(room: RoomTimeline, timeline: Sequence[Row], width: int) -> list[Block]:
+    """Formats header, ranks, parts and timeline of one room."""
+    return [
+        Text([*_header(room), *_verdict(room), *_debts(room), *_waits(room)]),
+        Grid(RANKS, rank_rows(room)),
+        *([Text(_part_bars(room, width))] if room.parts else []),
+        Grid(TIMELINE, timeline),
+    ]
+
+
+def rank_rows(room: RoomTimeline) -> list[dict[str, Any]]:
+    """Returns one row per rank, with the error of its clock offset."""
+    return [
+        {**rank, "clock_error_ns": room.clocks[rank["agent"]].error_ns if rank["agent"] in room.clocks else None}
+        for rank in room.ranks
+    ]
+
+
+def _header(room: RoomTimeline) -> list[Line]:
+    decode = [rank for rank in room.ranks if rank["role"] == "decode"]
+    counted = decode or room.ranks
+    tokens = next((rank["tokens"] for rank in room.ranks if rank["tokens"] is not None), None)
+    moved = units.size(sum(rank["bytes"] for rank in counted))
+    latency = max((rank["latency_ns"] for rank in counted if rank["latency_ns"] is not None), default=None)
+    spans: list[Span] = [
+        ("room ", ""),
+        (room.room, "bold"),
+        ("  ", ""),
+        (room.state, palette.STATES.get(room.state, "")),
+    ]
+    length = f"{units.count(tokens)} tokens  " if tokens is not None else ""
+    spans += [(f"  age {units.duration(room.age_ns)}", ""), (f"  {length}{moved}", "")]
+    if latency is not None:
+        spans.append((f"  latency {units.duration(latency)}", ""))
+    exposed = max((rank["exposed_ns"] for rank in room.ranks if rank["exposed_ns"] is not None), default=None)
+    if exposed is not None:  # the room has to wait for its slowest writer
+        spans.append((f"  exposed {units.duration(exposed)}", ""))
+    return [spans, [(f"nonce {room.nonce}, opened {units.clock_time(room.started_at_ns)}", "dim")]]
+
+
+def _verdict(room: RoomTimeline) -> list[Line]:
+    failure, after = room.failure, room.failed_after_ns
+    if failure is None or after is None:
+        return []
+    moment = f"at +{units.duration(after)}" if after >= 0 else f"{units.duration(-after)} before the first event here"
+    lines: list[Line] = [
+        [
+            ("failed first: ", "bold red"),
+            (failure["rank"], "bold"),
+            (f" {moment}: {failure['code']}: {failure['text']}", ""),
+        ]
+    ]
+    if failure["rank"] not in room.clocks:
+        text = f"{failure['rank']} was not asked or did not answer: the time of its failure is by its own clock"
+        lines.append([(text, "yellow")])
+    return lines
+
+
+def _debts(room: RoomTimeline) -> list[Line]:
+    """Formats the parts that are owed: writer, decode rank, age, and what they wait for."""
+    lines: list[Line] = []
+    for debt in room.debts[:_MOST_DEBTS]:
+        what = []
+        if debt.chunks and debt.layers:
+            where = f"{_range('chunk', debt.chunks)}, {_range('layer', debt.layers)}"
+            what.append(f"{debt.cells} cell{'s' * (debt.cells != 1)} ({where})")
+        if debt.finals:
+            what.append(f"{debt.finals} final part{'s' * (debt.finals != 1)}")
+        lines.append(
+            [
+                (debt.writer, "bold"),
+                (" owes ", ""),
+                (debt.decode, "bold"),
+                (f" {' and '.join(what)} for {units.duration(debt.age_ns)}: {debt.waits_for}", ""),
+            ]
+        )
+    if len(room.debts) > _MOST_DEBTS:
+        lines.append([(f"{len(room.debts) - _MOST_DEBTS} more debts (-o json has all)", "dim")])
+    return lines
+
+
+def _range(noun: str, span: tuple[int, int]) -> str:
+    """Formats [first, end) as `chunk 3` or `layers 0-31`."""
+    return f"{noun} {span[0]}" if span[1] - span[0] == 1 else f"{noun}s {Kind.LAYERS.value.human(span)}"
+
+
+def _waits(room: RoomTimeline) -> list[Line]:
+    """Formats what ranks wait for other than parts."""
+    lines: list[Line] = []
+    for rank in room.ranks:
+        names, active = ", ".join(rank["missing"]), rank["finished_at_ns"] is None
+        text = ""
+        if rank["failure"] is not None:
+            text = f"keeps its memory of the room until {names} confirm{'s' * (len(rank['missing']) == 1)} its end"
+            text = text if names else ""
+        elif active and rank["state"] == "Bootstrapping" and (names or not rank["peers"]):
+            age = units.duration(rank["state_age_ns"])
+            text = f"waits for {names or 'a decode rank'} to {'accept' if names else 'open'} the room for {age}"
+        elif active and rank["unscattered"]:
+            cells = f"{rank['unscattered']} cell{'s' * (rank['unscattered'] != 1)}"
+            text = f"has {cells} that arrived and are not in its pages"
+        if text:
+            lines.append([(rank["agent"], "bold"), (f" {text}", "")])
+    return lines
+
+
+def _part_bars(room: RoomTimeline, width: int) -> list[Line]:
+    shown = room.parts[:_MOST_BARS]
+    labels = [_part_label(part) for part in shown]
+    margin = max(map(len, labels)) + 2
+    cells = max(10, width - margin - 11)
+    start = min(at for part in room.parts for at in part.moments.values())
+    end = max(at for part in room.parts for at in part.moments.values()) - start
+    lines: list[Line] = [[(f"{'':<{margin}}0{units.duration(end):>{cells - 1}}", "dim")]]
+    for part, label in zip(shown, labels, strict=True):
+        took = max(part.moments.values()) - min(part.moments.values())
+        bar = segments(stage_intervals(part.moments, start), float(end), cells)
+        lines.append([(f"{label:<{margin}}", ""), *bar, (f"  {units.duration(took):>9}", "")])
+    if len(room.parts) > len(shown):
+        lines.append([(f"{len(room.parts) - len(shown)} more parts (-o json has all)", "dim")])
+    return [*lines, legend()]
+
+
+def _part_label(part: PartTimeline) -> str:
+    return f"w{part.writer} c{part.chunk} L{layer_range(*part.layers)} → {part.decode}"

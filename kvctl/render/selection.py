@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import difflib
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvctl.render.expressions import Filter, find_column, parse_filter, sort_key
-from kvctl.render.view import Column, Row, View, Width
+from kvctl.render.units import UNKNOWN
+from kvctl.render.view import Column, Kind, Row, View, Width, folded, raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +72,160 @@ def table_columns(view: View, selection: Selection, wide: bool) -> tuple[Column,
 def data_columns(view: View, selection: Selection) -> tuple[Column, ...]:
     """Returns the columns of TSV and CSV: all of them, because scripts have no terminal width."""
     return selection.columns or view.columns
+
+
+_GRAMMAR = re.compile(r"\s*([^=!<>~]+?)\s*(<=|>=|!=|!~|==|=|<|>|~)\s*(.*?)\s*", re.DOTALL)
+_ORDER: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_BEGINNING = re.compile(r"[^=!<>~]*[^=!<>~\s][^=!<>~]*(?:[<>=~]|!=|!~)")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+_EQUAL = frozenset({"=", "=="})
+
+
+class ExpressionError(ValueError):
+    """A filter, column or sort order is invalid; the message names valid ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """One parsed comparison."""
+
+    column: Column
+    operator: str
+    text: str
+    number: float | None
+
+    def matches(self, row: Row) -> bool:
+        """Whether the row passes the filter."""
+        value = self.column.value(row)
+        unknown = value is None or value == ""
+        if self.text == UNKNOWN and self.operator in _EQUAL | {"!="}:
+            return unknown == (self.operator != "!=")
+        if unknown:
+            return self.operator in {"!=", "!~"}
+        if self.operator in {"~", "!~"}:
+            return (self.text.casefold() in self.column.kind.value.raw(value).casefold()) == (self.operator == "~")
+        if self.operator in _ORDER:
+            return _ORDER[self.operator](*_comparable(self.column, value, self))
+        return self._equal(value) == (self.operator in _EQUAL)
+
+    def _equal(self, value: Any) -> bool:
+        if self.number is not None:
+            return bool(value == self.number)
+        if isinstance(value, Mapping):
+            wanted, _, amount = self.text.partition("=")
+            return wanted in value and (not amount or raw(value[wanted]) == amount)
+        if isinstance(value, list | tuple) and self.column.kind is Kind.LIST:
+            return any(raw(item).casefold() == self.text.casefold() for item in value)
+        rules = self.column.kind.value
+        return self.text.casefold() in {rules.raw(value).casefold(), rules.human(value).casefold()}
+
+
+def _comparable(column: Column, value: Any, against: Filter) -> tuple[Any, Any]:
+    if against.number is not None:
+        return value, against.number
+    return sort_key(column, value), sort_key(column, against.text)
+
+
+def sort_key(column: Column, value: Any) -> tuple[int, Any]:
+    """Returns a sort key for values of one column: numbers and numeric ids by size, other values by text, None last."""
+    if value is None or value == "":
+        return (2, 0)
+    if isinstance(value, int | float):
+        return (0, value)
+    if column.kind is Kind.LAYERS and (span := _span(value)) is not None:
+        return (0, span)
+    text = raw(value)
+    if column.kind is Kind.ID and text.isdecimal():
+        return (0, int(text))
+    return (1, text.casefold())
+
+
+def _span(value: Any) -> tuple[int, int] | None:
+    """Parses a range, [lo, hi) in rows and `0-3` in tables, to (lo, hi); None for other values."""
+    if not isinstance(value, str):
+        return (value[0], value[1])
+    found = _RANGE.fullmatch(value)
+    return (int(found[1]), int(found[2] or found[1]) + 1) if found else None
+
+
+def parse_filter(view: View, text: str) -> Filter:
+    """Parses one filter for the rows of `view`.
+
+    Raises:
+        ExpressionError: the text is not a comparison, the column is unknown, or it cannot have the value.
+    """
+    found = _GRAMMAR.fullmatch(text)
+    if found is None or not found[3]:
+        raise ExpressionError(
+            f"filter {text!r} is not COLUMN OPERATOR VALUE, such as age>5s; operators: = != < <= > >= ~ !~"
+        )
+    name, op, value = found.groups()
+    column = find_column(view, name)
+    return Filter(column, op, value, _number(column, name, op, value))
+
+
+def _number(column: Column, name: str, op: str, value: str) -> float | None:
+    rules = column.kind.value
+    if rules.parse is None or op in {"~", "!~"} or value == UNKNOWN:
+        return None
+    # `age_ns>5000` has a unit in the column's name; `age>5` has none and is rejected.
+    bare = re.fullmatch(r"-?\d+(\.\d+)?", value)
+    if bare and (not rules.unit or _names_unit(column, name) or float(value) == 0):
+        return float(value)
+    if bare:
+        raise ExpressionError(f"{name} needs a unit: {name}{op}{rules.unit}, or {column.machine}{op}{value}")
+    try:
+        return rules.parse(value)
+    except ValueError as error:
+        text = str(error) if rules.unit else f"{value!r} is not a number"
+        raise ExpressionError(f"filter {name}{op}{value}: {text}") from error
+
+
+def _names_unit(column: Column, name: str) -> bool:
+    suffix = column.kind.value.suffix
+    return bool(suffix) and folded(name).endswith(suffix) and folded(name) != column.name
+
+
+def is_comparison(text: str) -> bool:
+    """Whether the text is meant as a filter: it contains an operator after some text."""
+    return _BEGINNING.match(text) is not None
+
+
+def contains(view: View, row: Row, text: str) -> bool:
+    """Whether any column of the row contains the text, in its human or its machine form; ignores case."""
+    wanted = text.casefold()
+    for column in view.columns:
+        value = column.value(row)
+        if value not in (None, "") and (wanted in raw(value).casefold() or wanted in column.human(row).casefold()):
+            return True
+    return False
+
+
+def find_column(view: View, name: str) -> Column:
+    """Returns the column with this name.
+
+    Raises:
+        ExpressionError: there is none; the message lists similar names and all columns.
+    """
+    column = view.column(name)
+    if column is None:
+        spellings = {spelling: each.name for each in view.columns for spelling in each.spellings}
+        found = difflib.get_close_matches(folded(name), spellings, n=6)
+        near = list(dict.fromkeys(spellings[spelling] for spelling in found))[:3]
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ExpressionError(f"no column {name!r} here; {hint}columns: {', '.join(view.names())}")
+    return column
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that orders `decode-2` before `decode-10`."""
+    pieces: list[tuple[int, int, str]] = []
+    for each in name.replace("-", " - ").replace("_", " _ ").split():
+        digits = each.lstrip("0") if each.isdecimal() else ""  # int() rejects numbers with thousands of digits
+        pieces.append((0, len(digits), digits) if each.isdecimal() else (1, 0, each))
+    return pieces

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Block, Grid, Line, Span
 from kvctl.render.sanitize import one_line, printable
-from kvctl.render.view import Column, Row, Width
+from kvctl.render.view import Column, Kind, Row, Width
 
 GAP = 2
 # Minimum width of a shortened text, and the width above which a text is shortened before a column is hidden.

@@ -1,4 +1,4 @@
-"""Declares views: columns with their path into the data, kind and width class, and the default order."""
+"""Declares views: the columns of one kind of data, and the kinds of values that determine their format and order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,121 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kvctl.render.kinds import Kind
+from kvctl.render import palette, units
+from kvctl_agent.contract.values import layer_range
 
 Row = Mapping[str, Any]
 
 
+def raw(value: Any) -> str:
+    """Formats a value for TSV and CSV: unrounded numbers, and an empty text for None."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "true" if value else "false"
+        case Mapping():
+            return ",".join(f"{key}={raw(item)}" for key, item in value.items())
+        case list() | tuple():
+            return ",".join(raw(item) for item in value)
+    return str(value)
+
+
+def _text(value: Any) -> str:
+    return units.UNKNOWN if value is None or value == "" else str(value)
+
+
+def _flag(value: Any) -> str:
+    return units.UNKNOWN if value is None else "yes" if value else "no"
+
+
+def _list(value: Any) -> str:
+    return units.UNKNOWN if not value else ",".join(str(item) for item in value)
+
+
+def _mapping(value: Any) -> str:
+    return units.UNKNOWN if not value else " ".join(f"{key}={item}" for key, item in value.items())
+
+
+def _layers(value: Any) -> str:
+    return units.UNKNOWN if not value else layer_range(value[0], value[1])
+
+
+def _verdict(value: Any) -> str:
+    """Formats a verdict as a glyph and a word, distinguishable without colour."""
+    return units.UNKNOWN if not value else f"{palette.VERDICT_GLYPHS.get(value, '?')} {value}"
+
+
+def _number(value: Any) -> str:
+    return units.UNKNOWN if value is None else units.three_digits(value)
+
+
+def _rate(value: Any) -> str:
+    """Formats a rate with a constant number of digits, so that successive lines can be compared."""
+    if value is None:
+        return units.UNKNOWN
+    if 0 < value < 0.005:
+        return "<0.01"  # 0.00 means no transfer at all
+    return f"{value:.2f}" if value < 99.995 else f"{value:,.0f}"
+
+
+def _parse_number(text: str) -> float:
+    return float(text.replace("_", "").replace(",", ""))
+
+
+def _parse_ratio(text: str) -> float:
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
+@dataclass(frozen=True, slots=True)
+class KindRules:
+    """Formatting rules of one kind.
+
+    Attributes:
+        human: formats a value for tables.
+        raw: formats a value for TSV and CSV.
+        suffix: unit suffix of the column's name in machine-readable output.
+        parse: parses a filter value with a unit; None if values are compared as text.
+        unit: example of a value with a unit, if a bare number would be ambiguous.
+    """
+
+    human: Callable[[Any], str]
+    raw: Callable[[Any], str] = raw
+    suffix: str = ""
+    parse: Callable[[str], float] | None = None
+    unit: str = ""
+
+    @property
+    def numeric(self) -> bool:
+        return self.parse is not None
+
+
+class Kind(Enum):
+    """Kind of a column's values."""
+
+    TEXT = KindRules(_text)
+    ID = KindRules(lambda value: _text(value))  # a number too large for JSON, kept as text, ordered as a number
+    FLAG = KindRules(_flag)
+    LIST = KindRules(_list)
+    MAP = KindRules(_mapping)
+    LAYERS = KindRules(_layers, lambda value: _layers(value) if value else "")
+    VERDICT = KindRules(_verdict)  # ok, info, warning, critical, unknown
+    COUNT = KindRules(units.count, parse=_parse_number)
+    NUMBER = KindRules(_number, parse=_parse_number)
+    RATE = KindRules(_rate, parse=_parse_number)
+    RATIO = KindRules(units.percent, suffix="_ratio", parse=_parse_ratio)
+    DURATION = KindRules(units.duration, suffix="_ns", parse=units.parse_duration, unit="5s")
+    MILLISECONDS = KindRules(units.milliseconds, suffix="_ns", parse=units.parse_duration, unit="5ms")
+    SECOND = KindRules(units.clock_seconds, suffix="_ns", parse=_parse_number)
+    TIME = KindRules(units.clock_time, suffix="_ns", parse=_parse_number)
+    BYTES = KindRules(units.size, suffix="_bytes", parse=units.parse_size, unit="64MiB")
+
+
 class Width(Enum):
-    """When a column is shown: always, if the terminal is wide enough, or only with `-o wide` (and in TSV and CSV)."""
+    """Condition under which a column is shown: always, if the terminal is wide enough, or with `-o wide` only.
+
+    TSV and CSV contain all columns.
+    """
 
     CORE = "core"
     NORMAL = "normal"
@@ -33,10 +141,11 @@ class Column:
         name: name in `--columns`, `--sort-by` and `--filter`, which also accept the other `spellings`.
         path: keys into the row joined by dots (`coverage.landed`), or a function of the row.
         kind: kind of the values.
-        width: when the column is shown.
+        width: condition under which the column is shown.
         header: table header; the name in capitals by default.
         styles: terminal style by value.
         fixed: width in streams of lines; 0 for no padding.
+        help: description; by default that of `glossary.COMMON`, for names with the same meaning in all views.
     """
 
     name: str
@@ -46,6 +155,7 @@ class Column:
     header: str = ""
     styles: Mapping[str, str] | None = None
     fixed: int = 0
+    help: str = ""
 
     @property
     def title(self) -> str:
@@ -92,12 +202,14 @@ class View:
         columns: the columns.
         sort: column names, with a leading `-` for descending order.
         empty: text for a terminal if there are no rows.
+        also: (heading, view) of another table that the same command prints.
     """
 
     name: str
     columns: tuple[Column, ...]
     sort: tuple[str, ...] = ()
     empty: str = "nothing to show"
+    also: tuple[str, View] | None = None
 
     @property
     def schema(self) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvctl.render.expressions import ExpressionError
 from kvctl.render.sanitize import printable, printable_lines
+from kvctl.render.selection import ExpressionError
 from kvctl.tui import actions, export, keys
 from kvctl.tui.browser import Browser
 from kvctl.tui.dialogs import Choice, Confirm, Help, Prompt

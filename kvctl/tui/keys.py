@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvctl.render import ring_map
 from kvctl.render.bars import legend as stages
 from kvctl.render.report import Line
+from kvctl.render.staging import allocation_legend
 from kvctl.tui.pictures import matrix
 from kvctl.tui.pictures.compose import wrapped
 from kvctl.tui.pictures.frame import VIEWS
@@ -103,7 +103,7 @@ def help_page(width: int, *, recorded: bool, writes: bool) -> Sequence[Line]:
     lines += [_line(key.label, key.help) for key in shown if key not in numbers]
     glyphs: list[Line] = [
         [("stages    ", "bold"), *stages()],
-        [("ring      ", "bold"), *ring_map.legend()],
+        [("ring      ", "bold"), *allocation_legend()],
         [("peers     ", "bold"), *matrix.legend()],
         [("rows      ", "bold"), ("○", ""), (" its agent is silent: dim, what was last known", "dim")],
     ]

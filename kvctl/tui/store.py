@@ -18,7 +18,7 @@ from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
 from kvctl.health.finding import Severity
 from kvctl.health.mutes import Judged
-from kvctl.render.failed_rooms import failed_rows
+from kvctl.render.rooms import failed_rows
 from kvctl.render.view import Row
 from kvctl.tui.readings import Place, Reading
 from kvctl.tui.trends import Trends

@@ -6,13 +6,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvctl.render.events import EVENTS
-from kvctl.render.expressions import ExpressionError, contains, find_column, is_comparison
-from kvctl.render.failed_rooms import FAILED
 from kvctl.render.findings import HEALTH
 from kvctl.render.layers import LAYERS, hidden_share
 from kvctl.render.peers import PEERS
-from kvctl.render.rooms import ROOMS, TIMELINE
-from kvctl.render.selection import Selection, select
+from kvctl.render.rooms import FAILED, ROOMS, TIMELINE
+from kvctl.render.selection import ExpressionError, Selection, contains, find_column, is_comparison, select
 from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, oldest
 from kvctl.render.status import STATUS
 from kvctl.render.view import Row, View

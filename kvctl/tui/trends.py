@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from kvctl.render.fleet import FleetSummary, Rates, rates, summarise
+from kvctl.render.status import FleetSummary, Rates, rates, summarise
 from kvctl.render.view import Row
 
 # A value per reading, for a line as wide as the widest screen.

@@ -12,7 +12,7 @@ from kvctl.health.codes.ring import ring_of
 from kvctl.health.codes.silence import absent
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
-from kvctl.render.peer_matrix import natural
+from kvctl.render.selection import natural_key
 from kvctl.render.units import duration, size
 
 _REQUESTS = 5
@@ -51,8 +51,8 @@ def _unanswered(snapshot: Snapshot) -> Iterator[Finding]:
     for common, concerned in common_factors(list(pairs)):
         parts = [part for each in concerned for part in pairs[each]]
         first = max(parts, key=lambda part: part.asked_ns)
-        rooms = sorted({part.room for part in parts}, key=natural)
-        writers, peers = (sorted({each[side] for each in concerned}, key=natural) for side in (0, 1))
+        rooms = sorted({part.room for part in parts}, key=natural_key)
+        writers, peers = (sorted({each[side] for each in concerned}, key=natural_key) for side in (0, 1))
         others = peers if common == writers[0] else writers
         yield Finding(
             code="KV_GRANT_UNANSWERED",

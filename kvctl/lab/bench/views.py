@@ -11,9 +11,8 @@ from kvctl.lab.bench.outcome import Outcome
 from kvctl.lab.bench.preset_views import contestants
 from kvctl.lab.ranks.bench_messages import Plan
 from kvctl.render import units
-from kvctl.render.kinds import Kind
 from kvctl.render.report import Block, Grid, Text
-from kvctl.render.view import Column, Row, View, Width
+from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.choices import HOST
 
 # What can set rows of one load apart, besides the path; a terminal shows those that do.

@@ -11,11 +11,9 @@ from textual.app import ComposeResult
 from kvctl.client.calls import Call
 from kvctl.render import units
 from kvctl.render.bars import STAGE_GLYPHS, split
-from kvctl.render.kinds import Kind
-from kvctl.render.layers import hidden_share
+from kvctl.render.layers import draw_waterfall, hidden_share
 from kvctl.render.report import Line, Span
-from kvctl.render.view import Row
-from kvctl.render.waterfall import draw
+from kvctl.render.view import Kind, Row
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
@@ -135,5 +133,5 @@ class LayersPanel(Panel):
         show(self.main, LAYERS_SHEET, rows, store, wish)
         shown = over_agents(listing(LAYERS_SHEET, rows, wish).rows)
         waterfall, heat = self.query_one("#layers-waterfall", Picture), self.query_one("#layers-heat", Picture)
-        waterfall.show(lambda width: draw(shown, width) if shown else [], ([("waterfall", "")], _MEDIANS))
+        waterfall.show(lambda width: draw_waterfall(shown, width) if shown else [], ([("waterfall", "")], _MEDIANS))
         heat.show(lambda width: heat_map(shown, width), ([("layer groups by stage", "")], _MEDIANS))

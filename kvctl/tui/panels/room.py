@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from kvctl.client.calls import Call
 from kvctl.client.room_timeline import RoomTimeline
 from kvctl.render.report import Grid, Line, Text
-from kvctl.render.room_report import blocks
+from kvctl.render.rooms import room_blocks
 from kvctl.render.terminal import fitted, natural, table_header, table_row
 from kvctl.render.view import Row, View, Width
 from kvctl.tui.panels.panel import STATUS, Panel, show
@@ -61,7 +61,7 @@ class RoomPanel(Panel):
 
 def _drawn(room: RoomTimeline, width: int) -> Sequence[Line]:
     """What became of it, the life of its parts, its ranks; the timeline is a table of its own."""
-    drawn = blocks(room, [], width)[:-1]
+    drawn = room_blocks(room, [], width)[:-1]
     texts = [line for block in drawn if isinstance(block, Text) for line in [*block.lines, _GAP]]
     return [
         *texts,

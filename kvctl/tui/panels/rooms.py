@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.app import ComposeResult
 
 from kvctl.client.calls import Call
-from kvctl.render.failed_rooms import causes
+from kvctl.render.rooms import failure_counts
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.readings import Question
 from kvctl.tui.store import Store
@@ -67,6 +67,6 @@ class FailedPanel(Panel):
     def render_store(self, store: Store, wish: TableQuery) -> None:
         rows = store.failed_rooms()
         dropped = sum(answer["dropped_total"] for answer in store.rows("failed"))
-        self.query_one("#failed-causes", Picture).show(lambda width: [causes(rows)])
+        self.query_one("#failed-causes", Picture).show(lambda width: [failure_counts(rows)])
         note = f"{dropped:,} records no longer kept (failed_rooms)" if dropped else ""
         show(self.main, FAILED_SHEET, rows, store, wish, note)

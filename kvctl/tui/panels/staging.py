@@ -9,8 +9,8 @@ from textual.app import ComposeResult
 from textual.containers import Container
 
 from kvctl.client.calls import Call
-from kvctl.render import ring_map
 from kvctl.render.report import Line
+from kvctl.render.staging import allocation_legend, draw_ring
 from kvctl.render.view import Row
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.readings import Question
@@ -82,8 +82,8 @@ class StagingPanel(Panel):
 
 
 def _maps(rings: Sequence[Mapping[str, Any] | None], width: int) -> list[Line]:
-    lines = [line for ring in rings if ring is not None for line in ring_map.draw(ring, width)]
-    return [*lines, ring_map.legend()]
+    lines = [line for ring in rings if ring is not None for line in draw_ring(ring, width)]
+    return [*lines, allocation_legend()]
 
 
 def _why(gated: Sequence[Row]) -> str:

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.commands import completion_values
-from kvctl.commands.completion import SCRIPTS
-from kvctl.commands.completion_values import VARIABLE
+from kvctl.commands import completion
+from kvctl.commands.completion import SCRIPTS, VARIABLE
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60
@@ -98,7 +97,7 @@ def test_agents_and_rooms_are_the_living_ones(
 ) -> None:
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(os.fspath(socket_directory / "dead.sock"))
-    monkeypatch.setattr(completion_values, "_ANSWER_NS", (60 * 10**9,))  # a busy machine answers late
+    monkeypatch.setattr(completion, "_ANSWER_NS", (60 * 10**9,))  # a busy machine answers late
     assert list(ask("-e", "")) == sorted(fleet)
     assert list(ask("peers", "diff", "prefill-0", "dec")) == ["decode-0", "decode-1"]
     found = ask("rooms", "show", "")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.render.pipeline import Decisions
+from kvctl.render.layers import PipelineDecisions
 from kvctl.render.report import Line
 from kvctl.render.status import screen
 from kvctl_agent.contract.choices import REASONS
@@ -22,7 +22,7 @@ def text(line: Line) -> str:
 
 
 def said(*ranks: dict[str, Any]) -> list[str]:
-    return [text(line) for line in Decisions(ranks).lines()]
+    return [text(line) for line in PipelineDecisions(ranks).lines()]
 
 
 DECODE = {"pipeline": None}

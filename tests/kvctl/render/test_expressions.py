@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvctl.render.expressions import ExpressionError, contains, is_comparison, parse_filter
 from kvctl.render.layers import LAYERS
 from kvctl.render.rooms import ROOMS
+from kvctl.render.selection import ExpressionError, contains, is_comparison, parse_filter
 from kvctl.render.staging import STAGING
 
 

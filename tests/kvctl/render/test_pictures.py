@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.render import ring_map, waterfall
 from kvctl.render.bars import segments, split
 from kvctl.render.events import EVENTS
+from kvctl.render.layers import draw_waterfall
 from kvctl.render.report import Grid, Line
 from kvctl.render.rooms import ROOMS
+from kvctl.render.staging import draw_ring
 from kvctl.render.terminal import fitted, natural, render
 
 
@@ -21,12 +22,12 @@ def text(line: Line) -> str:
 
 
 def bar_of(answer: Any, width: int = 73) -> str:
-    return text(ring_map.draw(answer, width)[1])[9:]
+    return text(draw_ring(answer, width)[1])[9:]
 
 
 def test_a_ring_is_drawn_to_scale(canned: Any) -> None:
     """64 MiB on 63 cells or so: head and watermark stand under the bytes they name."""
-    lines = [text(line) for line in ring_map.draw(canned.staging("decode-0"), 74)]
+    lines = [text(line) for line in draw_ring(canned.staging("decode-0"), 74)]
     bar, markers = lines[1][9:], lines[2][9:]
     assert len(bar) == 64
     assert bar == "·" * 8 + "Q" * 8 + "█" * 12 + "▒" * 8 + "░" * 4 + "·" * 24
@@ -50,7 +51,7 @@ def test_a_tiny_allocation_is_still_seen_and_one_over_the_seam_is_seen_twice(can
 def test_what_is_set_aside_holds_nothing_back_and_is_named(canned: Any) -> None:
     answer = canned.staging("decode-0")
     answer["ring"]["allocations"][0]["aside"] = True
-    lines = [text(line) for line in ring_map.draw(answer, 80)]
+    lines = [text(line) for line in draw_ring(answer, 80)]
     assert lines[4] == "aside 1 of unresponsive writers (prefill-0): 8 MiB"
     assert "room 8 from prefill-0, scattering" in lines[5]
 
@@ -58,7 +59,7 @@ def test_what_is_set_aside_holds_nothing_back_and_is_named(canned: Any) -> None:
 def test_an_empty_ring_is_free_and_shows_one_marker(canned: Any) -> None:
     answer = canned.staging("decode-0")
     answer["ring"] |= {"allocations": [], "used_bytes": 0, "head_bytes": 8 << 20}
-    lines = [text(line) for line in ring_map.draw(answer, 80)]
+    lines = [text(line) for line in draw_ring(answer, 80)]
     assert set(lines[1][9:]) == {"·"}
     assert "* H and W" in lines[2]
     assert len(lines) == 4
@@ -68,7 +69,7 @@ def test_an_empty_ring_is_free_and_shows_one_marker(canned: Any) -> None:
 def test_more_than_the_ring_has_is_granted_ahead(canned: Any) -> None:
     answer = canned.staging("decode-0")
     answer["ring"]["used_bytes"] = answer["ring"]["size_bytes"] * 2
-    assert "(200 %, the rest granted ahead)" in text(ring_map.draw(answer, 80)[0])
+    assert "(200 %, the rest granted ahead)" in text(draw_ring(answer, 80)[0])
 
 
 def test_a_state_of_a_newer_agent_is_shown_as_strange(canned: Any) -> None:
@@ -80,7 +81,7 @@ def test_a_state_of_a_newer_agent_is_shown_as_strange(canned: Any) -> None:
 def test_a_waterfall_of_a_room_uses_its_real_moments(canned: Any) -> None:
     row = canned.layers("prefill-0")[0]
     moments = {"ready": 1000, "gate": 2000, "queue": None, "gather": 6000, "post": 6000, "wire": 10_000}
-    lines = waterfall.draw([{**row, "moments": [moments]}], 80)
+    lines = draw_waterfall([{**row, "moments": [moments]}], 80)
     axis, bar = text(lines[0]), text(lines[1])
     assert axis.rstrip().endswith("9 µs")
     assert abs(bar.count("━") - bar.count("▒")) <= 1
@@ -91,34 +92,34 @@ class TestHiddenAndExposed:
     """Two layer groups: the first wholly hidden, the second ready 9 ms later and a quarter hidden."""
 
     def test_a_group_begins_where_it_was_ready(self, canned: Any) -> None:
-        _, first, second, *_ = (text(line) for line in waterfall.draw(canned.layers("prefill-0"), 120))
+        _, first, second, *_ = (text(line) for line in draw_waterfall(canned.layers("prefill-0"), 120))
         assert first.index("·") == second.index("p") + len("prefill-0 16-31 staged  ")
         assert second.index("·") > first.rindex("━")
 
     def test_the_share_stands_behind_the_bar(self, canned: Any) -> None:
-        lines = [text(line) for line in waterfall.draw(canned.layers("prefill-0"), 80)]
+        lines = [text(line) for line in draw_waterfall(canned.layers("prefill-0"), 80)]
         assert lines[1].endswith("■■■■■■■■  100 %")
         assert lines[2].endswith("■■□□□□□□   25 %")
         assert lines[-1] == "■ hidden behind the forward  □ exposed"
 
     def test_where_nobody_knows_there_is_none(self, canned: Any) -> None:
-        lines = [text(line) for line in waterfall.draw(canned.layers("decode-0"), 80)]
+        lines = [text(line) for line in draw_waterfall(canned.layers("decode-0"), 80)]
         assert not any(glyph in line for line in lines for glyph in "■□%")
 
     @pytest.mark.parametrize("width", [60, 80, 140])
     def test_no_line_is_longer_than_the_terminal(self, canned: Any, width: int) -> None:
         rows = [row for name in canned.FLEET for row in canned.layers(name)]
-        assert max(len(text(line).rstrip()) for line in waterfall.draw(rows, width)[:-2]) <= width
+        assert max(len(text(line).rstrip()) for line in draw_waterfall(rows, width)[:-2]) <= width
 
     def test_a_narrow_terminal_keeps_the_percentage(self, canned: Any) -> None:
-        lines = [text(line) for line in waterfall.draw(canned.layers("prefill-0"), 60)]
+        lines = [text(line) for line in draw_waterfall(canned.layers("prefill-0"), 60)]
         assert lines[2].endswith("  25 %")
         assert "□" not in "".join(lines)
 
     def test_of_very_many_groups_the_most_used_writers_are_drawn(self, canned: Any) -> None:
         row, reader = canned.layers("prefill-0")[0], canned.layers("decode-0")[0]
         rows = [{**row, "layers": [n, n + 1], "parts": n} for n in range(40)] + [{**reader, "parts": 999}] * 3
-        lines = [text(line) for line in waterfall.draw(rows, 100)]
+        lines = [text(line) for line in draw_waterfall(rows, 100)]
         drawn = [line.split()[1] for line in lines if line.startswith(("prefill", "decode"))]
         assert drawn == [str(n) for n in range(8, 40)]
         assert "11 more layer groups in the table only" in lines

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvctl.render.expressions import ExpressionError
 from kvctl.render.layers import LAYERS
 from kvctl.render.rooms import ROOMS, SLOW
-from kvctl.render.selection import data_columns, select, table_columns
+from kvctl.render.selection import ExpressionError, data_columns, select, table_columns
 
 ROWS = [
     {"room": "9", "agent": "b", "latency_ns": 5},

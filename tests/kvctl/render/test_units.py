@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.render import units
-from kvctl.render.kinds import Kind
+from kvctl.render.view import Kind
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from kvctl.lab.bench.html.markup import Markup, tag
 from kvctl.lab.bench.html.numbers import lookup
 from kvctl.lab.bench.html.series import DIMENSIONS, varied_dimensions
 from kvctl.lab.bench.views import BENCH
-from kvctl.render.kinds import Kind
 from kvctl.render.units import UNKNOWN
-from kvctl.render.view import Column, Width
+from kvctl.render.view import Column, Kind, Width
 
 _TEXT = (Kind.TEXT, Kind.FLAG, Kind.LIST, Kind.MAP)
 _SHADES = {"True": "good", "False": "bad", "PASS": "good", "FAIL": "bad"}

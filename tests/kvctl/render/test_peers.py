@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.render.peer_diff import refusals
-from kvctl.render.peer_matrix import draw, pairs
+from kvctl.commands.peers import refusals
+from kvctl.render.peers import draw_matrix, pairs
 
 
 def end(agent: str, peer: str, state: str = "ready", **more: Any) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def roles(*names: str) -> dict[str, str]:
 
 
 def text(rows: Any, width: int) -> list[str]:
-    return ["".join(span for span, _ in line).rstrip() for line in draw(rows, width)]
+    return ["".join(span for span, _ in line).rstrip() for line in draw_matrix(rows, width)]
 
 
 @pytest.mark.parametrize(

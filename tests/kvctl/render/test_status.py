@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvctl.render.fleet import Rates, rates, summarise
 from kvctl.render.report import Text
-from kvctl.render.status import MOMENTS, moment, screen
+from kvctl.render.status import MOMENTS, Rates, moment, rates, screen, summarise
 from kvctl.render.terminal import stream_header, stream_line
 
 
