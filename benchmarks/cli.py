@@ -1,8 +1,8 @@
-"""How long one call of `kvctl` takes, from the shell and back: by itself, and with 8, 256, or 256 ailing agents to ask.
+"""Measures the wall time of one `kvctl` call: without agents, and with 8, 256, and 256 partly failed agents to ask.
 
-The agents are real admin servers with made-up answers, as threads of one other process, which is one core at most,
-so with many agents it is a part of what is measured. Dead agents have left a socket behind, hung ones take connections
-and never answer, for which --timeout is waited.
+The agents are real admin servers with fixed answers. They are threads of one other process and share one core, so with
+many agents their time is part of the result. A dead agent is a socket file without a process; a hung agent accepts
+connections and never answers, so the call lasts until --timeout.
 
     python benchmarks/cli.py
     python benchmarks/cli.py --times 21 --agents 64
@@ -35,10 +35,10 @@ PATIENT = ("--timeout", "20s")  # a busy machine makes the numbers larger, not t
 
 
 def median_ms(times: int, code: int, *args: str, **environment: str) -> tuple[float, float]:
-    """Medians of one call's wall time and of its processor time, which a busy machine stretches less.
+    """Return the median wall time and the median processor time of one call; a busy machine affects the latter less.
 
     Raises:
-        SystemExit: it ended with another code than `code`.
+        SystemExit: the call ended with an exit code other than `code`.
     """
     taken, used = [], []
     for _ in range(times):
@@ -54,14 +54,14 @@ def median_ms(times: int, code: int, *args: str, **environment: str) -> tuple[fl
 
 
 def _children_s() -> float:
-    """Processor time of the processes that have been waited for."""
+    """Processor time of all child processes that were waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 @contextlib.contextmanager
 def fleet(agents: int, dead: int = 0, hung: int = 0) -> Iterator[dict[str, str]]:
-    """A directory with so many agents in all; gives the environment in which they are found."""
+    """Run `agents` admin servers; yields the environment in which `kvctl` finds them."""
     with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as directory, contextlib.ExitStack() as stack:
         Path(directory).chmod(0o700)
         living = Agents(agents - dead - hung, ROOMS, directory)

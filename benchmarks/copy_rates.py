@@ -1,4 +1,4 @@
-"""Print how fast the gather and scatter kernels run, as ratios of this machine's memcpy floor in the same run.
+"""Prints the rates of the gather and scatter kernels as ratios of this machine's memcpy rate in the same run.
 
 Usage: python benchmarks/copy_rates.py [--piece-kib 256 1024 4096]
 """
@@ -36,7 +36,7 @@ DEEP = replace(PLAIN, num_layers=32)
 
 
 class Case(NamedTuple):
-    """What one line measures: some heads of some pages of a model's KV."""
+    """One line of the table: a range of heads of some pages of a model's KV cache."""
 
     name: str
     shape: ModelShape
@@ -62,14 +62,14 @@ CASES = (
 
 
 def case_pool(shape: ModelShape) -> KVPool:
-    """A pool of `POOL_BYTES`."""
+    """Allocate a pool of `POOL_BYTES` for a case."""
     whole = local_shards(shape, PAGE_SIZE, ParallelConfig(), RankCoord(0, 0, 0, 0))
     page_bytes = shape.num_layers * shape.num_kv_heads * whole[0].segment.page_head_bytes
     return KVPool.allocate(whole, PAGE_SIZE, POOL_BYTES // page_bytes)
 
 
 def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
-    """Median rate of `REPEATS` rounds after one to warm up."""
+    """Median rate of `REPEATS` calls, after one that is not counted."""
     work()
     rates = []
     for _ in range(REPEATS):
@@ -80,7 +80,7 @@ def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
 
 
 def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[float, float, float]:
-    """(gather, scatter, gather + copy to the ring + scatter) in GB/s of payload."""
+    """Return the rates of gather, of scatter, and of gather, copy to the ring and scatter together, in GB/s of payload."""
     (memory,) = pool.segments
     layers, total, heads = memory.shard.num_layers, memory.num_slots, case.heads
     each = layers * heads * memory.shard.segment.page_head_bytes
@@ -131,7 +131,7 @@ def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[f
 
 
 def main() -> None:
-    """Print one table; a few seconds."""
+    """Print the table; takes a few seconds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--piece-kib", type=int, nargs="+", default=[1024])
     options = parser.parse_args()

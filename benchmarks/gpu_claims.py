@@ -1,4 +1,4 @@
-"""What `kvctl bench` must show on GPUs: which commands show it, and which figure of a saved result is held to what."""
+"""Claims about `kvctl bench` on GPUs: the commands that measure them, and the bound of each figure of a saved result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Claim:
-    """One figure and its bound; without a bound it is only shown.
+    """One figure and its bound; a figure without a bound is only printed.
 
     Attributes:
-        measure: the figure; None where the result does not have it.
-        show: how it is printed.
+        measure: computes the figure; returns None if the result does not contain it.
+        show: formats the figure.
     """
 
     text: str
@@ -27,7 +27,7 @@ class Claim:
 
     @property
     def target(self) -> str:
-        """The bound in words."""
+        """The bound as text."""
         if self.at_least is not None:
             return f"at least {self.show.format(self.at_least)}"
         return "shown" if self.at_most is None else f"at most {self.show.format(self.at_most)}"
@@ -42,9 +42,9 @@ class Bench:
     """One call of `kvctl bench`.
 
     Attributes:
-        options: without where it runs; what it runs on is added.
-        tiny: in place of `options`' sizes, for a rehearsal on a machine without GPUs.
-        least_s: it is not begun with less time than this.
+        options: command-line options, without those that select the devices.
+        tiny: sizes that replace those of `options` in a rehearsal on a machine without GPUs.
+        least_s: seconds that must remain for the call to be started.
     """
 
     name: str
@@ -56,19 +56,19 @@ class Bench:
 
 
 def runs(document: Document, **wanted: object) -> list[Mapping[str, Any]]:
-    """The runs with these values."""
+    """Return the runs of a result that have these values."""
     return [run for run in document["runs"] if all(run.get(name) == value for name, value in wanted.items())]
 
 
 def figure(document: Document, name: str, **wanted: object) -> float | None:
-    """A figure of the only run with these values; None where there is none."""
+    """Return a figure of the only run that has these values; None if there is no such run."""
     found = runs(document, **wanted)
     value: float | None = found[0].get(name) if len(found) == 1 else None
     return value
 
 
 def over(name: str, path: str, base: str) -> Callable[[Document], float | None]:
-    """How many times as large a figure is on one path as on another."""
+    """Return the ratio of a figure on one path to the same figure on another."""
 
     def measure(document: Document) -> float | None:
         value, against = figure(document, name, path=path), figure(document, name, path=base)
@@ -78,19 +78,19 @@ def over(name: str, path: str, base: str) -> Callable[[Document], float | None]:
 
 
 def of(name: str, **wanted: object) -> Callable[[Document], float | None]:
-    """A figure of the run with these values."""
+    """Return a function that reads a figure of the run with these values."""
     return lambda document: figure(document, name, **wanted)
 
 
 def auto_of_best(document: Document) -> float | None:
-    """Throughput of auto, of that of the best fixed path."""
+    """Throughput of the path `auto` divided by that of the best fixed path."""
     auto = figure(document, "gb_per_s", path="auto")
     fixed = [run["gb_per_s"] for run in document["runs"] if run["path"] != "auto"]
     return auto / max(fixed) if auto is not None and fixed else None
 
 
 def ttft_at(concurrency: int, path: str, base: str) -> Callable[[Document], float | None]:
-    """Mean time to first token on one path, of that on another, with so many rooms in flight."""
+    """Ratio of the mean time to first token on one path to that on another, with the given number of rooms in flight."""
 
     def measure(document: Document) -> float | None:
         means = [
@@ -103,7 +103,7 @@ def ttft_at(concurrency: int, path: str, base: str) -> Callable[[Document], floa
 
 
 def pipelined(document: Document) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Pairs of runs that differ in nothing but the pipeline: off, then on."""
+    """Yield pairs of runs that differ only in layer pipelining: off, then on."""
     for off in runs(document, pipeline="off"):
         on = runs(document, pipeline="on", path=off["path"], tokens=off["tokens"], concurrency=off["concurrency"])
         if len(on) == 1 and all(each["ttft_ms"]["mean"] for each in (off, on[0])):
@@ -115,7 +115,9 @@ def _gain(off: Mapping[str, Any], on: Mapping[str, Any]) -> float:
 
 
 def ttft_where_even(document: Document) -> float | None:
-    """What pipelining changes of TTFT where transfer takes about as long as compute, of prompts that it cuts at all."""
+    """Ratio of TTFT with and without pipelining, for prompts that are pipelined and whose transfer takes about as long
+    as compute.
+    """
     pairs = [
         (off, on)
         for off, on in pipelined(document)
@@ -132,12 +134,12 @@ def ttft_where_even(document: Document) -> float | None:
 
 
 def worst_ttft(document: Document) -> float | None:
-    """The most that pipelining adds to TTFT, over all lengths and paths."""
+    """Largest ratio of TTFT with pipelining to TTFT without, over all lengths and paths."""
     return max((_gain(*pair) for pair in pipelined(document)), default=None)
 
 
 def slowdown(path: str, pipeline: str) -> Callable[[Document], float | None]:
-    """The most that transfers slow compute down, over all lengths."""
+    """Largest slowdown of compute during transfers, over all lengths."""
 
     def measure(document: Document) -> float | None:
         found = (run.get("compute_slowdown_ratio") for run in runs(document, path=path, pipeline=pipeline))
@@ -189,10 +191,10 @@ def _pipelined(name: str, transport: str, paths: str, *claims: Claim, **environm
 
 
 def benches(slow: str) -> Sequence[Bench]:
-    """The list, what matters most first.
+    """Return the benches, the most important first.
 
     Args:
-        slow: the slow lane: "mooncake" (over TCP) or "ucx-tcp" (NIXL without cuda_ipc, through the host).
+        slow: the slow transport: "mooncake" (over TCP) or "ucx-tcp" (NIXL without cuda_ipc, through the host).
     """
     transport = "mooncake" if slow == "mooncake" else "nixl"
     environment = {} if slow == "mooncake" else {"UCX_TLS": "tcp,cuda_copy"}

@@ -1,10 +1,11 @@
-"""Print how long gathers, scatters and direct copies on a GPU take, as ratios of copies by the driver in the same run.
+"""Prints the duration of gathers, scatters and direct copies on a GPU as ratios of driver copies in the same run.
 
 Usage: python benchmarks/gpu_copies.py [--save FILE] [--repeats N]
 
-A time is what a transfer worker sees: from page numbers in host memory to the moment at which it sees the copy done.
-"Host" is how long the call takes that begins it. The floor is the time that the bytes take at the rate of one large
-copy within the GPU (each byte is read and written), or to the other GPU. Every case is verified before it is timed.
+A duration is that seen by a transfer worker: from page numbers in host memory until the worker sees the copy completed.
+"Host" is the duration of the call that starts the copy. The floor is the time for the same bytes at the rate of one
+large copy within the GPU (each byte is read and written) or to the other GPU. Every case is verified before it is
+timed.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ FLOOR_BYTES = 1 << 30
 
 
 class Case(NamedTuple):
-    """What one line measures.
+    """One line of the table.
 
     Attributes:
-        name: as the claims have it.
+        name: name used by the claims.
         kind: "gather", or "scatter" of as many parts as make up the pool's heads.
         layers, tokens: of the part.
         heads: of a part, out of `pool_heads` of the pool.
-        most: times the floor that is allowed; None: shown only.
+        most: the largest ratio to the floor that is allowed; None: only printed.
     """
 
     name: str
@@ -77,7 +78,7 @@ CASES = (
 
 
 class Timed(NamedTuple):
-    """Medians in µs."""
+    """Median durations in µs."""
 
     host_us: float
     wall_us: float
@@ -85,7 +86,7 @@ class Timed(NamedTuple):
 
 
 def timed(begin: Callable[[int], Callable[[], bool]], repeats: int, warm: int = 5) -> Timed:
-    """Time `begin(turn)`, which begins a copy and returns what asks whether it is done."""
+    """Time `begin(turn)`, which starts a copy and returns a function that tells whether the copy has completed."""
     hosts, walls = [], []
     for turn in range(-warm, repeats):
         since = time.perf_counter_ns()
@@ -100,13 +101,13 @@ def timed(begin: Callable[[int], Callable[[], bool]], repeats: int, warm: int = 
 
 
 def copy_gb_per_s(device: Device, target: int, source: int, repeats: int) -> float:
-    """Rate of one large copy by the driver, 1e9 bytes of payload a second."""
+    """Rate of one large driver copy in 1e9 bytes of payload per second."""
     took = timed(lambda _: device.copy(target, source, FLOOR_BYTES).done, max(5, repeats // 20))
     return FLOOR_BYTES / took.wall_us / 1e3
 
 
 class Bench:
-    """One pool and one ring on a device, and a copier; a case is one shape of them."""
+    """A pool, a ring and a copier on one device."""
 
     def __init__(self, device: Device, case: Case) -> None:
         self.device, self.case = device, case
@@ -148,7 +149,7 @@ class Bench:
         return self.parts * self.layout.nbytes
 
     def verify(self) -> None:
-        """Move random bytes once and compare a few blocks with what the layout says; raises AssertionError."""
+        """Move random bytes once and compare some blocks with the layout; raises AssertionError."""
         # A length that is no multiple of anything here, so that no two rows are alike.
         noise = np.random.default_rng(1).integers(0, 256, 49_999_991, np.uint8)
         source = self.pool.regions()[0] if self.case.kind == "gather" else self.ring.region()
@@ -177,7 +178,7 @@ class Bench:
 
 
 def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for every case."""
+    """Measure every gather and scatter; returns one row per case."""
     for case in CASES:
         with closing(Bench(device, case)) as bench:
             bench.verify()
@@ -188,7 +189,7 @@ def copies(device: Device, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def directs(here: Device, there: Device, repeats: int, name: str) -> Iterator[dict[str, Any]]:
-    """Pages of one device to pages of another, by one kernel, with fewer and fewer thread blocks."""
+    """Measure copies from pages of one device to pages of another by one kernel, with fewer and fewer thread blocks."""
     layers, own, theirs = 80, 512, 2048  # 2 heads there, 8 here, of 128 bf16
     with ExitStack() as stack:
         source = stack.enter_context(closing(here.allocate(POOL_BYTES)))

@@ -1,11 +1,10 @@
-"""Print what NIXL and Mooncake make of GPU memory: one write of few large or many small descriptors, between processes.
+"""Prints the rates of NIXL and Mooncake with GPU memory: one write of few large or many small descriptors.
 
 Usage: python benchmarks/gpu_engines.py [--from GPU] [--to GPU] [--engines nixl,mooncake] [--save FILE]
 
-Each line is one write by kvctl's own transport from a process with one GPU to one with the other, from post to
-complete, best of some; source and target slots are in random order, so that no descriptors merge, and every byte is
-verified. `--self-check` does the same with little memory, once, and for one pair of GPUs; `--rehearse` does that on
-host memory, without a GPU.
+Each line is one write by kvctl's own transport between two processes, from post to completion, the best of several.
+Source and target slots are in random order, so that no descriptors merge, and every byte is verified. `--self-check`
+does the same once, with little memory and for one pair of GPUs; `--rehearse` does that in host memory, without a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Cell(NamedTuple):
-    """One pair of processes."""
+    """The results of one pair of processes."""
 
     engine: str
     source: int
@@ -51,7 +50,7 @@ class Cell(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One write; slots of both sides are in an order that follows from `seed`."""
+    """One write; `seed` determines the order of the slots on both sides."""
 
     descriptors: int
     nbytes: int
@@ -59,7 +58,7 @@ class Case(NamedTuple):
 
 
 class Memory(Protocol):
-    """The pool of one side."""
+    """The pool of one process."""
 
     region: Region
 
@@ -69,7 +68,7 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """For rehearsals."""
+    """A pool in host memory, for rehearsals."""
 
     def __init__(self, nbytes: int) -> None:
         self._array = np.zeros(nbytes, np.uint8)
@@ -83,7 +82,7 @@ class HostMemory:
 
 
 class GpuMemory:
-    """Of one allocation."""
+    """A pool in one allocation of GPU memory."""
 
     def __init__(self, index: int, nbytes: int) -> None:
         self._device = open_device(index)
@@ -100,12 +99,12 @@ class GpuMemory:
 
 
 def slots(case: Case, side: int) -> npt.NDArray[np.int64]:
-    """The order in which a write goes through the slots of one side."""
+    """Return the order in which a write uses the slots of one process."""
     return np.random.default_rng((case.seed, side)).permutation(case.descriptors)
 
 
 def noise(nbytes: int) -> Bytes:
-    """What the source holds."""
+    """Return the bytes that the source pool contains."""
     return np.random.default_rng(7).integers(0, 256, nbytes, np.uint8)
 
 
@@ -113,7 +112,7 @@ def noise(nbytes: int) -> Bytes:
 
 
 def serve(wire: Connection, engine: str, index: int, nbytes: int) -> None:
-    """One side: does what it is asked for, and its duty towards the engine in between."""
+    """Run one process: execute requests, and progress the engine between them."""
     try:
         prepare_environment()
         memory: Memory = HostMemory(nbytes) if index == HOST else GpuMemory(index, nbytes)
@@ -134,7 +133,7 @@ def serve(wire: Connection, engine: str, index: int, nbytes: int) -> None:
 
 
 class Side:
-    """What either process does."""
+    """The operations of either process."""
 
     def __init__(self, transport: Transport, memory: Memory) -> None:
         self._transport, self._memory = transport, memory
@@ -145,7 +144,7 @@ class Side:
         self._memory.put(noise(self._memory.region.nbytes))
 
     def write(self, case: Case, repeats: int) -> float:
-        """Seconds of the best of some."""
+        """Return the duration of the fastest of several writes in seconds."""
         bases = self._memory.region.addr, self._there
         here, there = (
             slots(case, side).astype(np.uint64) * np.uint64(case.nbytes) + np.uint64(base)
@@ -165,7 +164,7 @@ class Side:
         self._memory.put(np.zeros(self._memory.region.nbytes, np.uint8))
 
     def holds(self, case: Case) -> bool:
-        """Whether every byte is where the write had to put it."""
+        """Whether every byte is at its target."""
         shape = case.descriptors, case.nbytes
         wanted = noise(self._memory.region.nbytes).reshape(shape)[slots(case, 0)]
         return bool(np.array_equal(self._memory.get().reshape(shape)[slots(case, 1)], wanted))
@@ -175,7 +174,7 @@ class Side:
 
 
 def measure(cell: Cell, total: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for every case, or one that says why there is none."""
+    """Return one row per case; a case that cannot run has a row with the reason."""
     spawn = multiprocessing.get_context("spawn")
     wires, processes = [], []
     for index in (cell.source, cell.target):
@@ -220,7 +219,7 @@ def ask(wire: Connection, *order: Any) -> Any:
 
 
 def answer(wire: Connection) -> Any:
-    """Raises KvctlError if the process says so, died or is stuck."""
+    """Wait for a process's answer; raises KvctlError if it reports an error, dies or exceeds the deadline."""
     try:
         if not wire.poll(ANSWER_S):
             raise KvctlError(f"no answer within {ANSWER_S:g} s")
@@ -269,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gpus(source: int, target: int | None) -> tuple[list[tuple[int, int]], list[dict[str, Any]]]:
-    """Which pairs are to be measured, and what GPUs are in them."""
+    """Return the GPU pairs to measure, and the description of their GPUs."""
     first = open_device(source)
     if target is not None:
         return [(source, target)], [first.describe(), open_device(target).describe()]

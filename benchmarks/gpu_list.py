@@ -1,7 +1,7 @@
-"""Runs what `kvctl bench` must show on GPUs, one command after another, and prints one table: claim, target, measured.
+"""Runs the list of `kvctl bench` commands for GPUs one after another and prints one table: claim, target, measured.
 
-Every result is saved beside `list.json`, which has the table as data. What the time does not suffice for is not run,
-and the table says so. `benchmarks/gpu.sh` calls it on a GPU host; `--rehearse` runs tiny shapes on host memory.
+Every result is saved beside `list.json`, which contains the table as data. Benches for which no time remains are not
+run, and the table says so. `benchmarks/gpu.sh` calls this on a GPU host; `--rehearse` runs tiny shapes in host memory.
 
     python benchmarks/gpu_list.py --seconds 500 --out results
     python benchmarks/gpu_list.py --only unequal-1024,direct-4096 --prefill-gpus 0 --decode-gpus 0
@@ -35,7 +35,7 @@ _STOP_S = 30.0
 
 @dataclass
 class Ran:
-    """What became of one command; `status` is None where it was not begun."""
+    """Outcome of one command; `status` is None if it was not started."""
 
     bench: Bench
     command: list[str]
@@ -47,7 +47,7 @@ class Ran:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the list; 0 where every claim that was measured holds, every byte verified and no bench failed."""
+    """Run the list; returns 0 if every measured claim holds, every byte was verified and no bench failed."""
     asked = _options().parse_args(arguments)
     asked.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + asked.seconds
@@ -104,7 +104,7 @@ def _command(bench: Bench, asked: argparse.Namespace, save: Path) -> list[str]:
 
 
 def _run(bench: Bench, asked: argparse.Namespace, ends: float) -> Ran:
-    """One command, stopped in time."""
+    """Run one command with a time limit."""
     save = asked.out / f"{bench.name}.json"
     save.unlink(missing_ok=True)
     ran = Ran(bench, _command(bench, asked, save))
@@ -144,7 +144,7 @@ def _python_path() -> str:
 
 
 def _lines(ran: Ran, rehearsal: bool) -> list[dict[str, Any]]:
-    """The table's lines on one bench."""
+    """Return the table's lines for one bench."""
     lines = [_line(ran, claim) for claim in ran.bench.claims]
     if ran.document is not None:
         verified = ran.document["verified"]

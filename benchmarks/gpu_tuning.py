@@ -1,8 +1,8 @@
-"""Print how fast forms of the copy kernel are on this GPU, best first: tiles and warps.
+"""Prints the rates of variants of the copy kernel on this GPU, fastest first: tile sizes and warps.
 
 Usage: python benchmarks/gpu_tuning.py [--repeats N] [--case N ...]
 
-Cases and times are those of gpu_copies.py. What is best here belongs in `kvctl_agent/device/row_copies.py`.
+Cases and durations are those of gpu_copies.py. The fastest variant belongs in `kvctl_agent/device/row_copies.py`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ACCESSES = (2, 16)  # of one lane, fewest and most
 
 
 def tunings() -> Iterator[Tuning]:
-    """Every sensible one."""
+    """Yield every combination worth measuring."""
     for kib, warps in product(KIB, WARPS):
         if ACCESSES[0] <= (kib << 10) // (warps * 32 * 16) <= ACCESSES[1]:
             yield Tuning(tile=Tile(kib << 10, warps))
 
 
 def measure(device: CudaDevice, bench: Bench, tuning: Tuning, repeats: int) -> tuple[float, float]:
-    """(wall, host) in µs."""
+    """Return (wall, host) durations in µs."""
     bench.copier.close()
     bench.copier = DeviceCopier(CudaRowCopies(device.context, device.kernels, device.events, tuning))
     bench.copier.prepare(bench.memory, 0, bench.case.heads)

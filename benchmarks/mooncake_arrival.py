@@ -1,10 +1,12 @@
-"""How a Mooncake reader learns that bytes arrived: by the engine's notification, or by a tag on a link of our own.
+"""Compares two ways to notify a Mooncake reader of a write: the engine's notification, and a tag on a separate
+connection.
 
-`TransferNotify` goes with the engine's blocking call, which spins until the bytes are there; then a new TCP connection
-for each, a thread of the reader's engine that takes them one at a time, JSON. The `mooncake` transport instead posts
-the write, sees it done and sends a tag on a connection that stays open; its caller may spin too, or look every 50 µs.
-All are measured here as they would be used: a write from this process, seen by the other one, which answers with a
-write of the same size and kind; round after round in turn, so that whatever else the machine does hits all alike.
+`TransferNotify` requires the engine's blocking call, which spins until the bytes are written; it then opens a new TCP
+connection per notification, and one thread of the reader's engine reads them one at a time, as JSON. The `mooncake`
+transport instead posts the write, polls for its completion and sends a tag on a connection that stays open; its caller
+may spin, or poll every 50 µs. Each way is measured in use: a write of this process, seen by another process that
+answers with a write of the same size and kind. The ways take turns, so that other load on the machine affects all
+alike.
 
     python benchmarks/mooncake_arrival.py
 """
@@ -37,27 +39,27 @@ GIVE_UP_S = 10.0
 
 
 class Way(Protocol):
-    """One way to tell an arrival, between two processes."""
+    """One way to notify, between two processes."""
 
     def hello(self) -> list[Any]:
-        """What the other side's `meet` takes."""
+        """Return the argument for the other process's `meet`."""
         ...
 
     def meet(self, hello: list[Any]) -> None: ...
 
     def send(self, nbytes: int) -> None:
-        """Writes into the other side's pool and tells it; a bare tag if there is nothing to write."""
+        """Write into the other process's pool with a notification; only a tag if there is nothing to write."""
         ...
 
     def arrived(self) -> int:
-        """How many have arrived since the last call."""
+        """Return the number of arrivals since the last call."""
         ...
 
     def close(self) -> None: ...
 
 
 class Notification:
-    """Mooncake's own: `transfer_sync` with a `TransferNotify`."""
+    """Mooncake's notification: `transfer_sync` with a `TransferNotify`."""
 
     def __init__(self) -> None:
         self._pool = np.ones(POOL_BYTES, np.uint8)
@@ -92,7 +94,7 @@ class Notification:
 
 
 class Link:
-    """The `mooncake` transport; looks whether the write is done every `sleep_s`."""
+    """The `mooncake` transport; polls for the completion of a write every `sleep_s`."""
 
     def __init__(self, sleep_s: float) -> None:
         self._sleep_s = sleep_s
@@ -131,7 +133,7 @@ WAYS: dict[str, Callable[[], Way]] = {
 
 
 def wait(way: Way) -> None:
-    """Until something arrives, in short sleeps as the transport's users do."""
+    """Wait for an arrival with short sleeps, as the users of the transport do."""
     until = time.monotonic() + GIVE_UP_S
     while not way.arrived():
         if time.monotonic() > until:
@@ -140,7 +142,7 @@ def wait(way: Way) -> None:
 
 
 def echo() -> None:
-    """The far side: answers as often as it is asked to."""
+    """Answer as many writes as requested, in the other process."""
     ways: dict[str, Way] = {name: kind() for name, kind in WAYS.items()}
     print(json.dumps({name: way.hello() for name, way in ways.items()}), flush=True)
     for name, hello in json.loads(sys.stdin.readline()).items():
@@ -157,7 +159,7 @@ def echo() -> None:
 
 
 def main() -> None:
-    """Starts the far side, measures in turn, prints the table."""
+    """Start the other process, measure the ways in turn, print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=2000, help="round trips per row (default: %(default)s)")
     parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)

@@ -1,13 +1,13 @@
-"""Does anything stay behind when rooms end? Many small rooms with random aborts, and a count of all that is held.
+"""Checks that ended rooms leave nothing behind: runs many small rooms with random aborts, then counts everything held.
 
-A prefill side of two ranks and a decode side of one, each a process, go through the rooms with several in flight;
-some are given up by either side at a random moment. Sizes of every container of the agents, file descriptors,
-threads and files are counted after a warm-up and again at the end, once the tombstones have expired; they must be
-equal. Memory is sampled on the way; what it grows by for each 1,000 rooms must be next to nothing.
+A prefill process with two ranks and a decode process with one run the rooms, several at a time; either role aborts some
+of them at a random moment. The sizes of all containers of the agents, file descriptors, threads and files are counted
+after a warm-up and again at the end, once the tombstones have expired; they must be equal. Memory is sampled during the
+run; its growth per 1,000 rooms must be close to zero.
 
     python benchmarks/nothing_left.py --rooms 100000 --transport nixl --aborts 10%
 
-Prints PASS or FAIL for each item; the exit status is 1 when one fails.
+Prints PASS or FAIL for each item; the exit status is 1 if one fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEMORY_PER_1000 = 128 << 10  # bytes, 131 a room: heaps wander, and what Python 
 
 
 class Held(NamedTuple):
-    """All that one side holds, and that must not grow."""
+    """Everything that one process holds and that must not grow."""
 
     containers: Sizes
     objects: Sizes
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def measure(sides: list[SideProcess], directory: Path, options: argparse.Namespace) -> list[Check]:
-    """Run the rooms; what is left of them."""
+    """Run the rooms and return the checks."""
     first, step = 0, options.step
     run(sides, first, options.warm_up, options)
     first += options.warm_up
@@ -102,7 +102,7 @@ def measure(sides: list[SideProcess], directory: Path, options: argparse.Namespa
 
 
 def run(sides: list[SideProcess], first: int, count: int, options: argparse.Namespace) -> Counter[str]:
-    """The rooms, on both sides at once; how they ended on the decode side."""
+    """Run the rooms in both processes at once; returns the outcomes on the decode rank."""
     timeout = 60.0 + count / 10
     plan = {"first": first, "count": count, "window": options.window, "aborts": options.aborts, "seed": options.seed}
     for side in sides:
@@ -111,7 +111,7 @@ def run(sides: list[SideProcess], first: int, count: int, options: argparse.Name
 
 
 def rest(sides: list[SideProcess], before: dict[str, Held] | None = None) -> dict[str, Held]:
-    """What is held once the tombstones are gone; looks again for a while where it is more than before."""
+    """Count what is held once the tombstones have expired; counts again for a while if it is more than before."""
     time.sleep(TOMBSTONES_S + 1)
     deadline = time.monotonic() + TOMBSTONES_S
     while True:
@@ -145,7 +145,7 @@ def compare(side: SideProcess, before: dict[str, Held], after: dict[str, Held]) 
 
 
 def more(before: Sizes, after: Sizes) -> list[str]:
-    """One line for each class of which many more objects live than before."""
+    """Return one line for each class with many more live objects than before."""
     return [
         f"{kind}: {count} (were {before.get(kind, 0)})"
         for kind, count in after.items()
@@ -154,7 +154,9 @@ def more(before: Sizes, after: Sizes) -> list[str]:
 
 
 def memory(samples: dict[str, list[int]], rooms: list[int], options: argparse.Namespace) -> list[Check]:
-    """Slope of the resident memory over the second half, when heaps have found their size, with the whole series."""
+    """Return the growth of resident memory over the second half of the run, after the heaps have grown, and the whole
+    series.
+    """
     checks: list[Check] = []
     for role, series in samples.items():
         warm = len(series) // 2
@@ -178,7 +180,7 @@ def verdict(checks: list[Check]) -> int:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A directory of a fleet's own, with short names for its sockets."""
+    """A temporary directory for the fleet, with a path short enough for sockets."""
     directory = Path(tempfile.mkdtemp(prefix="kv-left-", dir="/tmp"))
     try:
         yield directory
@@ -187,7 +189,7 @@ def workplace() -> Iterator[Path]:
 
 
 def launch(role: str, transport: str, directory: Path, **config: Any) -> SideProcess:
-    """One side, started; `ready` waits for the other."""
+    """Start one process; `ready` waits for the other."""
     side = SideProcess(
         role, SIZES, directory, **{"transport": transport, "bootstrap_timeout_s": TOMBSTONES_S, **config}
     )
@@ -201,7 +203,7 @@ def launch(role: str, transport: str, directory: Path, **config: Any) -> SidePro
 
 @contextlib.contextmanager
 def fleet(transport: str, **config: Any) -> Iterator[tuple[list[SideProcess], Path]]:
-    """Both sides, ready; killed at the end where they have not ended."""
+    """Start both processes and wait until they are ready; kills them at the end if they have not ended."""
     with workplace() as directory, contextlib.ExitStack() as stack:
         sides: list[SideProcess] = []
         for role in SIZES:

@@ -1,9 +1,9 @@
-"""How long a notification takes there and back between two processes, and what an idle agent costs.
+"""Measures the round trip of a notification between two processes, and the processor time of an idle agent.
 
-Everything an agent does waits for such round trips (a grant, a tag, a watermark), so this is the floor under a
-room's latency. It depends on how the two sides wait, since an engine without threads of its own works only in their
-calls: one that spins answers fastest as long as there are cores for it, and takes them from the other side where
-there are not; `adaptive` spins for 100 µs and then sleeps 50 µs at a time. Both sides wait alike here.
+Every grant, tag and watermark takes such a notification, so this is the lower bound of a room's latency. It depends on
+how both sides wait, because an engine without threads of its own works only inside calls: a side that spins answers
+fastest while there are idle cores, and takes processor time from the other side when there are none; `adaptive` spins
+for 100 µs and then sleeps 50 µs at a time. Both sides wait in the same way here.
 
     python benchmarks/notify_roundtrip.py --transport nixl
 """
@@ -34,7 +34,7 @@ GIVE_UP_S = 5.0
 
 
 class Waiting(NamedTuple):
-    """How a side waits for arrivals: spins for `spin_s`, then sleeps `sleep_s` between looks."""
+    """A way to wait for arrivals: spins for `spin_s`, then sleeps `sleep_s` between polls."""
 
     name: str
     spin_s: float
@@ -58,7 +58,7 @@ class Side:
         self.transport.register([Region(self.pool.ctypes.data, POOL_BYTES)])
 
     def wait(self, how: Waiting) -> list[Arrival]:
-        """The next arrivals."""
+        """Wait for arrivals and return them."""
         started = time.perf_counter()
         while True:
             landed = self.transport.arrivals()
@@ -72,7 +72,7 @@ class Side:
 
 
 def echo(engine: str) -> None:
-    """The far side: answers every tag with the same tag."""
+    """Answer every tag with the same tag, in the other process."""
     side = Side(engine, "echo")
     print(json.dumps([side.transport.metadata().hex(), side.pool.ctypes.data]), flush=True)
     side.transport.connect("near", bytes.fromhex(sys.stdin.readline()))
@@ -91,7 +91,7 @@ def echo(engine: str) -> None:
 
 
 def idle_share(transport: Transport, seconds: float, poll_s: float) -> float:
-    """CPU time of this process, all threads, as a share of one core while nothing happens."""
+    """Processor time of all threads of this process while nothing happens, as a share of one core."""
     started, cpu = time.monotonic(), time.process_time()
     while (left := seconds - (time.monotonic() - started)) > 0:
         if poll_s:
@@ -101,7 +101,7 @@ def idle_share(transport: Transport, seconds: float, poll_s: float) -> float:
 
 
 def round_trips(side: Side, target: int, how: Waiting, with_write: bool, count: int, limit_s: float) -> list[float]:
-    """Up to `count` round trips in µs, sorted; ends after `limit_s`."""
+    """Return the durations of up to `count` round trips in µs, sorted; stops after `limit_s`."""
     here, there = (np.array([addr], np.uint64) for addr in (side.pool.ctypes.data, target))
     sizes = np.array([WRITE_BYTES], np.uint64)
     took: list[float] = []
@@ -120,7 +120,7 @@ def round_trips(side: Side, target: int, how: Waiting, with_write: bool, count: 
 
 
 def main() -> None:
-    """Starts the far side and prints the table."""
+    """Start the other process and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--transport", default="nixl", help="nixl, mooncake or loopback (default: %(default)s)")
     parser.add_argument("--count", type=int, default=500, help="round trips per row at most (default: %(default)s)")

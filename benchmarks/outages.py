@@ -1,15 +1,15 @@
-"""What the death or the silence of one rank costs the others, and how soon all is as before.
+"""Measures the effect of a killed or stopped rank on the other ranks, and the time until the fleet serves as before.
 
-Two prefill instances of two ranks each and two decode ranks, every rank a process, serve small verified rooms that
-come at a constant rate for each pair of a prefill instance and a decode rank, whatever happens: an open loop, so that
-a dip shows as rooms missing and not as a slower load. Then one rank at a time is killed (SIGKILL) and started again, or
-stopped (SIGSTOP) for some seconds. "Others" are the rooms that have nothing to do with it.
+Two prefill instances of two ranks each and two decode ranks, each rank a process, serve small verified rooms. Rooms are
+opened at a constant rate for each pair of a prefill instance and a decode rank (an open loop), so that a dip shows as
+missing rooms instead of a lower load. Then one rank at a time is killed (SIGKILL) and started again, or stopped
+(SIGSTOP) for some seconds. "Others" are the rooms in which that rank does not take part.
 
     python benchmarks/outages.py --transport nixl
     python benchmarks/outages.py --outage kill=decode-1 --outage stop=p0-prefill-1@30
 
-The timings are an agent's defaults (suspect after 3 s, lost after 15 s); `--short` takes those of the soak tests. The
-exit status is 1 when a byte is wrong, a room hangs, or one failed for no reason that was given here.
+The timeouts are an agent's defaults (suspect after 3 s, lost after 15 s); `--short` selects those of the soak tests.
+The exit status is 1 if a byte is wrong, a room hangs, or a room failed for a reason other than the injected outage.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SAMPLE_S = 0.5
 
 
 class Outage(NamedTuple):
-    """What is done to whom; `seconds` of a stop."""
+    """An outage: kill or stop, the rank, and the `seconds` of a stop."""
 
     how: str
     victim: str
@@ -73,7 +73,7 @@ class Outage(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What became of rooms within some seconds."""
+    """Outcomes of the rooms of some seconds."""
 
     rooms_per_s: float
     p99_ms: float
@@ -81,17 +81,16 @@ class Window(NamedTuple):
 
 @dataclass
 class Finding:
-    """One outage, measured; seconds are from its begin where nothing else is said.
+    """Measurements of one outage, in seconds from its begin unless stated otherwise.
 
     Attributes:
         detected_s: the first rank fails a room because the victim is lost.
         told_s: the last rank has failed the last room that was in flight.
         failed, unopened: rooms; see `failures`.
         others: before, during and after.
-        started_s: from the restart until the new process says that it can serve: most of it is imports.
-        served_s: from the restart, or the end of the stop, to the first room of the victim that is opened then and
-            succeeds.
-        quarantined: most bytes that were kept for a silent writer, and how long after its return they were.
+        started_s: from the restart until the new process reports that it can serve; most of it is imports.
+        served_s: from the restart, or the end of the stop, until the first room of the victim opened after it succeeds.
+        quarantined: the most bytes kept for a silent writer, and the time after its return until they were released.
     """
 
     outage: Outage
@@ -107,13 +106,13 @@ class Finding:
 
     @property
     def dip(self) -> float:
-        """Share of the others' rooms that is missing while it lasts."""
+        """Share of the other rooms that is missing during the outage."""
         before, during, _ = self.others
         return max(0.0, 1 - during.rooms_per_s / before.rooms_per_s) if before.rooms_per_s else 0.0
 
 
 class OpenLoop:
-    """Rooms at a constant rate for each pair."""
+    """Opens rooms at a constant rate for each pair."""
 
     def __init__(self, traffic: Traffic, rate: float) -> None:
         self.traffic = traffic
@@ -128,12 +127,12 @@ class OpenLoop:
         return [room for rooms in self._rooms.values() for room in rooms]
 
     def forget(self) -> None:
-        """Rooms that are over are of no interest any more."""
+        """Drop rooms that are over."""
         for rooms in self._rooms.values():
             rooms[:] = [room for room in rooms if not room.over]
 
     def burst(self, victim: str) -> None:
-        """Some rooms of the victim at once, so that it has several in flight."""
+        """Open several rooms of the victim at once, so that some are in flight."""
         rank = self.traffic.fleet.ranks[victim].planned
         mine = rank["dp"] if rank["role"] == "decode" else rank["instance"]
         for instance, dp in PAIRS:
@@ -144,7 +143,7 @@ class OpenLoop:
         self.until(lambda: False, seconds, sample)
 
     def until(self, condition: Callable[[], bool], seconds: float, sample: Callable[[], None] = lambda: None) -> bool:
-        """Serve until something is so, for so long at most; whether it is."""
+        """Serve until a condition holds, at most for the given time; returns whether it holds."""
         now = time.monotonic()
         deadline, sample_at = now + seconds, now
         while not (met := condition()) and (now := time.monotonic()) < deadline:
@@ -166,7 +165,7 @@ class OpenLoop:
                 self._rooms[pair].append(self.traffic.open(TOKENS, instance, dp))
 
     def _up(self, instance: int, dp: int) -> bool:
-        """Whether all its ranks have a process that serves; a stopped one counts, for nobody has told us."""
+        """Whether every rank has a serving process; a stopped process counts, because its state is unknown."""
         ranks = self.traffic.fleet.ranks.values()
         of_pair = [
             rank
@@ -215,12 +214,12 @@ def main() -> int:
 
 
 def defaults() -> dict[str, str | int | float | bool]:
-    """An agent's own timings in the place of the fleet's short ones."""
+    """Use an agent's default timeouts instead of the fleet's short ones."""
     return {key.name: key.default for key in KEYS if key.name in SHORT_TIMINGS and key.default is not None}
 
 
 def measure(load: OpenLoop, outage: Outage, window_s: float, traffic: Traffic) -> Finding:
-    """Do it, and see what it costs."""
+    """Inject one outage and measure its effect."""
     fleet, victim = traffic.fleet, outage.victim
     found = Finding(outage)
     load.forget()
@@ -266,7 +265,7 @@ def measure(load: OpenLoop, outage: Outage, window_s: float, traffic: Traffic) -
 
 
 def others(rooms: Iterable[Room], victim: str, from_ns: int, until_ns: int) -> Window:
-    """Rooms without the victim that came to their end within this time."""
+    """Return the rooms without the victim that ended within a time range."""
     took = []
     for room in rooms:
         if victim not in room.ranks and room.succeeded:
@@ -277,10 +276,10 @@ def others(rooms: Iterable[Room], victim: str, from_ns: int, until_ns: int) -> W
 
 
 def failures(found: Finding, rooms: Iterable[Room], begun_ns: int) -> None:
-    """When the rooms that it took with it failed on the ranks that live.
+    """Return the times at which the victim's rooms failed on the remaining ranks.
 
-    Those that a rank died with before it had opened them are counted apart: the others never heard of them from it, and
-    end with the bootstrap deadline.
+    Rooms that the victim had not opened are counted separately: the other ranks never heard of them, and they end with
+    the bootstrap deadline.
     """
     victim = found.outage.victim
     ends = []

@@ -1,8 +1,8 @@
-"""Whether a healthy fleet that is as busy as this machine allows is left alone: no health code finds anything.
+"""Checks that no health code is raised for a healthy fleet that is as busy as this machine allows.
 
-A fleet as `kvctl demo` starts it, under an agent's own timings, is asked every two seconds what `kvctl doctor` asks.
-Whatever is found is a false alarm, and the exit status 1. Only a machine with other things to do explains one, of which
-this process sees as much as the ranks: no processor for most of a second, or a long wait for one at every turn.
+A fleet of `kvctl demo` with default timeouts is checked every two seconds with the queries of `kvctl doctor`. Every
+finding is a false alarm and makes the exit status 1, unless this machine was starved at that moment: this process then
+had no processor for most of a second, or waited long for one at every turn, as the ranks did.
 
     python benchmarks/quiet.py --minutes 10
     python benchmarks/quiet.py --minutes 1 --transport mooncake --rate 20
@@ -36,12 +36,12 @@ BUSY_S = 0.02  # ten threads of ours on two cores wait a third of this for their
 
 
 class Onlooker(threading.Thread):
-    """Asks the fleet again and again, as somebody in another terminal would.
+    """Checks the fleet repeatedly in a thread, as an operator in another terminal would.
 
     Attributes:
-        looks: how often it has.
-        alarms: what was found, once for each code and subject.
-        excused: findings of moments in which this machine was starved.
+        looks: number of checks.
+        alarms: findings, one per code and subject.
+        excused: findings at moments when this machine was starved.
     """
 
     def __init__(self, traffic: Traffic) -> None:
@@ -76,19 +76,21 @@ class Onlooker(threading.Thread):
             before = now
 
     def _turn_s(self) -> float:
-        """How long the main thread, which opens the rooms, has waited for the processor each time since the last."""
+        """Mean wait of the main thread, which opens the rooms, for a processor since the last call."""
         before, self._waited = self._waited, _waited()
         turns = self._waited[1] - before[1]
         return (self._waited[0] - before[0]) / turns if turns else 0.0
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._over.set()
         self.join()
 
 
 def _waited() -> tuple[float, int]:
-    """Seconds that the main thread has waited for a processor so far, and how often; nothing where no kernel says."""
+    """Seconds for which the main thread has waited for a processor, and the number of waits; zeros if the kernel does
+    not report them.
+    """
     try:
         _, waited_ns, turns = map(int, Path("/proc/self/schedstat").read_text().split())
     except (OSError, ValueError):
@@ -97,7 +99,7 @@ def _waited() -> tuple[float, int]:
 
 
 def main() -> int:
-    """Run it; 1 where something was found."""
+    """Run the check; returns 1 if a code was raised."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--transport", default="nixl")

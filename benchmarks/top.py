@@ -1,8 +1,8 @@
-"""What `kvctl top` costs the machine it runs on, watching 64 agents with 1,000 rooms each, once a second.
+"""Measures the processor time of `kvctl top` while it reads 64 agents with 1,000 rooms each, once per second.
 
-The agents are real admin servers with made-up answers, as threads of another process, so that what is measured is the
-tool alone: its share of a core, by the kernel's account of its process, in each view. How often it really read is
-counted at the agents; a tool that fell behind would look cheap.
+The agents are real admin servers with generated answers, as threads of another process, so that only the tool is
+measured: the share of a core that the kernel reports for its process, in each view. The readings are counted at the
+agents, because a tool that reads less often than it should would appear cheap.
 
     python benchmarks/top.py
     python benchmarks/top.py --agents 256 --view rooms
@@ -41,7 +41,7 @@ MS, S = 1_000_000, 1_000_000_000
 
 
 class Rank:
-    """Answers of one agent; values change from one reading to the next, as they do."""
+    """Answers of one agent; values change between readings, as in a live agent."""
 
     def __init__(self, number: int, agents: int, rooms: int) -> None:
         half = max(1, agents // 2)
@@ -238,7 +238,7 @@ class Rank:
 
 
 def serve(agents: int, rooms: int) -> None:
-    """The agents' process: serves until its input ends; tells how often it was asked at every line."""
+    """Run the agents until stdin ends; answers every line with the number of requests served."""
     ranks = [Rank(number, agents, rooms) for number in range(agents)]
     with contextlib.ExitStack() as stack:
         for rank in ranks:
@@ -257,7 +257,7 @@ def serve(agents: int, rooms: int) -> None:
 
 
 class Agents:
-    """The agents' process, asked for its count."""
+    """Client of the agents' process."""
 
     def __init__(self, agents: int, rooms: int, directory: str) -> None:
         command = [sys.executable, __file__, "--serve", "--agents", str(agents), "--rooms", str(rooms)]
@@ -288,7 +288,7 @@ def cpu_s(pid: int) -> float:
 
 
 def measure(view: str, seconds: float, agents: Agents, directory: str) -> tuple[float, float]:
-    """(share of a core, readings per second) of `kvctl top` in one view."""
+    """Return the share of a core and the readings per second of `kvctl top` in one view."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", SIZE[1], SIZE[0], 0, 0))
     environment = {**os.environ, "KVCTL_SOCKET_DIR": directory, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
@@ -313,7 +313,7 @@ def measure(view: str, seconds: float, agents: Agents, directory: str) -> tuple[
 
 
 def _swallow(leader: int, done: threading.Event) -> None:
-    """A terminal that takes everything."""
+    """Discard everything that is written to the terminal."""
     while not done.is_set():
         if select.select([leader], [], [], 0.1)[0]:
             try:

@@ -1,7 +1,7 @@
 """The Grafana dashboard as data; `docs/render.py` writes it to `docs/grafana/kvctl.json`.
 
-Quantiles of several ranks are taken over their summed buckets. Rooms are counted on decode ranks, where each has one
-row; bytes are those that landed.
+Quantiles over several ranks are computed from their summed buckets. Rooms are counted on decode ranks, where each room
+has one row; bytes are those that landed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture: `queries` are (expression, legend); units are Grafana's."""
+    """One panel: `queries` are (expression, legend); units are Grafana's."""
 
     title: str
     unit: str
@@ -230,7 +230,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard in Grafana's import format."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS:
@@ -261,7 +261,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def expressions() -> list[str]:
-    """Every query of the dashboard."""
+    """Yield every query of the dashboard."""
     return [query for _, row in ROWS for panel in row for query, _ in panel.queries]
 
 

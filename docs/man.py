@@ -1,6 +1,6 @@
-"""Writes a man page for every command into docs/man (or the folder that is named); `make man` runs it.
+"""Writes a man page for every command into docs/man or another folder; `make man` runs it.
 
-They are made from the same help that `kvctl COMMAND --help` prints, so they are not kept in the repository.
+The pages are generated from the help that `kvctl COMMAND --help` prints and are therefore not kept in the repository.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TEXT_LIKE_A_MACRO = re.compile(r"^(?=['.])(?!\.(?:TH|SH|PP|TP|B)\b)", re.MULTIL
 
 
 def write(folder: Path) -> list[Path]:
-    """The pages, kvctl.1 and one for each command below it; what was there of commands that are gone is removed."""
+    """Write kvctl.1 and one page for each command below it; pages of commands that no longer exist are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("kvctl*.1"):
         old.unlink()
@@ -42,7 +42,7 @@ def write(folder: Path) -> list[Path]:
 
 
 def _examples(name: str, command: click.Command) -> Iterator[tuple[str, str]]:
-    """(name of the page, the sections that click-man does not write) of a command and of everything under it."""
+    """Yield (page name, sections that click-man does not write) for a command and every command below it."""
     lines = []
     if isinstance(command, GlobalOptions):
         for does, line in command.shown_examples():
@@ -57,7 +57,7 @@ def _examples(name: str, command: click.Command) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _without_global_options(command: click.Command) -> Iterator[None]:
-    """Hides them in the commands under this one: the page of kvctl alone lists them."""
+    """Hide the global options in the commands below this one: only the page of kvctl lists them."""
     below = [leaf for leaf in _below(command) if isinstance(leaf, GlobalOptions)]
     options = [option for leaf in below for option in leaf.global_options]
     for option in options:

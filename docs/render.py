@@ -1,6 +1,6 @@
-"""Generates the reference pages in docs/ from the declarations in the code; `make docs` runs it, a test compares.
+"""Generates the reference pages in docs/ from the declarations in the code; `make docs` runs it.
 
-A page that a person has to keep in step with the code goes stale; these cannot.
+A test compares the pages with the code, so that they cannot become outdated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AT_ONCE = ("KV_CHECKSUM_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION")
 
 
 def configuration() -> str:
-    """The agent's configuration keys."""
+    """Page of the agent's configuration keys."""
 
     def allowed(key: Key) -> str:
         if key.choices:
@@ -64,7 +64,7 @@ def configuration() -> str:
 
 
 def admin() -> str:
-    """The admin socket's commands."""
+    """Page of the admin socket's commands."""
     rows = [
         (
             f"`{command.name}`",
@@ -84,7 +84,7 @@ def admin() -> str:
 
 
 def metrics() -> str:
-    """The metrics."""
+    """Page of the metrics."""
     rows = [
         (f"`{metric.name}`", metric.kind, metric.unit, ", ".join(f"`{label}`" for label in metric.labels), metric.help)
         for metric in METRICS
@@ -97,7 +97,7 @@ def metrics() -> str:
 
 
 def command_pages() -> dict[str, str]:
-    """A page per command, with the help of everything under it; and the page that lists them."""
+    """A page per command, with the help of every command below it, and the page that lists them."""
     pages: dict[str, str] = {}
     rows: list[Sequence[str]] = []
     for name, entry in CLI_COMMANDS.items():
@@ -152,7 +152,7 @@ def health_pages() -> dict[str, str]:
 
 
 def alert_rules() -> str:
-    """Rules for Prometheus, from the health codes that metrics can say."""
+    """Prometheus alert rules of the health codes that metrics can express."""
     lines = [
         "# Written by docs/render.py from the health codes: `make docs`.",
         "groups:",
@@ -176,12 +176,12 @@ def alert_rules() -> str:
 
 
 def grafana() -> str:
-    """The dashboard."""
+    """The Grafana dashboard as JSON."""
     return json.dumps(runpy.run_path(str(HERE / "dashboard.py"))["dashboard"](), indent=1) + "\n"
 
 
 def glossary(command: click.Command) -> list[str]:
-    """A table for each table that the command prints, with the meaning of its columns."""
+    """For each table that the command prints, a table with the meaning of its columns."""
     view = getattr(command, "view", None)
     header = ("column", "name in tsv and csv", "unit", "meaning")
     return [
@@ -192,7 +192,7 @@ def glossary(command: click.Command) -> list[str]:
 
 
 def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str, click.Command]]:
-    """(command path, help text, command) of a command and of everything under it."""
+    """Yield (command path, help text, command) for a command and every command below it."""
     context.terminal_width = context.max_content_width = HELP_COLUMNS
     text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
     yield context.command_path, text, command
@@ -213,7 +213,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Every file written here, by its path below docs/."""
+    """Return every generated file by its path below docs/."""
     return {
         "configuration.md": configuration(),
         "admin.md": admin(),

@@ -1,9 +1,9 @@
-"""KV pools that are torch tensors on GPUs: what an engine does with events, so that nothing waits for a device.
+"""KV pools in torch CUDA tensors: how an engine uses events so that no call waits for a device.
 
-A prefill and a decode agent in one process, each with a pool on a GPU of its own or both on one. A toy of a forward
-writes KV on a stream; the event that is recorded behind it goes to `send.pages`, which returns at once, and the agent
-moves the pages when the event is done. On the other side decode's stream waits for `receive.event`, then reads. Every
-byte is compared. `--pipelined` does the same layer group by layer group, each with an event of its own.
+A prefill and a decode agent run in one process, with pools on two GPUs or on one. A stand-in for a forward writes KV on
+a stream and records an event behind it; `send.pages` takes the event and returns at once, and the agent transfers the
+pages when the event has completed. On the decode side the stream waits for `receive.event`, then reads. Every byte is
+compared. `--pipelined` does the same for each layer group, with an event of its own.
 
     python examples/gpu_pools.py
     python examples/gpu_pools.py --decode cuda:1 --transport nixl --path direct --pipelined
@@ -33,7 +33,7 @@ TIMEOUT_S = 60.0
 
 
 class Side:
-    """One rank: a pool of torch tensors, its agent, and the stream that its engine works on (None on the CPU)."""
+    """One rank: a pool of torch tensors, its agent, and the engine's stream (None on the CPU)."""
 
     def __init__(self, role: Literal["prefill", "decode"], device: str, bootstrap: str, config: dict[str, Any]) -> None:
         self.device = torch.device(device)
@@ -52,25 +52,25 @@ class Side:
         random.shuffle(self.free)
 
     def working(self) -> Any:
-        """What is launched inside goes on the engine's stream."""
+        """Context in which launches go to the engine's stream."""
         return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def recorded(self) -> Any:
-        """An event behind everything on the stream so far; None on the CPU, where what was called is done."""
+        """Record an event behind everything on the stream; None on the CPU, where calls are synchronous."""
         return None if self.stream is None else self.stream.record_event()
 
     def take(self, count: int) -> list[int]:
-        """Page numbers: a list in host memory. Numbers in a CUDA tensor could not be read without synchronising."""
+        """Allocate page indices as a list in host memory: reading them from a CUDA tensor would synchronise."""
         return [self.free.pop() for _ in range(count)]
 
     def rows(self, tensor: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
-        """`[pages, page size, heads, head dim]`, a copy."""
+        """Return a copy of the pages as `[pages, page size, heads, head dim]`."""
         where = torch.tensor(pages).to(self.device, non_blocking=True)
         return tensor.view(PAGES, PAGE_SIZE, HEADS, HEAD_DIM)[where]
 
 
 class Toy:
-    """Something that takes time on the device and fills pages."""
+    """A stand-in for a forward: takes time on the device and fills pages."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -79,7 +79,7 @@ class Toy:
             self._hidden = torch.randn(HIDDEN, HIDDEN, device=side.device)
 
     def forward(self, layers: range, pages: Sequence[int]) -> None:
-        """Launches the work of some layers; on a GPU it has not been done when this returns."""
+        """Launch the work of some layers; on a GPU it has not completed when this returns."""
         side = self._side
         with side.working():
             where = torch.tensor(pages).to(side.device, non_blocking=True)
@@ -91,7 +91,7 @@ class Toy:
 
 
 def run(prefill: Side, decode: Side, toy: Toy, room: int) -> float:
-    """One request; returns the seconds from its first launch until decode may read."""
+    """Run one request; returns the seconds from its first launch until decode may read."""
     count = PAGES_OF_A_CHUNK * CHUNKS
     ours, theirs = prefill.take(count), decode.take(count)
     slot = room % len(decode.aux)

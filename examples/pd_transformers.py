@@ -1,16 +1,16 @@
-"""A transformers model divided into prefill and decode processes, its KV cache handed over by kvctl_agent.
+"""Runs a transformers model divided into prefill and decode processes; kvctl_agent transfers its KV cache.
 
-A small model with random weights, made in place from a fixed seed (nothing is downloaded), runs in three kinds of
-process: one *undivided*, plain `model.generate`, which says what is right; the *prefill* ranks of one instance, divided
-by tensor, pipeline and context parallelism as you like; and *decode* ranks that are data parallel with attention TP 1.
-Prompts are prefilled chunk by chunk, and each chunk's pages go out while the next is computed; with `--pipelined`,
-forward hooks send each layer group while the next one is computed. The first token travels in the aux row. Decode
-builds its cache from the pages that arrived, from nothing else, and continues greedily: every token must equal the
-undivided run's. The model is a Llama, or (`--model mla`) a DeepSeek-V2, whose cache is one latent row per token.
+A small model with random weights, built from a fixed seed (nothing is downloaded), runs in three kinds of process: the
+*undivided* one runs plain `model.generate` as the reference; the *prefill* ranks of one instance are divided by tensor,
+pipeline and context parallelism; the *decode* ranks are data parallel with attention TP 1. Prompts are prefilled in
+chunks, and each chunk's pages are sent while the next is computed; with `--pipelined`, forward hooks send each layer
+group while the next one is computed. The first token travels in the aux row. Decode builds its cache from the received
+pages only and continues greedily: every token must equal the reference. The model is a Llama, or (`--model mla`) a
+DeepSeek-V2, whose cache is one latent row per token.
 
-What is not real: each prefill rank computes the whole model, then keeps only its own layers and heads; the handover
-sees what it would see in a real engine, while the example needs no collective library. Decode copies the arrived pages
-into a transformers DynamicCache; an engine with paged attention would read them where they are.
+One simplification: each prefill rank computes the whole model and keeps only its own layers and heads. The transfer is
+the same as in a real engine, and the example needs no collective library. Decode copies the received pages into a
+transformers DynamicCache; an engine with paged attention reads them in place.
 
     python examples/pd_transformers.py --transport nixl --prompts 8
     python examples/pd_transformers.py --prefill-tp 2 --prefill-pp 2 --pipelined
@@ -60,7 +60,7 @@ FIRST_ROOM = 9_000_000_000_000_000_000  # rooms are 64-bit numbers; routers draw
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says, the same in every process."""
+    """Options of the command line, the same in every process."""
 
     transport: str
     model: str
@@ -79,21 +79,21 @@ class Options:
     name: str
 
     def lengths(self) -> list[int]:
-        """Prompt lengths in tokens: below one page, page and chunk boundaries, and several chunks with a rest."""
+        """Prompt lengths in tokens: below one page, at page and chunk boundaries, and several chunks plus a rest."""
         page, chunk = self.page_size, self.chunk_tokens
         shapes = [3 * chunk + page + 3, chunk, page - 1, 2 * chunk + 1, chunk - 1, page, 4 * chunk, chunk + page]
         return [shapes[i % len(shapes)] + i // len(shapes) for i in range(self.prompts)]
 
     @property
     def prefill_ranks(self) -> list[Rank]:
-        """In the order of unique ranks."""
+        """All prefill ranks in the order of unique ranks."""
         whole = Rank(pp_size=self.prefill_pp, cp_size=self.prefill_cp, tp_size=self.prefill_tp)
         places = product(range(self.prefill_pp), range(self.prefill_cp), range(self.prefill_tp))
         return [replace(whole, pp=pp, cp=cp, tp=tp) for pp, cp, tp in places]
 
     @property
     def shape(self) -> ModelShape:
-        """The KV cache, in fp32."""
+        """Shape of the KV cache in fp32."""
         if self.model == "mla":
             return ModelShape(LAYERS, 1, LATENT_DIM + ROPE_DIM, 0, 4, kind="mla")
         return ModelShape(LAYERS, KV_HEADS, HEAD_DIM, HEAD_DIM, 4)
@@ -116,7 +116,7 @@ class Options:
 
 
 def build_model(name: str) -> Any:
-    """The model that every process builds alike, in fp32."""
+    """Build the model in fp32, identical in every process."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     common: dict[str, Any] = {
@@ -143,14 +143,14 @@ def build_model(name: str) -> Any:
 
 
 def make_prompts(options: Options) -> list[torch.Tensor]:
-    """Random tokens."""
+    """Draw random tokens."""
     generator = torch.Generator().manual_seed(SEED + 1)
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in options.lengths()]
 
 
 @torch.inference_mode()
 def generate_undivided(model: Any, prompt: torch.Tensor, new_tokens: int) -> list[int]:
-    """What transformers itself generates greedily, in one process and one prefill."""
+    """Generate greedily with transformers alone, in one process and one prefill."""
     output = model.generate(
         prompt[None],
         attention_mask=torch.ones_like(prompt[None]),
@@ -164,13 +164,13 @@ def generate_undivided(model: Any, prompt: torch.Tensor, new_tokens: int) -> lis
 
 @torch.inference_mode()
 def forward(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> int:
-    """Run `tokens` on top of `cache`, which grows by them; returns the greedy next token."""
+    """Run `tokens` and append their KV to `cache`; returns the greedy next token."""
     logits = model(tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return int(logits[0, -1].argmax())
 
 
 def continue_greedily(model: Any, cache: DynamicCache, first: int, new_tokens: int) -> list[int]:
-    """Decode from a filled cache: `first` and the tokens after it, `new_tokens` in all."""
+    """Decode from a filled cache; returns `first` and the following tokens, `new_tokens` in total."""
     tokens = [first]
     while len(tokens) < new_tokens:
         tokens.append(forward(model, torch.tensor(tokens[-1:]), cache))
@@ -181,9 +181,9 @@ def continue_greedily(model: Any, cache: DynamicCache, first: int, new_tokens: i
 
 
 class PagedKV:
-    """One rank's share of the cache, per layer held, and which of its pages are free.
+    """One rank's part of the cache, per layer, and its free pages.
 
-    A layer is a pair, `[pages * page_size, heads, dim]` each: K and V or, side by side, the latent and its rotary part.
+    A layer is a pair, `[pages * page_size, heads, dim]` each: K and V, or the latent and its rotary part.
     """
 
     def __init__(self, shape: ModelShape, rank: Rank, num_pages: int, page_size: int, slots: int, seed: int) -> None:
@@ -200,7 +200,7 @@ class PagedKV:
         self.free = random.Random(seed).sample(range(num_pages), num_pages)
 
     def pool(self) -> KVPool:
-        """The pool as the agent takes it; the aux row of a slot is its first token, 8 bytes."""
+        """Return the pool for the agent; the aux row of a slot is its first token, 8 bytes."""
         aux = self.first_tokens.view(torch.uint8).view(-1, 8)
         planes = [list(plane) for plane in zip(*self.tensors, strict=True)]
         if self.latent:
@@ -218,14 +218,14 @@ class PagedKV:
         self.free.extend(pages)
 
     def store(self, cache: DynamicCache, layer: int, pages: Sequence[int], start: int, stop: int) -> None:
-        """Copy tokens [start, stop) of one layer and this rank's heads from the whole model's cache into pages."""
+        """Copy tokens [start, stop) of one layer and this rank's heads from the model's cache into pages."""
         rows = self._rows(pages)[start:stop]
         entry: Any = cache.layers[layer]
         for target, source in zip(self._pair(layer), (entry.keys, entry.values), strict=True):
             target[rows] = source[0, self.heads, start:stop].transpose(0, 1)
 
     def load(self, pages: Sequence[int], tokens: int) -> DynamicCache:
-        """A transformers cache of the first `tokens` tokens in `pages`; this rank must hold the whole model."""
+        """Return a transformers cache of the first `tokens` tokens in `pages`; this rank must hold the whole model."""
         rows = self._rows(pages)[:tokens]
         cache = DynamicCache()
         for layer in self.layers:
@@ -234,7 +234,7 @@ class PagedKV:
         return cache
 
     def _pair(self, layer: int) -> Sequence[torch.Tensor]:
-        """The two halves of a layer as transformers has them."""
+        """Return the two tensors of a layer in the shape that transformers uses."""
         mine = self.tensors[layer - self.layers.start]
         return torch.split(mine[0], [LATENT_DIM, ROPE_DIM], dim=-1) if self.latent else mine
 
@@ -244,7 +244,7 @@ class PagedKV:
 
 
 class Prefill:
-    """One rank's forwards: a hook of each of its layers copies the chunk's KV into the pool, then calls `on_layer`."""
+    """One rank's forwards: a hook of each layer copies the chunk's KV into the pool, then calls `on_layer`."""
 
     def __init__(self, model: Any, kv: PagedKV, on_layer: Callable[[int], None]) -> None:
         self._model = model
@@ -274,7 +274,7 @@ class Prefill:
 def prefill_rank(
     place: int, options: Options, report: Callable[[str, Any], None], until_told: Callable[[], None]
 ) -> None:
-    """One rank of the prefill instance: prefills every prompt and sends its share of the pages."""
+    """Run one rank of the prefill instance: prefill every prompt and send this rank's pages."""
     model, prompts = build_model(options.model), make_prompts(options)
     rank = options.prefill_ranks[place]
     # Room for the two longest prompts only: later prompts reuse the pages of earlier ones, once those are sent.
@@ -323,13 +323,13 @@ def prefill_rank(
 
 
 def _send_group(send: Any, by_last_layer: dict[int, range], pages: Sequence[int], last: bool, layer: int) -> None:
-    """A layer is computed: when it ends a group, that group's KV goes out."""
+    """Send a layer group's KV once its last layer is computed."""
     if (group := by_last_layer.get(layer)) is not None:
         send.layers(group, pages, last=last)
 
 
 def decode_rank(dp: int, options: Options, report: Callable[[str, Any], None], until_told: Callable[[], None]) -> None:
-    """One data-parallel rank: receives its share of the prompts, the whole cache of each, and generates."""
+    """Run one data-parallel rank: receive the whole cache of each of its prompts, and generate."""
     model, lengths = build_model(options.model), options.lengths()
     mine = range(dp, len(lengths), options.decode_dp)
     num_pages = max(1, sum(-(-lengths[i] // options.page_size) for i in mine))
@@ -353,7 +353,7 @@ def decode_rank(dp: int, options: Options, report: Callable[[str, Any], None], u
 
 
 def succeed(transfer: Any, timeout_s: float) -> None:
-    """Wait for a Send or Receive to end well."""
+    """Wait until a Send or Receive has succeeded."""
     state = transfer.wait(timeout_s)
     if state.name != "SUCCESS":
         raise RuntimeError(f"room {transfer.room} ended as {state.name}: {transfer.error}")
@@ -363,12 +363,12 @@ def succeed(transfer: Any, timeout_s: float) -> None:
 
 
 def worker(role: Callable[..., None], rank: int, options: Options, parent: Connection) -> None:
-    """The body of every rank's process: errors go to the parent, and the process never outlives it."""
+    """Body of every rank's process: reports errors to the parent and never outlives it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through the agent's `with`, so that it cleans up
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
 
     def until_told() -> None:
-        """Peers may still need this rank; the parent knows when all are through."""
+        """Wait for the parent's signal that all ranks are done: peers may still need this rank."""
         parent.send(("through", None))
         if not parent.poll(options.timeout_s):
             raise TimeoutError(f"no word from the parent within {options.timeout_s} s")
@@ -390,7 +390,7 @@ def _die_with_parent() -> None:
 
 
 class Ranks:
-    """All rank processes; leaving the `with` ends every one of them."""
+    """All rank processes; leaving the `with` block ends them."""
 
     def __init__(self, options: Options) -> None:
         # One server process imports torch and transformers, and every rank is forked from it before it has threads:
@@ -430,10 +430,11 @@ class Ranks:
             pipe.close()
 
     def gather(self) -> tuple[dict[int, tuple[int, list[int]]], int]:
-        """(decode rank, tokens) of every prompt, and forwards that were pipelined, once all ranks have ended well.
+        """Return (decode rank, tokens) of every prompt and the number of pipelined forwards, once all ranks have
+        succeeded.
 
         Raises:
-            RuntimeError: a rank failed, died or was not through in time; carries its last words.
+            RuntimeError: a rank failed, died or exceeded the time limit; the message contains its last words.
         """
         found: dict[int, tuple[int, list[int]]] = {}
         pipelined = 0

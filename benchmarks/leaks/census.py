@@ -1,7 +1,7 @@
-"""What an agent holds, counted: the size of every container that can be reached from it, whatever its name.
+"""Counts what an agent holds: the size of every container reachable from it.
 
-Nothing is listed by name, so a structure that somebody adds tomorrow is counted like those of today. Only what is
-bounded on purpose and fills up with time is named, in `BOUNDS`, with its bound.
+No container is listed by name, so a structure added later is counted as well. Only bounded histories, which fill up
+with time, are named in `BOUNDS`, each with its bound.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BOUNDED = re.compile("|".join(f"({pattern})" for pattern in BOUNDS))
 
 
 def census(root: object) -> Sizes:
-    """Sizes by path from `root`; the elements of a container share one path, and their sizes are added up."""
+    """Return container sizes by path from `root`; elements of one container share a path, and their sizes are added."""
     sizes: Counter[str] = Counter()
     for path, thing in _walk(root):
         if isinstance(thing, SimpleQueue):
@@ -50,8 +50,9 @@ def census(root: object) -> Sizes:
 
 
 def instances(*roots: object) -> Sizes:
-    """Live objects of each class of the agent's, also those that only a closure or a frame holds, but not those that
-    are history of `roots`."""
+    """Count live objects by class of kvctl_agent, including objects held only by closures or frames, excluding the
+    histories of `roots`.
+    """
     history: set[int] = set()
     for root in roots:
         for path, thing in _walk(root):
@@ -63,9 +64,9 @@ def instances(*roots: object) -> Sizes:
 
 
 def grown(before: Sizes, after: Sizes) -> list[str]:
-    """One line for each container that is larger than before, or above its bound where it is history.
+    """Return one line for each container that is larger than before, or above its bound if it is a history.
 
-    Paths may begin with whose they are, as "decode-0: ".
+    Paths may begin with the name of their agent, as in "decode-0: ".
     """
     lines: list[str] = []
     for path, size in after.items():
@@ -79,7 +80,7 @@ def grown(before: Sizes, after: Sizes) -> list[str]:
 
 
 def _walk(root: object) -> Iterator[tuple[str, Any]]:
-    """Everything that can be reached, each thing once, with its path; history is told, and not looked into."""
+    """Yield every reachable object once, with its path; histories are yielded, but their contents are not."""
     seen = {id(root)}
     queue: deque[tuple[str, Any]] = deque([("", root)])
     while queue:
@@ -97,7 +98,7 @@ def _walk(root: object) -> Iterator[tuple[str, Any]]:
 
 
 def _below(thing: object) -> set[int]:
-    """Identities of a piece of history and all in it, keys included."""
+    """Return the identities of a history and of everything in it, keys included."""
     found = {id(thing)}
     queue = [thing]
     while queue:

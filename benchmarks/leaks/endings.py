@@ -1,4 +1,4 @@
-"""The ways in which a room can end, each with what both sides do for it and how they find that it ended."""
+"""Ways in which a room can end: the calls on both sides, and the expected final states."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ ABSENT: dict[Ending, str] = {deadline_never_opened: "decode", deadline_never_cla
 
 
 class Late(RuntimeError):
-    """The room's deadline, which is short, came first: others had the processors."""
+    """The room's short deadline passed first, because other processes had the processors."""
 
 
 def finish(sides: Sides, ending: Ending, room: int) -> None:
-    """Until the room, which was begun, has ended on both sides.
+    """Wait until a started room has ended on both sides.
 
     Raises:
-        Late: it ended by a deadline, and should not have.
-        RuntimeError: it ended otherwise, or kept its pages.
+        Late: the room ended by a deadline, unexpectedly.
+        RuntimeError: the room ended in another unexpected way, or its pages were not released.
     """
     late = ""
     for side in sides:
@@ -124,7 +124,7 @@ def finish(sides: Sides, ending: Ending, room: int) -> None:
 
 
 def run(sides: Sides, ending: Ending, room: int) -> None:
-    """One room from its beginning to its end; another where it was late."""
+    """Run one room from begin to end, and a new one if it was late."""
     for attempt in range(TRIES):
         number = room + 100_000 * attempt
         ending(*sides, number)

@@ -1,4 +1,4 @@
-"""A side's process as seen from outside: asks and answers, and what the kernel says that it holds."""
+"""A process with the agents of one role: requests, answers, and the resources that the kernel reports for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 
 class SideProcess:
-    """`side.py` in a process of its own; its asks are methods of `Side`."""
+    """A child process that runs `side.py`; requests are names of methods of `Side`."""
 
     def __init__(self, role: str, sizes: dict[str, int], directory: Path, **config: Any) -> None:
         self.role = role
@@ -57,7 +57,7 @@ class SideProcess:
         )
 
     def tell(self, do: str, **fields: Any) -> None:
-        """Ask without waiting for the answer, which `hear` gets."""
+        """Send a request without waiting for its answer, which `hear` returns."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
         self.process.stdin.flush()
@@ -80,12 +80,12 @@ class SideProcess:
         return self._stderr.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """End it whatever it does; fine for one that has ended."""
+        """Kill the process; does nothing if it has ended."""
         self.process.kill()
         self.end()
 
     def end(self, timeout: float = 15.0) -> int:
-        """Let it end by itself; its exit status."""
+        """Close its input and wait until it exits; returns the exit status."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -111,7 +111,7 @@ class SideProcess:
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
 
     def descriptors(self) -> Sizes:
-        """Open file descriptors by kind: sockets, pipes, files by path."""
+        """Count open file descriptors by kind: sockets, pipes, files by path."""
         kinds: Counter[str] = Counter()
         for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
             try:
@@ -122,13 +122,13 @@ class SideProcess:
         return dict(kinds)
 
     def shared_memory(self) -> set[str]:
-        """Names in /dev/shm that it has mapped; they must be gone when it has ended."""
+        """Return the names of its mappings in /dev/shm; these files must be gone when it has ended."""
         lines = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
         return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
 
 
 def files(directory: Path) -> Sizes:
-    """What lies in the fleet's own directory by kind: sockets, locks, temporary files."""
+    """Count the files in the fleet's directory by kind: sockets, locks, temporary files."""
     kinds = Counter(
         "sockets" if path.is_socket() else f"files in {path.parent.name}"
         for path in directory.rglob("*")

@@ -1,7 +1,7 @@
-"""One side of a small fleet in a process of its own, told what to do by JSON lines; answers go to its stdout.
+"""The agents of one role of a small fleet, in a process controlled by JSON lines; answers go to stdout.
 
-Prefill and decode go through the same numbered rooms on their own, each with a few in flight. Which rooms are
-aborted, by whom and when follows from the room's number and the seed, so neither side needs to ask the other.
+Prefill and decode run the same numbered rooms independently, several at a time. The room's number and the seed
+determine which rooms are aborted, by which rank and when, so neither process needs to ask the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Answer = dict[str, Any]
 
 
 class Abort(NamedTuple):
-    """Who gives a room up, on which of its ranks, and how long after it took part."""
+    """An abort: the role, the rank, and the delay after the rank joined the room."""
 
     role: str
     rank: int
@@ -44,7 +44,7 @@ class Abort(NamedTuple):
 
 
 def planned_abort(seed: int, room: int, share: float, ranks: dict[str, int]) -> Abort | None:
-    """The same on both sides; None for a room that may succeed."""
+    """Return the abort of a room, the same in both processes; None for a room that may succeed."""
     dice = random.Random(f"{seed}/{room}")
     if dice.random() >= share:
         return None
@@ -53,7 +53,7 @@ def planned_abort(seed: int, room: int, share: float, ranks: dict[str, int]) -> 
 
 
 class Side:
-    """All ranks of one role: a prefill instance of some TP size, or a decode instance of TP 1."""
+    """All ranks of one role: a prefill instance of some TP size, or a decode instance with TP 1."""
 
     def __init__(self, role: Any, sizes: dict[str, int], name: str, bootstrap: str, config: dict[str, Any]) -> None:
         self.role = role
@@ -109,7 +109,7 @@ class Side:
         self._handles[room][rank].abort("given up by the test")
 
     def known(self, room: int, timeout: float) -> None:
-        """Until the other side knows of the room."""
+        """Wait until the peers know the room."""
         deadline = time.monotonic() + timeout
         while any(handle.state < RoomState.WAITING_FOR_INPUT for handle in self._handles[room]):
             if time.monotonic() > deadline:
@@ -117,7 +117,7 @@ class Side:
             time.sleep(0.002)
 
     def wait(self, room: int, timeout: float) -> list[Answer]:
-        """How the room ended on each rank; it is forgotten here."""
+        """Return the room's outcome on each rank and forget the room."""
         deadline = time.monotonic() + timeout
         handles = self._handles[room]
         for handle in handles:
@@ -130,7 +130,8 @@ class Side:
     # ---- many rooms -------------------------------------------------------------------------------------------
 
     def run(self, first: int, count: int, window: int, aborts: float, seed: int, timeout: float) -> Answer:
-        """Rooms `first` to `first + count`, `window` in flight; how many ended how, on this side.
+        """Run rooms `first` to `first + count`, at most `window` at a time; returns the number of rooms by outcome on
+        this role.
 
         Raises:
             TimeoutError: names the rooms that have not ended.
@@ -170,7 +171,7 @@ class Side:
             self.feed(room)
 
     def _end_of(self, room: int) -> str:
-        """The state, or the first cause's code."""
+        """The final state, or the code of the first cause."""
         for handle in self._handles[room]:
             if handle.state is not RoomState.SUCCESS:
                 return str(handle.error["code"])
@@ -185,14 +186,14 @@ class Side:
     # ---- what is left -----------------------------------------------------------------------------------------
 
     def census(self) -> Sizes:
-        """What the agents hold, each under its name."""
+        """Container sizes of each agent, by agent name."""
         return {f"{agent.name}: {path}": size for agent in self.agents for path, size in census(agent.parts).items()}
 
     def instances(self) -> Sizes:
         return instances(*(agent.parts for agent in self.agents))
 
     def errors(self) -> list[str]:
-        """Bugs: what control, arrival or transfer threads caught."""
+        """Exceptions caught by control, arrival and transfer threads: bugs."""
         rows = [row for agent in self.agents for row in agent.observe.events()["events"]]
         return [row["text"] for row in rows if row["kind"] in ("control", "scatter", "transport", "engine")]
 

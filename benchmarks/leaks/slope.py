@@ -1,4 +1,4 @@
-"""Does a series of memory sizes rise? Least squares, and a picture in one line."""
+"""Trend of a series of memory sizes: least-squares slope and sparkline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Rise of y for each unit of x, by least squares; 0 for fewer than two points."""
+    """Least-squares slope of y over x; 0 for fewer than two points."""
     if len(xs) < 2:
         return 0.0
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
@@ -17,7 +17,7 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """The values as bars from the smallest to the largest; the mean of neighbours where there are many."""
+    """Format values as bars between the minimum and the maximum; long series are averaged over neighbours."""
     if not values:
         return ""
     per = max(1, -(-len(values) // width))

@@ -48,7 +48,9 @@ def test_bytes_that_change_on_the_wire(demo: Start) -> None:
     found = fleet.diagnosed("KV_CHECKSUM_MISMATCH")
     assert "prefill-1" in found["subject"]
     assert found["severity"] == "critical"
-    assert re.search(r"from prefill-1 \((direct|staged|in-place)\) was sent with checksum [0-9a-f]{8}", found["evidence"]["latest"])
+    assert re.search(
+        r"from prefill-1 \((direct|staged|in-place)\) was sent with checksum [0-9a-f]{8}", found["evidence"]["latest"]
+    )
     fleet.shows(found, "KV_CHECKSUM_MISMATCH", "prefill-1")
     history = json.loads(fleet.kvctl("rooms", "history", "--filter", "state=Failed", "-o", "json").stdout)["data"]
     assert {row["failure"]["code"] for row in history} == {"KV_CHECKSUM_MISMATCH"}

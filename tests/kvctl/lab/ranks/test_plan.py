@@ -299,7 +299,11 @@ def test_ways_of_grouping_layers_are_compared_and_a_threshold_that_none_reaches_
         ({"pipelines": ("of",)}, ConfigError, "--pipeline 'of' is unknown; did you mean off"),
         ({"pipelines": ("0",)}, ConfigError, "--pipeline '0' is unknown"),
         ({"kind": "mlha"}, ConfigError, "--kind 'mlha' is unknown; did you mean"),
-        ({"prefill": (Sizes(pp=2, layers=(10, 10)),)}, LayoutError, r"stages have 10\+10 = 20 layers, but the model has 32"),
+        (
+            {"prefill": (Sizes(pp=2, layers=(10, 10)),)},
+            LayoutError,
+            r"stages have 10\+10 = 20 layers, but the model has 32",
+        ),
         ({"prefill": (Sizes(pp=40),)}, LayoutError, "prefill pp=40: 32 layers cannot be divided"),
         ({"prefill": ()}, LayoutError, "no prefill instance"),
         ({"model": "deepseek-r1", "kv_heads": 2}, LayoutError, "num_kv_heads must be 1"),
