@@ -80,7 +80,7 @@ def gb_per_s(nbytes: int, work: Callable[[], None]) -> float:
 
 
 def measure(pool: KVPool, case: Case, piece_bytes: int, threads: int) -> tuple[float, float, float]:
-    """Return the rates of gather, of scatter, and of gather, copy to the ring and scatter together, in GB/s of payload."""
+    """Return the GB/s of payload of gather, of scatter, and of gather, copy to the ring and scatter together."""
     (memory,) = pool.segments
     layers, total, heads = memory.shard.num_layers, memory.num_slots, case.heads
     each = layers * heads * memory.shard.segment.page_head_bytes

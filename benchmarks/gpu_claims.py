@@ -1,4 +1,4 @@
-"""Claims about `kvctl bench` on GPUs: the commands that measure them, and the bound of each figure of a saved result."""
+"""Claims about `kvctl bench` on GPUs: the commands that measure them, and the bound of each figure of a result."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def auto_of_best(document: Document) -> float | None:
 
 
 def ttft_at(concurrency: int, path: str, base: str) -> Callable[[Document], float | None]:
-    """Ratio of the mean time to first token on one path to that on another, with the given number of rooms in flight."""
+    """Ratio of the mean time to first token on one path to that on another, at this number of rooms in flight."""
 
     def measure(document: Document) -> float | None:
         means = [
