@@ -29,7 +29,11 @@ AGENTS = View(
     "agents",
     (
         Column("agent"),
-        Column("state", styles=palette.AGENT_STATES),
+        Column(
+            "state",
+            styles=palette.AGENT_STATES,
+            help="ok, stale (the process of the socket has ended), or the reason for a missing answer.",
+        ),
         Column("role", styles=palette.ROLES),
         Column("rtt", kind=Kind.DURATION),
         Column("uptime", kind=Kind.DURATION),
@@ -39,8 +43,10 @@ AGENTS = View(
         Column("clock_offset", kind=Kind.DURATION, width=Width.WIDE),
         Column("clock_error", kind=Kind.DURATION, width=Width.WIDE),
         Column("protocol", kind=Kind.LIST, width=Width.WIDE),
-        Column("level", width=Width.WIDE),
-        Column("capabilities", kind=Kind.LIST, width=Width.WIDE),
+        Column("level", width=Width.WIDE, help="Permission of this client: read, operate or admin."),
+        Column(
+            "capabilities", kind=Kind.LIST, width=Width.WIDE, help="Features of the agent's build and configuration."
+        ),
         Column("endpoint", width=Width.WIDE),
     ),
     sort=("agent",),

@@ -33,11 +33,16 @@ from kvctl.render.view import Column, Kind, View, Width
 CHECK = View(
     "check",
     (
-        Column("check"),
-        Column("state", kind=Kind.VERDICT, styles=palette.VERDICTS),
-        Column("muted", kind=Kind.COUNT),
-        Column("problems", kind=Kind.LIST),
-        Column("values", kind=Kind.MAP, width=Width.WIDE),
+        Column("check", help="Area of the check."),
+        Column("state", kind=Kind.VERDICT, styles=palette.VERDICTS, help="ok, warning, critical or unknown."),
+        Column("muted", kind=Kind.COUNT, help="Muted findings, which do not affect the state."),
+        Column("problems", kind=Kind.LIST, help="Findings, exceeded thresholds and agents that do not answer."),
+        Column(
+            "values",
+            kind=Kind.MAP,
+            width=Width.WIDE,
+            help="Measured values of the area, in seconds, bytes, ratios and counts.",
+        ),
     ),
 )
 

@@ -33,12 +33,17 @@ _COMMAND = re.compile(r"`([^`]+)`")
 DOCTOR = View(
     "doctor",
     (
-        Column("rank", kind=Kind.COUNT, header="#"),
-        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS),
+        Column(
+            "rank",
+            kind=Kind.COUNT,
+            header="#",
+            help="Position in the list, most severe first; empty for host checks that passed.",
+        ),
+        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS, help="Severity of the finding."),
         Column("code"),
         Column("subject"),
         Column("cause"),
-        Column("next", width=Width.NORMAL),
+        Column("next", width=Width.NORMAL, help="Command to run next."),
         Column("since", kind=Kind.DURATION, width=Width.WIDE),
         Column("agents", kind=Kind.LIST, width=Width.WIDE),
         Column("evidence", lambda each: each["evidence"], Kind.MAP, Width.WIDE),

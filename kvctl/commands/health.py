@@ -36,23 +36,27 @@ CODES_VIEW = View(
     "health_codes",
     (
         Column("code"),
-        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS),
-        Column("area", width=Width.NORMAL),
-        Column("sees"),
-        Column("means", width=Width.WIDE),
+        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS, help="Highest severity of the code."),
+        Column("area", width=Width.NORMAL, help="Area of kvctl check that includes the code."),
+        Column("sees", help="Symptoms."),
+        Column("means", width=Width.WIDE, help="Meaning of the code."),
         Column("remedy", width=Width.WIDE),
-        Column("alert", width=Width.WIDE),
+        Column("alert", width=Width.WIDE, help="Equivalent Prometheus expression, if the metrics suffice."),
     ),
 )
 
 MUTES = View(
     "health_mutes",
     (
-        Column("target", header="MUTED"),
-        Column("left", kind=Kind.DURATION),
-        Column("until_worse", header="UNTIL WORSE THAN"),
-        Column("reason"),
-        Column("made_at", kind=Kind.SECOND, width=Width.WIDE),
+        Column("target", header="MUTED", help="Muted code, or code and subject."),
+        Column("left", kind=Kind.DURATION, help="Remaining time of the mute."),
+        Column(
+            "until_worse",
+            header="UNTIL WORSE THAN",
+            help="Findings when the mute was created; worse findings end the mute.",
+        ),
+        Column("reason", help="Reason for the mute."),
+        Column("made_at", kind=Kind.SECOND, width=Width.WIDE, help="Time at which the mute was created."),
     ),
     sort=("left",),
     empty="nothing is muted",

@@ -27,9 +27,9 @@ DONE = View(
     "done",
     (
         Column("agent"),
-        Column("subject"),
-        Column("result", styles=_RESULTS),
-        Column("text", header="WHAT"),
+        Column("subject", help="Room, allocation, key or agent that the action changed."),
+        Column("result", styles=_RESULTS, help="Result of the action."),
+        Column("text", header="WHAT", help="Description of what the agent did."),
     ),
     sort=("agent", "subject"),
     empty="nothing was done",

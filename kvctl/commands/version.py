@@ -20,10 +20,10 @@ from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
 VERSION_VIEW = View(
     "version",
     (
-        Column("component"),
+        Column("component", help="kvctl, or the name of the agent."),
         Column("version"),
         Column("protocol", kind=Kind.LIST),
-        Column("python", width=Width.NORMAL),
+        Column("python", width=Width.NORMAL, help="Version of Python."),
         Column("endpoint", width=Width.WIDE),
     ),
 )

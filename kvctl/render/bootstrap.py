@@ -7,36 +7,51 @@ from typing import Any
 
 from kvctl.render.view import Column, Kind, View, Width
 
-BOOTSTRAP = View(
-    "bootstrap",
-    (
-        Column("registry"),
-        Column("state", styles={"complete": "green", "waiting": "yellow", "refused": "bold red", "silent": "bold red"}),
-        Column("expected", kind=Kind.COUNT),
-        Column("registered", kind=Kind.COUNT),
-        Column("missing", kind=Kind.LIST),
-        Column("decode_ranks", kind=Kind.COUNT, header="DECODE"),
-        Column("decode_connected", kind=Kind.COUNT, header="CONNECTED"),
-        Column("unanswered", kind=Kind.LIST, width=Width.NORMAL),
-        Column("sizes", kind=Kind.MAP, width=Width.NORMAL),
-        Column("text", width=Width.WIDE),
-        Column("names", kind=Kind.LIST, width=Width.WIDE),
-        Column("asked_by", kind=Kind.LIST, width=Width.WIDE),
-    ),
-    sort=("registry",),
-    empty="no prefill instance is known",
-)
-
 RANKS = View(
     "bootstrap.ranks",
     (
-        Column("rank"),
+        Column("rank", help="Coordinates in the instance."),
         Column("agent"),
-        Column("state", styles={"registered": "green", "missing": "bold red"}),
-        Column("connected", kind=Kind.COUNT, header="DECODE RANKS"),
+        Column("state", styles={"registered": "green", "missing": "bold red"}, help="registered or missing."),
+        Column(
+            "connected", kind=Kind.COUNT, header="DECODE RANKS", help="Decode ranks connected to this prefill rank."
+        ),
         Column("endpoint"),
         Column("incarnation", width=Width.NORMAL),
     ),
+)
+
+
+BOOTSTRAP = View(
+    "bootstrap",
+    (
+        Column("registry", help="Address of the bootstrap registry."),
+        Column(
+            "state",
+            styles={"complete": "green", "waiting": "yellow", "refused": "bold red", "silent": "bold red"},
+            help="complete, waiting, refused or silent.",
+        ),
+        Column("expected", kind=Kind.COUNT, help="Prefill ranks of the instance."),
+        Column("registered", kind=Kind.COUNT, help="Number of prefill ranks that have registered."),
+        Column("missing", kind=Kind.LIST, help="Coordinates of prefill ranks that have not registered."),
+        Column("decode_ranks", kind=Kind.COUNT, header="DECODE", help="Decode ranks that queried this registry."),
+        Column(
+            "decode_connected",
+            kind=Kind.COUNT,
+            header="CONNECTED",
+            help="Decode ranks connected to every registered prefill rank.",
+        ),
+        Column(
+            "unanswered", kind=Kind.LIST, width=Width.NORMAL, help="Registered prefill ranks that do not answer kvctl."
+        ),
+        Column("sizes", kind=Kind.MAP, width=Width.NORMAL, help="Ranks along each axis: dp, pp, cp, tp."),
+        Column("text", width=Width.WIDE, help="The registry's description of the ranks that are missing or refused."),
+        Column("names", kind=Kind.LIST, width=Width.WIDE, help="Prefill ranks that have registered."),
+        Column("asked_by", kind=Kind.LIST, width=Width.WIDE, help="Agents that queried this registry."),
+    ),
+    sort=("registry",),
+    empty="no prefill instance is known",
+    also=("Ranks of each instance", RANKS),
 )
 
 

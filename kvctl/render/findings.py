@@ -26,7 +26,7 @@ _HUMAN = {"_ns": units.duration, "_bytes": units.size, "_ratio": units.percent, 
 HEALTH = View(
     "health",
     (
-        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS),
+        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS, help="info, warning or critical."),
         Column("code", header="CODE"),
         Column("subject"),
         Column("since", kind=Kind.DURATION, width=Width.NORMAL),
@@ -34,7 +34,7 @@ HEALTH = View(
         Column("agents", kind=Kind.LIST, width=Width.WIDE),
         Column("evidence", lambda row: row["evidence"], Kind.MAP, Width.WIDE),
         Column("remedy", width=Width.WIDE),
-        Column("muted", kind=Kind.DURATION, width=Width.WIDE),
+        Column("muted", kind=Kind.DURATION, width=Width.WIDE, help="Remaining time for which the finding is muted."),
     ),
     empty="nothing found",
 )

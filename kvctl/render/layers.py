@@ -25,9 +25,26 @@ def hidden_share(row: Row) -> float | None:
     return float(overlapped / (exposed + overlapped))
 
 
+_STAGES = {
+    "ready": "time from the first layer group of the chunk being ready until this part was ready",
+    "gate": "wait for a grant and the watermark of the decode rank's ring",
+    "queue": "wait for a transfer worker",
+    "gather": "copy into the staging buffer",
+    "post": "posting the write to the transfer engine",
+    "wire": "time until the transfer engine reported completion",
+    "arrive": "time until the decode rank received the notification",
+    "scatter": "copy from the ring into the pages",
+}
+
+
+def _stage(stage: str, quantile: str, label: str, width: Width = Width.WIDE, header: str = "") -> Column:
+    path = f"stages.{stage}.{quantile}_ns"
+    text = f"{label} per part: {_STAGES[stage]}."
+    return Column(f"{stage}_{quantile}", path, Kind.DURATION, width, header, help=text)
+
+
 def _median(stage: str) -> Column:
-    width = Width.NORMAL if stage in {"ready", "queue"} else Width.CORE
-    return Column(f"{stage}_p50", f"stages.{stage}.p50_ns", Kind.DURATION, width, header=stage.upper())
+    return _stage(stage, "p50", "Median", Width.NORMAL if stage in {"ready", "queue"} else Width.CORE, stage.upper())
 
 
 LAYERS = View(
@@ -35,18 +52,31 @@ LAYERS = View(
     (
         Column("agent"),
         Column("layers", kind=Kind.LAYERS),
-        Column("path", width=Width.NORMAL),
-        Column("parts", kind=Kind.COUNT, width=Width.NORMAL),
-        Column("bytes", kind=Kind.BYTES, width=Width.NORMAL),
-        *(_median(stage) for stage in STAGES),
-        Column("exposed", kind=Kind.DURATION, width=Width.NORMAL),
-        Column("hidden", "overlapped_ns", Kind.DURATION, Width.NORMAL),
-        Column("share", hidden_share, Kind.RATIO, Width.NORMAL),
-        *(
-            Column(f"{stage}_{quantile}", f"stages.{stage}.{quantile}_ns", Kind.DURATION, Width.WIDE)
-            for stage in STAGES
-            for quantile in ("p90", "p99")
+        Column("path", width=Width.NORMAL, help="Transfer path of the parts: bulk, slice, staged or direct."),
+        Column("parts", kind=Kind.COUNT, width=Width.NORMAL, help="Measured parts."),
+        Column("bytes", kind=Kind.BYTES, width=Width.NORMAL, help="Bytes of the measured parts."),
+        *map(_median, STAGES),
+        Column(
+            "exposed",
+            kind=Kind.DURATION,
+            width=Width.NORMAL,
+            help="Mean transfer time of a part after the end of the forward.",
         ),
+        Column(
+            "hidden",
+            "overlapped_ns",
+            Kind.DURATION,
+            Width.NORMAL,
+            help="Mean transfer time of a part before the end of the forward.",
+        ),
+        Column(
+            "share",
+            hidden_share,
+            Kind.RATIO,
+            Width.NORMAL,
+            help="Share of the transfer time that was hidden by compute.",
+        ),
+        *(_stage(stage, quantile, f"{quantile[1:]}th percentile") for stage in STAGES for quantile in ("p90", "p99")),
     ),
     sort=("agent", "layers"),
     empty="no parts moved yet",

@@ -44,65 +44,6 @@ def _live(row: Row) -> int | None:
     return len(ring["allocations"]) if ring else None
 
 
-STAGING = View(
-    "staging",
-    (
-        Column("agent"),
-        Column("role", styles=palette.ROLES, width=Width.NORMAL),
-        Column("enabled", kind=Kind.FLAG, width=Width.NORMAL),
-        Column("ring", "ring.size_bytes", Kind.BYTES),
-        Column("used", _used, Kind.RATIO),
-        Column("live", _live, Kind.COUNT),
-        Column("oldest", lambda row: _oldest(row, "age_ns"), Kind.DURATION),
-        Column("oldest_room", lambda row: _oldest(row, "room"), Kind.ID, header="OF ROOM"),
-        Column("aside", _aside, Kind.COUNT, Width.NORMAL),
-        Column("gated", lambda row: len(row["gated"]), Kind.COUNT),
-        Column("buffers", "buffers.size_bytes", Kind.BYTES, Width.NORMAL),
-        Column("pieces_used", "buffers.pieces_used", Kind.COUNT, Width.NORMAL),
-        Column("fallbacks", "fallbacks_total", Kind.COUNT, Width.NORMAL),
-        Column("oldest_state", lambda row: _oldest(row, "state"), width=Width.WIDE),
-        Column("ahead", _ahead, Kind.BYTES, Width.WIDE),
-        Column("high_water", "ring.high_water_bytes", Kind.BYTES, Width.WIDE),
-        Column("head", "ring.head_bytes", Kind.BYTES, Width.WIDE),
-        Column("round", "ring.round", Kind.COUNT, Width.WIDE),
-        Column("tail_round", "ring.watermark.round", Kind.COUNT, Width.WIDE),
-        Column("tail", "ring.watermark.tail", Kind.BYTES, Width.WIDE),
-        Column("tail_age", "ring.watermark.age_ns", Kind.DURATION, Width.WIDE),
-        Column("granted", "ring.granted_total", Kind.COUNT, Width.WIDE),
-        Column("refused", "ring.refused_total", Kind.COUNT, Width.WIDE),
-        Column("revoked", "ring.revoked_total", Kind.COUNT, Width.WIDE),
-        Column("copies_waiting", "ring.copies.waiting", Kind.COUNT, Width.WIDE),
-        Column("copying", "ring.copies.copying_age_ns", Kind.DURATION, Width.WIDE),
-        Column("pieces", "buffers.pieces", Kind.COUNT, Width.WIDE),
-        Column("pieces_high_water", "buffers.pieces_high_water", Kind.COUNT, Width.WIDE),
-        Column("piece", "buffers.piece_bytes", Kind.BYTES, Width.WIDE),
-    ),
-    sort=("agent",),
-)
-
-ALLOCATIONS = View(
-    "staging_map",
-    (
-        Column("agent"),
-        Column("serial", kind=Kind.COUNT, width=Width.NORMAL),
-        Column("room", kind=Kind.ID),
-        Column("writer"),
-        Column("chunk", kind=Kind.COUNT, width=Width.NORMAL),
-        Column("layers", kind=Kind.LAYERS, width=Width.NORMAL),
-        Column("state", styles=palette.ALLOCATION_STATES),
-        Column("aside", kind=Kind.FLAG, width=Width.NORMAL),
-        Column("age", kind=Kind.DURATION),
-        Column("room_state", styles=palette.STATES, width=Width.NORMAL),
-        Column("posted", kind=Kind.FLAG, width=Width.WIDE),
-        Column("size", lambda row: row["end"] - row["offset"], Kind.BYTES),
-        Column("offset", "offset", Kind.BYTES, Width.WIDE),
-        Column("round", kind=Kind.COUNT, width=Width.WIDE),
-        Column("nonce", kind=Kind.ID, width=Width.WIDE),
-    ),
-    sort=("agent", "-age"),
-    empty="no live allocations",
-)
-
 GATED = View(
     "staging_gated",
     (
@@ -111,14 +52,162 @@ GATED = View(
         Column("peer"),
         Column("chunk", kind=Kind.COUNT, width=Width.NORMAL),
         Column("layers", kind=Kind.LAYERS, width=Width.NORMAL),
-        Column("bytes", kind=Kind.BYTES, width=Width.NORMAL),
-        Column("age", kind=Kind.DURATION),
-        Column("waiting_for"),
-        Column("requests", kind=Kind.COUNT, width=Width.NORMAL, header="ASKED"),
-        Column("asked_age", kind=Kind.DURATION, width=Width.WIDE, header="ASKED FOR"),
+        Column("bytes", kind=Kind.BYTES, width=Width.NORMAL, help="Size of the part."),
+        Column("age", kind=Kind.DURATION, help="Time since the part was ready."),
+        Column("waiting_for", help="A grant, or the round and tail that the watermark must pass."),
+        Column(
+            "requests",
+            kind=Kind.COUNT,
+            width=Width.NORMAL,
+            header="ASKED",
+            help="Grant requests sent, including resends.",
+        ),
+        Column(
+            "asked_age",
+            kind=Kind.DURATION,
+            width=Width.WIDE,
+            header="ASKED FOR",
+            help="Time since its grant was first requested.",
+        ),
     ),
     sort=("-age",),
     empty="no gated parts",
+)
+
+
+STAGING = View(
+    "staging",
+    (
+        Column("agent"),
+        Column("role", styles=palette.ROLES, width=Width.NORMAL),
+        Column("enabled", kind=Kind.FLAG, width=Width.NORMAL, help="Whether staging is configured."),
+        Column("ring", "ring.size_bytes", Kind.BYTES, help="Size of the decode rank's ring."),
+        Column("used", _used, Kind.RATIO, help="Share of the ring in use."),
+        Column("live", _live, Kind.COUNT, help="Live allocations."),
+        Column(
+            "oldest",
+            lambda row: _oldest(row, "age_ns"),
+            Kind.DURATION,
+            help="Age of the oldest allocation, at which the watermark stands.",
+        ),
+        Column(
+            "oldest_room",
+            lambda row: _oldest(row, "room"),
+            Kind.ID,
+            header="OF ROOM",
+            help="Room of the oldest allocation.",
+        ),
+        Column(
+            "aside",
+            _aside,
+            Kind.COUNT,
+            Width.NORMAL,
+            help="Allocations of unresponsive writers: the watermark has passed them, but their bytes are not reused.",
+        ),
+        Column(
+            "gated", lambda row: len(row["gated"]), Kind.COUNT, help="Parts that wait for a grant or for the watermark."
+        ),
+        Column(
+            "buffers",
+            "buffers.size_bytes",
+            Kind.BYTES,
+            Width.NORMAL,
+            help="Size of the prefill rank's staging buffers.",
+        ),
+        Column("pieces_used", "buffers.pieces_used", Kind.COUNT, Width.NORMAL, help="Pieces in use."),
+        Column(
+            "fallbacks",
+            "fallbacks_total",
+            Kind.COUNT,
+            Width.NORMAL,
+            help="Parts that did not fit and were sent on another path.",
+        ),
+        Column(
+            "oldest_state", lambda row: _oldest(row, "state"), width=Width.WIDE, help="State of the oldest allocation."
+        ),
+        Column(
+            "ahead",
+            _ahead,
+            Kind.BYTES,
+            Width.WIDE,
+            help="Bytes granted beyond the ring's size; their writers wait for a later round.",
+        ),
+        Column(
+            "high_water",
+            "ring.high_water_bytes",
+            Kind.BYTES,
+            Width.WIDE,
+            help="Largest number of ring bytes in use at once.",
+        ),
+        Column("head", "ring.head_bytes", Kind.BYTES, Width.WIDE, help="Offset of the next allocation."),
+        Column(
+            "round",
+            "ring.round",
+            Kind.COUNT,
+            Width.WIDE,
+            help="Number of times that the head has wrapped around the ring.",
+        ),
+        Column("tail_round", "ring.watermark.round", Kind.COUNT, Width.WIDE, help="Round of the watermark."),
+        Column("tail", "ring.watermark.tail", Kind.BYTES, Width.WIDE, help="Offset of the watermark."),
+        Column("tail_age", "ring.watermark.age_ns", Kind.DURATION, Width.WIDE, help="Time since the watermark moved."),
+        Column("granted", "ring.granted_total", Kind.COUNT, Width.WIDE, help="Allocations granted since the start."),
+        Column("refused", "ring.refused_total", Kind.COUNT, Width.WIDE, help="Grants refused since the start."),
+        Column("revoked", "ring.revoked_total", Kind.COUNT, Width.WIDE, help="Grants revoked since the start."),
+        Column(
+            "copies_waiting",
+            "ring.copies.waiting",
+            Kind.COUNT,
+            Width.WIDE,
+            help="Landed parts that are not copied into the pages yet.",
+        ),
+        Column(
+            "copying", "ring.copies.copying_age_ns", Kind.DURATION, Width.WIDE, help="Age of the oldest running copy."
+        ),
+        Column("pieces", "buffers.pieces", Kind.COUNT, Width.WIDE, help="Number of buffer pieces."),
+        Column(
+            "pieces_high_water",
+            "buffers.pieces_high_water",
+            Kind.COUNT,
+            Width.WIDE,
+            help="Largest number of pieces in use at once.",
+        ),
+        Column("piece", "buffers.piece_bytes", Kind.BYTES, Width.WIDE, help="Size of one buffer piece."),
+    ),
+    sort=("agent",),
+    also=("Gated parts", GATED),
+)
+
+ALLOCATIONS = View(
+    "staging_map",
+    (
+        Column("agent"),
+        Column("serial", kind=Kind.COUNT, width=Width.NORMAL, help="Number of the allocation; never reused."),
+        Column("room", kind=Kind.ID),
+        Column("writer", help="Name of the writing agent."),
+        Column("chunk", kind=Kind.COUNT, width=Width.NORMAL),
+        Column("layers", kind=Kind.LAYERS, width=Width.NORMAL),
+        Column("state", styles=palette.ALLOCATION_STATES, help="granted, landed, revoking or quarantined."),
+        Column(
+            "aside",
+            kind=Kind.FLAG,
+            width=Width.NORMAL,
+            help="Whether the watermark has passed the allocation because its writer does not respond.",
+        ),
+        Column("age", kind=Kind.DURATION, help="Time since the grant."),
+        Column("room_state", styles=palette.STATES, width=Width.NORMAL, help="State of the room on the decode rank."),
+        Column(
+            "posted",
+            kind=Kind.FLAG,
+            width=Width.WIDE,
+            help="Whether the write is already posted, so that the writer cannot give the region back.",
+        ),
+        Column("size", lambda row: row["end"] - row["offset"], Kind.BYTES, help="Size of the allocation."),
+        Column("offset", "offset", Kind.BYTES, Width.WIDE, help="Offset of the allocation in the ring."),
+        Column("round", kind=Kind.COUNT, width=Width.WIDE, help="Round of the ring that the allocation belongs to."),
+        Column("nonce", kind=Kind.ID, width=Width.WIDE),
+    ),
+    sort=("agent", "-age"),
+    empty="no live allocations",
 )
 
 
