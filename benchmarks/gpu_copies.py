@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from kvctl.lab.ranks.bench_messages import DTYPE_BYTES
+from kvctl.lab.ranks.request import DTYPE_BYTES
 from kvctl_agent.device.base import Batch, Device, Event, Geometry
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceError

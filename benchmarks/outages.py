@@ -25,11 +25,10 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvctl.lab.bench.statistics import percentile
-from kvctl.lab.demo.plan import SHORT_TIMINGS, SteadyPlan
+from kvctl.lab.demo.fleet import SHORT_TIMINGS, SteadyFleet, SteadyPlan
 from kvctl.lab.demo.room_accounting import Room
-from kvctl.lab.demo.steady import SteadyFleet
 from kvctl.lab.demo.traffic import Traffic
-from kvctl.lab.ranks.bench_messages import Sizes
+from kvctl.lab.ranks.request import Sizes
 from kvctl_agent.contract.config import KEYS
 
 PREFILL = (Sizes(tp=2), Sizes(tp=2))

@@ -24,8 +24,7 @@ from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
 from kvctl.health.finding import Finding
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
-from kvctl.lab.demo.plan import CALM_TIMINGS, SteadyPlan
-from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.demo.fleet import CALM_TIMINGS, SteadyFleet, SteadyPlan
 from kvctl.lab.demo.traffic import Traffic, TrafficOptions
 
 LOOK_EVERY_S = 2.0

@@ -25,7 +25,7 @@ from kvctl.lab.bench.options import (
     parse_tokens,
 )
 from kvctl.lab.bench.presets import PRESETS
-from kvctl.lab.ranks.bench_messages import COMPUTES, DEVICES, DTYPE_BYTES, PAGE_ORDERS, VERIFY_MODES
+from kvctl.lab.ranks.request import COMPUTES, DEVICES, DTYPE_BYTES, PAGE_ORDERS, VERIFY_MODES
 
 _AXES = {
     "tp": "attention tensor-parallel ranks",

@@ -20,7 +20,7 @@ from kvctl.lab.bench.prompts import poisson, sessions
 from kvctl.lab.bench.trace import TraceError, read, scaled
 from kvctl.lab.bench.traffic import Source
 from kvctl.lab.bench.variants import Variant, expand, waves
-from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
 
 _TRACE_REQUESTS = 500
 _TRACE_CONCURRENCY = 32

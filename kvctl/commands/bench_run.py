@@ -30,9 +30,8 @@ from kvctl.lab.bench.session import Session, laps_of, measure
 from kvctl.lab.bench.traffic import with_requests
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, PLAN, blocks
-from kvctl.lab.ranks.bench_messages import Plan
-from kvctl.lab.ranks.errors import FleetError
-from kvctl.lab.ranks.group import rank_names
+from kvctl.lab.ranks.group import FleetError, rank_names
+from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import plan as make_plan
 from kvctl.render.report import Report
 from kvctl_agent.contract.settings import near

@@ -21,16 +21,14 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.options import parse_instances, parse_tokens
-from kvctl.lab.demo.plan import CALM_TIMINGS, SteadyPlan
-from kvctl.lab.demo.router import SHORT_GAP_S
+from kvctl.lab.demo.fault_schedule import Kind, ScheduledFault, draw_schedule
+from kvctl.lab.demo.fleet import CALM_TIMINGS, SteadyFleet, SteadyPlan, replaceable
 from kvctl.lab.demo.scenarios import SCENARIOS_BY_NAME, Scenario, listed
-from kvctl.lab.demo.schedule import Kind, ScheduledFault, draw_schedule, replaceable
 from kvctl.lab.demo.soak import Soak
-from kvctl.lab.demo.steady import SteadyFleet
-from kvctl.lab.demo.traffic import TrafficOptions
+from kvctl.lab.demo.traffic import SHORT_GAP_S, TrafficOptions
 from kvctl.lab.faults.specification import FAULTS_BY_NAME, Fault, parse_faults
-from kvctl.lab.ranks.bench_messages import Sizes, Tokens
-from kvctl.lab.ranks.errors import FleetError
+from kvctl.lab.ranks.group import FleetError
+from kvctl.lab.ranks.request import Sizes, Tokens
 from kvctl.render.demo import FAULTS, MOMENTS, RANKS, blocks, totals
 from kvctl.render.report import Report
 from kvctl_agent.contract.settings import near

@@ -20,9 +20,10 @@ from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.options import CP_MODES
 from kvctl.lab.bench.progress import Steps
 from kvctl.lab.bench.variants import Variant
-from kvctl.lab.ranks.bench_messages import DEVICES, Plan
-from kvctl.lab.ranks.errors import FleetError
+from kvctl.lab.ranks.group import FleetError
+from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import plan as make_plan
+from kvctl.lab.ranks.request import DEVICES
 from kvctl.lab.tune.advise import Option, Workload, advise
 from kvctl.lab.tune.confirm import confirm, remarks
 from kvctl.lab.tune.costs import Costs, Lane, given_lane

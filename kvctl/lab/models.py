@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from kvctl.lab.ranks.bench_messages import State
+from kvctl.lab.ranks.request import State
 from kvctl_agent.errors import UnknownModel
 
 

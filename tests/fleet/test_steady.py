@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.plan import SteadyPlan
-from kvctl.lab.demo.schedule import ScheduledFault
+from kvctl.lab.demo.fault_schedule import ScheduledFault
+from kvctl.lab.demo.fleet import SteadyFleet, SteadyPlan
 from kvctl.lab.demo.soak import Soak
 from kvctl.lab.demo.socket_noise import SocketNoise, listeners
-from kvctl.lab.demo.steady import SteadyFleet
 from kvctl.lab.demo.traffic import DeadlineMissed, Traffic, TrafficOptions
-from kvctl.lab.ranks.bench_messages import Sizes
-from kvctl.lab.ranks.errors import FleetError
-from kvctl.lab.ranks.steady_messages import Abort
+from kvctl.lab.ranks.group import FleetError
+from kvctl.lab.ranks.messages import Abort
+from kvctl.lab.ranks.request import Sizes
 from kvctl_agent.contract.admin import socket_dir
 
 # Far more than it takes on a machine that does nothing else.

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.lab.demo.plan import SteadyPlan
-from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.demo.fleet import SteadyFleet, SteadyPlan
 from kvctl.lab.demo.traffic import Traffic
-from kvctl.lab.ranks.bench_messages import Sizes
+from kvctl.lab.ranks.request import Sizes
 
 ROOMS_IN_FLIGHT = 8
 PATIENCE_S = 60.0

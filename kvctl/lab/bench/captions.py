@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvctl.lab.bench.outcome import Outcome
 from kvctl.lab.bench.variants import sizes_text
-from kvctl.lab.ranks.bench_messages import Plan, PlannedShape
+from kvctl.lab.ranks.plan import Plan, PlannedShape
 from kvctl.render import units
 from kvctl.render.view import Row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvctl.lab.ranks.bench_messages import Plan
+from kvctl.lab.ranks.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

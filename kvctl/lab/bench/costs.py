@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvctl.lab.bench.room_timing import Finished
-from kvctl.lab.ranks.bench_messages import PlannedRank, Ready, RunReport
+from kvctl.lab.ranks.messages import Ready, RunReport
+from kvctl.lab.ranks.plan import PlannedRank
 from kvctl_agent.contract.choices import HOST
 
 STAGED = "staged"

@@ -9,12 +9,11 @@ from typing import Any, cast
 
 from kvctl.lab.bench.stop_schedule import StopSchedule, last_ns
 from kvctl.lab.faults.specification import parse_fault
-from kvctl.lab.ranks.bench_messages import (
-    FloorKind,
+from kvctl.lab.ranks.group import RankGroup, rank_names
+from kvctl.lab.ranks.messages import (
+    Command,
     FloorMeasured,
     Floors,
-    Plan,
-    PlanRequest,
     Prepare,
     Probe,
     Probed,
@@ -27,9 +26,9 @@ from kvctl.lab.ranks.bench_messages import (
     Verify,
     VerifyReport,
 )
-from kvctl.lab.ranks.group import RankGroup, rank_names
+from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import rank_start
-from kvctl.lab.ranks.steady_messages import Command
+from kvctl.lab.ranks.request import FloorKind, PlanRequest
 
 # Engines take seconds of processor time to import, and ranks share the cores.
 _READY_S = 60.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvctl.lab.ranks.bench_messages import Gpu
+from kvctl.lab.ranks.messages import Gpu
 from kvctl_agent.contract import VERSION
 
 # Pools and rings get a third of what is free: the ranks' own memory, and whoever else is here, need some too.

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 
 from kvctl.lab.faults.specification import Fault, parse_faults
-from kvctl.lab.ranks.bench_messages import PIPELINES, Load, Sizes, State, Tokens
+from kvctl.lab.ranks.request import PIPELINES, Load, Sizes, State, Tokens
 from kvctl_agent.contract.config import KEYS_BY_NAME
 
 CP_MODES = KEYS_BY_NAME["cp_mode"].choices

@@ -16,7 +16,8 @@ from kvctl.lab.bench.session import Session
 from kvctl.lab.bench.timelines import ring_timelines, room_timelines
 from kvctl.lab.bench.traffic import Source, hits
 from kvctl.lab.bench.variants import Variant, sizes_text
-from kvctl.lab.ranks.bench_messages import FloorKind, Gpu
+from kvctl.lab.ranks.messages import Gpu
+from kvctl.lab.ranks.request import FloorKind
 
 SCHEMA = "kvctl.lab.bench/1"
 

@@ -23,7 +23,7 @@ from kvctl.lab.bench.preset_views import (
     ttft,
 )
 from kvctl.lab.bench.program import Program, Ratios, SideBySide
-from kvctl.lab.ranks.bench_messages import Load, Tokens
+from kvctl.lab.ranks.request import Load, Tokens
 from kvctl.render.view import View
 
 Options = Mapping[str, Any]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvctl.lab.bench.case import Case, cases_of
-from kvctl.lab.ranks.bench_messages import Plan
+from kvctl.lab.ranks.plan import Plan
 
 Latency = Callable[[Case], float | None]
 """Median latency of a case that has been measured, in milliseconds."""

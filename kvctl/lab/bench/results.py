@@ -12,7 +12,8 @@ from kvctl.lab.bench.room_timing import Finished, join, observer_cost
 from kvctl.lab.bench.rows import mismatches, row_of
 from kvctl.lab.bench.statistics import percentile
 from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
-from kvctl.lab.ranks.bench_messages import Mismatch, Plan, PlannedRank, Ready
+from kvctl.lab.ranks.messages import Mismatch, Ready
+from kvctl.lab.ranks.plan import Plan, PlannedRank
 
 _MOST_LINES = 3
 

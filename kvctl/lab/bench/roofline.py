@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvctl.lab.ranks.bench_messages import FloorKind, Plan
+from kvctl.lab.ranks.plan import Plan
+from kvctl.lab.ranks.request import FloorKind
 
 ON_HOST: tuple[FloorKind, ...] = ("memcpy", "write")
 ON_GPUS: tuple[FloorKind, ...] = ("write", "device", "peer")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from kvctl.lab.bench.statistics import median, union
 from kvctl.lab.bench.trials import Trial
-from kvctl.lab.ranks.bench_messages import PlannedRank, Room
+from kvctl.lab.ranks.messages import Room
+from kvctl.lab.ranks.plan import PlannedRank
 
 
 @dataclass(frozen=True, slots=True)

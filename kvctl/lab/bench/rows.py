@@ -17,7 +17,8 @@ from kvctl.lab.bench.roofline import copy_floor
 from kvctl.lab.bench.room_timing import Finished, RoomTiming, by_repeat, rate
 from kvctl.lab.bench.statistics import median, stage_us, summary_ms
 from kvctl.lab.bench.timelines import layer_groups
-from kvctl.lab.ranks.bench_messages import Mismatch, Plan, PlannedLoad, PlannedRank, Ready
+from kvctl.lab.ranks.messages import Mismatch, Ready
+from kvctl.lab.ranks.plan import Plan, PlannedLoad, PlannedRank
 
 STAGES = ("gather", "gate", "post", "wire", "scatter")
 

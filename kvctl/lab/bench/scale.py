@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvctl.lab.models import MODELS
-from kvctl.lab.ranks.bench_messages import DTYPE_BYTES, Load
+from kvctl.lab.ranks.request import DTYPE_BYTES, Load
 
 DEFAULT_MODEL = "llama-3.1-8b"
 MEMORY_PER_CORE_BYTES = 2 << 30

@@ -16,7 +16,8 @@ from kvctl.lab.bench.program import Program
 from kvctl.lab.bench.progress import Steps
 from kvctl.lab.bench.results import Results
 from kvctl.lab.bench.trials import Trial, TrialRunner
-from kvctl.lab.ranks.bench_messages import Gpu, Plan
+from kvctl.lab.ranks.messages import Gpu
+from kvctl.lab.ranks.plan import Plan
 
 
 class Session:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvctl.lab.bench.case import Case
-from kvctl.lab.ranks.bench_messages import PlannedRoom
+from kvctl.lab.ranks.plan import PlannedRoom
 
 
 class TimeBudget:

@@ -12,7 +12,8 @@ from kvctl.lab.bench.html.data import PartTimeline, RingTimeline, RoomTimeline
 from kvctl.lab.bench.room_timing import Finished
 from kvctl.lab.bench.statistics import median
 from kvctl.lab.bench.trials import Trial
-from kvctl.lab.ranks.bench_messages import Plan, PlannedRank, Ready
+from kvctl.lab.ranks.messages import Ready
+from kvctl.lab.ranks.plan import Plan, PlannedRank
 
 _Key = tuple[str, str, int, tuple[int, ...]]
 

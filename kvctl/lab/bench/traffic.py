@@ -8,7 +8,8 @@ from typing import Any
 
 from kvctl.lab.bench.prefix_cache import route
 from kvctl.lab.bench.prompts import Traffic
-from kvctl.lab.ranks.bench_messages import Load, Plan, PlannedShape, PlanRequest, Request, Tokens
+from kvctl.lab.ranks.plan import Plan, PlannedShape
+from kvctl.lab.ranks.request import Load, PlanRequest, Request, Tokens
 
 
 @dataclass(frozen=True, slots=True)

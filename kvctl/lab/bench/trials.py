@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from kvctl.lab.bench.case import Case
 from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.time_budget import TimeBudget
-from kvctl.lab.ranks.bench_messages import Plan, Room, RunReport, VerifyReport
-from kvctl.lab.ranks.errors import FleetError
+from kvctl.lab.ranks.group import FleetError
+from kvctl.lab.ranks.messages import Room, RunReport, VerifyReport
+from kvctl.lab.ranks.plan import Plan
 
 # Indices of rooms decide their content; loads are this far apart, so that no two share any.
 LOAD_STRIDE = 1 << 24

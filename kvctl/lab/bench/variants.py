@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from kvctl.lab.ranks.bench_messages import PlanRequest, Sizes
+from kvctl.lab.ranks.request import PlanRequest, Sizes
 
 MOST_RANKS = 24
 """Ranks that are alive at the same time, beyond which fleets run one after another: each is a process."""

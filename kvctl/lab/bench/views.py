@@ -9,7 +9,7 @@ from typing import Any
 from kvctl.lab.bench import captions
 from kvctl.lab.bench.outcome import Outcome
 from kvctl.lab.bench.preset_views import contestants
-from kvctl.lab.ranks.bench_messages import Plan
+from kvctl.lab.ranks.plan import Plan
 from kvctl.render import units
 from kvctl.render.report import Block, Grid, Text
 from kvctl.render.view import Column, Kind, Row, View, Width

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from kvctl.lab.demo.steady import SteadyFleet
+from kvctl.lab.demo.fleet import SteadyFleet
 from kvctl.lab.ranks.group import Event
-from kvctl.lab.ranks.steady_messages import Tell, Usage
+from kvctl.lab.ranks.messages import Tell, Usage
 
 EVERY_S = 1.0
 SWEEP_EVERY_S = 20.0

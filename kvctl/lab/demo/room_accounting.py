@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvctl.lab.ranks.bench_messages import Mismatch
-from kvctl.lab.ranks.steady_messages import Ended
+from kvctl.lab.ranks.messages import Ended, Mismatch
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 

@@ -1,18 +1,16 @@
-"""What a rank's pool holds for a lot of rooms: which pages are whose, and what is written there before a run."""
+"""Which page indices a room gets in a rank's pool: like an engine's allocator after hours of use, or a fresh one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvctl.lab.ranks.bench_messages import Room, Start
-from kvctl.lab.ranks.content_store import HostStore, Store
-from kvctl.lab.ranks.geometry import model_shape, state_items
+import numpy as np
+
+from kvctl.lab.ranks.content_store import HostStore, MirrorStore, PlaneView, Store, plane_views
+from kvctl.lab.ranks.geometry import model_shape, side_of, state_items
 from kvctl.lab.ranks.gpu_store import GpuStore
-from kvctl.lab.ranks.mirror_store import MirrorStore
-from kvctl.lab.ranks.page_assignment import Pages, assign_pages
-from kvctl.lab.ranks.pattern import POISON, Bytes, Words, aux_row, row_bases
-from kvctl.lab.ranks.plane_view import PlaneView, plane_views
-from kvctl.lab.ranks.resolve import side_of
+from kvctl.lab.ranks.messages import Room, Start
+from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, Words, aux_row, row_bases
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.cuda import CudaDevice
 from kvctl_agent.device.registry import open_device
@@ -20,6 +18,32 @@ from kvctl_agent.layout.heads import mix64
 from kvctl_agent.layout.local_shard import local_shards
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.memory.pool import KVPool
+
+
+def assign_pages(counts: Sequence[int], pool_pages: int, order: str, seed: int) -> list[Pages]:
+    """Disjoint page indices for each room; page 0 is left alone, as engines reserve it.
+
+    Args:
+        counts: pages of each room; together at most `pool_pages - 1`.
+        pool_pages: pages of the pool.
+        order: "random" scatters every room over the whole pool; "contiguous" gives ascending runs.
+        seed: decides the scatter; give every rank its own, so that no two ranks agree on a page by accident.
+    """
+    if order == "random":
+        free = np.random.default_rng(seed).permutation(np.arange(1, pool_pages, dtype=np.int64))
+    else:
+        free = np.arange(1, pool_pages, dtype=np.int64)
+    ends = np.cumsum(np.asarray(counts, dtype=np.int64))
+    return [free[end - count : end] for end, count in zip(ends.tolist(), counts, strict=True)]
+
+
+def unused_pages(assigned: Sequence[Pages], pool_pages: int) -> Pages:
+    """Every page that no room has: nothing may write to them."""
+    used = np.zeros(pool_pages, dtype=bool)
+    for pages in assigned:
+        used[pages] = True
+    return np.flatnonzero(~used)
+
 
 AUX_ROW_BYTES = 256
 

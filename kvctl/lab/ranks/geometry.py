@@ -1,6 +1,6 @@
-"""Which model a bench moves: a preset with the given numbers in place of its own, and its shape as the layout knows it.
+"""Model shape of a fleet, and its conversion to the layout's types.
 
-Both the planner and each rank build the layout's shape from the same `PlannedShape`, so that they cannot differ.
+The planner and every rank build the layout's `ModelShape` from the same `PlannedShape`, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvctl.lab.models import ModelPreset, find_model
-from kvctl.lab.ranks.bench_messages import (
+from kvctl.lab.ranks.plan import PlannedDraft, PlannedShape, PlannedState, PlannedWidths
+from kvctl.lab.ranks.request import (
     DTYPE_BYTES,
     DTYPE_SCALE_BYTES,
     KINDS,
     STATE_KINDS,
-    PlannedDraft,
-    PlannedShape,
-    PlannedState,
-    PlannedWidths,
     PlanRequest,
+    Sizes,
     State,
+    choose,
 )
-from kvctl.lab.ranks.resolve import choose
+from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.layout.sizes import check_size
 
@@ -29,29 +28,16 @@ DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_LATENT = "deepseek-r1"
 
 
-def resolve_shape(request: PlanRequest) -> PlannedShape:
-    """The shape: a preset (`DEFAULT_MODEL` if none is named) with the given numbers in place of its own.
-
-    Raises:
-        ConfigError: no such model (with near matches), element type or kind.
-        LayoutError: a size out of range.
-    """
-    preset = find_model(request.model or (DEFAULT_LATENT if request.kind == "mla" else DEFAULT_MODEL))
-    shape = _shape(request, preset)
-    untouched = PlanRequest(request.prefill, request.decode, (), 0, 0, model=preset.name, dtype=request.dtype)
-    if shape == _shape(untouched, preset):
-        shape["model"] = preset.name
-    if request.compute == "gpu":
-        widths = preset.widths
-        shape["widths"] = PlannedWidths(hidden=widths.hidden, q_heads=widths.q_heads, intermediate=widths.intermediate)
-    return shape
+def side_of(sizes: Sizes) -> ParallelConfig:
+    """Converts an instance's sizes to the layout's type."""
+    return ParallelConfig(sizes.dp, sizes.pp, sizes.cp, sizes.tp, sizes.layers)
 
 
 def model_shape(planned: PlannedShape, page_size: int) -> ModelShape:
-    """The same as the layout knows it.
+    """Converts a planned shape to the layout's type.
 
     Raises:
-        LayoutError: sizes that no layout serves.
+        LayoutError: no layout supports these sizes.
     """
 
     def kv(sizes: PlannedShape | PlannedDraft) -> ModelShape:
@@ -83,13 +69,31 @@ def model_shape(planned: PlannedShape, page_size: int) -> ModelShape:
 
 
 def state_items(state: PlannedState, tokens: int, page_size: int) -> int:
-    """Items of a component that a room of so many tokens has; a cached prefix does not change that."""
+    """Returns the items of a state component that a room of `tokens` has, whether or not a prefix is cached."""
     if state["kind"] == "rows":
         return 1
     pages = -(-tokens // page_size)
     if state["kind"] == "pages":
         return pages
     return pages - max(0, tokens - state["window"]) // page_size
+
+
+def resolve_shape(request: PlanRequest) -> PlannedShape:
+    """Resolves the request's model: a preset (default `DEFAULT_MODEL`), with the given numbers replacing its own.
+
+    Raises:
+        ConfigError: unknown model (with near matches), element type or kind.
+        LayoutError: a size is out of range.
+    """
+    preset = find_model(request.model or (DEFAULT_LATENT if request.kind == "mla" else DEFAULT_MODEL))
+    shape = _shape(request, preset)
+    unchanged = PlanRequest(request.prefill, request.decode, (), 0, 0, model=preset.name, dtype=request.dtype)
+    if shape == _shape(unchanged, preset):
+        shape["model"] = preset.name
+    if request.compute == "gpu":
+        widths = preset.widths
+        shape["widths"] = PlannedWidths(hidden=widths.hidden, q_heads=widths.q_heads, intermediate=widths.intermediate)
+    return shape
 
 
 def _shape(request: PlanRequest, preset: ModelPreset) -> PlannedShape:
@@ -104,7 +108,7 @@ def _shape(request: PlanRequest, preset: ModelPreset) -> PlannedShape:
     k_dim = _size("--head-dim", request.head_dim, as_kind.head_dim)
     v_dim = 0 if latent else _size("--v-head-dim", request.v_head_dim, as_kind.v_head_dim or k_dim)
     scale_bytes = DTYPE_SCALE_BYTES.get(dtype, 0)
-    states = _kept(preset.states, layers) if request.states is None else request.states
+    states = _within(preset.states, layers) if request.states is None else request.states
     return PlannedShape(
         model="",
         kind=kind,
@@ -133,8 +137,8 @@ def _draft(request: PlanRequest, heads: int, k_dim: int, v_dim: int) -> PlannedD
     )
 
 
-def _kept(states: Sequence[State], layers: int) -> tuple[State, ...]:
-    """A preset's states where it was made shorter: what lies beside the layers that it still has."""
+def _within(states: Sequence[State], layers: int) -> tuple[State, ...]:
+    """Restricts a preset's states to the layers that a shortened model still has."""
     cut = [replace(state, layers=tuple(layer for layer in state.layers if layer < layers)) for state in states]
     return tuple(short for state, short in zip(states, cut, strict=True) if short.layers or not state.layers)
 
@@ -154,5 +158,5 @@ def _state(state: State, layers: int) -> PlannedState:
     )
 
 
-def _size(option: str, given: int | None, otherwise: int, minimum: int = 1) -> int:
-    return otherwise if given is None else check_size(option, given, minimum)
+def _size(option: str, value: int | None, default: int, minimum: int = 1) -> int:
+    return default if value is None else check_size(option, value, minimum)

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from kvctl.lab.ranks.bench_messages import Gpu, ShownPart
+from kvctl.lab.ranks.messages import Gpu, ShownPart
 from kvctl_agent.contract.snapshots import LayerRow, MetricFamily
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import RequestRefused
+from kvctl_agent.paths.base import PeerConnection
 from kvctl_agent.telemetry.room_records import RoomRecord
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
@@ -133,3 +134,97 @@ def gpu(device: Device) -> Gpu:
     with contextlib.suppress(OSError):
         version = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER_VERSION.read_text())
     return Gpu(name=str(said["name"]), driver=version[0] if version else "", cuda=str(said.get("driver_cuda", "")))
+
+
+_LEAST_NS = 5_000_000  # between two looks when something happens anyway
+_IDLE_NS = 20_000_000  # between two looks when nothing does
+_MOST = 1024
+
+
+class Samples:
+    """`taken` holds [monotonic ns, figure], at most `_MOST` of them."""
+
+    def __init__(self, read: Callable[[], int] | None) -> None:
+        """None: there is nothing to look at."""
+        self._read = read
+        self._every = 1
+        self._last_ns: int | None = None
+        self.taken: list[list[int]] = []
+
+    @property
+    def next_ns(self) -> int | None:
+        """When to look if nothing happens before."""
+        return None if self._read is None or self._last_ns is None else self._last_ns + self._every * _IDLE_NS
+
+    def look(self, now_ns: int) -> None:
+        """Take a sample, unless the last one was just before."""
+        if self._read is None or (self._last_ns is not None and now_ns < self._last_ns + self._every * _LEAST_NS):
+            return
+        self._last_ns = now_ns
+        self.taken.append([now_ns, self._read()])
+        if len(self.taken) >= _MOST:
+            del self.taken[1::2]
+            self._every *= 2
+
+
+_DEVICE_BYTES = 256 << 20  # larger than its caches
+# A decode rank's ring and the scratch memory behind it have at least so much together.
+_PEER_BYTES = 64 << 20
+_COPIES = 24  # at once, so that neither beginning nor awaiting them counts
+_ROUNDS = 4
+
+
+def device_gb_per_s(device: Device, nbytes: int = _DEVICE_BYTES) -> float:
+    """Copies within the device: GB/s (1e9 bytes copied per second; each is read and written).
+
+    Raises:
+        DeviceError: there is no memory for it.
+    """
+    source = device.allocate(nbytes)
+    try:
+        target = device.allocate(nbytes)
+        try:
+            return _best(device, target.addr, source.addr, nbytes)
+        finally:
+            target.close()
+    finally:
+        source.close()
+
+
+def peer_gb_per_s(device: Device, lane: PeerConnection | None, nbytes: int = _PEER_BYTES) -> float | None:
+    """Copies into the ring of a peer whose memory is mapped here: GB/s; None where it is not.
+
+    Overwrites the peer's ring: no room may be in flight.
+
+    Raises:
+        DeviceError: there is no memory for it.
+        PeerDisconnected: the lane has just gone.
+    """
+    if lane is None or lane.mapping is None or not lane.ring_base:
+        return None
+    source = device.allocate(nbytes)
+    try:
+        lane.mapping.take()
+        try:
+            return _best(device, lane.mapping.translate(lane.ring_base), source.addr, nbytes)
+        finally:
+            lane.mapping.give()
+    finally:
+        source.close()
+
+
+def _best(device: Device, target: int, source: int, nbytes: int) -> float:
+    device.copy(target, source, nbytes)  # the first one is slow, and awaited with those behind it
+    _wait(device.copy(target, source, nbytes).done)
+    took = []
+    for _ in range(_ROUNDS):
+        since = time.perf_counter_ns()
+        copies = [device.copy(target, source, nbytes) for _ in range(_COPIES)]
+        _wait(copies[-1].done)
+        took.append(time.perf_counter_ns() - since)
+    return _COPIES * nbytes / max(1, min(took))
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    while not done():
+        pass

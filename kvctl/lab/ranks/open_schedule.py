@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvctl.lab.ranks.bench_messages import Room
+from kvctl.lab.ranks.messages import Room
 
 
 @dataclass(slots=True)

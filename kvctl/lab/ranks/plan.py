@@ -1,197 +1,134 @@
-"""Turns the request of a bench or demo into a plan, or refuses it with the arithmetic; imports no torch.
-
-It joins geometry from `layout`, legal combinations from `resolve`, and what fits this machine's memory from `sizing`.
-"""
+"""The plan of a fleet: model shape, ranks, transfer slices and loads, as data. `resolve` computes it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from typing import NotRequired, TypedDict
 
-from kvctl.lab.ranks.bench_messages import Plan, PlannedRank, PlannedShare, PlanRequest, Role
-from kvctl.lab.ranks.budget import gpu_budget, host_budget
-from kvctl.lab.ranks.geometry import model_shape, resolve_shape
-from kvctl.lab.ranks.gpus import Placement, place
-from kvctl.lab.ranks.loads import Needs, prefill_groups, resolve_load, segment_items
-from kvctl.lab.ranks.resolve import (
-    STAGED_PATHS,
-    check_load,
-    instance_inputs,
-    resolve_chunk_tokens,
-    resolve_paths,
-    resolve_pipelines,
-)
-from kvctl.lab.ranks.sizing import MIB, rank_bytes, ring_bytes
-from kvctl.lab.ranks.transfer_volume import Owed, TransferVolume
-from kvctl.lab.ranks.workload import most_tokens
-from kvctl_agent.contract.config import KEYS_BY_NAME
-from kvctl_agent.layout.local_shard import local_shards, segment_heads
-from kvctl_agent.layout.plan_inputs import PlanInputs
-
-_PATIENCE_S = 3600
+from kvctl.lab.ranks.request import Role, StateKind
 
 
-def make_plan(request: PlanRequest) -> Plan:
-    """Resolve a request.
+class PlannedDraft(TypedDict):
+    """A draft model's layers."""
 
-    Raises:
-        LayoutError, ConfigError: what was asked for cannot be; the message has the arithmetic.
-        DeviceError: it needs GPUs, or what drives them, and they are not to be had.
-    """
-    check_load(request)
-    placement = place(request)
-    shape = resolve_shape(request)
-    chunk_tokens = resolve_chunk_tokens(request)
-    inputs = instance_inputs(request, model_shape(shape, request.page_size), chunk_tokens)
-    mover = TransferVolume(inputs, shape)
-    paths = resolve_paths(request.paths, inputs, request.device)
-    pipelines = resolve_pipelines(request.pipelines)
-    if placement.every:
-        budget = gpu_budget(request, mover, placement, _longest_prompt(request))
-    else:
-        budget = host_budget(request)
-    needs = [resolve_load(request, mover, load, budget) for load in request.loads]
-    # Where nothing is staged the smallest ring stays: with it comes the scratch memory that a lane is measured with.
-    ring = MIB
-    if any(path in STAGED_PATHS for path in paths):
-        longest = [need.longest for need in needs]
-        staged = max((need.window + 1) * need.reader_bytes for need in needs)
-        ring = ring_bytes(request, budget, mover, longest, staged)
-    config: dict[str, str | int | float | bool] = {
-        "transport": request.transport,
-        "chunk_tokens": chunk_tokens,
-        "staging_ring_mb": ring // MIB,
-    }
-    if any(each.prefill.cp > 1 for each in inputs):
-        config["cp_mode"] = request.cp_mode
-    if request.workers is not None:
-        config["workers"] = request.workers
-    if request.direct_sms is not None:
-        config["direct_sms"] = request.direct_sms
-    if request.requests or request.rate:
-        # A room's number is known to both sides from the beginning of its lot; it may arrive much later.
-        config["bootstrap_timeout_s"] = config["waiting_timeout_s"] = _PATIENCE_S
-    lot_rooms = max(need.lot_rooms for need in needs)
-    groups = prefill_groups(mover)
-    instances = range(len(inputs))
-    ranks = [
-        *(rank for instance in instances for rank in _ranks("prefill", instance, mover, needs, placement)),
-        *_ranks("decode", -1, mover, needs, placement),
-    ]
-    notes = [note for need in needs for note in need.notes] + _pipeline_notes(pipelines, needs)
-    if request.compute == "gpu":
-        notes += _compute_notes(ranks)
-    return Plan(
-        shape=shape,
-        page_size=request.page_size,
-        page_order=request.page_order,
-        chunk_tokens=chunk_tokens,
-        transport=request.transport,
-        device=request.device,
-        compute=request.compute,
-        paths=list(paths),
-        pipelines=list(pipelines),
-        cp_mode=request.cp_mode,
-        ranks=ranks,
-        shares=[share for instance in instances for share in _shares(mover, instance, needs[0], request.device)],
-        loads=[need.load for need in needs],
-        ring_bytes=ring,
-        # A multiple of every instance's dp, so that a room's position in its lot decides its prefill dp group.
-        room_stride=-(-lot_rooms // groups) * groups,
-        aux_slots=lot_rooms,
-        config=config,
-        notes=list(dict.fromkeys(notes)),
-    )
+    layers: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
 
 
-def _ranks(
-    role: Role, instance: int, mover: TransferVolume, needs: Sequence[Needs], placement: Placement
-) -> Iterator[PlannedRank]:
-    inputs = mover.inputs[max(0, instance)]
-    side = inputs.prefill if role == "prefill" else inputs.decode
-    items = segment_items(mover, needs, instance, role)
-    before = sum(each.prefill.size for each in mover.inputs[: max(0, instance)])
-    for unique in range(side.size):
-        at = side.coord(unique)
-        here = local_shards(inputs.shape, inputs.page_size, side, at)
-        mine = [groups[at.dp] for groups in items]
-        yield PlannedRank(
-            role=role,
-            instance=instance,
-            unique=unique,
-            dp=at.dp,
-            pp=at.pp,
-            cp=at.cp,
-            tp=at.tp,
-            heads=[here[0].head_lo, here[0].head_hi],
-            layers=[here[0].layer_lo, here[0].layer_hi],
-            pool_pages=mine[0],
-            state_slots={each.segment.name: mine[each.segment.index] for each in here if each.segment.state},
-            pool_bytes=rank_bytes(mover, max(0, instance), role, at, mine),
-            device=placement.of(role, before + unique),
-        )
+class PlannedWidths(TypedDict):
+    """Widths of one layer's computation over the whole model; see `kvctl.lab.models.Widths`."""
+
+    hidden: int
+    q_heads: int
+    intermediate: int
 
 
-def _shares(mover: TransferVolume, instance: int, need: Needs, device: str) -> Iterator[PlannedShare]:
-    """Who owes what to whom for one of the load's longest rooms, to every decode dp group it may go to."""
-    inputs = mover.inputs[instance]
-    # Room numbers 0 to dp - 1 meet every prefill dp group.
-    for room in range(inputs.prefill.dp):
-        for decode_dp in range(inputs.decode.dp):
-            for owed in mover.owed(instance, *need.longest, room, decode_dp):
-                yield _share(inputs, instance, owed, device)
+class PlannedState(TypedDict):
+    """One component of per-request state, with defaults filled in; a page of it has `rows` rows per token."""
+
+    name: str
+    layers: list[int]
+    rows: int
+    heads: int
+    head_bytes: int
+    kind: StateKind
+    window: int
 
 
-def _share(inputs: PlanInputs, instance: int, owed: Owed, device: str) -> PlannedShare:
-    share = owed.share
-    segment = inputs.segments[share.segment]
-    first = segment_heads(segment, inputs.decode.tp, inputs.decode.coord(share.reader).tp).lo + share.dst_head
-    pages = sum(owed.parts)
-    return PlannedShare(
-        instance=instance,
-        writer=share.writer,
-        reader=share.reader,
-        segment=segment.name,
-        heads=[first, first + share.heads],
-        layers=[share.layer_lo, share.layer_hi],
-        bytes=owed.payload_bytes,
-        parts=len(owed.parts),
-        descriptors={
-            "bulk": share.num_layers * len(segment.planes) * pages if share.whole_rows else None,
-            "slice": share.num_layers * sum(plane.rows for plane in segment.planes) * pages,
-            "staged": len(owed.parts),
-            # None at all: what is counted here is kernels.
-            "direct": len(owed.parts) if device == "cuda" else None,
-        },
-    )
+class PlannedShape(TypedDict):
+    """The model's KV geometry, with defaults filled in."""
+
+    model: str  # "" if given by numbers
+    kind: str
+    layers: int
+    kv_heads: int
+    head_dim: int  # of K, or of the latent
+    v_head_dim: int  # 0 for a latent
+    dtype: str
+    dtype_bytes: int
+    k_scale_bytes: int
+    v_scale_bytes: int
+    draft: PlannedDraft | None
+    states: list[PlannedState]
+    widths: NotRequired[PlannedWidths]  # if ranks compute on GPUs
 
 
-def _longest_prompt(request: PlanRequest) -> int:
-    if request.requests:
-        return max(each.tokens for each in request.requests)
-    return max(most_tokens(load.tokens) for load in request.loads)
+class PlannedRank(TypedDict):
+    """One process of the fleet."""
+
+    role: Role
+    instance: int  # prefill instance; -1 for decode
+    unique: int  # number within its instance
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+    heads: list[int]  # global [lo, hi)
+    layers: list[int]  # global [lo, hi)
+    pool_pages: int
+    state_slots: dict[str, int]  # items of each state component
+    pool_bytes: int
+    device: int  # GPU number; -1: host memory
 
 
-def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[Needs]) -> list[str]:
-    """Layer groups that the formula's threshold leaves out are no fault, but people should know."""
-    threshold = KEYS_BY_NAME["pipeline_min_tokens"].default
-    assert isinstance(threshold, int)
-    longest = max(need.longest[0] for need in needs)
-    if longest >= threshold or not {"on", "measured"} & set(pipelines):
-        return []
-    return [
-        f"pipeline: every prompt is shorter than pipeline_min_tokens = {threshold} and takes the plain path; give "
-        f"longer --tokens, or layers per group as a number"
-    ]
+class PlannedShare(TypedDict):
+    """The bytes of one segment that one writer owes one decode rank for a room of the first load."""
+
+    instance: int
+    writer: int
+    reader: int
+    segment: str  # "kv", "draft" or a state component
+    heads: list[int]  # global [lo, hi)
+    layers: list[int]  # [lo, hi); global for KV and draft
+    bytes: int
+    parts: int
+    descriptors: dict[str, int | None]  # by path; None if the path is not legal
 
 
-def _compute_notes(ranks: Sequence[PlannedRank]) -> list[str]:
-    """Where computing for real is not what it is on as many GPUs as the instance would have."""
-    notes = []
-    computing = [rank for rank in ranks if rank["role"] == "prefill"]
-    for gpu, count in sorted(Counter(rank["device"] for rank in computing).items()):
-        if count > 1:
-            notes.append(f"compute: {count} prefill ranks share GPU {gpu} and compete for it")
-    if any(rank["pp"] for rank in computing):
-        notes.append("compute: pipeline stages do not wait for each other's layers")
-    return notes
+class PlannedRoom(TypedDict):
+    """One request of a load; `bytes` is its payload."""
+
+    tokens: int
+    prefix_tokens: int
+    instance: int
+    decode_dp: int
+    bytes: int
+    arrival_ms: float | None  # after the first room of its batch; None: closed loop
+    output_tokens: int
+    session: int
+
+
+class PlannedLoad(TypedDict):
+    """One point of a sweep."""
+
+    concurrency: int
+    in_flight: int  # the part of the concurrency that fits in memory
+    windows: list[int]  # maximum rooms in flight of each decode dp group
+    tokens: str
+    tokens_mean: float
+    rooms: list[PlannedRoom]
+    lots: list[list[int]]  # batches: [first, end) of `rooms`
+
+
+class Plan(TypedDict):
+    """The ranks, pools and loads of a fleet."""
+
+    shape: PlannedShape
+    page_size: int
+    page_order: str
+    chunk_tokens: int
+    transport: str
+    device: str  # one of `request.DEVICES`
+    compute: str  # one of `request.COMPUTES`
+    paths: list[str]
+    pipelines: list[str]
+    cp_mode: str
+    ranks: list[PlannedRank]
+    shares: list[PlannedShare]
+    loads: list[PlannedLoad]
+    ring_bytes: int  # of each decode rank
+    room_stride: int  # difference between the first room numbers of two runs
+    aux_slots: int
+    config: dict[str, str | int | float | bool]  # the agents' configuration
+    notes: list[str]  # limits that were applied, for the user

@@ -1,6 +1,6 @@
-"""Plans the ranks, pools and loads of a fleet, and what each rank is told.
+"""Plans a fleet and builds each rank's Start command.
 
-The agent's layout code is imported on the first call: commands that plan nothing must not pay for numpy.
+The agent's layout code, and numpy with it, is imported by the first call: commands that plan nothing do not pay for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pathlib import Path
 
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.ranks.bench_messages import Plan, PlannedRank, PlanRequest, Start
+from kvctl.lab.ranks.messages import Start
+from kvctl.lab.ranks.plan import Plan, PlannedRank
+from kvctl.lab.ranks.request import PlanRequest
 
 _IMPORT_MOONCAKE = """
 import sys
@@ -27,14 +29,14 @@ except (ConfigError, TransportUnavailable) as error:
 
 
 def plan(request: PlanRequest) -> Plan:
-    """Resolve a request; imports neither torch nor NIXL.
+    """Resolves a request into a plan; imports neither torch nor NIXL.
 
     Raises:
-        CliError: the request cannot be served (exit 2, with the arithmetic), or a package that the fleet needs is not
+        CliError: the request is impossible (exit 2, with the arithmetic), or a package that the fleet needs is not
             installed (exit 1).
     """
     try:
-        from kvctl.lab.ranks.plan import make_plan
+        from kvctl.lab.ranks.resolve import make_plan
         from kvctl_agent.errors import ConfigError, DeviceError, LayoutError
     except ModuleNotFoundError as error:
         raise CliError(f"the agent's side is not installed ({error}): pip install 'kvctl[agent]'") from error
@@ -53,11 +55,11 @@ def plan(request: PlanRequest) -> Plan:
 def rank_start(
     plan: Plan, request: PlanRequest, rank: PlannedRank, name: str, directory: str | Path, timeout_s: float
 ) -> Start:
-    """The command that tells a planned rank who it is.
+    """Builds the Start command of a planned rank.
 
     Args:
-        directory: of the fleet; the registries of the prefill instances are sockets in it.
-        timeout_s: how long the rank may wait for its peers.
+        directory: the fleet's directory; the registries of the prefill instances are sockets in it.
+        timeout_s: time that the rank may wait for its peers.
     """
     return Start(
         name=name,
@@ -84,15 +86,15 @@ def rank_start(
 
 
 def _require_engine(transport: str) -> None:
-    """Check that a transport's engine is installed; a system library that NIXL lacks shows when a rank starts.
+    """Checks that a transport's engine is installed. A system library that NIXL lacks is reported by the ranks.
 
     Raises:
-        CliError: the package is missing, too old or lacks a library, or an environment variable is set that the
-            engine does not survive.
+        CliError: the package is missing, too old or lacks a library, or an environment variable is set that crashes
+            the engine.
     """
     if transport == "mooncake":
-        # Its folder may exist without the engine, and the engine without a library: only importing it tells, and
-        # leaves threads, descriptors and signal handlers behind. So a process of its own does (0.3 s).
+        # The package may be present without the engine, and the engine without a library: only an import shows it, and
+        # it leaves threads, descriptors and signal handlers behind. So it runs in a separate process (0.3 s).
         done = subprocess.run([sys.executable, "-c", _IMPORT_MOONCAKE], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             code = ExitCode.USAGE if done.returncode == ExitCode.USAGE else ExitCode.FAILED

@@ -17,8 +17,7 @@ from typing import IO, Any
 
 import orjson
 
-from kvctl.lab.ranks.bench_messages import Lines, LineTooLong, Message, Stop
-from kvctl.lab.ranks.steady_messages import Command
+from kvctl.lab.ranks.messages import Command, Lines, LineTooLong, Message, Stop
 
 PROGRAM = (sys.executable, "-m", "kvctl.lab.ranks")
 """Command line of a rank process, without its options."""

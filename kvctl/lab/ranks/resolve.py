@@ -1,72 +1,213 @@
-"""Reads a bench's request: defaults, names and legal combinations; a refusal carries its arithmetic or near matches."""
+"""Computes the plan of a bench or demo from its request, or refuses the request with the arithmetic.
+
+Imports numpy but no torch; commands import it when they run, through `planner`.
+"""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from kvctl.lab.ranks.bench_messages import COMPUTES, DEVICES, PAGE_ORDERS, PIPELINES, PlanRequest, Request, Sizes
+from kvctl.lab.ranks.geometry import model_shape, resolve_shape, side_of
+from kvctl.lab.ranks.plan import Plan, PlannedRank, PlannedShare
+from kvctl.lab.ranks.request import (
+    COMPUTES,
+    DEVICES,
+    PAGE_ORDERS,
+    PIPELINES,
+    STAGED_PATHS,
+    PlanRequest,
+    Request,
+    Role,
+    choose,
+)
+from kvctl.lab.ranks.sizing import MIB, Placement, gpu_budget, host_budget, place, rank_bytes, ring_bytes
+from kvctl.lab.ranks.transfer_volume import OwedParts, TransferVolume
+from kvctl.lab.ranks.workload import LoadNeeds, prefill_groups, resolve_load, segment_items
 from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.errors import ConfigError, LayoutError
 from kvctl_agent.layout.chunks import chunk_pages, page_count, prefix_pages
-from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.local_shard import local_shards, segment_heads
 from kvctl_agent.layout.plan import transfer_slices
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import check_size
 
-STAGED_PATHS = (STAGED, "auto")
-"""Paths on which parts may go through the decode rank's ring."""
+# Both sides know a room's number from the start of its batch; the room may arrive much later.
+_ARRIVAL_TIMEOUT_S = 3600
 
 
-def resolve_chunk_tokens(request: PlanRequest) -> int:
-    """`--chunk-tokens`, or the agent's own default."""
-    if request.chunk_tokens is not None:
-        return check_size("--chunk-tokens", request.chunk_tokens)
-    default = KEYS_BY_NAME["chunk_tokens"].default
-    assert isinstance(default, int)
-    return default
-
-
-def instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int) -> tuple[PlanInputs, ...]:
-    """The layout's inputs of each prefill instance with the decode instance.
+def make_plan(request: PlanRequest) -> Plan:
+    """Resolves a request.
 
     Raises:
-        LayoutError: two of them cannot exchange KV; says which prefill instance where there are several.
+        LayoutError, ConfigError: the request is impossible; the message contains the arithmetic.
+        DeviceError: it needs GPUs or their driver, and they are not available.
     """
-    choose("--cp-mode", request.cp_mode, KEYS_BY_NAME["cp_mode"].choices)
-    if not request.prefill:
-        raise LayoutError("there is no prefill instance")
-    inputs = []
-    for instance, sizes in enumerate(request.prefill):
-        try:
-            inputs.append(
-                PlanInputs(
-                    shape=shape,
-                    page_size=request.page_size,
-                    chunk_pages=chunk_pages(chunk_tokens, request.page_size),
-                    prefill=side_of(sizes),
-                    decode=side_of(request.decode),
-                    cp_mode=request.cp_mode,
-                )
-            )
-        except LayoutError as error:
-            if len(request.prefill) == 1:
-                raise
-            raise LayoutError(f"prefill instance {instance}: {error}") from None
-    return tuple(inputs)
+    _check_numbers(request)
+    placement = place(request)
+    shape = resolve_shape(request)
+    chunk_tokens = _chunk_tokens(request)
+    inputs = _instance_inputs(request, model_shape(shape, request.page_size), chunk_tokens)
+    volume = TransferVolume(inputs, shape)
+    paths = _paths(request.paths, inputs, request.device)
+    pipelines = _pipelines(request.pipelines)
+    if placement.every:
+        longest_prompt = max(
+            [each.tokens for each in request.requests] or [load.tokens.longest for load in request.loads]
+        )
+        budget = gpu_budget(request, volume, placement, longest_prompt)
+    else:
+        budget = host_budget(request)
+    needs = [resolve_load(request, volume, load, budget) for load in request.loads]
+    # Without staged paths the smallest ring remains: connections are measured with the scratch memory behind it.
+    ring = MIB
+    if any(path in STAGED_PATHS for path in paths):
+        longest = [need.longest for need in needs]
+        staged = max((need.window + 1) * need.reader_bytes for need in needs)
+        ring = ring_bytes(request, budget, volume, longest, staged)
+    config: dict[str, str | int | float | bool] = {
+        "transport": request.transport,
+        "chunk_tokens": chunk_tokens,
+        "staging_ring_mb": ring // MIB,
+    }
+    if any(each.prefill.cp > 1 for each in inputs):
+        config["cp_mode"] = request.cp_mode
+    if request.workers is not None:
+        config["workers"] = request.workers
+    if request.direct_sms is not None:
+        config["direct_sms"] = request.direct_sms
+    if request.requests or request.rate:
+        config["bootstrap_timeout_s"] = config["waiting_timeout_s"] = _ARRIVAL_TIMEOUT_S
+    batch_rooms = max(need.batch_rooms for need in needs)
+    groups = prefill_groups(volume)
+    instances = range(len(inputs))
+    ranks = [
+        *(rank for instance in instances for rank in _ranks("prefill", instance, volume, needs, placement)),
+        *_ranks("decode", -1, volume, needs, placement),
+    ]
+    notes = [note for need in needs for note in need.notes] + _pipeline_notes(pipelines, needs)
+    if request.compute == "gpu":
+        notes += _compute_notes(ranks)
+    return Plan(
+        shape=shape,
+        page_size=request.page_size,
+        page_order=request.page_order,
+        chunk_tokens=chunk_tokens,
+        transport=request.transport,
+        device=request.device,
+        compute=request.compute,
+        paths=list(paths),
+        pipelines=list(pipelines),
+        cp_mode=request.cp_mode,
+        ranks=ranks,
+        shares=[share for instance in instances for share in _shares(volume, instance, needs[0], request.device)],
+        loads=[need.load for need in needs],
+        ring_bytes=ring,
+        # A multiple of every instance's dp, so that a room's position in its batch determines its prefill dp group.
+        room_stride=-(-batch_rooms // groups) * groups,
+        aux_slots=batch_rooms,
+        config=config,
+        notes=list(dict.fromkeys(notes)),
+    )
 
 
-def side_of(sizes: Sizes) -> ParallelConfig:
-    """An instance's sizes as the layout knows them."""
-    return ParallelConfig(sizes.dp, sizes.pp, sizes.cp, sizes.tp, sizes.layers)
+def _ranks(
+    role: Role, instance: int, volume: TransferVolume, needs: Sequence[LoadNeeds], placement: Placement
+) -> Iterator[PlannedRank]:
+    inputs = volume.inputs[max(0, instance)]
+    side = inputs.prefill if role == "prefill" else inputs.decode
+    items = segment_items(volume, needs, instance, role)
+    before = sum(each.prefill.size for each in volume.inputs[: max(0, instance)])
+    for unique in range(side.size):
+        at = side.coord(unique)
+        shards = local_shards(inputs.shape, inputs.page_size, side, at)
+        own_items = [groups[at.dp] for groups in items]
+        yield PlannedRank(
+            role=role,
+            instance=instance,
+            unique=unique,
+            dp=at.dp,
+            pp=at.pp,
+            cp=at.cp,
+            tp=at.tp,
+            heads=[shards[0].head_lo, shards[0].head_hi],
+            layers=[shards[0].layer_lo, shards[0].layer_hi],
+            pool_pages=own_items[0],
+            state_slots={each.segment.name: own_items[each.segment.index] for each in shards if each.segment.state},
+            pool_bytes=rank_bytes(volume, max(0, instance), role, at, own_items),
+            device=placement.of(role, before + unique),
+        )
 
 
-def check_load(request: PlanRequest) -> None:
-    """Refuse numbers and names that no layout needs to be known for.
+def _shares(volume: TransferVolume, instance: int, need: LoadNeeds, device: str) -> Iterator[PlannedShare]:
+    """Yields the shares of one of the load's longest rooms, for every decode dp group it may go to."""
+    inputs = volume.inputs[instance]
+    # Room numbers 0 to dp - 1 cover every prefill dp group.
+    for room in range(inputs.prefill.dp):
+        for decode_dp in range(inputs.decode.dp):
+            for owed in volume.owed(instance, *need.longest, room, decode_dp):
+                yield _share(inputs, instance, owed, device)
+
+
+def _share(inputs: PlanInputs, instance: int, owed: OwedParts, device: str) -> PlannedShare:
+    share = owed.share
+    segment = inputs.segments[share.segment]
+    first = segment_heads(segment, inputs.decode.tp, inputs.decode.coord(share.reader).tp).lo + share.dst_head
+    pages = sum(owed.parts)
+    return PlannedShare(
+        instance=instance,
+        writer=share.writer,
+        reader=share.reader,
+        segment=segment.name,
+        heads=[first, first + share.heads],
+        layers=[share.layer_lo, share.layer_hi],
+        bytes=owed.payload_bytes,
+        parts=len(owed.parts),
+        descriptors={
+            "bulk": share.num_layers * len(segment.planes) * pages if share.whole_rows else None,
+            "slice": share.num_layers * sum(plane.rows for plane in segment.planes) * pages,
+            "staged": len(owed.parts),
+            # The direct path has no descriptors; these are kernel launches.
+            "direct": len(owed.parts) if device == "cuda" else None,
+        },
+    )
+
+
+def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[LoadNeeds]) -> list[str]:
+    """Returns a note if every prompt is shorter than the threshold for layer groups: no error, but worth knowing."""
+    threshold = KEYS_BY_NAME["pipeline_min_tokens"].default
+    assert isinstance(threshold, int)
+    longest = max(need.longest[0] for need in needs)
+    if longest >= threshold or not {"on", "measured"} & set(pipelines):
+        return []
+    return [
+        f"pipeline: every prompt is shorter than pipeline_min_tokens = {threshold} and takes the plain path; give "
+        f"longer --tokens, or layers per group as a number"
+    ]
+
+
+def _compute_notes(ranks: Sequence[PlannedRank]) -> list[str]:
+    """Returns notes for differences between the simulated forward and one on as many GPUs as the instance needs."""
+    notes = []
+    prefill = [rank for rank in ranks if rank["role"] == "prefill"]
+    for gpu, count in sorted(Counter(rank["device"] for rank in prefill).items()):
+        if count > 1:
+            notes.append(f"compute: {count} prefill ranks share GPU {gpu} and compete for it")
+    if any(rank["pp"] for rank in prefill):
+        notes.append("compute: pipeline stages do not wait for each other's layers")
+    return notes
+
+
+# ---- checks and defaults --------------------------------------------------------------------------------------------
+
+
+def _check_numbers(request: PlanRequest) -> None:
+    """Checks the numbers and names that can be checked without the layout.
 
     Raises:
-        ConfigError, LayoutError: naming the option, its value and what is allowed.
+        ConfigError, LayoutError: names the option, its value and the allowed values.
     """
     for load in request.loads:
         check_size("--concurrency", load.concurrency)
@@ -99,12 +240,63 @@ def check_load(request: PlanRequest) -> None:
             raise ConfigError(f"{option} {number}: it must be 0 or more")
     choose("--transport", request.transport, KEYS_BY_NAME["transport"].choices)
     choose("--page-order", request.page_order, PAGE_ORDERS)
-    for index, asked in enumerate(request.requests):
-        _check_request(index, asked, request)
+    choose("--cp-mode", request.cp_mode, KEYS_BY_NAME["cp_mode"].choices)
+    for index, each in enumerate(request.requests):
+        _check_request(index, each, request)
 
 
-def resolve_pipelines(pipelines: tuple[str, ...]) -> tuple[str, ...]:
-    """The ways of grouping layers to run side by side.
+def _check_request(index: int, asked: Request, request: PlanRequest) -> None:
+    try:
+        check_size("tokens", asked.tokens)
+        cached = prefix_pages(asked.prefix_tokens, request.page_size)
+        if cached > page_count(asked.tokens, request.page_size):
+            raise LayoutError(f"a cached prefix of {asked.prefix_tokens} tokens is longer than the prompt")
+        if asked.decode_dp >= request.decode.dp:
+            raise LayoutError(f"decode dp group {asked.decode_dp} of {request.decode.dp}")
+        if asked.arrival_ms is not None and not 0 <= asked.arrival_ms < float("inf"):
+            raise LayoutError(f"it arrives at {asked.arrival_ms} ms")
+    except LayoutError as error:
+        raise LayoutError(f"request {index}: {error}") from None
+
+
+def _chunk_tokens(request: PlanRequest) -> int:
+    if request.chunk_tokens is not None:
+        return check_size("--chunk-tokens", request.chunk_tokens)
+    default = KEYS_BY_NAME["chunk_tokens"].default
+    assert isinstance(default, int)
+    return default
+
+
+def _instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int) -> tuple[PlanInputs, ...]:
+    """Returns the layout's inputs of each prefill instance with the decode instance.
+
+    Raises:
+        LayoutError: two of them cannot exchange KV; names the prefill instance if there are several.
+    """
+    if not request.prefill:
+        raise LayoutError("there is no prefill instance")
+    inputs = []
+    for instance, sizes in enumerate(request.prefill):
+        try:
+            inputs.append(
+                PlanInputs(
+                    shape=shape,
+                    page_size=request.page_size,
+                    chunk_pages=chunk_pages(chunk_tokens, request.page_size),
+                    prefill=side_of(sizes),
+                    decode=side_of(request.decode),
+                    cp_mode=request.cp_mode,
+                )
+            )
+        except LayoutError as error:
+            if len(request.prefill) == 1:
+                raise
+            raise LayoutError(f"prefill instance {instance}: {error}") from None
+    return tuple(inputs)
+
+
+def _pipelines(pipelines: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the pipeline modes to compare.
 
     Raises:
         ConfigError: one is neither a mode nor a number of layers.
@@ -115,12 +307,12 @@ def resolve_pipelines(pipelines: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(pipelines)) or ("off",)
 
 
-def resolve_paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...], device: str) -> tuple[str, ...]:
-    """The paths to run side by side: those asked for, or the sensible comparison for the layouts.
+def _paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...], device: str) -> tuple[str, ...]:
+    """Returns the paths to compare: the requested ones, or the paths that are legal for the layouts.
 
     Raises:
-        ConfigError: an unknown path, or one that needs GPUs where pools are in host memory.
-        LayoutError: bulk between pools that hold different heads.
+        ConfigError: unknown path, or the direct path without GPUs.
+        LayoutError: the bulk path between pools that hold different heads.
     """
     every = ((each, share) for each in inputs for dp in range(each.decode.dp) for share in transfer_slices(each, 0, dp))
     split = next(((each, share) for each, share in every if not share.whole_rows), None)
@@ -139,29 +331,3 @@ def resolve_paths(paths: tuple[str, ...], inputs: tuple[PlanInputs, ...], device
     if paths:
         return tuple(dict.fromkeys(paths))
     return (SLICE if split else BULK, STAGED, *((DIRECT,) if device == "cuda" else ()), "auto")
-
-
-def choose(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that is not one of the allowed ones.
-
-    Raises:
-        ConfigError: with the nearest allowed value.
-    """
-    if value not in allowed:
-        near = get_close_matches(value, allowed, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{option} {value!r:.40} is unknown; {hint}allowed: {', '.join(allowed)}")
-
-
-def _check_request(index: int, asked: Request, request: PlanRequest) -> None:
-    try:
-        check_size("tokens", asked.tokens)
-        cached = prefix_pages(asked.prefix_tokens, request.page_size)
-        if cached > page_count(asked.tokens, request.page_size):
-            raise LayoutError(f"a cached prefix of {asked.prefix_tokens} tokens is longer than the prompt")
-        if asked.decode_dp >= request.decode.dp:
-            raise LayoutError(f"decode dp group {asked.decode_dp} of {request.decode.dp}")
-        if asked.arrival_ms is not None and not 0 <= asked.arrival_ms < float("inf"):
-            raise LayoutError(f"it arrives at {asked.arrival_ms} ms")
-    except LayoutError as error:
-        raise LayoutError(f"request {index}: {error}") from None

@@ -1,23 +1,144 @@
-"""Main loop of a rank process: takes commands from its channel, has its worker carry them out, ends in order."""
+"""Ends a rank process when its parent is gone, however it ended: the rank closes its agent and exits.
+
+Two threads lead to the same end. The kernel sends SIGTERM when the parent dies, and the channel's reader sees end of
+file, also where the parent only dropped this rank. Either way the main thread gets `Abandoned`, so that `finally`
+blocks run and no socket stays behind; a rank that cannot unwind within `GRACE_S` is ended with its stacks on stderr.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import gc
+import os
 import queue
 import shutil
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import msgspec
+
 from kvctl.lab.ranks import measure
-from kvctl.lab.ranks.bench_messages import FLEET_PREFIX, Fatal, Start, Stop, Stopped
-from kvctl.lab.ranks.channel import Channel
-from kvctl.lab.ranks.parent_watchdog import GRACE_S, Abandoned, abandon, tie_to_parent
+from kvctl.lab.ranks.messages import COMMANDS, FLEET_PREFIX, Command, Fatal, Lines, LineTooLong, Start, Stop, Stopped
 from kvctl.lab.ranks.steady.worker import SteadyWorker
 from kvctl.lab.ranks.worker import Worker
 from kvctl.lab.ranks.worker_decode import DecodeWorker
 from kvctl.lab.ranks.worker_prefill import PrefillWorker
 from kvctl_agent.errors import LocalProtocolError, RemoteProtocolError
+
+GRACE_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Abandoned(BaseException):
+    """The parent is gone. Not an Exception: nothing on the way up may take it for an error of its own."""
+
+
+def tie_to_parent(parent_pid: int) -> None:
+    """Arrange for `Abandoned` in the main thread when process `parent_pid` dies; call it there, first thing.
+
+    Raises:
+        Abandoned: it is dead already.
+    """
+    signal.signal(signal.SIGTERM, _abandoned)
+    # The kernel means the thread of the parent that started us: ranks are started from its main thread.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:  # it died before the line above
+        raise Abandoned(f"the parent (pid {parent_pid}) is gone")
+
+
+def abandon() -> None:
+    """End this process in order: called by the channel's reader at end of file."""
+    # A real signal, because the main thread may sit in a lock or a system call.
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGTERM)
+
+
+def _abandoned(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # both ways may fire; unwinding must not be cut short
+    faulthandler.dump_traceback_later(GRACE_S, exit=True)
+    raise Abandoned("the parent is gone")
+
+
+_READ_BYTES = 1 << 16
+
+
+def parse_command(line: bytes) -> Command:
+    """One line down.
+
+    Raises:
+        RemoteProtocolError: it is no command of a rank.
+    """
+    try:
+        message = msgspec.json.decode(line)
+        return msgspec.convert(message["args"], COMMANDS[message["do"]])
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise RemoteProtocolError(f"not a rig command ({error}): {line[:80]!r}") from error
+
+
+class Channel:
+    """Line-based channel over an inherited socket.
+
+    A thread reads ahead, so that the end of the parent is noticed while a command is being carried out.
+    """
+
+    def __init__(self, fd: int, inbox: queue.SimpleQueue[Any], on_gone: Callable[[], None]) -> None:
+        """Take over file descriptor `fd`.
+
+        Args:
+            inbox: gets commands, a RemoteProtocolError for each line that is none, and None at end of file.
+            on_gone: called once, on the reader's thread, at end of file, unless `expect_end` was called before.
+        """
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._on_gone = on_gone
+        self._inbox = inbox
+        self._sending = threading.Lock()
+        self._closing = False
+        self._reader = threading.Thread(target=self._read, name="rig-channel", daemon=True)
+        self._reader.start()
+
+    def send(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Send a message of a kind of `contract.rig.Message`."""
+        # A parent that is gone is reported by the reader; it is no error of the sender.
+        with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(msgspec.json.encode({"kind": kind, "data": data}) + b"\n")
+
+    def expect_end(self) -> None:
+        """From now on end of file is in order."""
+        self._closing = True
+
+    def close(self) -> None:
+        """Close the socket; `on_gone` is not called any more."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._socket.close()
+
+    def _read(self) -> None:
+        lines = Lines()
+        try:
+            while data := self._socket.recv(_READ_BYTES):
+                for line in lines.feed(data):
+                    try:
+                        self._inbox.put(parse_command(line))
+                    except RemoteProtocolError as error:
+                        self._inbox.put(error)
+        except (ConnectionResetError, LineTooLong):
+            pass
+        self._inbox.put(None)
+        if not self._closing:
+            self._on_gone()
 
 
 def serve(fd: int, parent_pid: int) -> int:

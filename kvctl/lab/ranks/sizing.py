@@ -1,35 +1,117 @@
-"""Fits a load into the memory there is: how many rooms at once, how large the pools and the rings.
+"""GPU placement, memory budgets, and the sizes of the ranks' KV pools and staging rings.
 
-A bench that asks for more rooms in flight than memory holds is limited and told so, not refused; only one that cannot
-hold a single room is.
+A bench that asks for more rooms in flight than memory holds is limited, with a note, not refused; a bench that cannot
+hold a single room is refused. Batches are sized by one number for all pools together. On GPUs that number is the one at
+which the fullest GPU is just full, given the share of every room and the number of rings on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import ceil
 
-from kvctl.lab.ranks import workload
-from kvctl.lab.ranks.bench_messages import Load, PlanRequest
+from kvctl.lab.ranks.geometry import side_of
+from kvctl.lab.ranks.request import PlanRequest, Role
 from kvctl.lab.ranks.transfer_volume import TransferVolume
-from kvctl_agent.errors import LayoutError
+from kvctl_agent.contract.choices import HOST
+from kvctl_agent.device import driver
+from kvctl_agent.errors import ConfigError, DeviceUnavailable, LayoutError
 from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 
 MIB = 1 << 20
 GIB = 1 << 30
+# CUDA contexts, staging buffers, the synthetic forward and other processes need the rest of a GPU.
+GPU_PERCENT = 60
+# All rings together get at most 1/4 of the memory; pools get the rest.
+_RING_DIVISOR = 4
+_MAX_HOST_RING_BYTES = 512 * MIB
+_MAX_GPU_RING_BYTES = 8 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """GPUs of each side, assigned to its ranks round-robin; empty if all pools are in host memory."""
+
+    prefill: tuple[int, ...] = ()
+    decode: tuple[int, ...] = ()
+
+    def of(self, role: Role, position: int) -> int:
+        """Returns the GPU of a rank; `position` counts the ranks of its side over all prefill instances."""
+        gpus = self.prefill if role == "prefill" else self.decode
+        return gpus[position % len(gpus)] if gpus else HOST
+
+    @property
+    def every(self) -> list[int]:
+        """All GPUs in use, ascending."""
+        return sorted({*self.prefill, *self.decode})
+
+
+def place(request: PlanRequest) -> Placement:
+    """Chooses the GPUs of a fleet.
+
+    Raises:
+        ConfigError: a named GPU does not exist, or GPUs are named for pools in host memory.
+        DeviceUnavailable: the pools belong on GPUs, but there is no GPU or no Triton.
+    """
+    options = (("--prefill-gpus", request.prefill_gpus), ("--decode-gpus", request.decode_gpus))
+    if request.device != "cuda":
+        for option, gpus in options:
+            if gpus:
+                raise ConfigError(f"{option} {_listed(gpus)}: pools are in host memory; give --device cuda")
+        return Placement()
+    count = count_gpus()
+    for option, gpus in options:
+        absent = [gpu for gpu in gpus if not 0 <= gpu < count]
+        if absent:
+            present = "only GPU 0" if count == 1 else f"only GPUs 0 to {count - 1}"
+            raise ConfigError(f"{option} {_listed(gpus)}: this machine has no GPU {_listed(absent)}, {present}")
+    half = count // 2
+    first, rest = (tuple(range(half)), tuple(range(half, count))) if half else ((0,), (0,))
+    return Placement(request.prefill_gpus or first, request.decode_gpus or rest)
+
+
+def count_gpus() -> int:
+    """Returns the number of GPUs visible to this process, at least one.
+
+    Raises:
+        DeviceUnavailable: there is no GPU, or Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        raise DeviceUnavailable(
+            "a KV pool on a GPU needs Triton, which compiles the copy kernel: pip install 'kvctl[gpu]'"
+        )
+    return int(driver.checked(driver.load().cuDeviceGetCount(), "GPUs cannot be counted"))
+
+
+def free_bytes(gpu: int) -> int:
+    """Returns the free memory of a GPU as measured with one more CUDA context on it; releases that context again.
+
+    Raises:
+        DeviceUnavailable, DeviceError: there is no such GPU, or it cannot be queried.
+    """
+    label = f"GPU {gpu}"
+    device = driver.checked(driver.load().cuDeviceGet(gpu), label)
+    context = driver.Context(device, label)
+    try:
+        with context.visit():
+            free, _ = driver.checked(driver.load().cuMemGetInfo(), f"{label}: its free memory cannot be read")
+    finally:
+        driver.load().cuDevicePrimaryCtxRelease(device)  # the ranks need the memory that a context takes
+    return int(free)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much memory a fleet may take.
+    """Memory that a fleet may take.
 
     Attributes:
-        pool_bytes: of all pools together.
-        ring_bytes: of one ring.
-        room_bytes: of one room's pools, which may take what rings would have where there is little.
-        detail: what to say after naming it, "" where nothing.
+        pool_bytes: all pools together.
+        ring_bytes: one ring.
+        room_bytes: the pools of a single room, which may use the rings' share if memory is short.
+        detail: explanation appended to messages that name the budget, or "".
     """
 
     pool_bytes: int
@@ -38,37 +120,91 @@ class Budget:
     detail: str = ""
 
 
-def rooms_that_fit(budget: Budget, mover: TransferVolume, load: Load) -> int:
-    """How many of the load's longest rooms all pools hold together, at least one.
+def host_budget(request: PlanRequest) -> Budget:
+    """Returns the budget for pools in host memory, from `memory_bytes`."""
+    rings = request.memory_bytes // _RING_DIVISOR
+    ring = min(_MAX_HOST_RING_BYTES, rings // side_of(request.decode).size)
+    return Budget(request.memory_bytes - rings, ring, request.memory_bytes)
+
+
+def gpu_budget(
+    request: PlanRequest,
+    volume: TransferVolume,
+    placement: Placement,
+    tokens: int,
+    free: Callable[[int], int] = free_bytes,
+) -> Budget:
+    """Returns the budget for pools on GPUs: `GPU_PERCENT` of their free memory.
+
+    Args:
+        tokens: length of the longest prompt; the split of a room over the ranks hardly depends on it.
+        free: returns the free bytes of a GPU.
 
     Raises:
-        LayoutError: not even one.
+        DeviceError: a GPU cannot be queried.
     """
-    nbytes = check_room_fits(budget, mover, workload.most_tokens(load.tokens))
-    return max(1, budget.pool_bytes // nbytes)
+    room = max(pool_bytes(volume, instance, tokens) for instance in range(len(volume.inputs)))
+    parts = dict.fromkeys(placement.every, 0.0)
+    rings = dict.fromkeys(placement.every, 0)
+    for role, position, nbytes in _room_bytes_by_rank(volume, tokens):
+        gpu = placement.of(role, position)
+        parts[gpu] += nbytes / room
+        rings[gpu] += role == "decode"
+    used = [gpu for gpu in placement.every if parts[gpu]]
+    available = {gpu: free(gpu) for gpu in used}
+    usable = {gpu: available[gpu] * GPU_PERCENT // 100 for gpu in used}
+    ring = min([_MAX_GPU_RING_BYTES, *(usable[gpu] // _RING_DIVISOR // rings[gpu] for gpu in used if rings[gpu])])
+    reserved = ring if request.ring_mb is None else request.ring_mb * MIB
+    pools = {gpu: int((usable[gpu] - reserved * rings[gpu]) / parts[gpu]) for gpu in used}
+    fullest = min(used, key=lambda gpu: pools[gpu])
+    detail = f" ({GPU_PERCENT} % of the {available[fullest] / GIB:.1f} GiB that are free on GPU {fullest})"
+    most = max(0, pools[fullest])
+    return Budget(most, ring, most, detail)
 
 
-def check_room_fits(budget: Budget, mover: TransferVolume, tokens: int) -> int:
-    """Bytes that a room of so many tokens takes in all pools, of the prefill instance where that is most.
+def _room_bytes_by_rank(volume: TransferVolume, tokens: int) -> Iterator[tuple[Role, int, float]]:
+    """Yields (role, position on its side, bytes of an average room) of every rank.
+
+    Rooms go to the instances and dp groups in turn, so each rank holds only its share of them.
+    """
+    items = volume.items(tokens)
+
+    def of(
+        role: Role, instance: int, side: ParallelConfig, turns: int, first: int
+    ) -> Iterator[tuple[Role, int, float]]:
+        for unique in range(side.size):
+            nbytes = rank_bytes(volume, instance, role, side.coord(unique), items)
+            yield role, first + unique, nbytes / turns
+
+    first = 0
+    for instance, inputs in enumerate(volume.inputs):
+        side = inputs.prefill
+        yield from of("prefill", instance, side, side.dp * len(volume.inputs), first)
+        first += side.size
+    yield from of("decode", 0, volume.inputs[0].decode, volume.inputs[0].decode.dp, 0)
+
+
+def check_room_fits(budget: Budget, volume: TransferVolume, tokens: int) -> int:
+    """Returns the bytes of a room in all pools, for the prefill instance that needs most.
 
     Raises:
-        LayoutError: they are not to be had.
+        LayoutError: the budget does not hold one room.
     """
-    nbytes = max(pool_bytes(mover, instance, tokens) for instance in range(len(mover.inputs)))
+    nbytes = max(pool_bytes(volume, instance, tokens) for instance in range(len(volume.inputs)))
     if nbytes > budget.room_bytes:
         raise LayoutError(
             f"one room of {tokens} tokens needs {nbytes} bytes of KV pools, prefill and decode together, but only "
-            f"{budget.room_bytes} are to be had{budget.detail}: use fewer --tokens or a smaller shape"
+            f"{budget.room_bytes} bytes are available{budget.detail}: use fewer --tokens or a smaller shape"
         )
     return nbytes
 
 
-def pool_bytes(mover: TransferVolume, instance: int, tokens: int) -> int:
-    """Bytes that a room takes in every rank of one dp group on either side."""
-    items = mover.items(tokens)
-    inputs = mover.inputs[instance]
+def pool_bytes(volume: TransferVolume, instance: int, tokens: int) -> int:
+    """Returns the bytes that a room takes in all ranks of one dp group on either side."""
+    items = volume.items(tokens)
+    inputs = volume.inputs[instance]
     return sum(
-        rank_bytes(mover, instance, role, RankCoord(0, pp, cp, tp), items)
+        rank_bytes(volume, instance, role, RankCoord(0, pp, cp, tp), items)
         for role, side in (("prefill", inputs.prefill), ("decode", inputs.decode))
         for pp in range(side.pp)
         for cp in range(side.cp)
@@ -76,31 +212,31 @@ def pool_bytes(mover: TransferVolume, instance: int, tokens: int) -> int:
     )
 
 
-def rank_bytes(mover: TransferVolume, instance: int, role: str, at: RankCoord, items: Sequence[int]) -> int:
-    """Bytes of so many pages (of a state: items) of each segment in one rank's pool."""
-    inputs = mover.inputs[instance]
+def rank_bytes(volume: TransferVolume, instance: int, role: str, at: RankCoord, items: Sequence[int]) -> int:
+    """Returns the bytes of `items` pages (of a state: items) of each segment in one rank's pool."""
+    inputs = volume.inputs[instance]
     side = inputs.prefill if role == "prefill" else inputs.decode
     return sum(
-        here.num_layers * here.heads * here.segment.page_head_bytes * count
-        for here, count in zip(local_shards(inputs.shape, inputs.page_size, side, at), items, strict=True)
+        shard.num_layers * shard.heads * shard.segment.page_head_bytes * count
+        for shard, count in zip(local_shards(inputs.shape, inputs.page_size, side, at), items, strict=True)
     )
 
 
 def ring_bytes(
-    request: PlanRequest, budget: Budget, mover: TransferVolume, longest: Sequence[tuple[int, int]], wanted: int
+    request: PlanRequest, budget: Budget, volume: TransferVolume, longest: Sequence[tuple[int, int]], wanted: int
 ) -> int:
-    """Each decode rank's ring: what its rooms in flight need and one more, within the rings' share of the memory.
+    """Returns the size of each decode rank's ring: the wanted bytes, within the budget.
 
     Args:
         longest: (tokens, cached tokens) of each load's longest room.
-        wanted: staged bytes of as many rooms as one decode rank has in flight, and of one more.
+        wanted: staged bytes of the rooms that one decode rank has in flight, plus one more room.
 
     Raises:
         LayoutError: `--ring-mb` is smaller than one part.
     """
-    instances = range(len(mover.inputs))
-    part = max((mover.largest_part(instance, *room) for instance in instances for room in longest), key=lambda p: p[0])
-    part_bytes, arithmetic = part
+    instances = range(len(volume.inputs))
+    largest = (volume.largest_part(instance, *room) for instance in instances for room in longest)
+    part_bytes, arithmetic = max(largest, key=lambda part: part[0])
     if request.ring_mb is None:
         return max(1, ceil(max(part_bytes, min(wanted, budget.ring_bytes)) / MIB)) * MIB
     if request.ring_mb * MIB < part_bytes:
@@ -109,3 +245,7 @@ def ring_bytes(
             f"{request.ring_mb * MIB}; give --ring-mb {-(-part_bytes // MIB)} or more, or a smaller --chunk-tokens"
         )
     return request.ring_mb * MIB
+
+
+def _listed(gpus: Sequence[int]) -> str:
+    return ",".join(map(str, gpus))

@@ -1,6 +1,6 @@
-"""What has to move for a room, from each prefill instance: who owes whom how many pages or items, and how many bytes.
+"""Pages and bytes that each writer owes each decode rank for a room, from the layout's plan.
 
-This is the layout's plan read for sizing and for showing; nothing moves by it.
+Used to size pools and rings and to show the plan; the ranks do not use it to move data.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from kvctl.lab.ranks.bench_messages import PlannedShape
 from kvctl.lab.ranks.geometry import state_items
+from kvctl.lab.ranks.plan import PlannedShape
 from kvctl_agent.layout.chunks import page_count
 from kvctl_agent.layout.parallel import RankCoord
 from kvctl_agent.layout.plan import state_slices_to_reader, transfer_slices, writer_cells
@@ -18,8 +18,8 @@ from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.transfer_slice import TransferSlice
 
 
-class Owed(NamedTuple):
-    """What one writer owes one decode rank of one segment: parts of so many pages (of a state: items) each."""
+class OwedParts(NamedTuple):
+    """One writer's parts of one segment for one decode rank, each given by its number of pages (of a state: items)."""
 
     share: TransferSlice
     parts: tuple[int, ...]
@@ -30,17 +30,17 @@ class Owed(NamedTuple):
 
 
 class RoomBytes(NamedTuple):
-    """`payload` lands, whole pages; `reader_staging` of it goes through the ring of the busiest decode rank."""
+    """Bytes of a room: `payload` in whole pages, `reader_staging` through the ring of the busiest decode rank."""
 
     payload: int
     reader_staging: int
 
 
 class TransferVolume:
-    """Rooms of one model from any of the prefill instances.
+    """Computes the transfers of one model from any of the prefill instances.
 
     Attributes:
-        inputs: of each prefill instance with the decode instance; all have the same model and pages.
+        inputs: layout inputs of each prefill instance with the decode instance; model and page size are the same.
     """
 
     def __init__(self, inputs: Sequence[PlanInputs], shape: PlannedShape) -> None:
@@ -50,16 +50,18 @@ class TransferVolume:
         self.room_bytes = cache(self._room_bytes)
 
     def items(self, tokens: int) -> tuple[int, ...]:
-        """Pages or items that a room of so many tokens has of each segment."""
+        """Returns the pages or items of each segment that a room of `tokens` has."""
         pages = page_count(tokens, self._page_size)
         paged = len(self.inputs[0].segments) - len(self._states)
         return (*[pages] * paged, *(state_items(state, tokens, self._page_size) for state in self._states))
 
-    def owed(self, instance: int, tokens: int, prefix_tokens: int, room: int = 0, decode_dp: int = 0) -> list[Owed]:
-        """Everything that is owed for a room of which the decode side has cached `prefix_tokens`.
+    def owed(
+        self, instance: int, tokens: int, prefix_tokens: int, room: int = 0, decode_dp: int = 0
+    ) -> list[OwedParts]:
+        """Returns everything owed for a room of which the decode side has cached `prefix_tokens`.
 
         Raises:
-            LayoutError: the prefix is longer than the prompt, or no such decode dp group.
+            LayoutError: the prefix is longer than the prompt, or there is no such decode dp group.
         """
         inputs = self.inputs[instance]
         items = self.items(tokens)
@@ -68,10 +70,11 @@ class TransferVolume:
         for share in transfer_slices(inputs, room, decode_dp):
             cells = writer_cells(inputs, room, share.writer, items[0], cached)
             if cells:
-                found.append(Owed(share, tuple(cell.count for cell in cells)))
-        for reader in self._readers(inputs, decode_dp):
-            states = state_slices_to_reader(inputs, room, reader)
-            found += [Owed(share, (items[share.segment],)) for share in states]
+                found.append(OwedParts(share, tuple(cell.count for cell in cells)))
+        side = inputs.decode
+        for coord in (RankCoord(decode_dp, pp, 0, tp) for pp in range(side.pp) for tp in range(side.tp)):
+            states = state_slices_to_reader(inputs, room, side.unique_rank(coord))
+            found += [OwedParts(share, (items[share.segment],)) for share in states]
         return found
 
     def _room_bytes(self, instance: int, tokens: int, prefix_tokens: int) -> RoomBytes:
@@ -84,21 +87,16 @@ class TransferVolume:
         return RoomBytes(payload, max(staging.values(), default=0))
 
     def largest_part(self, instance: int, tokens: int, prefix_tokens: int) -> tuple[int, str]:
-        """Bytes of the largest part when layers are not grouped, and how they come about."""
-        most, how = 0, ""
+        """Returns the bytes of the largest part without layer groups, and their arithmetic in words."""
+        most, arithmetic = 0, ""
         for share, parts in self.owed(instance, tokens, prefix_tokens):
             pages = max(parts)
             if share.part_bytes(pages) > most:
                 most = share.part_bytes(pages)
                 segment = self.inputs[instance].segments[share.segment]
-                pieces = f"{pages} items" if segment.state else f"{pages} pages of {self._page_size} tokens"
-                how = (
-                    f"{share.num_layers} layers x {pieces} x {share.heads} heads x "
+                items = f"{pages} items" if segment.state else f"{pages} pages of {self._page_size} tokens"
+                arithmetic = (
+                    f"{share.num_layers} layers x {items} x {share.heads} heads x "
                     f"{share.page_head_bytes} B of {segment.name}"
                 )
-        return most, how
-
-    @staticmethod
-    def _readers(inputs: PlanInputs, decode_dp: int) -> list[int]:
-        side = inputs.decode
-        return [side.unique_rank(RankCoord(decode_dp, pp, 0, tp)) for pp in range(side.pp) for tp in range(side.tp)]
+        return most, arithmetic

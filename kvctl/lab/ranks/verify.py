@@ -11,11 +11,10 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from kvctl.lab.ranks.bench_messages import Mismatch, Room, VerifyReport
-from kvctl.lab.ranks.content import AUX_ROW_BYTES, Content
-from kvctl.lab.ranks.page_assignment import Pages, unused_pages
-from kvctl.lab.ranks.pattern import POISON, PlaneId, Wrong, aux_row, trace
-from kvctl.lab.ranks.plane_view import PlaneView
+from kvctl.lab.ranks.content import AUX_ROW_BYTES, Content, unused_pages
+from kvctl.lab.ranks.content_store import PlaneView
+from kvctl.lab.ranks.messages import Mismatch, Room, VerifyReport
+from kvctl.lab.ranks.pattern import POISON, Pages, PlaneId, Wrong, aux_row, trace
 
 MAX_MISMATCHES = 8
 # A sample looks at this part of the pages of each layer's planes.

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvctl.lab.faults.aborts import Aborts
 from kvctl.lab.faults.agent import faulty_agent
-from kvctl.lab.faults.fault_run import FaultRun
+from kvctl.lab.faults.batch_faults import Aborts, FaultRun
 from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import Fault, parse_fault
 from kvctl.lab.ranks import measure
-from kvctl.lab.ranks.bench_messages import (
+from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
+from kvctl.lab.ranks.geometry import model_shape
+from kvctl.lab.ranks.measure import device_gb_per_s, peer_gb_per_s
+from kvctl.lab.ranks.messages import (
+    Command,
     FloorMeasured,
     Floors,
     Prepare,
@@ -32,10 +35,6 @@ from kvctl.lab.ranks.bench_messages import (
     Verify,
     VerifyReport,
 )
-from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
-from kvctl.lab.ranks.geometry import model_shape
-from kvctl.lab.ranks.gpu_roofline import device_gb_per_s, peer_gb_per_s
-from kvctl.lab.ranks.steady_messages import Command
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from kvctl.lab.ranks.bench_messages import Prepare, Room, Run, Verify, VerifyReport
+from kvctl.lab.ranks.measure import Samples
+from kvctl.lab.ranks.messages import Prepare, Room, Run, Verify, VerifyReport
 from kvctl.lab.ranks.open_schedule import Arrivals, Decoding, RoomVisit
-from kvctl.lab.ranks.resolve import STAGED_PATHS
-from kvctl.lab.ranks.samples import Samples
+from kvctl.lab.ranks.request import STAGED_PATHS
 from kvctl.lab.ranks.verify import verify
 from kvctl.lab.ranks.worker import Change, Outcome, Worker
 from kvctl_agent.contract.states import RoomState

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvctl.lab.ranks.bench_messages import Prepare, Room, Run, RunReport, Start, Verify, VerifyReport
-from kvctl.lab.ranks.compute import Compute, Job, SleepingEngine
+from kvctl.lab.ranks.compute import Compute, Forward, Job, SleepingEngine
 from kvctl.lab.ranks.content import own_side
-from kvctl.lab.ranks.forward import Forward
 from kvctl.lab.ranks.geometry import model_shape
-from kvctl.lab.ranks.gpu_engine import GpuEngine
-from kvctl.lab.ranks.layer import layer_work
+from kvctl.lab.ranks.gpu_engine import GpuEngine, layer_work
+from kvctl.lab.ranks.messages import Prepare, Room, Run, RunReport, Start, Verify, VerifyReport
 from kvctl.lab.ranks.worker import Change, Outcome, Worker
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError

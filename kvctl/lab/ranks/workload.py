@@ -1,43 +1,220 @@
-"""Which rooms a bench runs, how long their prompts are, who decodes them and how many fit in memory at once.
+"""The rooms of each load (lengths, arrivals, prefill instance, decode dp group) and their division into batches.
 
-Everything here follows from the request alone, so that every path of a run, and every run with the same seed, sees the
-same rooms.
+Everything follows from the request alone, so every path of a bench, and every bench with the same seed, runs the same
+rooms. A batch is a run of consecutive rooms that all fit in memory together.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import lcm
 
-from kvctl.lab.ranks.bench_messages import Tokens
+from kvctl.lab.ranks.plan import PlannedLoad, PlannedRoom
+from kvctl.lab.ranks.request import Load, PlanRequest, Request, Tokens
+from kvctl.lab.ranks.sizing import Budget, check_room_fits, pool_bytes
+from kvctl.lab.ranks.transfer_volume import TransferVolume
 
 MIN_ROOMS = 24
 MAX_ROOMS = 256
-# Enough bytes that a run lasts, few enough that the slowest path of a default bench stays well under a minute.
+# Enough bytes for a useful run, few enough that the slowest path of a default bench takes well under a minute.
 ROOMS_BYTES = 3 << 30
-# A lot drains at its end; with several windows' worth of rooms in it that is little of its time.
-LOT_WINDOWS = 4
-MIN_LOT_ROOMS = 12
-LOT_BYTES = 512 << 20
+# A batch drains at its end; with the rooms of several windows in it, draining is a small part of its time.
+BATCH_WINDOWS = 4
+MIN_BATCH_ROOMS = 12
+BATCH_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSizes:
-    """How a load is cut: `in_flight` rooms at once (less than asked for where memory is short), lots of `rooms`."""
+class LoadNeeds:
+    """A planned load and what it needs of every rank.
 
-    in_flight: int
-    rooms: int
+    Attributes:
+        longest: (tokens, cached tokens) of the longest room.
+        reader_bytes: staged bytes of the largest room at one decode rank.
+        window: maximum number of rooms in flight at one decode rank.
+        notes: limits that were applied, for the user.
+    """
+
+    load: PlannedLoad
+    longest: tuple[int, int]
+    reader_bytes: int
+    window: int
+    notes: tuple[str, ...]
+
+    @property
+    def batch_rooms(self) -> int:
+        """Rooms of the largest batch."""
+        return max(end - first for first, end in self.load["lots"])
+
+
+def resolve_load(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
+    """Plans one point of a sweep.
+
+    Raises:
+        LayoutError: not even one room fits.
+    """
+    return _of_requests(request, volume, load, budget) if request.requests else _drawn(request, volume, load, budget)
+
+
+def prefill_groups(volume: TransferVolume) -> int:
+    """Returns the modulus by which a position in a batch determines the dp group within every prefill instance."""
+    return lcm(*(inputs.prefill.dp for inputs in volume.inputs))
+
+
+def segment_items(volume: TransferVolume, needs: Sequence[LoadNeeds], instance: int, role: str) -> list[list[int]]:
+    """Returns the pages (of a state: items) that the pools need, by segment and dp group, over all loads."""
+    inputs = volume.inputs[max(0, instance)]
+    groups = (inputs.prefill if role == "prefill" else inputs.decode).dp
+    most: list[list[int]] = []
+    for need in needs:
+        rooms = need.load["rooms"]
+        items = [volume.items(room["tokens"]) for room in rooms]
+        if role == "prefill":
+            starts = [first for first, end in need.load["lots"] for _ in range(first, end)]
+            group_of = [
+                (index - starts[index]) % groups if room["instance"] == instance else -1
+                for index, room in enumerate(rooms)
+            ]
+        else:
+            group_of = [room["decode_dp"] for room in rooms]
+        batches = [(first, end) for first, end in need.load["lots"]]
+        held = [
+            most_held([each[segment] for each in items], batches, group_of, groups)
+            for segment in range(len(inputs.segments))
+        ]
+        most = [[max(pair) for pair in zip(*both, strict=True)] for both in zip(most or held, held, strict=True)]
+    return most
+
+
+def _drawn(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
+    """Plans rooms of drawn lengths, in closed loop or at a rate."""
+    decode_dp = request.decode.dp
+    most = max(1, budget.pool_bytes // check_room_fits(budget, volume, load.tokens.longest))
+    mean_bytes = volume.room_bytes(0, max(1, round(load.tokens.mean)), 0).payload
+    count = load.rooms or request.rooms or default_rooms(mean_bytes, min(load.concurrency, most))
+    in_flight, batch_rooms = fit_batch(load.concurrency, count, mean_bytes, most, decode_dp)
+    batches = cut(count, batch_rooms)
+    active = min(in_flight, decode_dp)
+    tokens = draw_tokens(load.tokens, count, request.seed)
+    arrivals = draw_arrivals(request.rate, count, request.seed) if request.rate else None
+    requests = [
+        Request(
+            arrival_ms=None if arrivals is None else arrivals[index] - arrivals[first],
+            tokens=length,
+            prefix_tokens=prefix_tokens(length, request.page_size, request.prefix_hit),
+            output_tokens=request.output_tokens,
+            decode_dp=decode_group(index - first, active),
+        )
+        for first, end in batches
+        for index, length in enumerate(tokens[first:end], first)
+    ]
+    notes = []
+    if in_flight < min(load.concurrency, count):
+        limited = f"rooms in flight limited to {in_flight} by memory{budget.detail}"
+        notes.append(f"concurrency {load.concurrency}: {limited}")
+    elif count < load.concurrency:
+        notes.append(f"concurrency {load.concurrency}: only {count} rooms to run")
+    return _needs(volume, load, requests, batches, windows(in_flight, decode_dp), load.tokens.text, notes)
+
+
+def _of_requests(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
+    """Plans the given requests, in batches of their real sizes: a few long prompts must not make every batch small."""
+    requests = list(request.requests[: load.rooms or request.rooms])
+    check_room_fits(budget, volume, max(each.tokens for each in requests))
+    instances = range(len(volume.inputs))
+    sizes = {
+        tokens: max(pool_bytes(volume, instance, tokens) for instance in instances)
+        for tokens in {each.tokens for each in requests}
+    }
+    batches = cut_to_fit([sizes[each.tokens] for each in requests], budget.pool_bytes)
+    placed = _place(requests, batches, request.decode.dp)
+    in_flight = min(load.concurrency, max(end - first for first, end in batches))
+    notes = []
+    if len(batches) > 1:
+        notes.append(
+            f"{len(requests)} requests run in {len(batches)} lots, because memory does not hold all at once"
+            f"{budget.detail}; arrivals start anew in each"
+        )
+    groups, sessions = [each.decode_dp for each in placed], [each.session for each in placed]
+    each_group = -(-in_flight // min(in_flight, request.decode.dp))
+    limits = group_windows(each_group, groups, sessions, request.decode.dp)
+    lengths = sorted(each.tokens for each in requests)
+    text = f"{lengths[0]}..{lengths[-1]}" if lengths[0] < lengths[-1] else str(lengths[0])
+    return _needs(volume, load, placed, batches, limits, text, notes)
+
+
+def _place(requests: Sequence[Request], batches: Sequence[tuple[int, int]], decode_dp: int) -> list[Request]:
+    """Gives each request a decode dp group, and counts arrivals from the first of its batch."""
+    placed = []
+    for first, end in batches:
+        start_ms = min((each.arrival_ms for each in requests[first:end] if each.arrival_ms is not None), default=0.0)
+        for position, each in enumerate(requests[first:end]):
+            group = decode_group(each.session if each.session >= 0 else position, decode_dp)
+            placed.append(
+                replace(
+                    each,
+                    arrival_ms=None if each.arrival_ms is None else each.arrival_ms - start_ms,
+                    decode_dp=each.decode_dp if each.decode_dp >= 0 else group,
+                )
+            )
+    return placed
+
+
+def _needs(
+    volume: TransferVolume,
+    load: Load,
+    requests: Sequence[Request],
+    batches: Sequence[tuple[int, int]],
+    limits: list[int],
+    text: str,
+    notes: Sequence[str],
+) -> LoadNeeds:
+    groups, instances = prefill_groups(volume), len(volume.inputs)
+    rooms = []
+    for first, end in batches:
+        for position, each in enumerate(requests[first:end]):
+            instance = prefill_instance(position, groups, instances, volume.inputs[0].decode.dp)
+            rooms.append(
+                PlannedRoom(
+                    tokens=each.tokens,
+                    prefix_tokens=each.prefix_tokens,
+                    instance=instance,
+                    decode_dp=each.decode_dp,
+                    bytes=volume.room_bytes(instance, each.tokens, each.prefix_tokens).payload,
+                    arrival_ms=each.arrival_ms,
+                    output_tokens=each.output_tokens,
+                    session=each.session,
+                )
+            )
+    planned = PlannedLoad(
+        concurrency=load.concurrency,
+        in_flight=sum(limits),
+        windows=limits,
+        tokens=text,
+        tokens_mean=sum(each.tokens for each in requests) / len(requests),
+        rooms=rooms,
+        lots=[list(batch) for batch in batches],
+    )
+    kinds = {(room["instance"], room["tokens"], room["prefix_tokens"]) for room in rooms}
+    return LoadNeeds(
+        load=planned,
+        longest=max((tokens, prefix) for _, tokens, prefix in kinds),
+        reader_bytes=max(volume.room_bytes(*kind).reader_staging for kind in kinds),
+        window=max(limits),
+        notes=tuple(notes),
+    )
 
 
 def default_rooms(room_bytes: int, in_flight: int) -> int:
-    """Rooms of a load when nobody said: at least two windows of them, more where rooms are small."""
+    """Returns the default number of rooms of a load: at least two windows, more if rooms are small."""
     return max(MIN_ROOMS, 2 * in_flight, min(MAX_ROOMS, ROOMS_BYTES // max(1, room_bytes)))
 
 
 def draw_tokens(tokens: Tokens, rooms: int, seed: int) -> list[int]:
-    """Prompt length of each room: the given values in turn, or uniform over the given range."""
+    """Returns the prompt length of each room: the given values in turn, or uniform over the given range."""
     if tokens.values:
         return [tokens.values[index % len(tokens.values)] for index in range(rooms)]
     source = random.Random(seed)
@@ -45,118 +222,103 @@ def draw_tokens(tokens: Tokens, rooms: int, seed: int) -> list[int]:
 
 
 def draw_arrivals(rate: float, rooms: int, seed: int) -> list[float]:
-    """When each room arrives, in milliseconds from the first: a Poisson process of `rate` a second."""
+    """Returns the arrival of each room in ms after the first: a Poisson process of `rate` rooms per second."""
     source = random.Random(f"arrivals {seed}")
     gaps = [source.expovariate(rate) * 1e3 for _ in range(rooms - 1)]
     return list(accumulate(gaps, initial=0.0))
 
 
-def mean_tokens(tokens: Tokens) -> float:
-    """What `draw_tokens` gives on average."""
-    return sum(tokens.values) / len(tokens.values) if tokens.values else (tokens.low + tokens.high) / 2
-
-
-def most_tokens(tokens: Tokens) -> int:
-    """The longest prompt `draw_tokens` can give."""
-    return max(tokens.values) if tokens.values else tokens.high
-
-
 def prefix_tokens(tokens: int, page_size: int, hit: float) -> int:
-    """The decode side's cached prefix: that fraction of the prompt in whole pages, leaving one page to move."""
+    """Returns the decode side's cached prefix: that fraction of the prompt in whole pages, leaving one page to move."""
     pages = -(-tokens // page_size)
     return min(int(pages * hit), pages - 1) * page_size
 
 
-def active_groups(in_flight: int, decode_dp: int) -> int:
-    """Decode dp groups that get rooms: with fewer rooms in flight than groups, only that many."""
-    return min(in_flight, decode_dp)
-
-
 def decode_group(position: int, active: int) -> int:
-    """Decode dp group of the room at a position of its lot.
+    """Returns the decode dp group of the room at a position of its batch, out of `active` groups.
 
-    Shifted by one each time round: with equal sizes on both sides every prefill dp group meets every decode group.
+    Every round shifts by one: with equal sizes on both sides every prefill dp group meets every decode group.
     """
     return (position + position // active) % active
 
 
 def windows(in_flight: int, decode_dp: int) -> list[int]:
-    """Rooms in flight of each decode dp group; they add up to `in_flight`."""
+    """Returns the rooms in flight of each decode dp group; their sum is `in_flight`."""
     base, more = divmod(in_flight, decode_dp)
     return [base + (group < more) for group in range(decode_dp)]
 
 
-def fit_batch(concurrency: int, rooms: int, room_bytes: int, most_rooms: int, decode_dp: int) -> BatchSizes:
-    """Cut a load of `rooms` rooms into lots of which each fits in memory.
+def fit_batch(concurrency: int, rooms: int, room_bytes: int, most_rooms: int, decode_dp: int) -> tuple[int, int]:
+    """Returns (rooms in flight, rooms of a batch) such that every batch fits in memory.
 
     Args:
-        concurrency: rooms in flight asked for.
+        concurrency: requested rooms in flight.
         rooms: rooms of the load.
         room_bytes: payload of a room of mean length.
-        most_rooms: how many of the longest rooms the pools may hold at once, at least 1.
-        decode_dp: decode dp groups; lots are whole rounds over them where they can be.
+        most_rooms: number of rooms of maximum length that the pools hold at once, at least 1.
+        decode_dp: decode dp groups; a batch contains whole rounds over them if possible.
     """
     in_flight = min(concurrency, most_rooms, rooms)
-    wanted = max(LOT_WINDOWS * in_flight, MIN_LOT_ROOMS, LOT_BYTES // max(1, room_bytes))
+    wanted = max(BATCH_WINDOWS * in_flight, MIN_BATCH_ROOMS, BATCH_BYTES // max(1, room_bytes))
     size = min(wanted, most_rooms, rooms)
-    lots = -(-rooms // size)
-    size = -(-rooms // lots)  # even lots rather than a small last one
-    active = active_groups(in_flight, decode_dp)
+    batches = -(-rooms // size)
+    size = -(-rooms // batches)  # even batches rather than a small last one
+    active = min(in_flight, decode_dp)
     rounded = -(-size // active) * active
-    return BatchSizes(in_flight, rounded if rounded <= min(most_rooms, rooms) else size)
+    return in_flight, rounded if rounded <= min(most_rooms, rooms) else size
 
 
-def cut(rooms: int, lot_rooms: int) -> list[tuple[int, int]]:
-    """Lots as [first, end) of the rooms."""
-    return [(first, min(first + lot_rooms, rooms)) for first in range(0, rooms, lot_rooms)]
+def cut(rooms: int, batch_rooms: int) -> list[tuple[int, int]]:
+    """Returns batches of equal size as [first, end) of the rooms."""
+    return [(first, min(first + batch_rooms, rooms)) for first in range(0, rooms, batch_rooms)]
 
 
 def cut_to_fit(nbytes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:
-    """Lots as [first, end) of rooms of these sizes, none over `most_bytes` unless a single room is."""
-    lots = []
+    """Returns batches as [first, end) of rooms of these sizes; none exceeds `most_bytes` unless a single room does."""
+    batches = []
     first = held = 0
     for index, size in enumerate(nbytes):
         if held + size > most_bytes and index > first:
-            lots.append((first, index))
+            batches.append((first, index))
             first, held = index, 0
         held += size
-    return [*lots, (first, len(nbytes))]
+    return [*batches, (first, len(nbytes))]
 
 
 def prefill_instance(position: int, groups: int, instances: int, decode_dp: int) -> int:
-    """Prefill instance of the room at a position of its lot, in turns.
+    """Returns the prefill instance of the room at a position of its batch, in turns.
 
-    Within an instance the position decides the dp group, so a turn lasts until each of its `groups` has had a room.
-    Shifted by one now and then, so that every instance meets every decode group.
+    Within an instance the position determines the dp group, so a turn lasts until each of its `groups` has had a room.
+    Turns shift by one periodically, so that every instance meets every decode group.
     """
     turn = position // groups
     return (turn + turn // (instances * decode_dp)) % instances
 
 
 def group_windows(in_flight: int, groups: Sequence[int], sessions: Sequence[int], decode_dp: int) -> list[int]:
-    """Most rooms in flight of each decode dp group, where requests say themselves when and where they run.
+    """Returns the maximum rooms in flight of each decode dp group for requests with their own arrival and placement.
 
-    All ranks of a group must open the same rooms in the same order. Turns of sessions become ready in an order of each
-    rank's own, so there none may have to wait for another: the window is at least the number of the group's sessions.
+    All ranks of a group must open the same rooms in the same order. The turns of sessions become ready in an order that
+    differs between ranks, so none may wait for another: the window is at least the group's number of sessions.
     """
     here = [len({each for each, at in zip(sessions, groups, strict=True) if at == group}) for group in range(decode_dp)]
-    alone = max(sessions, default=-1) < 0
-    return [in_flight if alone else max(in_flight, count) for count in here]
+    no_sessions = max(sessions, default=-1) < 0
+    return [in_flight if no_sessions else max(in_flight, count) for count in here]
 
 
 def most_held(
-    counts: Sequence[int], lots: Sequence[tuple[int, int]], group_of: Sequence[int], groups: int
+    counts: Sequence[int], batches: Sequence[tuple[int, int]], group_of: Sequence[int], groups: int
 ) -> list[int]:
-    """Pages (or items) that a rank of each dp group needs for its largest lot, number 0 (never used) included.
+    """Returns the pages (or items) that a rank of each dp group needs for its largest batch, with the unused number 0.
 
     Args:
-        counts: those of every room of the load.
-        lots: as from `cut`.
-        group_of: dp group of every room; -1: none of these ranks has to do with it.
+        counts: pages of every room of the load.
+        batches: [first, end) of the rooms.
+        group_of: dp group of every room; -1 if these ranks do not take part in it.
         groups: dp groups of the side.
     """
     most = [0] * groups
-    for first, end in lots:
+    for first, end in batches:
         held = [0] * groups
         for index in range(first, end):
             if group_of[index] >= 0:

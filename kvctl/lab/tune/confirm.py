@@ -10,7 +10,8 @@ from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.program import SideBySide
 from kvctl.lab.bench.progress import Steps
 from kvctl.lab.bench.session import Session, laps_of, measure
-from kvctl.lab.ranks.bench_messages import Plan, PlanRequest
+from kvctl.lab.ranks.plan import Plan
+from kvctl.lab.ranks.request import PlanRequest
 from kvctl.lab.tune.model import Prediction
 
 FAR = 0.3

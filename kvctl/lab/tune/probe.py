@@ -7,8 +7,8 @@ from kvctl.lab.bench.machine import cores
 from kvctl.lab.bench.program import SideBySide
 from kvctl.lab.bench.progress import Steps
 from kvctl.lab.bench.session import Session
-from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Sizes, Tokens
 from kvctl.lab.ranks.planner import plan as make_plan
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
 from kvctl.lab.tune.costs import Costs, Lane, copies
 from kvctl_agent.contract.connection_cost import ConnectionCost
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvctl.lab.ranks.bench_messages import Plan, PlannedRank, PlannedShare
+from kvctl.lab.ranks.plan import Plan, PlannedRank, PlannedShare
 
 
 @dataclass(frozen=True, slots=True)

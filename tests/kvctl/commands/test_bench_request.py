@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_request import BenchRequest, understand
 from kvctl.lab.bench.program import Ratios, SideBySide
-from kvctl.lab.ranks.bench_messages import PlanRequest, Sizes, State, Tokens
+from kvctl.lab.ranks.request import PlanRequest, Sizes, State, Tokens
 
 LINE = '{"timestamp": %d, "input_length": 1000, "output_length": 5, "hash_ids": [0, %d]}\n'
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.plan import CALM_TIMINGS, SteadyPlan
+from kvctl.lab.demo.fleet import CALM_TIMINGS, SteadyPlan
 from kvctl.lab.demo.scenarios import SCENARIOS, Scenario
 from kvctl.lab.faults.specification import FAULTS_BY_NAME
 from kvctl.lab.ranks.group import rank_names

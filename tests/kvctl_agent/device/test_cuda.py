@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvctl.lab.ranks.gpus import free_bytes
+from kvctl.lab.ranks.sizing import free_bytes
 from kvctl_agent.device.base import Device
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
@@ -130,6 +130,6 @@ def test_asking_for_free_memory_leaves_no_context_behind(driver):
     assert free_bytes(1) == driver.free_bytes
     assert driver.calls["cuDevicePrimaryCtxRetain"] == driver.calls["cuDevicePrimaryCtxRelease"] == 1
     driver.failing["cuMemGetInfo"] = (driver.CUresult.CUDA_ERROR_NOT_INITIALIZED,)
-    with pytest.raises(DeviceError, match="GPU 1: its memory cannot be asked for"):
+    with pytest.raises(DeviceError, match="GPU 1: its free memory cannot be read"):
         free_bytes(1)
     assert driver.calls["cuDevicePrimaryCtxRetain"] == driver.calls["cuDevicePrimaryCtxRelease"] == 2

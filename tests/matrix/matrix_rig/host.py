@@ -22,7 +22,7 @@ from kvctl_agent.transport.environment import prepare_environment
 
 prepare_environment()
 
-from kvctl.lab.ranks.bench_messages import Role  # noqa: E402
+from kvctl.lab.ranks.request import Role  # noqa: E402
 from kvctl_agent import parts  # noqa: E402
 from kvctl_agent.memory.region import Region  # noqa: E402
 from kvctl_agent.paths import calibration  # noqa: E402

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvctl.lab.ranks.bench_messages import Role, Room, Sizes, Start
 from kvctl.lab.ranks.geometry import state_items
+from kvctl.lab.ranks.messages import Room, Start
+from kvctl.lab.ranks.request import Role, Sizes
 from kvctl_agent.layout.chunks import page_count
 from kvctl_agent.layout.parallel import ParallelConfig
 from tests.matrix.matrix_rig.case import Case

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from kvctl.lab.ranks.bench_messages import PlannedDraft, PlannedShape, PlannedState
 from kvctl.lab.ranks.geometry import model_shape
+from kvctl.lab.ranks.plan import PlannedDraft, PlannedShape, PlannedState
 from kvctl_agent.layout.heads import head_range
 from kvctl_agent.layout.shape import ModelShape, segments
 

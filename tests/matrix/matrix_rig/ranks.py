@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvctl.lab.ranks import measure
-from kvctl.lab.ranks.bench_messages import Role, Room, Start
 from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
 from kvctl.lab.ranks.geometry import model_shape
+from kvctl.lab.ranks.messages import Room, Start
+from kvctl.lab.ranks.request import Role
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState

@@ -5,8 +5,7 @@ from __future__ import annotations
 from kvctl.lab.faults.agent import faulty_agent
 from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_faults
-from kvctl.lab.ranks.bench_messages import Start
-from kvctl.lab.ranks.steady_messages import FaultsNow, SetFault
+from kvctl.lab.ranks.messages import FaultsNow, SetFault, Start
 from kvctl_agent.agent import Agent
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.shape import ModelShape

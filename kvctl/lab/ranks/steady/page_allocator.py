@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvctl.lab.ranks.bench_messages import Mismatch, Room, VerifyReport
-from kvctl.lab.ranks.bench_messages import Start as RankStart
 from kvctl.lab.ranks.content import Content
-from kvctl.lab.ranks.page_assignment import Pages
-from kvctl.lab.ranks.pattern import POISON
+from kvctl.lab.ranks.messages import Mismatch, Room, VerifyReport
+from kvctl.lab.ranks.messages import Start as RankStart
+from kvctl.lab.ranks.pattern import POISON, Pages
 from kvctl.lab.ranks.verify import stray, verify_room
 from kvctl_agent.layout.chunks import page_count
 from kvctl_agent.memory.pool import KVPool

@@ -18,24 +18,25 @@ from typing import Any
 
 from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_faults
-from kvctl.lab.ranks.bench_messages import Mismatch, Start
 from kvctl.lab.ranks.content import allocate_pool, own_coord, own_side
 from kvctl.lab.ranks.geometry import model_shape
-from kvctl.lab.ranks.page_assignment import Pages
-from kvctl.lab.ranks.steady.agent import make_agent, set_fault
-from kvctl.lab.ranks.steady.page_allocator import PageAllocator
-from kvctl.lab.ranks.steady_messages import (
+from kvctl.lab.ranks.messages import (
     Abort,
     Command,
     Ended,
     Met,
+    Mismatch,
     OpenRoom,
     Released,
     SendRoom,
     SetFault,
+    Start,
     Tell,
     Usage,
 )
+from kvctl.lab.ranks.pattern import Pages
+from kvctl.lab.ranks.steady.agent import make_agent, set_fault
+from kvctl.lab.ranks.steady.page_allocator import PageAllocator
 from kvctl.lab.ranks.worker import CLOSE_TIMEOUT_S, Change
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState

@@ -21,7 +21,7 @@ from kvctl.lab.bench.options import (
     parse_tokens,
     sweep_loads,
 )
-from kvctl.lab.ranks.bench_messages import Load, Sizes, State, Tokens
+from kvctl.lab.ranks.request import Load, Sizes, State, Tokens
 
 
 @pytest.mark.parametrize(

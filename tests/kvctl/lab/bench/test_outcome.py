@@ -17,7 +17,8 @@ from kvctl.lab.bench.traffic import Source
 from kvctl.lab.bench.trials import Trial
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, PLAN, blocks, plan_rows, plan_table
-from kvctl.lab.ranks.bench_messages import PlanRequest, Room, Sizes
+from kvctl.lab.ranks.messages import Room
+from kvctl.lab.ranks.request import PlanRequest, Sizes
 from kvctl.render.report import Grid
 from kvctl.render.selection import Selection, table_columns
 from kvctl.render.terminal import render

@@ -16,7 +16,9 @@ from kvctl.lab.bench.room_timing import join, rate
 from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, blocks
-from kvctl.lab.ranks.bench_messages import Mismatch, Plan, PlanRequest, Room, RunReport, Sizes, VerifyReport
+from kvctl.lab.ranks.messages import Mismatch, Room, RunReport, VerifyReport
+from kvctl.lab.ranks.plan import Plan
+from kvctl.lab.ranks.request import PlanRequest, Sizes
 from kvctl.render.data import tsv
 from kvctl.render.terminal import render
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvctl.lab.bench.scale import Geometry, Limits, fit, published, remark
-from kvctl.lab.ranks.bench_messages import Load, Tokens
+from kvctl.lab.ranks.request import Load, Tokens
 
 WHOLE = Geometry(32, 8, 128)
 LEAST = {"layers": 4, "kv_heads": 2, "head_dim": 64, "tokens": 64}

@@ -8,7 +8,7 @@ from kvctl.lab.bench.case import Case
 from kvctl.lab.bench.room_timing import Finished, RoomTiming
 from kvctl.lab.bench.timelines import layer_groups, ring_timelines, room_timelines, typical
 from kvctl.lab.bench.trials import Trial
-from kvctl.lab.ranks.bench_messages import Room
+from kvctl.lab.ranks.messages import Room
 
 NAMES: Any = {"prefill-0": {"role": "prefill", "device": -1}, "decode-0": {"role": "decode", "device": -1}}
 PLAN: Any = {"transport": "nixl", "loads": [{"concurrency": 4}]}

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvctl.lab.bench.prompts import Prompt, Traffic, sessions
 from kvctl.lab.bench.traffic import Source, hits, token_bytes, with_requests
-from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
 
 SHAPE: Any = {"layers": 2, "kv_heads": 4, "head_dim": 8, "v_head_dim": 8, "dtype_bytes": 2}
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvctl.lab.bench.case import Case, cases_of, length
 from kvctl.lab.bench.trials import Trial, TrialRunner
-from kvctl.lab.ranks.bench_messages import Room
-from kvctl.lab.ranks.errors import FleetError
+from kvctl.lab.ranks.group import FleetError
+from kvctl.lab.ranks.messages import Room
 
 
 class FleetOnPaper:

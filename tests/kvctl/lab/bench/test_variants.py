@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvctl.lab.bench.variants import MOST_RANKS, Variant, expand, sizes_text, waves
-from kvctl.lab.ranks.bench_messages import PlanRequest, Sizes
+from kvctl.lab.ranks.request import PlanRequest, Sizes
 
 TP4 = Sizes(tp=4)
 

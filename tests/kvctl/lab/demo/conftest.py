@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvctl.lab.ranks.bench_messages import PlannedRank, Role
+from kvctl.lab.ranks.plan import PlannedRank
+from kvctl.lab.ranks.request import Role
 from kvctl_agent.contract.choices import HOST
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from kvctl.lab.demo.leak_watch import ProcessHistory, fitted_slope
-from kvctl.lab.ranks.steady_messages import Usage
+from kvctl.lab.ranks.messages import Usage
 
 MB = 1 << 20
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvctl.lab.demo.room_accounting import Disturbance, Room, RoomAccounting, names
-from kvctl.lab.ranks.bench_messages import Mismatch
-from kvctl.lab.ranks.steady_messages import Ended
+from kvctl.lab.ranks.messages import Ended, Mismatch
 from kvctl_agent.contract.snapshots import Failure
 
 S = 1_000_000_000

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.router import Choice, Router
+from kvctl.lab.demo.traffic import Choice, Router
 
 Ranks = Callable[..., dict[str, Any]]
 ALL = {"p0-prefill-0": [0], "p0-prefill-1": [0], "p1-prefill-0": [1], "decode-0": [0, 1], "decode-1": [0, 1]}

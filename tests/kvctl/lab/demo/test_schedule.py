@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.lab.demo.schedule import ScheduledFault, draw_schedule, replaceable
+from kvctl.lab.demo.fault_schedule import ScheduledFault, draw_schedule
+from kvctl.lab.demo.fleet import replaceable
 from kvctl.lab.faults.specification import parse_faults
 
 Ranks = Callable[..., dict[str, Any]]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvctl.lab.faults.aborts import ABORTED, Aborts
-from kvctl.lab.ranks.bench_messages import Room, Sizes, Start
+from kvctl.lab.faults.batch_faults import ABORTED, Aborts
+from kvctl.lab.ranks.messages import Room, Start
+from kvctl.lab.ranks.request import Sizes
 
 MS = 1_000_000
 PREFILL, DECODE = Sizes(pp=2, tp=2), Sizes(dp=2, tp=2)

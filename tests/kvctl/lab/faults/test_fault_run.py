@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.faults.fault_run import FaultRun
+from kvctl.lab.faults.batch_faults import FaultRun
 from kvctl.lab.faults.specification import parse_faults
-from kvctl.lab.ranks.bench_messages import Load, RunReport, Sizes, Tokens
+from kvctl.lab.ranks.messages import RunReport
+from kvctl.lab.ranks.request import Load, Sizes, Tokens
 
 TWO_TO_TWO = {
     "prefill": (Sizes(tp=2),),

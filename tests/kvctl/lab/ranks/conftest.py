@@ -13,24 +13,12 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.bench_messages import (
-    Load,
-    Plan,
-    PlannedRank,
-    PlanRequest,
-    Prepare,
-    Room,
-    Run,
-    RunReport,
-    Sizes,
-    Start,
-    Tokens,
-    Verify,
-    VerifyReport,
-)
 from kvctl.lab.ranks.group import RankGroup
-from kvctl.lab.ranks.plan import make_plan
+from kvctl.lab.ranks.messages import Prepare, Room, Run, RunReport, Start, Verify, VerifyReport
+from kvctl.lab.ranks.plan import Plan, PlannedRank
 from kvctl.lab.ranks.planner import rank_start
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.ranks.resolve import make_plan
 from kvctl.lab.ranks.worker import Worker
 from kvctl.lab.ranks.worker_decode import DecodeWorker
 from kvctl.lab.ranks.worker_prefill import PrefillWorker

@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from kvctl.lab.ranks.bench_messages import Lines, LineTooLong, Room, Run, Verify
-from kvctl.lab.ranks.channel import Channel, parse_command
+from kvctl.lab.ranks.messages import Lines, LineTooLong, Room, Run, Verify
+from kvctl.lab.ranks.server import Channel, parse_command
 from kvctl_agent.errors import RemoteProtocolError
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from kvctl.lab.ranks import content as of_content
 from kvctl.lab.ranks import gpu_store
-from kvctl.lab.ranks.bench_messages import PlannedShape, PlannedState, Room, Sizes, Start
 from kvctl.lab.ranks.content import Content, allocate_pool
-from kvctl.lab.ranks.content_launch import ARGUMENTS, CHECK, FILL, QUIET, WARPS, Launch, launch
-from kvctl.lab.ranks.content_store import HostStore
-from kvctl.lab.ranks.gpu_store import GpuStore
+from kvctl.lab.ranks.content_store import HostStore, PlaneView
+from kvctl.lab.ranks.gpu_store import ARGUMENTS, CHECK, FILL, QUIET, WARPS, GpuStore, Launch, launch
+from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON
-from kvctl.lab.ranks.plane_view import PlaneView
+from kvctl.lab.ranks.plan import PlannedShape, PlannedState
+from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.device.compiler import Program
 from tests.support.host_device import HostDevice, at

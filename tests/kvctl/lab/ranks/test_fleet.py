@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.bench_messages import Load, Request, Sizes, State, Tokens
+from kvctl.lab.ranks.request import Load, Request, Sizes, State, Tokens
 from kvctl_agent.contract.states import STAGES
 
 MS = 1_000_000

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks import content, gpu_engine, gpus, plan, worker_prefill
-from kvctl.lab.ranks.bench_messages import Floors, Sizes
+from kvctl.lab.ranks import content, gpu_engine, resolve, sizing, worker_prefill
+from kvctl.lab.ranks.messages import Floors
+from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.sizing import Budget
 from tests.support.host_device import HostDevice
 
@@ -20,8 +21,8 @@ MIB = 1 << 20
 def gpu(monkeypatch: pytest.MonkeyPatch) -> HostDevice:
     """The only one there is."""
     device = HostDevice(slow=2)
-    monkeypatch.setattr(gpus, "count_gpus", lambda: 1)
-    monkeypatch.setattr(plan, "gpu_budget", lambda *args: Budget(192 * MIB, 64 * MIB, 256 * MIB))
+    monkeypatch.setattr(sizing, "count_gpus", lambda: 1)
+    monkeypatch.setattr(resolve, "gpu_budget", lambda *args: Budget(192 * MIB, 64 * MIB, 256 * MIB))
     monkeypatch.setattr(content, "open_device", lambda index: device)
     return device
 

@@ -9,11 +9,10 @@ import pytest
 
 from kvctl.lab.models import MODELS
 from kvctl.lab.ranks import gpu_engine
-from kvctl.lab.ranks.bench_messages import PlanRequest, Sizes
 from kvctl.lab.ranks.compute import Computed
 from kvctl.lab.ranks.geometry import resolve_shape
-from kvctl.lab.ranks.gpu_engine import GpuEngine
-from kvctl.lab.ranks.layer import LayerWork, layer_work
+from kvctl.lab.ranks.gpu_engine import GpuEngine, LayerWork, layer_work
+from kvctl.lab.ranks.request import PlanRequest, Sizes
 from kvctl_agent.errors import DeadlineExceeded
 from kvctl_agent.layout.parallel import ParallelConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.gpu_roofline import device_gb_per_s, peer_gb_per_s
+from kvctl.lab.ranks.measure import device_gb_per_s, peer_gb_per_s
 from kvctl_agent.errors import PeerDisconnected
 from kvctl_agent.paths.mapped_memory import MappedMemory
 from tests.support.host_device import HostDevice, at

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks import budget, gpus, plan
-from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Sizes, Tokens
-from kvctl.lab.ranks.plan import make_plan
+from kvctl.lab.ranks import resolve, sizing
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.ranks.resolve import make_plan
 from kvctl_agent.errors import ConfigError, DeviceUnavailable, LayoutError
 
 MIB = 1 << 20
@@ -35,9 +35,9 @@ def have(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Pretends that there are GPUs with so many bytes free each."""
 
     def pretend(*free: int) -> None:
-        monkeypatch.setattr(gpus, "count_gpus", lambda: len(free))
-        measured = budget.gpu_budget
-        monkeypatch.setattr(plan, "gpu_budget", partial(measured, free=lambda gpu: free[gpu]))
+        monkeypatch.setattr(sizing, "count_gpus", lambda: len(free))
+        measured = sizing.gpu_budget
+        monkeypatch.setattr(resolve, "gpu_budget", partial(measured, free=lambda gpu: free[gpu]))
 
     return pretend
 
@@ -82,8 +82,8 @@ def test_paths_on_gpus_include_direct(have: Callable[..., None]):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"prefill_gpus": (1,)}, r"--prefill-gpus 1: there is no GPU 1 here, but GPU 0 alone"),
-        ({"decode_gpus": (0, -1, 7)}, r"--decode-gpus 0,-1,7: there is no GPU -1,7"),
+        ({"prefill_gpus": (1,)}, r"--prefill-gpus 1: this machine has no GPU 1, only GPU 0"),
+        ({"decode_gpus": (0, -1, 7)}, r"--decode-gpus 0,-1,7: this machine has no GPU -1,7"),
         ({"device": "cpu", "decode_gpus": (0,)}, r"--decode-gpus 0: pools are in host memory; give --device cuda"),
         ({"device": "cpu", "compute": "gpu"}, r"--compute gpu: .* --device cuda"),
         ({"device": "cpu", "memory_bytes": GIB, "paths": ("direct",)}, r"--path direct: .* --device cuda"),
@@ -147,7 +147,9 @@ def test_compute_goes_with_the_model_s_widths_and_says_who_competes(have: Callab
 
 def test_a_room_that_no_gpu_holds_is_refused(have: Callable[..., None]):
     have(GIB)
-    with pytest.raises(LayoutError, match=r"only \d+ are to be had \(60 % of the 1.0 GiB that are free on GPU 0\)"):
+    with pytest.raises(
+        LayoutError, match=r"only \d+ bytes are available \(60 % of the 1.0 GiB that are free on GPU 0\)"
+    ):
         make_plan(request(loads=(Load(1, Tokens(values=(4096,))),)))
 
 
@@ -155,7 +157,7 @@ def test_without_gpus_it_is_said(monkeypatch: pytest.MonkeyPatch):
     def none() -> int:
         raise DeviceUnavailable("the NVIDIA driver shows no GPU: see nvidia-smi -L")
 
-    monkeypatch.setattr(gpus, "count_gpus", none)
+    monkeypatch.setattr(sizing, "count_gpus", none)
     with pytest.raises(DeviceUnavailable, match="the NVIDIA driver shows no GPU: see nvidia-smi -L"):
         make_plan(request())
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.lab.ranks.bench_messages import Stop, Verify
-from kvctl.lab.ranks.errors import RankDied, RankFailed, RankOverdue
-from kvctl.lab.ranks.group import RankGroup
+from kvctl.lab.ranks.group import RankDied, RankFailed, RankGroup, RankOverdue
+from kvctl.lab.ranks.messages import Stop, Verify
 
 Start = Callable[..., None]
 AtBest = Callable[[Callable[[], float], float], None]

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl.lab.ranks.bench_messages import PlannedShape, Room, Sizes, Start
 from kvctl.lab.ranks.content import Content, allocate_pool
-from kvctl.lab.ranks.gpu_engine import GpuEngine
-from kvctl.lab.ranks.gpu_roofline import device_gb_per_s
+from kvctl.lab.ranks.content_store import MirrorStore
+from kvctl.lab.ranks.gpu_engine import GpuEngine, LayerWork
 from kvctl.lab.ranks.gpu_store import GpuStore
-from kvctl.lab.ranks.layer import LayerWork
-from kvctl.lab.ranks.mirror_store import MirrorStore
+from kvctl.lab.ranks.measure import device_gb_per_s
+from kvctl.lab.ranks.messages import Room, Start
+from kvctl.lab.ranks.plan import PlannedShape
+from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceUnavailable

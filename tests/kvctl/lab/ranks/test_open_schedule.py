@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvctl.lab.ranks.bench_messages import Room
+from kvctl.lab.ranks.messages import Room
 from kvctl.lab.ranks.open_schedule import Arrivals, Decoding, RoomVisit
 
 MS = 1_000_000

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.lab.ranks.page_assignment import assign_pages, unused_pages
+from kvctl.lab.ranks.content import assign_pages, unused_pages
 
 counts_strategy = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Request, Sizes, State, Tokens
-from kvctl.lab.ranks.plan import make_plan
+from kvctl.lab.ranks.request import Load, PlanRequest, Request, Sizes, State, Tokens
+from kvctl.lab.ranks.resolve import make_plan
 from kvctl_agent.errors import ConfigError, LayoutError
 
 MIB = 1 << 20

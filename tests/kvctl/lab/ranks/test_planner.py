@@ -11,7 +11,7 @@ import pytest
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.ranks import planner
-from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
 
 
 def request(**changes: Any) -> PlanRequest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvctl.lab.ranks.samples import Samples
+from kvctl.lab.ranks.measure import Samples
 
 MS = 1_000_000
 

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvctl.lab.ranks.timeline import CudaTimeline, HostTimeline, timeline_of
+from kvctl.lab.ranks.gpu_engine import CudaTimeline, HostTimeline, timeline_of
 
 
 class Cuda:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from kvctl.lab.ranks import content as of_content
-from kvctl.lab.ranks.bench_messages import PlannedShape, PlannedState, Room, Sizes, Start
 from kvctl.lab.ranks.content import Content, allocate_pool
+from kvctl.lab.ranks.content_store import PlaneView
+from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON, Bytes
-from kvctl.lab.ranks.plane_view import PlaneView
+from kvctl.lab.ranks.plan import PlannedShape, PlannedState
+from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.verify import verify
 from tests.support.host_device import HostDevice
 

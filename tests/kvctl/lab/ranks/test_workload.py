@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.lab.ranks import workload
-from kvctl.lab.ranks.bench_messages import Tokens
+from kvctl.lab.ranks.request import Tokens
 
 small = st.integers(1, 40)
 
@@ -24,7 +24,7 @@ def test_drawn_lengths_stay_in_their_range_and_follow_the_seed(low: int, more: i
     drawn = workload.draw_tokens(tokens, 50, seed)
     assert all(low <= length <= low + more for length in drawn)
     assert drawn == workload.draw_tokens(tokens, 50, seed)
-    assert low <= workload.mean_tokens(tokens) <= low + more == workload.most_tokens(tokens)
+    assert low <= tokens.mean <= low + more == tokens.longest
 
 
 def test_arrivals_come_at_the_rate_and_follow_the_seed():
@@ -54,7 +54,7 @@ def test_windows_add_up_and_differ_by_one_at_most(in_flight: int, dp: int):
 
 @given(in_flight=small, dp=small, rooms=st.integers(1, 100))
 def test_every_room_goes_to_a_group_that_has_a_window(in_flight: int, dp: int, rooms: int):
-    active = workload.active_groups(in_flight, dp)
+    active = min(in_flight, dp)
     windows = workload.windows(in_flight, dp)
     groups = [workload.decode_group(position, active) for position in range(rooms)]
     assert all(windows[group] > 0 for group in groups)
@@ -75,11 +75,11 @@ def test_with_equal_dp_every_prefill_group_meets_every_decode_group():
     dp=st.integers(1, 8),
 )
 def test_lots_cover_all_rooms_and_fit_in_memory(concurrency: int, rooms: int, room_bytes: int, most: int, dp: int):
-    lot = workload.fit_batch(concurrency, rooms, room_bytes, most, dp)
-    lots = workload.cut(rooms, lot.rooms)
+    in_flight, batch_rooms = workload.fit_batch(concurrency, rooms, room_bytes, most, dp)
+    lots = workload.cut(rooms, batch_rooms)
     assert [index for first, end in lots for index in range(first, end)] == list(range(rooms))
     assert all(0 < end - first <= min(most, rooms) for first, end in lots)
-    assert lot.in_flight == min(concurrency, most, rooms)
+    assert in_flight == min(concurrency, most, rooms)
 
 
 @given(pages=st.lists(st.integers(1, 9), min_size=1, max_size=40), size=st.integers(1, 12), groups=st.integers(1, 4))

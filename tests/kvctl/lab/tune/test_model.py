@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Sizes, Tokens
-from kvctl.lab.ranks.plan import make_plan
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.ranks.resolve import make_plan
 from kvctl.lab.tune.advise import Workload, advise
 from kvctl.lab.tune.confirm import compared, remarks
 from kvctl.lab.tune.costs import Copies, Costs, Lane, given_lane

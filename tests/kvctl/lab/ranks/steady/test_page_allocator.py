@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.bench_messages import Load, PlanRequest, Sizes, Start, Tokens
 from kvctl.lab.ranks.content import allocate_pool
+from kvctl.lab.ranks.messages import Start
 from kvctl.lab.ranks.pattern import POISON
-from kvctl.lab.ranks.plan import make_plan
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.ranks.resolve import make_plan
 from kvctl.lab.ranks.steady.page_allocator import PageAllocator
 from kvctl_agent.memory.pool import KVPool
 
