@@ -1,7 +1,7 @@
-"""What every test gets: a private socket directory, and the duty to leave nothing behind.
+"""Fixtures of every test: a private socket directory, and a check that the test leaves nothing behind.
 
-Threads, child processes, file descriptors (so also engine agents, ZMQ sockets and contexts, shared memory) and
-admin socket files that a test made must be gone when it ends; what is left fails the test that made it.
+Threads, child processes, file descriptors (including engine agents, ZMQ sockets and contexts, and shared memory) and
+admin socket files that a test creates must be gone when it ends; otherwise the test fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRIES = 20
 
 @dataclass(frozen=True)
 class Held:
-    """What this process holds at one moment."""
+    """Resources of this process at one moment."""
 
     threads: frozenset[threading.Thread]
     children: frozenset[int]
@@ -54,7 +54,7 @@ class Held:
         return cls(frozenset(threading.enumerate()), frozenset(_children()), frozenset(_descriptors()))
 
     def gained(self, later: Held) -> list[str]:
-        """One line for each thing in `later` that is not in this one."""
+        """Return one line for each resource in `later` that is not in this one."""
         lines = [f"thread {thread.name}" for thread in later.threads - self.threads]
         lines += [f"child process {pid}: {_command(pid)}" for pid in later.children - self.children]
         lines += [f"file descriptor {fd}: {target}" for fd, target in later.descriptors - self.descriptors]
@@ -66,7 +66,7 @@ LONGEST = ("matrix", "scenes", "leaks", "explore", "fleet", "recovery")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest first."""
+    """Order the tests so that the folders with the longest files run first."""
     place = {folder: number for number, folder in enumerate(LONGEST)}
     here = Path(__file__).parent
     items.sort(key=lambda item: place.get(item.path.relative_to(here).parts[0], len(place)))
@@ -90,7 +90,7 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def socket_dir(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A private directory for admin sockets, short enough for sun_path, in force as KVCTL_SOCKET_DIR."""
+    """A private directory for admin sockets, short enough for sun_path, set as KVCTL_SOCKET_DIR."""
     directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
     monkeypatch.setenv("KVCTL_SOCKET_DIR", str(directory))
     yield directory
@@ -102,9 +102,9 @@ def socket_dir(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 @pytest.fixture
 def at_best() -> Callable[[Callable[[], float], float], None]:
-    """Measures until it is below a bound.
+    """Repeat a measurement until its result is below a bound.
 
-    What a machine with other work adds to times and shares of a core it does not add every time; a bug does.
+    Other work on the machine does not increase every measured time or share of a core; a bug does.
     """
 
     def measure(once: Callable[[], float], below: float) -> None:
@@ -118,7 +118,7 @@ def at_best() -> Callable[[Callable[[], float], float], None]:
 
 @pytest.fixture
 def zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    """A ZMQ context of the test's own, whose end fails the test if a socket of it is still open."""
+    """A ZMQ context for one test; the test fails if a socket of it is still open at the end."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     yield context
     terminator = threading.Thread(target=context.term, name="zmq-term", daemon=True)
@@ -132,7 +132,7 @@ def zmq_context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 def _children() -> set[int]:
-    """Direct children of every thread, ended but unreaped ones included."""
+    """Child processes of every thread, including zombies."""
     pids: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -153,7 +153,7 @@ def _descriptors() -> set[tuple[int, str]]:
 
 
 def _tracker() -> Any:
-    """multiprocessing's own helper: started by the first spawn of the session, ends with it."""
+    """Process id of multiprocessing's resource tracker, which runs from the first spawn until the session ends."""
     return resource_tracker._resource_tracker
 
 

@@ -1,7 +1,6 @@
-"""What is explored: small worlds, and how much may go wrong in each history of one.
+"""The worlds that the explorer walks, and the faults allowed in each history.
 
-`SMALL` is for every run of the tests and is walked to its end. `LARGE` is for `make explore`, which goes as far as it
-is let.
+`SMALL` is walked completely by every test run. `LARGE` is for `make explore`, which walks as far as its bounds allow.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class Configuration(NamedTuple):
     budget: Budget
 
     def explore(self, bounds: Bounds) -> Explored:
-        """Walk it.
+        """Walk the world.
 
         Raises:
-            Broken: with this name and the history.
+            Broken: with the name of this configuration and the history.
         """
         try:
             return explore(self.scene.start(), self.budget, bounds)

@@ -1,4 +1,4 @@
-"""The explorer's configurations and mutations, each walked once for all tests here."""
+"""Walks the explorer's configurations and mutations once each, for all tests in this folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BOUND = 200_000  # states of one configuration; none comes near it
 
 @pytest.fixture(scope="session")
 def explored() -> Iterator[Callable[[Any], Any]]:
-    """What was found in a configuration. All are walked from the first question on, each once, on all processors."""
+    """Return the result of a configuration. The first call begins the walks of all configurations on all processors."""
     from tests.explore.configurations import SMALL
     from tests.explore.explorer.search import Bounds
     from tests.explore.mutations import MUTATIONS
@@ -28,4 +28,4 @@ def explored() -> Iterator[Callable[[Any], Any]]:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> None:
-    """The processes that explore outlive a test, which holds nothing itself."""
+    """Override: the exploring processes outlive a test."""

@@ -1,7 +1,7 @@
-"""Faults that are put into the shipped machines on purpose: the explorer must find each of them.
+"""Faults seeded into the shipped machines: the explorer must detect each of them.
 
-Each is a mistake that somebody has made, or could; its configuration is a small one that shows it, and that is walked
-without complaint when the machines are as they are shipped.
+Each is a mistake that was made once, or could be; its configuration is a small world that exhibits it and that is
+walked without violation with the shipped machines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Patch = pytest.MonkeyPatch
 
 
 class Mutation(NamedTuple):
-    """A fault, what it is put into, and what the explorer says then."""
+    """A fault, the class that it changes, and the expected violation."""
 
     name: str
     scene: Scene
@@ -97,7 +97,7 @@ def _gate_of_an_earlier_life(patch: Patch) -> None:
 
 
 def _gate_holds_a_worker(patch: Patch) -> None:
-    """A worker takes the next part whether it may be written or not, and waits with it."""
+    """A worker takes the next part even if it may not be written yet, and waits with it."""
     dispatch_, grants_ = Dispatch.dispatch, Dispatch.on_staging_grants
 
     def held(dispatch: Any, peer: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Explores on the command line, and prints how many states each configuration has: see `make explore`."""
+"""Command line of the explorer, which prints the number of states of each configuration: see `make explore`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.protocol.simulation import Broken
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: nothing broke; 1: something did, and the history is printed."""
+    """Explore; exit code 0: no violation; 1: a violation, whose history is printed."""
     parser = argparse.ArgumentParser(description="Explore the protocol's machines, breadth first.")
     parser.add_argument(
         "--small", action="store_true", help="the configurations of the tests instead of the large ones"

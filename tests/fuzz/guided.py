@@ -1,7 +1,7 @@
-"""`make fuzz`: atheris (libFuzzer) drives one reader of outside bytes.
+"""Runs atheris (libFuzzer) on one parser of outside data; used by `make fuzz`.
 
-`python -m tests.fuzz.guided` names the readers, `… READER FOLDER` fuzzes one, its corpus beginning with the seeds and
-growing in that folder, and `… READER FILE` repeats what broke it. Options of libFuzzer may follow the name.
+`python -m tests.fuzz.guided` lists the parsers; `… READER FOLDER` fuzzes one, with a corpus in that folder that starts
+with the seeds; `… READER FILE` repeats a crash. Options of libFuzzer may follow the name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real bytes of every kind, for fuzzers to start from."""
+"""Valid inputs of every kind, as seeds of the fuzzers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Everything that reads bytes from outside, as functions that raise nothing unless there is a bug.
+"""Every parser of outside data, as a function that raises only if there is a bug.
 
-Hypothesis runs them in the test suite, atheris by `make fuzz`: what one of them finds is a seed for both.
+Hypothesis runs them in the test suite, atheris in `make fuzz`: an input found by one becomes a seed for both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LONGEST_REFUSAL = 8192
 
 
 def control_frame(data: bytes) -> None:
-    """A frame on the control channel; what is understood survives being said again."""
+    """A frame of the control channel; a decoded message survives another round trip."""
     with contextlib.suppress(RemoteProtocolError):
         incarnation, messages, unknown = codec.decode(data)
         assert 0 <= unknown <= codec.MAX_MESSAGES
@@ -37,13 +37,13 @@ def control_frame(data: bytes) -> None:
 
 
 def tag(data: bytes) -> None:
-    """The tag of a write; it has one spelling."""
+    """The tag of a write; its encoding is unique."""
     with contextlib.suppress(RemoteProtocolError):
         assert Tag.unpack(data).pack() == data
 
 
 def registry(data: bytes) -> None:
-    """A request to the registry, and an answer of it."""
+    """A request to the registry, and its answer."""
     with contextlib.suppress(RemoteProtocolError):
         request = bootstrap_registry.decode_request(data)
         answer = bootstrap_registry.Registry().answer(request, 0)
@@ -66,7 +66,7 @@ def admin_request(data: bytes) -> None:
 
 
 def zmtp_stream(data: bytes) -> None:
-    """What arrives at a Unix socket: the first byte says how it is cut, and whether by one who has greeted."""
+    """Data arriving at a Unix socket: the first byte determines its split and whether the handshake is complete."""
     if not data:
         return
     step, stream = data[0] >> 1 or 1 << 18, data[1:]
@@ -82,7 +82,7 @@ def zmtp_stream(data: bytes) -> None:
 
 
 def trace_line(data: bytes) -> None:
-    """A line of a request trace; what is taken fits what the bench can do."""
+    """A line of a request trace; an accepted request is within the limits of the bench."""
     with contextlib.suppress(ValueError):
         prompt = trace.parse(data)
         assert 0 < prompt.tokens <= trace.MAX_TOKENS
@@ -90,7 +90,7 @@ def trace_line(data: bytes) -> None:
 
 
 def tag_stream(data: bytes) -> None:
-    """What arrives at the port for tags: the first byte says how it is cut, whether by one who knows the secret."""
+    """Data arriving at the port for tags: the first byte determines its split and whether the secret is known."""
     if not data:
         return
     step, stream = data[0] >> 1 or 1 << 18, data[1:]
@@ -106,7 +106,7 @@ def tag_stream(data: bytes) -> None:
 
 
 def recorded_file(data: bytes) -> None:
-    """A recording: its frames, and what is packed in them."""
+    """A recording: its frames and their contents."""
     with contextlib.suppress(RecordingError, RecordingVersionError):
         for frame in recording.read_frames(BytesIO(data)):
             with contextlib.suppress(RecordingError):
@@ -114,7 +114,7 @@ def recorded_file(data: bytes) -> None:
 
 
 def recorded_piece(data: bytes) -> None:
-    """What is packed in a recording: inputs, or a machine's state."""
+    """The contents of a recording's frame: inputs, or a machine's state."""
     with contextlib.suppress(RecordingError, RecordingVersionError):
         list(decoded(0, data))
     with contextlib.suppress(RecordingError, RecordingVersionError):

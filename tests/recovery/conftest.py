@@ -1,4 +1,4 @@
-"""A small fleet of real processes under load, which the tests of this folder kill, stop and restart rank by rank."""
+"""A small fleet of real processes under load, whose ranks the tests of this folder kill, stop and restart."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TIMINGS = {"suspect_s": 0.8, "lost_s": 5.0}
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> None:
-    """Ranks come and go here while the fleet stays; at its end it must have ended well and left nothing."""
+    """Override: ranks start and end while the fleet lives; the fleet itself must end well and leave nothing behind."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def socket_dir() -> Iterator[Path]:
-    """One for all tests of a module, since they share its fleet."""
+    """One directory for all tests of a module, because they share its fleet."""
     directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVCTL_SOCKET_DIR", str(directory))
@@ -38,7 +38,7 @@ def socket_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def traffic(request: pytest.FixtureRequest, socket_dir: Path) -> Iterator[Traffic]:
-    """Random verified rooms from two prefill ranks to two decode ranks, without a pause, over the transport named."""
+    """Continuous random verified rooms from two prefill ranks to two decode ranks over the named transport."""
     plan = SteadyPlan(
         prefill=(Sizes(tp=2),),
         decode=Sizes(dp=2),
@@ -65,7 +65,7 @@ def traffic(request: pytest.FixtureRequest, socket_dir: Path) -> Iterator[Traffi
 
 
 def kept(traffic: Traffic) -> list[str]:
-    """Ranks that still hold something of a room: the last answers are under way when the last pages are free."""
+    """Return the ranks that still hold something of a room, after allowing for answers that are under way."""
     return [
         name
         for name, usage in traffic.fleet.usage(PATIENCE_S).items()
@@ -74,14 +74,16 @@ def kept(traffic: Traffic) -> list[str]:
 
 
 def findings(traffic: Traffic) -> list[object]:
-    """Wrong bytes, rooms that hang, and failures and deaths that are not explained by what was done."""
+    """Return wrong bytes, hanging rooms, and failures and deaths that no injected fault explains."""
     books = traffic.ledger
     return [*books.corrupt, *books.hung, *books.unexpected, *traffic.unasked_deaths]
 
 
 @pytest.fixture(autouse=True)
 def as_before(traffic: Traffic) -> Iterator[None]:
-    """Whatever was done, afterwards all ranks serve again without a restart of any other, and nothing is wrong."""
+    """Check after each test that all ranks serve again without a restart of another rank, and that there are no
+    findings.
+    """
     lives, found = {name: rank.lives for name, rank in traffic.fleet.ranks.items()}, findings(traffic)
     yield
     ranks = traffic.fleet.ranks

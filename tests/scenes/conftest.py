@@ -1,4 +1,4 @@
-"""Demos as a person starts them: real processes, each fleet with a socket directory of its own."""
+"""Fixtures that run `kvctl demo` as a user does: real processes, and a socket directory per fleet."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Finding = dict[str, Any]
 
 
 class Demo:
-    """One `kvctl demo` and whoever looks at it.
+    """One `kvctl demo` process and commands that observe it.
 
     Attributes:
-        lines: what it has said on stderr so far.
+        lines: its stderr so far.
     """
 
     def __init__(self, *options: str) -> None:
@@ -64,13 +64,13 @@ class Demo:
         self.lines.extend(self._process.stderr)  # line by line, as they come
 
     def kvctl(self, *args: str) -> subprocess.CompletedProcess[str]:
-        """Another command, which asks this fleet."""
+        """Run another command against this fleet."""
         return subprocess.run(
             [*KVCTL, *args], env=self._environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
 
     def said(self, text: str) -> str:
-        """The line with this in it, once it is there."""
+        """Wait for a line of stderr that contains this text, and return it."""
         deadline = time.monotonic() + PATIENCE_S
         while not (found := [line for line in self.lines if text in line]):
             assert self._process.poll() is None, f"the demo has ended: {''.join(self.lines)}"
@@ -79,7 +79,7 @@ class Demo:
         return found[0]
 
     def diagnosed(self, code: str, of: str = ".*") -> Finding:
-        """What `kvctl doctor` says first, once that is this code, of a subject that matches."""
+        """Wait until the first finding of `kvctl doctor` has this code and a matching subject, and return it."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             done = self.kvctl("doctor", "-o", "json")
@@ -93,7 +93,7 @@ class Demo:
             assert time.monotonic() < deadline, f"doctor never said {code} first, but {[row['code'] for row in rows]}"
 
     def until_status_names(self, code: str, agent: str) -> None:
-        """Waits until `kvctl status` has this code beside an agent."""
+        """Wait until `kvctl status` shows this code for an agent."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             rows = json.loads(self.kvctl("status", "-o", "json").stdout)["data"]
@@ -103,9 +103,10 @@ class Demo:
             assert time.monotonic() < deadline, f"status never said {code} of {agent}, but {health}"
 
     def shows(self, found: Finding, *patterns: str, rc: int = 0) -> str:
-        """Runs what a finding says to type next, as it stands; its output has a match for each of the patterns.
+        """Run the command that a finding recommends, and check that its output matches each of the patterns.
 
-        There is no terminal here: a command that asks first is told `--yes`, one that shows is told `-o table`.
+        There is no terminal here: a command that asks for confirmation gets `--yes`, one that displays data gets `-o
+        table`.
         """
         words = shlex.split(found["next"])
         if words[:2] in (["kvctl", "resume"], ["kvctl", "drain"]) or words[1:3] == ["staging", "release"]:
@@ -121,7 +122,7 @@ class Demo:
         return done.stdout
 
     def close(self) -> int:
-        """Ctrl-C; its exit code."""
+        """Interrupt it (SIGINT) and return its exit code."""
         self._process.send_signal(signal.SIGINT)
         try:
             return self._process.wait(PATIENCE_S)
@@ -138,7 +139,7 @@ class Demo:
 
 @pytest.fixture(scope="module")
 def begun() -> Iterator[dict[str, Demo]]:
-    """Demos whose fault takes its time to be seen, by scene: they begin before the first test."""
+    """Demos whose fault takes long to show, by scenario, started before the first test."""
     made: dict[str, Demo] = {}
     try:
         for scene, options in _SLOW.items():
@@ -151,7 +152,7 @@ def begun() -> Iterator[dict[str, Demo]]:
 
 @pytest.fixture
 def demo() -> Iterator[Callable[..., Demo]]:
-    """Starts one, and ends it with the test."""
+    """Start a demo that ends with the test."""
     made: list[Demo] = []
 
     def start(*options: str) -> Demo:

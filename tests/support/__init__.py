@@ -1,1 +1,1 @@
-"""Helpers that several test folders share."""
+"""Helpers shared by several test folders."""

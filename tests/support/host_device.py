@@ -1,4 +1,4 @@
-"""A device of host memory for tests: what is begun happens later, so that nobody gets by without asking for events."""
+"""A `Device` in host memory for tests: copies complete late, so that code which ignores events reads stale bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ JUNK = 0xA5
 
 
 class Begun(NamedTuple):
-    """One `RowCopies.begin`, as it was called."""
+    """One recorded call of `RowCopies.begin`."""
 
     batches: tuple[Batch, ...]
     pages: PageIds
@@ -44,10 +44,10 @@ class Begun(NamedTuple):
 
 
 class HostEvent:
-    """Done at its n-th `done()`, or when something later on its stream is; what it stands for happens then.
+    """Completes at its n-th `done()`, or when a later event of its stream does; its work happens then.
 
     Attributes:
-        streams: what was made to wait for it; such a wait ends it, as if that stream had run.
+        streams: streams that wait for it; such a wait completes the event, as if that stream had run.
     """
 
     def __init__(self, stream: HostStream | None, work: Callable[[], None], slow: int, after: Event | None) -> None:
@@ -71,7 +71,7 @@ class HostEvent:
         self.finish()
 
     def finish(self) -> None:
-        """Everything up to here happens now."""
+        """Execute everything up to this event."""
         if self._stream is not None:
             self._stream.run_to(self)
 
@@ -84,7 +84,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Does its work in order."""
+    """Executes its work in order."""
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
@@ -101,14 +101,14 @@ class HostStream:
         return event
 
     def run_to(self, event: HostEvent | None) -> None:
-        """Runs everything up to an event; None: everything."""
+        """Execute everything up to an event; None: everything."""
         with self._lock:
             while self._queue and (event is None or not event.finished):
                 self._queue.popleft().run()
 
 
 class HostCopies:
-    """Copies with numpy, when asked whether they are done."""
+    """Copies with numpy, executed when their completion is polled."""
 
     def __init__(self, device: HostDevice) -> None:
         self._device = device
@@ -141,10 +141,10 @@ class HostCopies:
 
 
 class HostMapping:
-    """A peer's memory, which is ours, too; translates only what was exported.
+    """A mapping of a peer's memory, which is in this process; translates only exported addresses.
 
     Attributes:
-        closed: whether it was.
+        closed: whether `close` was called.
     """
 
     def __init__(self, exports: Sequence[Export], lane: str) -> None:
@@ -173,13 +173,13 @@ class HostDevice:
     """See the module.
 
     Attributes:
-        slow: at which `done()` call something that was begun happens.
-        fail_next: so many of the next copies fail; `done()` of their events raises DeviceError.
-        why_no_export, why_no_open: why `export` and `open` refuse, where they shall.
-        lane: what mappings say.
+        slow: number of `done()` calls until started work completes.
+        fail_next: number of following copies that fail; `done()` of their events raises DeviceError.
+        why_no_export, why_no_open: reasons with which `export` and `open` refuse, if set.
+        lane: the interconnect that mappings report.
         begun: every copy, in order.
-        prepared: every geometry that was prepared.
-        mappings: every mapping that was opened.
+        prepared: every prepared geometry.
+        mappings: every opened mapping.
     """
 
     def __init__(self, slow: int = 3, index: int = HOST, lane: str = "same device") -> None:
@@ -230,7 +230,7 @@ class HostDevice:
         raise DeviceError(f"{type(given).__name__} is no event of this device")
 
     def engine_event(self, work: Callable[[], None] = lambda: None, slow: int | None = None) -> HostEvent:
-        """What an engine records: `work` has happened when it is done."""
+        """Return an event as an engine records it: `work` has happened when it completes."""
         event = HostStream(self).put(work)
         event._left = self.slow if slow is None else slow
         return event
@@ -269,7 +269,7 @@ _numbers = itertools.count()
 
 
 def at(addr: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Host memory by address."""
+    """View of host memory at an address."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(addr))
 
 

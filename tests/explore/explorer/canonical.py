@@ -1,8 +1,7 @@
-"""What a state is: a generic walk over everything that an object holds, so that no new field can be forgotten.
+"""Canonical form of a state: a generic walk over all fields of all objects, so that no new field can be missed.
 
-Two machines are in the same state when their walks are equal. A field is left out only when it stands in `IRRELEVANT`
-with its reason, and the order of a mapping only when it stands in `UNORDERED`; everything else counts. So a mistake
-here costs states, unless it is one in these two tables.
+Two machines are in the same state if their walks are equal. A field is ignored only if `IRRELEVANT` lists it with a
+reason, and the order of a mapping only if `UNORDERED` lists it. A mistake elsewhere therefore only adds states.
 """
 
 from __future__ import annotations
@@ -105,9 +104,10 @@ _ATOMS = frozenset({int, str, bytes, bool, float, type(None)})
 
 
 class Walk:
-    """Turns objects into values that are equal when the objects are; `named` gives an object's name where it has one.
+    """Converts objects into values that are equal if the objects are; `named` returns an object's name, if it has one.
 
-    Objects that can change are numbered as they are met, so that one object in two places differs from two equal ones.
+    Mutable objects are numbered in the order of the walk, so that one object in two places differs from two equal
+    objects.
     """
 
     def __init__(self, named: Callable[[object], Hashable | None] = lambda value: None) -> None:
@@ -169,7 +169,7 @@ class Walk:
 
 
 def plan_of(kind: type, value: object) -> tuple[tuple[str, bool], ...]:
-    """The fields of a class that count, and whether the order within them does."""
+    """Return the relevant fields of a class, and whether the order within each is relevant."""
     slots = {name for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
     fields = sorted(slots | vars(value).keys() if hasattr(value, "__dict__") else slots)
     if not fields:

@@ -1,8 +1,8 @@
-"""What a state of a small world is made of, and what a machine's answer does to it.
+"""States of a small world, and the effect of a machine's output on them.
 
-A state is a tuple of numbers: each machine's state, what the oracle has seen, who is paused, what may still go wrong,
-and what is in each channel. A channel is a queue (messages and tags between two agents, an agent's own events, the
-parts with its worker) or a heap (writes in flight, scatters, calls of an engine, proofs of death).
+A state is a tuple of numbers: the state of each machine and of the oracle, the paused agents, the remaining faults, and
+the contents of each channel. A channel is a queue (messages and tags between two agents, an agent's own events, the
+parts of its worker) or a heap (writes in flight, scatters, calls of an engine, proofs of death).
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ QUEUES = ("message", "tag", "event", "begin")
 
 
 class Budget(NamedTuple):
-    """How much may still go wrong in one history, beyond the order of things, which is free.
+    """Faults that one history may still contain; the order of the other steps is not limited.
 
     Attributes:
-        early: Ticks that come to one agent before all else is done.
+        early: Ticks of one agent while other steps are possible.
         overtakings: of messages, tags or parts by a later one of the same queue.
         aborts: (agent, room).
-        releases: so often an operator takes an allocation of a decode rank back, without force.
-        failures: so many scatters fail, as a device does.
-        pauses: agents that stop taking events for any time; their writes in flight may land meanwhile.
-        deaf: (agent, peer): so many heartbeats are lost that this agent gives that peer up, which is well.
-        kills: agents whose process ends at any moment; the proof comes, sooner or later.
-        freezes: agents whose process stands still, with posts that its workers make when it goes on, at any later
-            moment, before or after it is replaced. In the end somebody sees that it is gone, which is the proof.
-        leaves: agents that close, and say so.
-        restarts: agents that start anew once their process has ended, or is frozen.
-        again: rooms whose number is used once more, when no engine has anything of its first life left; no fault.
+        releases: releases of a decode rank's allocation by an operator, without force.
+        failures: scatters that fail, as on a device error.
+        pauses: agents that stop processing events for any time; their writes in flight may land meanwhile.
+        deaf: (agent, peer): the agent loses so many heartbeats of the peer, which is alive, that it gives the peer up.
+        kills: agents whose process ends at any moment; the proof of death arrives later.
+        freezes: agents whose process freezes; posts of its workers happen when it resumes, at any later moment, before
+        or after
+            it is replaced. Eventually its end is observed, which is the proof.
+        leaves: agents that close and announce it.
+        restarts: agents that start anew once their process has ended or is frozen.
+        again: rooms whose number is reused once no engine holds anything of the first use; not a fault.
     """
 
     losses: int = 0
@@ -62,7 +63,7 @@ class Channel(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What happens: to an entry of a channel, or to an agent."""
+    """One step: an entry of a channel is processed, or something happens to an agent."""
 
     what: str
     channel: int = -1
@@ -72,13 +73,13 @@ class Step(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where the histories begin.
+    """The first state of all histories.
 
     Attributes:
-        world: a simulated world at rest, but for what is in its pool.
-        calls: (agent, its calls), each of which an engine makes at once, some time.
-        revival: (agent, calls) that engines will make after a restart of that agent.
-        again: likewise for a room whose number is used once more.
+        world: a simulated world at rest, except for the contents of its pool.
+        calls: (agent, its calls), each made at once by an engine, at some time.
+        revival: (agent, calls) made by engines after a restart of that agent.
+        again: calls for a room whose number is used a second time.
     """
 
     world: Any
@@ -90,7 +91,7 @@ class Start(NamedTuple):
 
 
 class Flow:
-    """Numbers for all that a state is made of, and the ways from machines to channels."""
+    """Numbers for all components of a state, and the channels that each machine's output goes to."""
 
     def __init__(self, start: Start) -> None:
         world = start.world
@@ -150,7 +151,7 @@ class Flow:
         return number
 
     def _spend(self, number: int, what: str, entry: Any = None) -> int:
-        """The budget after one fault."""
+        """Return the budget after one fault."""
         place = number, what, entry
         after = self._budget_after.get(place)
         if after is None:
@@ -254,7 +255,7 @@ class Flow:
         state[place] = self._content(tuple(content))
 
     def _over(self, state: list[int], number: int, *, dropped: bool) -> None:
-        """A worker is done with a part."""
+        """A worker has finished a part."""
         write = self.machines.writes[number]
         agent = self._at[write.writer]
         if state[agent] >= 0 and self.machines.knows[state[agent]].life == write.incarnation:
@@ -263,5 +264,5 @@ class Flow:
             self._put_event(state, agent, done)
 
     def calls_of(self, item: int) -> tuple[ev.Event, ...]:
-        """What an entry of an engine's channel stands for."""
+        """Return the calls that an entry of an engine's channel represents."""
         return self._events[item]  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Machines that can be kept: without telemetry, without time, and frozen in one state."""
+"""State machines without telemetry and time that can be frozen in one state and thawed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FAILURE: Failure = {"rank": "somebody", "code": "ABORTED", "at_ns": 0, "text": "
 
 
 class _Record:
-    """What the machines ask of a room's record."""
+    """The methods of a room's record that the machines call."""
 
     def __init__(self, nonce: int) -> None:
         self.nonce = nonce
@@ -50,7 +50,7 @@ class _Record:
 
     @property
     def nonces(self) -> list[int]:
-        """Shown to people; what is appended is no part of the state."""
+        """For display only; appended nonces are not part of the state."""
         return []
 
     def _nothing(self, *args: object, **kwargs: object) -> None:
@@ -60,7 +60,7 @@ class _Record:
 
 
 class Silent:
-    """Telemetry that keeps nothing, so that a state is only what the protocol knows."""
+    """Telemetry that stores nothing, so that a state consists only of protocol data."""
 
     def __init__(self) -> None:
         self.metrics = self.recorder = self.rooms = self.clock = self
@@ -88,7 +88,7 @@ def _silent() -> Silent:
 
 
 class _Frozen:
-    """Keeps its state; its parts are made anew around it when it is thawed. All failures are one."""
+    """Stores a machine's state; thawing rebuilds its parts. All failures are equal."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -113,14 +113,14 @@ Machine = FrozenPrefill | FrozenDecode
 
 
 def machine_of(local: LocalInfo, choose: Callable[..., str] = staged, state: Any = None) -> Machine:
-    """An agent, at the start of its life or in this state."""
+    """Return an agent's machine in its initial state or in a given state."""
     if local.role == "prefill":
         return FrozenPrefill(local, TIMING, SILENT, choose, direct, True, state)
     return FrozenDecode(local, TIMING, SILENT, state)
 
 
 class _Shared:
-    """Values that nobody changes are kept once for all states."""
+    """Stores immutable values once for all states."""
 
     def __init__(self) -> None:
         self.values: list[object] = []

@@ -1,4 +1,4 @@
-"""Time, and the lives of agents: what passes, pauses, ends, is proven dead and starts anew."""
+"""Steps of time and of processes: time passes, agents pause, end, are proven dead and start anew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.explore.explorer.machines import Age, role_of
 
 
 class Lives(Flow):  # type: ignore[misc]
-    """The steps that happen to an agent as a whole."""
+    """The steps that affect an agent as a whole."""
 
     def __init__(self, start: Start) -> None:
         super().__init__(start)
@@ -31,7 +31,7 @@ class Lives(Flow):  # type: ignore[misc]
                 self._feed(state, agent, ("age", ages, tick), (Age(ages, tick),))
 
     def _aged(self, state: list[int], agent: int) -> tuple[tuple[str, int], ...]:
-        """Which peers of an agent are silent for longer than before: those that do not speak to it."""
+        """Increase the age of silence of every peer that does not send to an agent."""
         if state[agent] < 0:
             return ()
         me = self.machines.knows[state[agent]]
@@ -79,7 +79,7 @@ class Lives(Flow):  # type: ignore[misc]
         state[self._paused] &= ~(1 << step.agent)
 
     def _resume_late(self, state: list[int], step: Step) -> None:
-        """It goes on, and sees how late it is before it reads what has come meanwhile."""
+        """Resume an agent that notices its delay before it reads the messages that arrived meanwhile."""
         self._resume(state, step)
         self._feed(state, step.agent, ("age", (), True), (Age((), True),))
 
@@ -88,7 +88,7 @@ class Lives(Flow):  # type: ignore[misc]
         self._end(state, step.agent)
 
     def _freeze(self, state: list[int], step: Step) -> None:
-        """A process stands still. Each part that is with its workers may have passed every check: it will be posted."""
+        """Freeze a process. Each part queued at its workers may have passed every check and will be posted."""
         agent = step.agent
         state[self._budget] = self._spend(state[self._budget], "freezes", self.names[agent])
         if self._has("begin", agent):
@@ -112,7 +112,7 @@ class Lives(Flow):  # type: ignore[misc]
         return Channel(kind, agent, agent) in self._channel_at
 
     def _end(self, state: list[int], agent: int) -> None:
-        """A process ends. Its writes in flight may yet land; the others will get proof of its death."""
+        """End a process. Its writes in flight may still land; its peers will receive proof of its death."""
         life = self.machines.knows[state[agent]].life
         state[agent] = -life
         state[self._paused] &= ~(1 << agent)
@@ -126,7 +126,7 @@ class Lives(Flow):  # type: ignore[misc]
                 self._put(state, self._place("proof", other, other), self._item((agent, life)))
 
     def _prove(self, state: list[int], agent: int, life: int) -> None:
-        """Nothing of that life is in flight, nor will be."""
+        """Prove a process dead: none of its writes is in flight or will be."""
         if not self._has("flight", agent):
             return
         place = self._place("flight", agent, agent)

@@ -1,6 +1,6 @@
-"""The shipped machines as functions: (state, event) → (state, what is to be done), each computed once.
+"""The shipped machines as functions (state, event) → (state, output), each computed once.
 
-A state is a number. Its machine is kept frozen, and is thawed when it meets an event for the first time.
+A state is a number. Its machine is stored frozen and is thawed when it receives an event for the first time.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from tests.support.protocol.oracle import Broken, Write, place_of
 
 
 class Age(NamedTuple):
-    """Some peers have not been heard for so long; then time passes, or does not (a paused agent)."""
+    """Input: some peers have been silent for a given age; time then passes, or does not (a paused agent)."""
 
     ages: tuple[tuple[str, int], ...]
     tick: bool
 
 
 class Knows(NamedTuple):
-    """What the space asks of a machine's state.
+    """Properties of a machine's state that the space reads.
 
     Attributes:
-        idle: it holds nothing of any room.
-        serials: of the ring's live allocations, in their order.
-        peers: by name: incarnation, whether it may be spoken to, and the age of the silence (an index into AGES).
+        idle: holds nothing of any room.
+        serials: of the ring's live allocations, in order.
+        peers: by name: incarnation, whether messages may be sent to it, and the age of the silence (an index into
+        AGES).
     """
 
     life: int
@@ -42,11 +43,11 @@ class Knows(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What became of a machine and what it wants.
+    """Result of a step of a machine.
 
     Attributes:
-        cancelled: legs that this step cancelled: queued writes of theirs are to be dropped.
-        seen: for the oracle, in order: a number of `Machines.seen`.
+        cancelled: peer transfers that this step cancelled: their queued writes are to be dropped.
+        seen: inputs of the oracle, in order: numbers of `Machines.seen`.
     """
 
     state: int
@@ -62,7 +63,7 @@ Seen = tuple[Any, ...]
 
 
 class Machines:
-    """All states of all machines that were met so far."""
+    """All states of all machines found so far."""
 
     def __init__(self) -> None:
         self.writes: list[Write] = []
@@ -79,7 +80,7 @@ class Machines:
         self.see(())
 
     def number(self, machine: Machine) -> int:
-        """The number of this machine's state."""
+        """Return the number of a machine's state."""
         key = machine.local.name, machine.local.incarnation, self._walk.of(machine.state)
         number = self._numbers.get(key)
         if number is None:
@@ -89,12 +90,12 @@ class Machines:
         return number
 
     def machine(self, state: int) -> Machine:
-        """A machine in this state, to do with as one likes."""
+        """Return a new machine in a state; the caller may change it."""
         machine: Machine = thaw(self._frozen[state])
         return machine
 
     def step(self, state: int, key: Hashable, events: tuple[ev.Event | Age, ...]) -> Done | None:
-        """Feed one or more events, for which `key` stands; None where the engine may not make this call now.
+        """Feed the events that `key` identifies; None if the engine may not make this call now.
 
         Raises:
             Broken: a part was ordered without a lease.
@@ -144,7 +145,7 @@ class Machines:
         )
 
     def see(self, seen: tuple[Seen, ...]) -> int:
-        """The number of what the oracle is shown."""
+        """Return the number of an input of the oracle."""
         key = tuple((*entry[:-1], id(entry[-1])) if isinstance(entry[-1], ev.Event) else entry for entry in seen)
         number = self._seen_numbers.get(key)
         if number is None:
@@ -167,7 +168,7 @@ class Machines:
         return told
 
     def order(self, name: str, life: int, order: ev.Transfer) -> int:
-        """The number of a write that this agent wants in this life."""
+        """Return the number of a write that this incarnation of an agent ordered."""
         pages = order.src_pages.tobytes(), order.dst_pages.tobytes()
         key = name, life, order.peer, order.path, order.tag, order.grant, pages
         number = self._write_numbers.get(key)
@@ -186,7 +187,7 @@ class Machines:
 
 
 def _name(value: object) -> Hashable | None:
-    """Values that stand for more than is worth comparing."""
+    """Names of values that are compared by identity."""
     if isinstance(value, LocalInfo):
         return value.name, value.incarnation
     if isinstance(value, msg.PeerInfo):

@@ -1,4 +1,4 @@
-"""Small worlds to start from: some rooms, some writers, a ring that is too small for them."""
+"""Initial worlds: some rooms, some writers, and a ring that is too small for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Calls = tuple[str, tuple[ev.Event, ...]]  # agent, what its engine calls at once
 
 
 class _World(World):  # type: ignore[misc]
-    """The simulated world, as far as it is needed to come to the start."""
+    """The simulated world, restricted to the steps that lead to the first state."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(timing=TIMING, make_telemetry=lambda name, role: SILENT, **options)
@@ -39,19 +39,19 @@ class _World(World):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Scene:
-    """Rooms 7, 8, … that are opened at all writers; their forwards are yet to come.
+    """Rooms 7, 8, … that are open at all writers and whose forwards have not run.
 
     Attributes:
         ring: units; a part of one page is one unit with two writers and two with one.
-        asked: the engines have announced the rooms and asked for staging; else that is yet to come as well.
+        asked: the engines have announced the rooms and requested staging; otherwise both are still to come.
         granted: the grants have arrived too.
-        computed: (agent, room) whose forward is done, in this order: their parts are with the workers, or parked.
+        computed: (agent, room) whose forward is done, in this order: their parts are queued at the workers, or parked.
         groups: layers in a group; a part of one page and one layer is one unit with one writer.
         states: items of each state component.
         cp: context parallel ranks, which share each chunk.
-        again: rooms whose number is opened once more, under another nonce, when its first life is over.
-        revived: agents after whose restart a further room is sent.
-        paths: which path a part takes.
+        again: rooms whose number is opened again, under another nonce, after the first use is over.
+        revived: agents after whose restart another room is sent.
+        paths: the path of each part.
         finished: the prefill engines call finish() after the last pages.
     """
 
@@ -73,7 +73,7 @@ class Scene:
     finished: bool = True
 
     def start(self) -> Start:
-        """The world at rest, with what its engines have yet to say."""
+        """Return the world at rest with the remaining calls of its engines."""
         shape = replace(SHAPE, states=tuple(StateShape(f"s{n}", (0, 1), 1, 1, 64) for n in range(len(self.states))))
         world = _World(
             prefill=ParallelConfig(tp=self.writers, cp=self.cp),
@@ -124,7 +124,7 @@ class Scene:
         return "decode-0", (ev.OpenRoom(room, nonce, pages, 0, self.pages, self.aux, registry(0), items),)
 
     def _forwards(self, world: _World, room: int) -> list[Calls]:
-        """What each prefill engine will call for a room."""
+        """Return the calls of each prefill engine for a room."""
         world.send(room, self.pages, groups=self.groups, states=self.states)
         found = [item for item in world.pool if item.kind == "engine"]
         world.pool = [item for item in world.pool if item.kind != "engine"]

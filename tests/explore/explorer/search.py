@@ -1,4 +1,4 @@
-"""Breadth first through a space: the first history that breaks something is one of the shortest."""
+"""Breadth-first search: the first history that violates a rule is a shortest one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PROGRESS_S = 10.0
 
 
 class Explored(NamedTuple):
-    """What a search has seen.
+    """Result of a search.
 
     Attributes:
-        depth: steps of the longest of the shortest histories.
-        ended: states in which all is over.
-        complete: nothing was left out; else the search met its bound.
+        depth: the largest number of steps to any state.
+        ended: states in which all rooms have ended.
+        complete: all states were visited; otherwise the search reached its bound.
     """
 
     states: int
@@ -44,7 +44,7 @@ class Explored(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Where a search stops, and how it says that it goes on."""
+    """Limits of a search, and its progress callback."""
 
     states: int
     seconds: float = float("inf")
@@ -52,7 +52,7 @@ class Bounds(NamedTuple):
 
 
 class _Graph:
-    """The states met so far, numbered in the order of their meeting, and how each was reached."""
+    """The states found so far, numbered in order of discovery, and the step that led to each."""
 
     def __init__(self, first: State) -> None:
         self.numbers: dict[bytes, int] = {_packed(first): 0}
@@ -74,7 +74,7 @@ def explore(start: Start, budget: Budget, bounds: Bounds) -> Explored:
     """Walk every history from a start.
 
     Raises:
-        Broken: what must not happen, or a state from which the rooms cannot all end, with a shortest history.
+        Broken: a forbidden step, or a state from which the rooms cannot all end, with a shortest history.
     """
     begun = time.monotonic()
     space = Space(start)
@@ -136,7 +136,7 @@ def _packed(state: State) -> bytes:
 
 
 def _check_liveness(space: Space, graph: _Graph, unfinished: list[int]) -> None:
-    """Every state has a way without faults to one where all is over; one whose future was not seen may have."""
+    """Check that every state has a fault-free path to a final state; states at the bound are assumed to have one."""
     count = len(graph.steps)
     live: npt.NDArray[np.bool_] = np.frombuffer(bytes(graph.ended), dtype=np.uint8).astype(bool)
     live[unfinished] = True

@@ -1,4 +1,4 @@
-"""The states of a small world and the steps between them."""
+"""States of a small world and the steps between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.explore.explorer.witness import Witness
 
 
 class Space(Lives):  # type: ignore[misc]
-    """All that can happen from one start."""
+    """All histories from one start."""
 
     def __init__(self, start: Start) -> None:
         super().__init__(start)
@@ -23,7 +23,7 @@ class Space(Lives):  # type: ignore[misc]
     # ---- the start ----------------------------------------------------------------------------------------------
 
     def first(self, budget: Budget) -> State:
-        """The state in which all begins."""
+        """The first state."""
         world = self.start.world
         state = [0] * (self.first_channel + len(self.channels))
         for place, name in enumerate(self.names):
@@ -47,7 +47,7 @@ class Space(Lives):  # type: ignore[misc]
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def is_over(self, state: State) -> bool:
-        """All rooms have ended everywhere, and nothing is held for any."""
+        """Whether all rooms have ended on all agents and nothing is held for any."""
         knows = self.machines.knows
         agents = state[: len(self.names)]
         if any(state[self._place("engine", agent, agent)] for agent in range(len(agents))):
@@ -59,10 +59,10 @@ class Space(Lives):  # type: ignore[misc]
         )
 
     def after(self, state: State) -> Iterator[tuple[Step, bool, State]]:
-        """Everything that can happen next: the step, whether it is a fault, and where it leads.
+        """Yield every possible step, whether it is a fault, and the state after it.
 
         Raises:
-            Broken, or whatever a machine raises: the step, the last one of `steps`, must not be possible.
+            Broken, or any exception of a machine: the last step of `steps` must not be possible.
         """
         for step, fault in self.steps(state):
             self.tried = step
@@ -71,7 +71,7 @@ class Space(Lives):  # type: ignore[misc]
                 yield step, fault, there
 
     def steps(self, state: State) -> Iterator[tuple[Step, bool]]:
-        """What may happen next; an engine may find that its call is not possible yet."""
+        """Yield the steps that may be possible; an engine may find that its call is not possible yet."""
         names, paused = self.names, state[self._paused]
         budget = self.budgets[state[self._budget]]
         quiet = True
@@ -128,14 +128,14 @@ class Space(Lives):  # type: ignore[misc]
         yield from self._faults(state, budget, quiet)
 
     def _own(self, agent: int, flights: tuple[int, ...]) -> bool:
-        """Whether an agent's present life waits for one of these writes; those of earlier lives nobody waits for."""
+        """Whether an agent's current incarnation waits for one of these writes; writes of earlier ones are ignored."""
         writes = self.machines.writes
         return agent >= 0 and any(
             writes[self.items[item]].incarnation == self.machines.knows[agent].life for item in flights
         )
 
     def _ended(self, state: State, room: int) -> bool:
-        """Whether every engine has made its calls for a room, and knows how it has ended."""
+        """Whether every engine has made its calls for a room and knows its final state."""
         if room in self.witnesses.busy[state[self._oracle]]:
             return False
         engines = [self._place("engine", agent, agent) for agent in range(len(self.names))]
@@ -149,7 +149,7 @@ class Space(Lives):  # type: ignore[misc]
                 self._will_call(state, caller, calls)
 
     def _callable(self, state: State, agent: int, content: tuple[int, ...]) -> Iterator[int]:
-        """The calls that an engine may make now: those for the same room in their order."""
+        """The calls that an engine may make now; calls for one room are made in order."""
         met: set[int] = set()
         for place, item in enumerate(content):
             call: Any = self._events[item][0]
@@ -191,7 +191,7 @@ class Space(Lives):  # type: ignore[misc]
                 yield Step("restart", agent=self._at[name]), True
 
     def perform(self, before: State, step: Step) -> State | None:
-        """Where a step leads; None where an engine may not make its call."""
+        """Return the state after a step; None if an engine may not make its call."""
         state = list(before)
         what = step.what
         if what in ("do", "overtake", "lose", "copy", "fail"):

@@ -1,7 +1,7 @@
-"""The oracle as a function: (what it has seen, what it sees now) → what it has seen then, each computed once.
+"""The oracle as a function (state, observation) → state, each computed once.
 
-It is the oracle of the simulated worlds, taught what pauses, kills and new lives add: a write of a dead process may
-land until its death is proven; a write into an earlier life of a reader harms nobody in a later one.
+It extends the oracle of the simulated worlds by pauses, kills and new incarnations: a write of a dead process may land
+until its death is proven; a write into the memory of an earlier incarnation of a reader does not affect a later one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.protocol.oracle import Expected, Oracle, Write
 
 
 class Witness(Oracle):  # type: ignore[misc]
-    """Sees every byte; `lives` are the incarnations of the agents that are there."""
+    """Observes every byte; `lives` are the incarnations of the present agents."""
 
     computed: set[tuple[str, int, int, int]]
     flying: list[Write]
@@ -32,7 +32,7 @@ class Witness(Oracle):  # type: ignore[misc]
         return self.lives.get(name)
 
     def see(self, writes: list[Write], scatters: list[ev.Scatter], seen: Seen) -> bool:
-        """Take one thing in; of a write that landed, whether anybody was there to see it."""
+        """Process one observation; of a write that landed, returns whether its reader was present."""
         kind, *what = seen
         if kind == "called":
             self.called(*what)
@@ -83,7 +83,7 @@ class Witness(Oracle):  # type: ignore[misc]
             super().called(name, event)
 
     def killed(self, name: str) -> None:
-        """A process has ended; what it had in flight may yet land."""
+        """A process has ended; its writes in flight may still land."""
         flying = self.flying
         self.forget(name)
         self.flying = flying
@@ -92,7 +92,7 @@ class Witness(Oracle):  # type: ignore[misc]
             del self.queued[leg]
 
     def proven(self, name: str, life: int) -> None:
-        """Nothing of this life is in flight any more."""
+        """Nothing of this incarnation is in flight any more."""
         self.flying = [write for write in self.flying if (write.writer, write.incarnation) != (name, life)]
 
     def scattered(self, name: str, action: ev.Scatter) -> None:
@@ -100,7 +100,7 @@ class Witness(Oracle):  # type: ignore[misc]
         self.dropped(name, action)
 
     def dropped(self, name: str, action: ev.Scatter) -> None:
-        """Read once and for all, or never: were it scattered again, it would be missed."""
+        """A landed part was discarded; scattering it later would be an error."""
         held = self.ring_bytes[name]
         self.ring_bytes[name] = {unit: entry for unit, entry in held.items() if entry[0] != action.serial}
 
@@ -113,14 +113,14 @@ class Witness(Oracle):  # type: ignore[misc]
 
     @property
     def waiting(self) -> tuple[tuple[str, int], ...]:
-        """(agent, room) whose engine waits for the others to come; only a deadline ends that where they never do."""
+        """(agent, room) whose engine waits for its peers to join; only a deadline ends this if they never do."""
         found = [(room.reader, room.room) for room in self.rooms.values() if room.state is RoomState.BOOTSTRAPPING]
         found += [key for key, state in self.sent.items() if state is RoomState.BOOTSTRAPPING]
         return tuple(sorted(found))
 
 
 class Witnesses:
-    """All that the oracle has come to know so far, in any history."""
+    """All states of the oracle found so far, in any history."""
 
     def __init__(self, machines: Machines) -> None:
         self.busy: list[frozenset[int]] = []
@@ -142,15 +142,15 @@ class Witnesses:
         return number
 
     def witness(self, state: int) -> Witness:
-        """What is known in this state, to do with as one likes."""
+        """Return a new oracle in a state; the caller may change it."""
         witness: Witness = thaw(self._frozen[state])
         return witness
 
     def step(self, state: int, seen: int) -> tuple[int, bool]:
-        """See one thing, or several; what `Witness.see` said of the last one.
+        """Process one or several observations; returns the result of `Witness.see` for the last one.
 
         Raises:
-            Broken: this must not happen.
+            Broken: an observation is forbidden.
         """
         place = state, seen
         after = self._after.get(place)

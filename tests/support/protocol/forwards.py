@@ -1,4 +1,4 @@
-"""What a simulated prefill engine calls for one room: its forwards, plain or cut into layer groups."""
+"""Calls of a simulated prefill engine for one room: its forwards, plain or divided into layer groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Group = tuple[int, int]
 
 
 def tiles(layers: range, size: int) -> tuple[Group, ...]:
-    """Groups of `size` layers one after the other; the last may be smaller."""
+    """Groups of `size` layers; the last may be smaller."""
     return tuple((lo, min(lo + size, layers.stop)) for lo in range(layers.start, layers.stop, size))
 
 
@@ -29,14 +29,14 @@ def forwards(
     finish: ev.Finish,
     dice: random.Random | None = None,
 ) -> tuple[ev.Event, ...]:
-    """The calls for one room on one rank.
+    """Return the calls for one room on one rank.
 
     Args:
         layers: of this rank.
         sends: pages of each forward.
-        groups: layers in a group of each forward, 0 for a plain one; the last number goes on.
-        declare: whether the groups are told beforehand.
-        told: layers in a group as it is told, where the engine then does otherwise.
+        groups: layers in a group of each forward, 0 for a plain one; the last number applies to the rest.
+        declare: whether the groups are declared in advance.
+        told: declared layers in a group, if the engine then uses others.
         dice: shuffles the groups of each forward.
     """
     sizes = [groups[min(number, len(groups) - 1)] if groups else 0 for number in range(len(sends))]

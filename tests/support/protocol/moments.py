@@ -1,4 +1,4 @@
-"""A simulated world stopped at a moment that matters, and the small words to look at it and to push it on."""
+"""A simulated world stopped at particular moments, and helpers to inspect and advance it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.protocol.simulation import SECOND, Item, World
 
 
 def asked(pages: int = 2, *, ring: int = 4, prefill: ParallelConfig | None = None) -> World:
-    """One room, opened and prefetched at every writer, with no message of staging delivered yet."""
+    """One room, opened and prefetched at every writer, with no staging message delivered yet."""
     world = World(prefill or ParallelConfig(), ParallelConfig(), ring=ring, chunk_pages=1)
     world.connect()
     world.receive(7, pages, aux=-1)
@@ -26,7 +26,7 @@ def asked(pages: int = 2, *, ring: int = 4, prefill: ParallelConfig | None = Non
 
 
 def granted(world: World) -> msg.StagingGrants:
-    """The request of such a room is answered; the answer, taken off the wire."""
+    """The same with the staging request answered; returns the undelivered grant."""
     (request,) = said(world, "decode-0")
     give(world, request, to="decode-0", by="prefill-0")
     (grants,) = said(world, "prefill-0")
@@ -35,7 +35,7 @@ def granted(world: World) -> msg.StagingGrants:
 
 
 def under_way(steps: int, *, ring: int = 2) -> World:
-    """Two rooms and two writers, some way into their transfer."""
+    """Two rooms and two writers in the middle of their transfer."""
     world = World(ParallelConfig(tp=2), ParallelConfig(), ring=ring, chunk_pages=1)
     world.connect()
     for room in (7, 8):
@@ -60,7 +60,7 @@ def in_flight(*, choose: object = None) -> World:
 
 
 def silence(world: World, name: str, seconds: float) -> None:
-    """An agent is stopped for so long while the others go on."""
+    """Stop an agent for some time while the others continue."""
     world.paused.add(name)
     for _ in range(round(seconds)):
         world.tick(SECOND)
@@ -69,7 +69,7 @@ def silence(world: World, name: str, seconds: float) -> None:
 
 
 def messages_to(world: World, name: str, kind: type[msg.Message]) -> list[Item]:
-    """Undelivered messages of one type."""
+    """Return the undelivered messages of one type."""
     return [
         item
         for item in world.pool
@@ -78,20 +78,20 @@ def messages_to(world: World, name: str, kind: type[msg.Message]) -> list[Item]:
 
 
 def said(world: World, to: str) -> list[msg.Message]:
-    """Messages on their way to one agent, taken off the wire."""
+    """Remove and return the messages in flight to one agent."""
     found = [item for item in world.pool if item.kind == "message" and item.to == to]
     world.pool = [item for item in world.pool if item not in found]
     return [message for item in found for message in codec.decode(item.what)[1]]
 
 
 def give(world: World, *messages: msg.Message, to: str = "prefill-0", by: str = "decode-0") -> None:
-    """An agent hears these from another one, in its present life."""
+    """Deliver messages from one agent's current incarnation to another."""
     for message in messages:
         world.feed(to, ev.Received(by, world.machines[by].local.incarnation, message))
 
 
 def compute(world: World, count: int, *, last: bool = True, rank: int = 0) -> None:
-    """The engine of one rank has computed the next pages of room 7."""
+    """Let the engine of one rank compute the next pages of room 7."""
     name = f"prefill-{rank}"
     first = len(world.source)
     indices = np.arange(first, first + count, dtype=np.int32)
@@ -105,13 +105,13 @@ def part(world: World, chunk: int = 0) -> Part:
 
 
 def take(world: World, kind: str, to: str | None = None) -> Item:
-    """The first thing of a kind out of the pool."""
+    """Remove and return the first item of a kind from the pool."""
     place = next(n for n, item in enumerate(world.pool) if item.kind == kind and to in (None, item.to))
     return world.pool.pop(place)
 
 
 def run_until(world: World, kind: str) -> None:
-    """Let everything else happen until only things of this kind are left."""
+    """Let everything else happen until only items of this kind are left."""
     while places := [place for place in world.ready() if world.pool[place].kind != kind]:
         world.happen(world.pool.pop(places[0]))
 

@@ -1,7 +1,7 @@
-"""Sees every byte of a simulated world, and complains about the first that is not as the plan has it.
+"""Observes every byte of a simulated world and reports the first that differs from the plan.
 
-A byte is a cell (segment, layer, page or item, head) of one decode rank; its value says what of whose prompt it is.
-What a rank holds, and who owes what to whom, is asked of `layout`, which has oracles of its own.
+A byte is a cell (segment, layer, page or item, head) of one decode rank; its value identifies the cell of the prompt
+that it holds. `layout`, which is tested against its own oracles, determines the expected owner of each cell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE_SIZE = 1
 
 
 class Broken(AssertionError):
-    """The protocol let something happen that it must not."""
+    """The protocol allowed a forbidden step."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Instance:
     """One prefill instance.
 
     Attributes:
-        answers: its registry does; else nobody ever hears of its ranks.
-        introduced: decode ranks know of it from their start; else they ask when a room wants it.
+        answers: whether its registry answers; otherwise its ranks are never known.
+        introduced: decode ranks know it from their start; otherwise they ask when a room needs it.
     """
 
     side: ParallelConfig
@@ -44,7 +44,7 @@ class Instance:
 
 
 class Place(NamedTuple):
-    """Where an agent is."""
+    """Instance and rank of an agent."""
 
     role: str
     instance: int  # of prefill agents
@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One write of one agent in one life, as the engine sees it."""
+    """One write of one incarnation of an agent, as seen by the engine."""
 
     writer: str
     incarnation: int
@@ -65,7 +65,7 @@ Value = tuple[int, int, int, int, int]  # room, page of the prompt (of a state: 
 
 @dataclass
 class Expected:
-    """What the oracle knows of one room under one nonce at one decode rank."""
+    """The oracle's expectation of one room under one nonce at one decode rank."""
 
     room: int
     nonce: int
@@ -85,7 +85,7 @@ class Expected:
 
 
 def place_of(name: str) -> Place:
-    """`prefill-<rank>` is of instance 0, `p<i>-prefill-<rank>` of the i-th other one."""
+    """Parse an agent's name: `prefill-<rank>` belongs to instance 0, `p<i>-prefill-<rank>` to instance i."""
     head, role, rank = name.rpartition("-")[0].rpartition("prefill")
     if role:
         return Place(role, int(head[1:-1] or 0), int(name.rpartition("-")[2]))
@@ -93,7 +93,7 @@ def place_of(name: str) -> Place:
 
 
 class Oracle:
-    """What is in flight, what is in the rings, what is in the pages, and what each engine was told."""
+    """Tracks writes in flight, the contents of rings and pages, and the results reported to each engine."""
 
     def __init__(
         self, shape: ModelShape, decode: ParallelConfig, instances: tuple[Instance, ...], chunk_pages: int
@@ -117,11 +117,11 @@ class Oracle:
         self.cut: Counter[bool] = Counter()  # parts ordered, by whether they hold only some layers of their share
 
     def life(self, name: str) -> int | None:
-        """The incarnation of an agent that is there."""
+        """Return the incarnation of a present agent."""
         raise NotImplementedError
 
     def forget(self, name: str) -> None:
-        """A process has ended: what it had in flight is gone with it."""
+        """A process has ended, and its writes in flight with it."""
         self.flying = [write for write in self.flying if write.writer != name]
         self.sent = {key: state for key, state in self.sent.items() if key[0] != name}
         self.sent_released = {key for key in self.sent_released if key[0] != name}
@@ -141,7 +141,7 @@ class Oracle:
     # ---- the engines' calls ---------------------------------------------------------------------------------------
 
     def called(self, name: str, event: ev.Event) -> None:
-        """An engine says what it has."""
+        """Record an engine's call."""
         if isinstance(event, ev.Finish):
             self.finished.add((name, event.room))
         elif isinstance(event, ev.SendPages):
@@ -164,7 +164,7 @@ class Oracle:
     # ---- writes -------------------------------------------------------------------------------------------------
 
     def ordered(self, name: str, order: ev.Transfer) -> None:
-        """A machine wants a part moved: none of a failed room, and final parts only after all the others."""
+        """Check an ordered part: none of a failed room, and final parts only after all others."""
         if self.sent.get((name, order.room)) is RoomState.FAILED:
             raise Broken(f"{name} orders {order.key} of room {order.room} after its engine was told that it has failed")
         leg = (name, self.life(name) or 0, order.peer, order.room, order.nonce)
@@ -180,7 +180,7 @@ class Oracle:
             raise Broken(f"{order.kind.name} of room {order.room} is ordered before all of its KV parts")
 
     def _owed(self, name: str, room: Expected) -> int:
-        """Layers of pages that one prefill rank owes this room."""
+        """Return the layers of pages that one prefill rank must send for this room."""
         if room.prefill_only:
             return 0
         inputs, rank, reader = self.inputs_of(room.instance), place_of(name).rank, place_of(room.reader).rank
@@ -190,7 +190,7 @@ class Oracle:
         return sum(share.num_layers for share in owed) * sum(cell.count for cell in cells)
 
     def begun(self, write: Write) -> None:
-        """A write begins that no cancellation stops."""
+        """A write begins that no cancellation can stop."""
         order = write.order
         if self.sent.get((write.writer, order.room)) is RoomState.FAILED:
             raise Broken(f"{order.key} of room {order.room} begins after the room has failed: it was to be dropped")
@@ -208,7 +208,7 @@ class Oracle:
         self.flying.append(write)
 
     def landed(self, write: Write) -> bool:
-        """A write is over; whether anybody is there to see it."""
+        """A write has landed, whether or not its reader is present."""
         order = write.order
         self.flying.remove(write)
         room = self.target(write)
@@ -228,13 +228,13 @@ class Oracle:
         return True
 
     def target(self, write: Write) -> Expected | None:
-        """The room at the reader that this write was meant for; None where that process has ended."""
+        """Return the room at the reader for which this write was meant; None if that process has ended."""
         if Tag.unpack(write.order.tag).incarnation != self.life(write.order.peer):
             return None
         return self.rooms[write.order.peer, write.order.room, write.order.nonce]
 
     def scattered(self, name: str, action: ev.Scatter) -> None:
-        """A landed part is copied out of the ring."""
+        """A landed part is copied from the ring into the pages."""
         room = self.rooms[name, action.room, action.nonce]
         if room.released:
             raise Broken(f"{action.key} of room {action.room} is scattered after the room was released")
@@ -272,7 +272,7 @@ class Oracle:
                     room.written[cell] = (number, position, share.segment, layer, lowest + head)
 
     def _check_planned(self, room: Expected, write: Write, positions: list[int]) -> None:
-        """The plan names this writer, these heads and layers, these pages."""
+        """Check that the plan contains this writer, these heads, layers and pages."""
         share, key, place = write.order.share, write.order.key, place_of(write.writer)
         inputs, reader = self.inputs_of(room.instance), place_of(room.reader).rank
         state = write.order.kind is PartKind.STATE
@@ -313,7 +313,7 @@ class Oracle:
             raise Broken(f"room {room.room} succeeds with {room.aux_written} aux rows")
 
     def wanted(self, room: Expected) -> dict[Cell, Value]:
-        """What this decode rank's pages and items are to hold in the end."""
+        """Return the expected final contents of a decode rank's pages and items."""
         coord: RankCoord = self.decode.coord(place_of(room.reader).rank)
         wanted: dict[Cell, Value] = {}
         lists = iter(room.items)
@@ -346,12 +346,12 @@ class Oracle:
                 raise Broken(f"{name} releases room {number} while {write.order.key} is in flight")
 
     def _latest(self, name: str, number: int) -> Expected:
-        """Of the lives of a room's number at one decode rank, the one that is on."""
+        """Return the latest use of a room's number at one decode rank."""
         return [room for room in self.rooms.values() if room.reader == name and room.room == number][-1]
 
 
 def _reader(write: Write) -> tuple[str, int]:
-    """The process that a write goes to: a later life of the same agent has other memory."""
+    """Return the process that a write targets: a later incarnation of the agent has other memory."""
     return write.order.peer, Tag.unpack(write.order.tag).incarnation
 
 

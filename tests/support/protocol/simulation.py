@@ -1,7 +1,7 @@
-"""The shipped machines, composed over a simulated network and engine, under an oracle that sees every byte.
+"""The shipped machines connected by a simulated network and engine, with an oracle that checks every byte.
 
-Nothing happens by itself: `World.pool` holds all that could happen next (a message to deliver, a write to begin or to
-complete, a tag to tell, a scatter to run, a call of an engine), and a scheduler picks. So one seed is one history, and
+Nothing happens by itself: `World.pool` holds every possible next step (deliver a message, begin or complete a write,
+report a tag, run a scatter, make an engine's call), and a scheduler picks one. One seed is therefore one history, and
 an explorer can try them all. Messages pass through the real codec.
 """
 
@@ -53,7 +53,7 @@ Kind = Literal["message", "begin", "complete", "tag", "event", "scatter", "engin
 
 
 class Item(NamedTuple):
-    """Something that may happen next, to the agent `to`."""
+    """A possible next step of the agent `to`."""
 
     kind: Kind
     to: str
@@ -70,12 +70,12 @@ def direct(who: msg.PeerInfo, share: TransferSlice, layers: int, pages: ev.Pages
 
 
 def mixed(who: msg.PeerInfo, share: TransferSlice, layers: int, pages: ev.Pages) -> str:
-    """Some parts of a room go through the ring and some do not."""
+    """Path choice in which some parts of a room are staged and others are not."""
     return "staged" if (share.layer_lo + layers + int(pages[0])) % 2 else "slice"
 
 
 def registry(instance: int) -> str:
-    """Where a prefill instance's registry is."""
+    """Address of a prefill instance's registry."""
     return f"registry-{instance}"
 
 
@@ -84,11 +84,11 @@ def telemetry(name: str, role: Literal["prefill", "decode"]) -> Telemetry:
 
 
 class World(Oracle):  # type: ignore[misc]
-    """A decode instance, one or several prefill instances, the network between them and the engine under them.
+    """A decode instance, one or several prefill instances, the network between them and their engine.
 
     Args:
-        prefill: the first prefill instance; `cp_mode` and `early_send` are its own.
-        others: more of them, served by the same decode ranks.
+        prefill: the first prefill instance; `cp_mode` and `early_send` apply to it.
+        others: further instances, served by the same decode ranks.
         ring: units of `UNIT` bytes in each decode rank's ring.
         state_slots: items of each state component in each decode rank's pool.
     """
@@ -142,7 +142,7 @@ class World(Oracle):  # type: ignore[misc]
         return self.names_of(0)
 
     def names_of(self, instance: int) -> tuple[str, ...]:
-        """The agents of a prefill instance."""
+        """Names of the agents of a prefill instance."""
         prefix = f"p{instance}-" if instance else ""
         return tuple(f"{prefix}prefill-{rank}" for rank in range(self.instances[instance].side.size))
 
@@ -182,7 +182,7 @@ class World(Oracle):  # type: ignore[misc]
                     self.feed(name, ev.RosterKnown(registry(number), self.names_of(number)))
 
     def _machine(self, local: LocalInfo) -> Any:
-        """The machine of a rank that starts; subclasses wrap or replace it."""
+        """Create the machine of a starting rank; subclasses wrap or replace it."""
         return self._build(local)
 
     def _build(
@@ -205,7 +205,7 @@ class World(Oracle):  # type: ignore[misc]
         return machine
 
     def kill(self, name: str, *, proven: bool = True) -> None:
-        """End a process: what it had in flight is gone with it. `proven`: the others see it, else in `prove`."""
+        """End a process and drop its writes in flight. If `proven`, its peers notice at once, otherwise in `prove`."""
         life = self.machines.pop(name).local.incarnation
         self.ended.append((name, life))
         self.forget(name)
@@ -220,7 +220,7 @@ class World(Oracle):  # type: ignore[misc]
                 self.feed(other, ev.PeerDead(name, life, "process has ended"))
 
     def prove(self) -> None:
-        """Everybody looks, as agents do twice a second, which processes have ended."""
+        """Let every agent check, as it does twice a second, which processes have ended."""
         for name, life in self.ended:
             for other in list(self.machines):
                 self.feed(other, ev.PeerDead(name, life, "process has ended"))
@@ -247,7 +247,8 @@ class World(Oracle):  # type: ignore[misc]
         states: Sequence[int] = (),
         prefill_only: bool = False,
     ) -> Expected:
-        """The decode engine opens a room of `pages` pages, `prefix` of which it has; `extra` ones are its mistake.
+        """Let the decode engine open a room of `pages` pages, of which `prefix` are cached; `extra` pages are its
+        mistake.
 
         `states` is the number of items of each state component.
         """
@@ -287,9 +288,9 @@ class World(Oracle):  # type: ignore[misc]
         states: Sequence[int] = (),
         dice: random.Random | None = None,
     ) -> None:
-        """The prefill engines get a room: their calls come one by one, as the scheduler picks.
+        """Give the prefill engines a room: their calls happen one by one, as the scheduler picks.
 
-        `states` is the number of items of each component; what else is not explained here is in `forwards`.
+        `states` is the number of items of each component; the other parameters are those of `forwards`.
         """
         for rank in self.prefill_ranks(room, instance) if ranks is None else ranks:
             name = self.names_of(instance)[rank]
@@ -304,7 +305,7 @@ class World(Oracle):  # type: ignore[misc]
             self.pool.append(Item("engine", name, name, calls))
 
     def compute_states(self, name: str, room: int, counts: Sequence[int]) -> tuple[ev.Pages, ...]:
-        """The items in which a prefill rank has a room's state."""
+        """Return the items that hold a room's state on a prefill rank."""
         components = [segment.index for segment in segments(self.shape, PAGE_SIZE) if segment.state]
         base = 500 * (1 + len({number for number, _ in self.items.values()} - {room}))
         found = tuple(np.arange(base, base + count, dtype=np.int32)[::-1].copy() for count in counts)
@@ -314,7 +315,7 @@ class World(Oracle):  # type: ignore[misc]
         return found
 
     def prefill_ranks(self, room: int, instance: int = 0) -> list[int]:
-        """The ranks of the dp group that computes a room."""
+        """Ranks of the dp group that computes a room."""
         side = self.instances[instance].side
         return [rank for rank in range(side.size) if side.coord(rank).dp == room % side.dp]
 
@@ -335,7 +336,7 @@ class World(Oracle):  # type: ignore[misc]
                 self.feed(name, ev.Tick())
 
     def happen(self, item: Item) -> None:
-        """Let one thing of the pool happen; the caller has taken it out."""
+        """Execute one item; the caller has removed it from the pool."""
         if item.kind == "message":
             incarnation, messages, unknown = codec.decode(item.what)
             assert not unknown
@@ -411,7 +412,7 @@ class World(Oracle):  # type: ignore[misc]
     # ---- schedules ----------------------------------------------------------------------------------------------
 
     def ready(self) -> list[int]:
-        """Places in the pool of what may happen now."""
+        """Indices of the items in the pool that may happen now."""
         return [
             place
             for place, item in enumerate(self.pool)
@@ -419,7 +420,7 @@ class World(Oracle):  # type: ignore[misc]
         ]
 
     def settle(self, *, ticks: int = 400, until: Callable[[], bool] | None = None) -> None:
-        """Let everything happen in order, with time passing when nothing else can, until all is quiet."""
+        """Execute everything in order, and let time pass when nothing else can happen, until nothing changes."""
         until = until or self.over
         for _ in range(ticks):
             while places := self.ready():
@@ -430,14 +431,14 @@ class World(Oracle):  # type: ignore[misc]
         raise Broken(f"not over after {ticks} ticks: {self.unfinished()}")
 
     def flush(self) -> None:
-        """Let everything happen that can, without time."""
+        """Execute everything that is possible without letting time pass."""
         while places := self.ready():
             self.happen(self.pool.pop(places[0]))
 
     def stir(
         self, dice: random.Random, steps: int, *, loss: float = 0.0, copies: float = 0.0, delay: float = 0.02
     ) -> None:
-        """Let `steps` things happen in random order; messages and tags may be lost or come again."""
+        """Execute `steps` items in random order; messages and tags may be lost or duplicated."""
         for _ in range(steps):
             places = self.ready()
             if not places or dice.random() < delay:
@@ -459,7 +460,7 @@ class World(Oracle):  # type: ignore[misc]
         return not self.unfinished()
 
     def unfinished(self) -> list[str]:
-        """What has not come to its end, in words."""
+        """Describe everything that has not ended."""
         left = [
             f"{room.reader} room {room.room}: {room.state.label}"
             for room in self.rooms.values()
@@ -474,7 +475,7 @@ class World(Oracle):  # type: ignore[misc]
         return left
 
     def check_empty(self) -> None:
-        """Nothing of any room is left anywhere, and after a while no tombstone either."""
+        """Check that no agent holds anything of any room, and after some time no tombstone either."""
         for name, machine in self.machines.items():
             if isinstance(machine, DecodeMachine):
                 assert not machine.rooms, name
@@ -499,7 +500,7 @@ class World(Oracle):  # type: ignore[misc]
                 assert not machine.state.ended, name
 
     def connect(self) -> None:
-        """All say hello, without loss."""
+        """Exchange all introductions without loss."""
         self.flush()
 
     def owed(self, room: int, reader: int = 0) -> tuple[TransferSlice, ...]:
