@@ -19,8 +19,23 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
 from kvctl.render import units
-from kvctl.render.recordings import RECORDED
 from kvctl.render.report import Report
+from kvctl.render.view import Column, Kind, View, Width
+
+RECORDED = View(
+    "recorded",
+    (
+        Column("agent"),
+        Column("role"),
+        Column("inputs", kind=Kind.COUNT),
+        Column("missed", kind=Kind.COUNT),
+        Column("size", path="nbytes", kind=Kind.BYTES),
+        Column("dropped", kind=Kind.COUNT, width=Width.WIDE),
+        Column("incarnation", width=Width.WIDE),
+    ),
+    sort=("agent",),
+    empty="no agents",
+)
 
 
 class Span(click.ParamType[int]):

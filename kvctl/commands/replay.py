@@ -1,12 +1,13 @@
-"""`kvctl replay`: a recording through the same machines again, every invariant watched."""
+"""`kvctl replay`: runs recorded inputs through the state machines again and reports the first violated invariant."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,11 +18,42 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.replayer import replay as run_again
-from kvctl.render.recordings import REPLAYED, blocks
-from kvctl.render.report import Report
+from kvctl.render import units
+from kvctl.render.report import Block, Grid, Line, Report, Text
+from kvctl.render.view import Column, Kind, Row, View, Width
 
 _PROGRESS_EVERY_S = 2.0
+
+
+def _span(row: Row) -> int | None:
+    first, last = row["first_at_ns"], row["last_at_ns"]
+    return None if first is None else last - first
+
+
+REPLAYED = View(
+    "replayed",
+    (
+        Column("agent"),
+        Column("role"),
+        Column("inputs", kind=Kind.COUNT),
+        Column("rooms", kind=Kind.COUNT),
+        Column("span", path=_span, kind=Kind.DURATION),
+        Column(
+            "verdict",
+            path=lambda row: "clean" if row["breach"] is None else row["breach"]["invariant"],
+            styles={"clean": "green"},
+        ),
+        Column("at_input", path=lambda row: row["breach"] and row["breach"]["number"], kind=Kind.COUNT),
+        Column("room", path=lambda row: row["breach"] and row["breach"]["room"], kind=Kind.ID),
+        Column("missed", kind=Kind.COUNT, width=Width.WIDE),
+        Column("dropped", kind=Kind.COUNT, width=Width.WIDE),
+        Column("pieces", kind=Kind.COUNT, width=Width.WIDE),
+        Column("incarnation", width=Width.WIDE),
+        Column("text", path=lambda row: row["breach"] and row["breach"]["text"], width=Width.WIDE),
+    ),
+    sort=("agent",),
+    empty="the recording has no agents",
+)
 
 
 @click.command(
@@ -36,7 +68,7 @@ _PROGRESS_EVERY_S = 2.0
 )
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--agent", "agents", multiple=True, metavar="NAME", help="Only this agent's inputs. Repeatable.")
-@click.option("--shrink/--no-shrink", default=True, show_default=True, help="Make the trace of a breach shorter.")
+@click.option("--shrink/--no-shrink", default=True, show_default=True, help="Shorten the inputs of a breach.")
 @click.option(
     "--shrink-seconds",
     type=click.FloatRange(min=0.1),
@@ -49,7 +81,7 @@ _PROGRESS_EVERY_S = 2.0
     "--write-test",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write a pytest file that repeats the first breach (test_….py).",
+    help="Write a pytest file (test_….py) that repeats the first breach, and its inputs beside it (test_….kvrec).",
 )
 @pass_settings
 def replay(
@@ -60,37 +92,35 @@ def replay(
     shrink_seconds: float,
     write_test: Path | None,
 ) -> None:
-    """Run what kvctl record or kvctl debug bundle saved through the same machines and name the first broken invariant.
+    """Run the inputs saved by kvctl record or kvctl debug bundle through the state machines again.
 
-    After every input a watch that knows nothing of the machines' own books looks at what came of it. Exit code 0: all
-    of it is clean; 1: an invariant is broken; 6: the recording is of another build.
+    After every input, the actions of the machine are checked against invariants that do not rely on its own state.
+    Exit code 0: no invariant is broken; 1: one is, and the output names it; 4: no result within an hour; 6: the
+    recording is of another build.
     """
     output = Output(settings)
     output.selection(REPLAYED)
+    try:
+        from kvctl.lab.replay import verdicts
+    except ModuleNotFoundError as error:
+        raise CliError(f"the agent's side is not installed ({error}): pip install 'kvctl[agent]'") from error
     with _recording(file) as path:
-        verdicts = run_again(path, agents, shrink_seconds if shrink else None, write_test, _Progress(output))
-    if not verdicts:
-        raise CliError(f"{file}: it holds no inputs of machines (a redacted bundle never does): nothing to replay")
-    broken = [verdict for verdict in verdicts if verdict["breach"] is not None]
-    for verdict in verdicts:
-        for note in verdict["notes"]:
-            output.note(f"{verdict['agent']}: {note}")
+        rows = verdicts.replay(path, agents, shrink_seconds if shrink else None, write_test, _Progress(output))
+    if not rows:
+        raise CliError(f"{file}: it has no inputs of state machines (a redacted bundle never has): nothing to replay")
+    broken = [row for row in rows if row["breach"] is not None]
+    for row in rows:
+        for note in row["notes"]:
+            output.note(f"{row['agent']}: {note}")
     if write_test is not None and not broken:
-        output.note(f"nothing is broken, so {write_test} was not written")
-    output.emit(
-        Report(
-            REPLAYED,
-            verdicts,
-            len(verdicts),
-            objects=lambda kept: list(kept),
-            blocks=lambda kept, _: blocks(kept),
-        )
-    )
+        output.note(f"no invariant is broken: {write_test} was not written")
+    report = Report(REPLAYED, rows, len(rows), objects=list, blocks=lambda kept, _: _blocks(kept))
+    output.emit(report)
     raise click.exceptions.Exit(ExitCode.FAILED if broken else ExitCode.OK)
 
 
 class _Progress:
-    """Prints a remark every two seconds: short replays print none."""
+    """Prints a remark every two seconds; short replays print none."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -105,8 +135,9 @@ class _Progress:
 
 @contextmanager
 def _recording(file: Path) -> Iterator[Path]:
-    """The file, or that of the recording in it where it is a bundle."""
-    bundled = _bundled(file)
+    """The path of the recording: the file itself, or a copy of the recording in a bundle."""
+    with readable(file), file.open("rb") as opened:
+        bundled = bundle_reader.recording(opened) if bundle_reader.is_bundle(opened) else None
     if bundled is None:
         yield file
         return
@@ -119,6 +150,24 @@ def _recording(file: Path) -> Iterator[Path]:
             raise CliError(str(error).replace(copy.name, str(file)), error.code) from None
 
 
-def _bundled(file: Path) -> bytes | None:
-    with readable(file), file.open("rb") as opened:
-        return bundle_reader.recording(opened) if bundle_reader.is_bundle(opened) else None
+def _blocks(rows: Sequence[Row]) -> list[Block]:
+    """The table, followed by the history of each breach."""
+    return [Grid(REPLAYED, rows), *(Text(_story(row)) for row in rows if row["breach"] is not None)]
+
+
+def _story(row: Row) -> list[Line]:
+    breach: Mapping[str, Any] = row["breach"]
+    shrunk: Mapping[str, Any] | None = row["shrunk"]
+    number = units.count(breach["number"])
+    lines: list[Line] = [
+        [(f"{row['agent']} broke {breach['invariant']}", "bold red"), (f" at input {number}: {breach['text']}", "")]
+    ]
+    story = breach["story"]
+    if shrunk is not None:
+        early = " (the time was up before every input had been tried)" if shrunk["early"] else ""
+        lines.append([(f"{units.count(shrunk['inputs'])} inputs are enough{early}; the last ones:", "")])
+        story = shrunk["story"]
+    lines += [[(f"  {line}", "dim" if line.startswith(" ") else "")] for line in story]
+    if row["test"]:
+        lines.append([("a test that repeats it: ", ""), (row["test"], "bold")])
+    return lines

@@ -1,42 +1,76 @@
-"""A machine's state at one moment, taken in little time and told at leisure: where a recording of inputs begins.
+"""Copies the state of a protocol machine, encodes it, and rebuilds it: the start of a recording of inputs.
 
-`take` runs on the thread that owns the machine and copies only what can change; what cannot (messages, keys, plans,
-page arrays) is kept by reference. `pack` turns that into bytes on any thread, later. Objects that are reached on two
-ways are one object again after `build`. Nothing is pickled: classes of `checkpoint_classes` are written, no others.
+`take` runs on the thread that owns the machine. It copies objects that can change and keeps immutable values (messages,
+keys, plans, page arrays) by reference, so that it takes little time; `pack` encodes the copy later, on any thread.
+`build` restores shared references: an object with two references is one object again.
+
+The encoding is MessagePack. A value that MessagePack lacks is a list that begins with the name of its type. Only types
+of `_registry` are encoded or decoded, and their field names are stored with them, so that a recording of another build
+is refused by name.
 """
 
 from __future__ import annotations
 
+import pkgutil
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import fields as dataclass_fields
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import lru_cache
+from importlib import import_module
 from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
+from kvctl_agent import layout, protocol
 from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import RecordingError, RecordingVersionError
-from kvctl_agent.protocol.checkpoint_classes import KEPT, TOMBSTONES_KEPT, classes, names_of
 from kvctl_agent.protocol.decode.rooms import DecodeState
 from kvctl_agent.protocol.machine import Machine, Tombstones
 from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill.rooms import PrefillState
-from kvctl_agent.protocol.value_codec import ValueCodec
+from kvctl_agent.telemetry.busy_time import BusyTime
 from kvctl_agent.telemetry.room_records import RoomRecord
 
 State = DecodeState | PrefillState
 
-_LOOK_EVERY = 64  # objects between two looks at the clock
+CHECKPOINT_VERSION = 2
+TOMBSTONES_KEPT = 4096
+"""Latest tombstones copied; there may be very many, and late messages concern rooms that ended recently."""
+
+_CLOCK_EVERY = 64  # objects copied between two reads of the clock
+_PLAIN: frozenset[type] = frozenset({type(None), bool, float, str, bytes})
+_CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "set": set}
+# Fields of telemetry objects that the machines need; the others are as in a new object.
+_COPIED_FIELDS: dict[type, tuple[str, ...]] = {
+    RoomRecord: (
+        "key",
+        "landed",
+        "nonce",
+        "opened_at",
+        "pages",
+        "parked",
+        "planned",
+        "room",
+        "scattered",
+        "sent",
+    )
+}
 
 
 class Ref(NamedTuple):
-    """Stands for the object with this number."""
+    """Reference to the copied object with this number."""
 
     number: int
 
 
 class Node(NamedTuple):
-    """One object that can change: the name of its class, for objects their fields' names, and what it holds."""
+    """Copy of one object that can change: a container with its items, or an object with its fields."""
 
     kind: str
     names: tuple[str, ...]
@@ -44,7 +78,12 @@ class Node(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """`state` is the fields of the machine's state; `left_out` the tombstones that were too many to keep."""
+    """State of a machine between two inputs.
+
+    Attributes:
+        state: fields of the machine's state, with references to `nodes`.
+        left_out: tombstones beyond `TOMBSTONES_KEPT`.
+    """
 
     local: LocalInfo
     timing: Timing
@@ -52,200 +91,297 @@ class Checkpoint(NamedTuple):
     nodes: list[Node]
     left_out: int
 
+    def fresh(self) -> Checkpoint:
+        """Returns the state of a new machine of the same rank with the same settings (flags of the state)."""
+        flags = {name: value for name, value in self.state.items() if type(value) is bool}
+        return self._replace(state=flags, nodes=[], left_out=0)
+
 
 class TooSlow(Exception):
     """The machine holds more than can be copied in the time allowed."""
 
 
+class _Registry(NamedTuple):
+    """Types that a checkpoint may contain, by name."""
+
+    immutable: dict[str, type]
+    mutable: dict[str, type]
+    by_reference: frozenset[type]  # types whose values are not copied
+
+
+@lru_cache(maxsize=1)
+def _registry() -> _Registry:
+    """Collects all classes of protocol and layout, so that a new one is not forgotten; imports all their modules."""
+    immutable: set[type] = {RoomState}
+    mutable: set[type] = {RoomRecord, BusyTime}
+    for package in (protocol, layout):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            for kind in vars(import_module(found.name)).values():
+                if isinstance(kind, type) and kind.__module__ == found.name and not issubclass(kind, BaseException):
+                    (immutable if _is_immutable(kind) else mutable).add(kind)
+    by_reference = frozenset({*immutable, *_PLAIN, int, np.ndarray, range, frozenset})
+    return _Registry(
+        {each.__name__: each for each in immutable}, {each.__name__: each for each in mutable}, by_reference
+    )
+
+
+def _is_immutable(kind: type) -> bool:
+    if issubclass(kind, msgspec.Struct | Enum) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return True
+    return is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=256)
+def _fields(kind: type) -> tuple[str, ...]:
+    """Field names of an immutable class, or slots of a mutable one; () if each object has its own attributes."""
+    if kind in _COPIED_FIELDS:
+        return _COPIED_FIELDS[kind]
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    if is_dataclass(kind):
+        return tuple(field.name for field in dataclass_fields(kind))
+    if issubclass(kind, tuple):
+        return tuple(getattr(kind, "_fields", ()))
+    return tuple(sorted(name for each in kind.__mro__ for name in getattr(each, "__slots__", ())))
+
+
 def take(machine: Machine, budget_ns: int) -> Checkpoint:
-    """Copy what can change of a machine between two of its events.
+    """Copies the state of a machine between two of its inputs.
 
     Raises:
-        TooSlow: it would take more than `budget_ns` of the processor's time.
+        TooSlow: copying takes more than `budget_ns` of CPU time.
     """
-    walk = _Walk(time.thread_time_ns() + budget_ns)
-    state = {name: walk.value(value) for name, value in vars(machine.state).items()}
-    return Checkpoint(machine.local, machine.timing, state, walk.nodes, walk.left_out)
+    _registry()  # its first call takes longer than a copy may
+    copier = _Copier(time.thread_time_ns() + budget_ns)
+    state = {name: copier.copy(value) for name, value in vars(machine.state).items()}
+    return Checkpoint(machine.local, machine.timing, state, copier.nodes, copier.left_out)
 
 
-def build(checkpoint: Checkpoint) -> tuple[LocalInfo, Timing, State]:
-    """What a machine in that state is built around.
-
-    Raises:
-        RecordingVersionError: the machines have other fields by now.
-    """
-    kind: type[State] = PrefillState if checkpoint.local.role == "prefill" else DecodeState
-    state = kind(checkpoint.local, checkpoint.timing)
-    expected = vars(state).keys()
-    if expected != checkpoint.state.keys():
-        differ = ", ".join(sorted(expected ^ checkpoint.state.keys()))
-        raise RecordingVersionError(f"recorded by another build: the machine's state differs in {differ}")
-    role: Role = "prefill" if checkpoint.local.role == "prefill" else "decode"
-    shells = [_shell(node, role) for node in checkpoint.nodes]
-
-    def real(value: Any) -> Any:
-        if type(value) is Ref:
-            return shells[value.number]
-        if type(value) is tuple:
-            return tuple(map(real, value))
-        return value
-
-    for shell, node in zip(shells, checkpoint.nodes, strict=True):
-        _fill(shell, node, [real(value) for value in node.values])
-    for name, value in checkpoint.state.items():
-        setattr(state, name, real(value))
-    return checkpoint.local, checkpoint.timing, state
-
-
-def pack(checkpoint: Checkpoint) -> bytes:
-    """As bytes; from any thread."""
-    leaves = ValueCodec(classes().leaves)
-
-    def told(value: Any) -> Any:
-        if type(value) is Ref:
-            return ["r", value.number]
-        if type(value) is tuple:
-            return ["t", [told(item) for item in value]]
-        return leaves.told(value)
-
-    nodes = [(node.kind, node.names, [told(value) for value in node.values]) for node in checkpoint.nodes]
-    state = {name: told(value) for name, value in checkpoint.state.items()}
-    head = [leaves.told(checkpoint.local), leaves.told(checkpoint.timing)]
-    return msgspec.msgpack.encode([head, state, nodes, checkpoint.left_out, leaves.fields()])
-
-
-def unpack(data: bytes) -> Checkpoint:
-    """Read what `pack` wrote.
-
-    Raises:
-        RecordingError: it is no checkpoint.
-        RecordingVersionError: it is one of another build.
-    """
-    try:
-        (local, timing), state, nodes, left_out, fields = msgspec.msgpack.decode(data)
-        leaves = ValueCodec(classes().leaves)
-        leaves.check(fields)
-
-        def read(value: Any) -> Any:
-            match value:
-                case ["r", int(number)] if 0 <= number < len(nodes):
-                    return Ref(number)
-                case ["t", [*items]]:
-                    return tuple(map(read, items))
-            return leaves.read(value)
-
-        found = Checkpoint(
-            leaves.read(local),
-            leaves.read(timing),
-            {str(name): read(value) for name, value in state.items()},
-            [Node(str(kind), tuple(map(str, names)), list(map(read, values))) for kind, names, values in nodes],
-            int(left_out),
-        )
-    except (msgspec.DecodeError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
-        raise RecordingError(f"not a checkpoint: {error}") from None
-    if not (isinstance(found.local, LocalInfo) and isinstance(found.timing, Timing)):
-        raise RecordingError("not a checkpoint: it does not say whose")
-    for node in found.nodes:
-        _check(node)
-    return found
-
-
-class _Walk:
-    """Numbers the objects that can change and copies what they hold."""
+class _Copier:
+    """Numbers and copies objects that can change."""
 
     def __init__(self, deadline_ns: int) -> None:
         self.nodes: list[Node] = []
         self.left_out = 0
-        self._numbers: dict[int, int] = {}  # by id; all of them live on in the machine while we walk
+        self._numbers: dict[int, int] = {}  # by id(); the machine keeps all of the objects alive meanwhile
         self._deadline_ns = deadline_ns
-        self._leaves = classes().leaves
+        self._by_reference = _registry().by_reference
 
-    def value(self, value: Any) -> Any:
+    def copy(self, value: Any) -> Any:
         kind = type(value)
-        if kind in self._leaves:
+        if kind in self._by_reference:
             return value
         if kind is tuple:
-            return tuple([self.value(item) for item in value])
+            return tuple([self.copy(item) for item in value])
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self.nodes)
-            if number % _LOOK_EVERY == 0 and time.thread_time_ns() > self._deadline_ns:
+            if number % _CLOCK_EVERY == 0 and time.thread_time_ns() > self._deadline_ns:
                 raise TooSlow
-            self.nodes.append(Node("", (), []))  # the place is taken before what it holds, which may lead back here
+            self.nodes.append(Node("", (), []))  # takes the number before the fields, which may refer back to it
             self.nodes[number] = self._node(kind, value)
         return Ref(number)
 
     def _node(self, kind: type, value: Any) -> Node:
         if kind is dict or kind is OrderedDict:
-            flat: list[Any] = []
-            for key, item in value.items():
-                flat.append(key)
-                flat.append(item if type(item) in self._leaves else self.value(item))
-            return Node(kind.__name__, (), flat)
+            return self._mapping(kind.__name__, value.items())
         if kind is list:
-            return Node("list", (), [self.value(item) for item in value])
-        if kind is set:  # sorted, so that equal states are equal bytes
-            return Node("set", (), [self.value(item) for item in sorted(value)])
+            return Node("list", (), [self.copy(item) for item in value])
+        if kind is set:  # sorted, so that equal states have equal encodings
+            return Node("set", (), [self.copy(item) for item in sorted(value)])
         if kind is deque:
-            return Node("deque", (), [value.maxlen, *map(self.value, value)])
-        if kind is Tombstones:
-            return self._tombstones(value)
-        names = names_of(kind)
-        if names is None:
+            return Node("deque", (), [value.maxlen, *map(self.copy, value)])
+        if _registry().mutable.get(kind.__name__) is not kind:
             raise TypeError(f"a checkpoint cannot hold a {kind.__name__}")
-        names = names or tuple(vars(value))
-        return Node(kind.__name__, names, [self.value(getattr(value, name)) for name in names])
+        names = _fields(kind) or tuple(vars(value))
+        if kind is Tombstones:
+            return Node(kind.__name__, names, [self._tombstones(getattr(value, name)) for name in names])
+        return Node(kind.__name__, names, [self.copy(getattr(value, name)) for name in names])
 
-    def _tombstones(self, graves: Tombstones[Any]) -> Node:
-        """The latest ones: there may be very many, and a late message is about a room that ended lately."""
-        kept = list(islice(reversed(graves._graves.items()), TOMBSTONES_KEPT))
-        self.left_out += len(graves) - len(kept)
-        flat = [piece for key, grave in reversed(kept) for piece in (key, grave)]
-        return Node("Tombstones", (), [graves._lifetime_ns, graves._capacity, *flat])
+    def _mapping(self, kind: str, items: Iterable[tuple[Any, Any]]) -> Node:
+        flat: list[Any] = []
+        for key, item in items:
+            flat.append(key)
+            flat.append(item if type(item) in self._by_reference else self.copy(item))
+        return Node(kind, (), flat)
 
-
-def _shell(node: Node, role: Role) -> Any:
-    match node.kind:
-        case "dict":
-            return {}
-        case "OrderedDict":
-            return OrderedDict()
-        case "list":
-            return []
-        case "set":
-            return set()
-        case "deque":
-            return deque(maxlen=node.values[0])
-        case "Tombstones":
-            return Tombstones(node.values[0], node.values[1])
-        case "RoomRecord":
-            return RoomRecord(0, 0, role, 0, event_limit=0)  # what is not kept is as in a new one
-    return object.__new__(classes().states[node.kind])
+    def _tombstones(self, value: Any) -> Any:
+        """Copies a field of `Tombstones`; of the tombstones themselves only the latest."""
+        if not isinstance(value, OrderedDict):
+            return self.copy(value)
+        latest = list(islice(reversed(value.items()), TOMBSTONES_KEPT))
+        self.left_out += len(value) - len(latest)
+        self.nodes.append(self._mapping("OrderedDict", reversed(latest)))
+        return Ref(len(self.nodes) - 1)
 
 
-def _fill(shell: Any, node: Node, values: list[Any]) -> None:
-    match shell:
+def build(checkpoint: Checkpoint) -> tuple[LocalInfo, Timing, State]:
+    """Returns the arguments from which a machine in this state is made.
+
+    Raises:
+        RecordingVersionError: the state of the machines has other fields in this build.
+    """
+    role: Role = "prefill" if checkpoint.local.role == "prefill" else "decode"
+    state: State = (PrefillState if role == "prefill" else DecodeState)(checkpoint.local, checkpoint.timing)
+    # A fresh checkpoint has no objects and only some of the fields.
+    wrong = vars(state).keys() ^ checkpoint.state.keys() if checkpoint.nodes else checkpoint.state.keys() - vars(state)
+    if wrong:
+        text = ", ".join(sorted(wrong))
+        raise RecordingVersionError(f"recorded by another build: the machine's state differs in {text}")
+    objects = [_empty(node, role) for node in checkpoint.nodes]
+
+    def resolve(value: Any) -> Any:
+        if type(value) is Ref:
+            return objects[value.number]
+        if type(value) is tuple:
+            return tuple(map(resolve, value))
+        return value
+
+    for target, node in zip(objects, checkpoint.nodes, strict=True):
+        _fill(target, node, [resolve(value) for value in node.values])
+    for name, value in checkpoint.state.items():
+        setattr(state, name, resolve(value))
+    return checkpoint.local, checkpoint.timing, state
+
+
+def _empty(node: Node, role: Role) -> Any:
+    if node.kind in _CONTAINERS:
+        return _CONTAINERS[node.kind]()
+    if node.kind == "deque":
+        return deque(maxlen=node.values[0])
+    kind = _registry().mutable[node.kind]
+    return RoomRecord(0, 0, role, 0, event_limit=0) if kind is RoomRecord else object.__new__(kind)
+
+
+def _fill(target: Any, node: Node, values: list[Any]) -> None:
+    match target:
         case dict():
-            shell.update(zip(values[::2], values[1::2], strict=True))
-        case list() | deque():
-            shell.extend(values[node.kind == "deque" :])
+            target.update(zip(values[::2], values[1::2], strict=True))
+        case list():
+            target.extend(values)
+        case deque():
+            target.extend(values[1:])
         case set():
-            shell.update(values)
-        case Tombstones():
-            shell._graves.update(zip(values[2::2], values[3::2], strict=True))
+            target.update(values)
         case _:
             for name, value in zip(node.names, values, strict=True):
-                setattr(shell, name, value)
+                setattr(target, name, value)
 
 
-def _check(node: Node) -> None:
-    """Whether this build has such an object, with these fields."""
-    if node.kind in ("dict", "OrderedDict", "list", "set", "deque", "Tombstones"):
+def pack(checkpoint: Checkpoint) -> bytes:
+    """Encodes a checkpoint; may run on any thread."""
+    encoder = _Encoder()
+    body = [encoder.encode(value) for value in checkpoint]
+    return msgspec.msgpack.encode([CHECKPOINT_VERSION, encoder.fields, *body])
+
+
+def unpack(data: bytes) -> Checkpoint:
+    """Decodes what `pack` encoded.
+
+    Raises:
+        RecordingError: the data is not a checkpoint.
+        RecordingVersionError: another build made it.
+    """
+    try:
+        version, *rest = msgspec.msgpack.decode(data)
+        if version != CHECKPOINT_VERSION:
+            raise RecordingVersionError("recorded by another build: its checkpoint has another version")
+        fields, *body = rest
+        for name, names in fields.items():
+            _check_fields(name, _class(name), tuple(names))
+        found = Checkpoint(*map(_decode, body))
+        well_formed = (
+            isinstance(found.local, LocalInfo)
+            and isinstance(found.timing, Timing)
+            and isinstance(found.state, dict)
+            and isinstance(found.nodes, list)
+            and type(found.left_out) is int
+        )
+        if not well_formed:
+            raise RecordingError("not a checkpoint: it has values of other types")
+        for node in found.nodes:
+            _check_node(node)
+    except (msgspec.DecodeError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        if isinstance(error, RecordingError):
+            raise
+        raise RecordingError(f"not a checkpoint: {error}") from None
+    return found
+
+
+def _check_node(node: Any) -> None:
+    if not isinstance(node, Node) or not isinstance(node.kind, str) or not isinstance(node.values, list):
+        raise RecordingError("not a checkpoint: it has values of other types")
+    if node.kind in _CONTAINERS or node.kind == "deque":
         return
-    kind = classes().states.get(node.kind)
+    kind = _registry().mutable.get(node.kind)
     if kind is None:
         raise RecordingVersionError(f"recorded by another build: it has a {node.kind!r:.40}")
-    names = KEPT.get(kind) or names_of(kind)
-    if names and names != node.names:
-        differ = ", ".join(sorted(set(names) ^ set(node.names)))
-        raise RecordingVersionError(f"recorded by another build: its {node.kind} differs in {differ or 'order'}")
+    if _fields(kind):
+        _check_fields(node.kind, kind, tuple(node.names))
+
+
+def _check_fields(name: str, kind: type, recorded: tuple[str, ...]) -> None:
+    if recorded != _fields(kind):
+        differ = ", ".join(sorted(set(recorded) ^ set(_fields(kind))))
+        raise RecordingVersionError(f"recorded by another build: its {name} differs in {differ or 'order'}")
+
+
+class _Encoder:
+    """Encodes values in types that MessagePack has; `fields` has the field names of each class met."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, tuple[str, ...]] = {}
+
+    def encode(self, value: Any) -> Any:
+        kind: type = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is int:
+            return value if -(1 << 63) <= value < 1 << 64 else ["int", hex(value)]
+        if kind is list or kind is tuple or kind is frozenset:
+            return [kind.__name__, *map(self.encode, value)]
+        if kind is dict:
+            return ["dict", *[self.encode(piece) for item in value.items() for piece in item]]
+        if kind is range:
+            return ["range", value.start, value.stop, value.step]
+        if kind is np.ndarray:
+            return ["ndarray", value.dtype.str, list(value.shape), value.tobytes()]
+        if _registry().immutable.get(kind.__name__) is not kind:
+            raise TypeError(f"a recording cannot hold a {kind.__name__}")
+        names = _fields(kind)
+        if issubclass(kind, Enum):
+            return [kind.__name__, value.value]
+        self.fields[kind.__name__] = names
+        return [kind.__name__, *[self.encode(getattr(value, name)) for name in names]]
+
+
+def _decode(encoded: Any) -> Any:
+    match encoded:
+        case None | bool() | int() | float() | str() | bytes():
+            return encoded
+        case ["int", str(digits)] if len(digits) <= 4096:
+            return int(digits, 16)
+        case ["list" | "tuple" | "frozenset" as name, *items]:
+            return {"list": list, "tuple": tuple, "frozenset": frozenset}[name](map(_decode, items))
+        case ["dict", *pieces]:
+            decoded = list(map(_decode, pieces))
+            return dict(zip(decoded[::2], decoded[1::2], strict=True))
+        case ["range", int(start), int(stop), int(step)]:
+            return range(start, stop, step)
+        case ["ndarray", "<i4" as dtype, [*shape], bytes(data)]:
+            return np.frombuffer(data, dtype).reshape(shape)
+        case [str(name), *items]:
+            kind = _class(name)
+            names = _fields(kind)
+            if issubclass(kind, Enum):
+                (value,) = items
+                return kind(value)
+            return kind(**dict(zip(names, map(_decode, items), strict=True)))
+    raise RecordingError(f"a recording holds a value that this build does not know: {encoded!r:.80}")
+
+
+def _class(name: str) -> type:
+    kind = _registry().immutable.get(name)
+    if kind is None:
+        raise RecordingVersionError(f"recorded by another build: it has a {name!r:.40}")
+    return kind

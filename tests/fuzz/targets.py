@@ -10,7 +10,7 @@ from collections.abc import Callable
 from io import BytesIO
 
 from kvctl.lab.bench import trace
-from kvctl.lab.replay.inputs import decoded
+from kvctl.lab.replay.recordings import decode_inputs
 from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
@@ -116,7 +116,7 @@ def recorded_file(data: bytes) -> None:
 def recorded_piece(data: bytes) -> None:
     """The contents of a recording's frame: inputs, or a machine's state."""
     with contextlib.suppress(RecordingError, RecordingVersionError):
-        list(decoded(0, data))
+        list(decode_inputs(0, data))
     with contextlib.suppress(RecordingError, RecordingVersionError):
         unpack(data)
 

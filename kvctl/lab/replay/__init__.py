@@ -1,24 +1,28 @@
-"""Runs recorded inputs through the real machines again: names the first broken invariant, shrinks, writes a test.
+"""Replays recorded inputs through the real state machines: finds the first violated invariant and shortens its history.
 
-`play` and `recorded` are what a written test calls.
+`first_breach` is the interface for tests that `kvctl replay --write-test` writes.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kvctl.lab.replay.inputs import Input, Start
-from kvctl.lab.replay.player import Breach, Played, play
+from kvctl.lab.replay.player import Breach, play
 from kvctl.lab.replay.recordings import load
 
-__all__ = ["Breach", "Input", "Played", "Start", "play", "recorded"]
+__all__ = ["Breach", "first_breach"]
 
 
-def recorded(path: Path) -> tuple[Start, list[Input]]:
-    """The first stretch of the first agent of a recording: all there is beside a written test.
+def first_breach(path: Path) -> Breach | None:
+    """Replays every agent of a recording; returns the first violation, or None.
 
     Raises:
-        RecordingError: it cannot be read.
+        RecordingError: the recording cannot be read.
+        RecordingVersionError: it was made by a build with other state machines.
     """
-    stretch = load(path)[0].stretches()[0]
-    return stretch.start, list(stretch.inputs())
+    for agent in load(path):
+        agent.check_versions()
+        for segment in agent.segments():
+            if (breach := play(segment.start, segment.inputs()).breach) is not None:
+                return breach
+    return None

@@ -1,27 +1,56 @@
-"""Runs inputs through the machine that they were recorded from, under a watch, up to the first breach."""
+"""Runs recorded inputs through the state machine again and checks the invariants after each one."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-from kvctl.lab.replay.formatting import done, rooms_of, said
-from kvctl.lab.replay.inputs import Input, Paths, Start
-from kvctl.lab.replay.invariants import INVARIANTS, Broken
-from kvctl.lab.replay.watch import InvariantChecker
+from kvctl.lab.replay.decode_invariants import DecodeInvariants
+from kvctl.lab.replay.formatting import action_text, input_text, rooms_of
+from kvctl.lab.replay.invariants import INVARIANTS, Violation
+from kvctl.lab.replay.prefill_invariants import PrefillInvariants
+from kvctl.lab.replay.recordings import Input, Start
+from kvctl_agent.contract.choices import SLICE, STAGED
+from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import LocalProtocolError, RecordingError
+from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.checkpoint import build
+from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.decode.rooms import DecodeState
 from kvctl_agent.protocol.machine import Machine
+from kvctl_agent.protocol.messages import PeerInfo
+from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import RAISED, REFUSED, outcome
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.room_records import RoomRecord
 
-_STORY = 8  # inputs of the room that are told before a breach
-_REMEMBERED = 4096  # inputs among which those are looked for
+_HISTORY_INPUTS = 8  # shown before a violation
+_REMEMBERED = 4096  # inputs among which those are searched
 _PROGRESS_EVERY = 4096
+
+_Outcome = Sequence[ev.Action] | str
+_Recent = tuple[Input, _Outcome]
+
+
+class ReplayTimeout(BaseException):
+    """A replay exceeded its time limit; not an Exception, which `play` would report as a bug of the machine.
+
+    Attributes:
+        position: the input that was being handled; "" before the first.
+    """
+
+    position = ""
 
 
 class Breach(NamedTuple):
-    """An invariant that does not hold, and where; the input is the last one that was run."""
+    """The first violated invariant.
+
+    Attributes:
+        item: the input after which it was violated; the last one that was run.
+        story: the latest inputs of the same room, each with the actions it led to.
+    """
 
     invariant: str
     text: str
@@ -35,10 +64,12 @@ class Breach(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
-        diverged: the first input that led to something else than when it was recorded, with both.
+        inputs: number of inputs run.
+        rooms: rooms opened by them.
+        diverged: the first input with another outcome than recorded, and its outcome now.
     """
 
     inputs: int
@@ -50,81 +81,121 @@ class Played(NamedTuple):
 def play(
     start: Start, inputs: Iterable[Input], *, feasible: bool = False, progress: Callable[[int], None] | None = None
 ) -> Played:
-    """Run inputs, up to the first breach.
+    """Runs inputs up to the first violation.
 
     Args:
-        feasible: leave out what our own engine and workers could not have said, since what they answer was left out.
-        progress: called now and then with how many were run.
+        feasible: skip inputs with which the engine or a worker answers an action that did not happen in this run.
+        progress: called every few thousand inputs with their number.
 
     Raises:
-        RecordingError: what it starts from is no machine.
+        RecordingError: the checkpoint does not describe a state machine.
     """
-    paths = Paths()
-    machine, watch = _begin(start, paths)
-    recent: deque[tuple[Input, Sequence[ev.Action] | str]] = deque(maxlen=_REMEMBERED)
+    paths = _RecordedPaths()
+    machine, checker = _machine(start, paths)
+    recent: deque[_Recent] = deque(maxlen=_REMEMBERED)
     diverged: tuple[Input, str] | None = None
     count = 0
     for count, item in enumerate(inputs, 1):
         if progress is not None and count % _PROGRESS_EVERY == 0:
             progress(count)
-        if feasible and not watch.possible(item.event):
+        if feasible and not checker.feasible(item.event):
             continue
-        paths.expect(item.asked)
-        led_to: Sequence[ev.Action] | str
+        paths.following = list(reversed(item.paths))
+        led_to: _Outcome
         try:
             actions = led_to = machine.handle(item.event, item.now_ns)
             recent.append((item, actions))
-            watch.see(item.event, item.now_ns, actions)
+            checker.check(item.event, item.now_ns, actions)
         except LocalProtocolError:
             led_to = REFUSED
             recent.append((item, led_to))
-        except Broken as broken:
-            story = _story(recent, broken.room)
-            return Played(count, watch.rooms, Breach(broken.invariant, str(broken), item, broken.room, story), diverged)
+        except Violation as error:
+            breach = Breach(error.invariant, str(error), item, error.room, _story(recent, error.room))
+            return Played(count, checker.rooms_checked, breach, diverged)
+        except ReplayTimeout as error:
+            error.position = f"input {item.number}: {input_text(item.event)}"
+            raise
         except Exception as error:
             recent.append((item, RAISED))
-            rooms = rooms_of(item.event)
-            room = min(rooms) if rooms else None
-            text = f"{type(error).__name__}: {error} (in {_place(error)})"
+            room = min(rooms_of(item.event), default=None)
+            text = f"{type(error).__name__}: {error} (in {_function(error)})"
             breach = Breach("exception", text, item, room, _story(recent, room))
-            return Played(count, watch.rooms, breach, diverged)
+            return Played(count, checker.rooms_checked, breach, diverged)
         if diverged is None and item.outcome and (now := outcome(led_to)) != item.outcome:
             diverged = item, now
-    return Played(count, watch.rooms, None, diverged)
+    return Played(count, checker.rooms_checked, None, diverged)
 
 
-def _begin(start: Start, paths: Paths) -> tuple[Machine, InvariantChecker]:
-    """A checkpoint may be well-formed and yet hold anything in any place."""
+class _RecordedPaths:
+    """Path chooser that repeats the recorded choices; without a record, a path that every part can take."""
+
+    def __init__(self) -> None:
+        self.following: list[str] = []  # the next choice last
+
+    def choose(self, peer: PeerInfo, part_slice: TransferSlice, layers: int, pages: ev.Pages) -> str:
+        if self.following:
+            return self.following.pop()
+        return STAGED if peer.ring_bytes else SLICE
+
+    def fallback(self, peer: PeerInfo, part_slice: TransferSlice, layers: int, pages: ev.Pages) -> str:
+        return self.following.pop() if self.following else SLICE
+
+
+class _NullTelemetry:
+    """Telemetry of a replayed machine: the recorded wall clock and room records; everything else is discarded."""
+
+    def __init__(self, role: Role, clock_offset_ns: int) -> None:
+        self.metrics = self.recorder = self.rooms = self.clock = self
+        self._role = role
+        self._clock_offset_ns = clock_offset_ns
+
+    def wall_ns(self, moment_ns: int) -> int:
+        return moment_ns + self._clock_offset_ns
+
+    def open(self, room: int, nonce: int) -> RoomRecord:
+        return RoomRecord(room, nonce, self._role, 0, event_limit=0)
+
+    def _discard(self, *_: Any) -> None: ...
+
+    add = observe = record = part = finish = _discard
+
+
+def _machine(start: Start, paths: _RecordedPaths) -> tuple[Machine, DecodeInvariants | PrefillInvariants]:
+    """Builds the machine in its recorded state; any value in a well-formed checkpoint may have the wrong type."""
     try:
-        machine = start.machine(paths)
-        return machine, InvariantChecker(machine)
+        local, timing, state = build(start.checkpoint)
+        if isinstance(state, DecodeState):
+            telemetry = cast(Telemetry, _NullTelemetry("decode", start.clock_offset_ns))
+            decode = DecodeMachine(local, timing, telemetry, state)
+            return decode, DecodeInvariants(decode)
+        telemetry = cast(Telemetry, _NullTelemetry("prefill", start.clock_offset_ns))
+        prefill = PrefillMachine(local, timing, telemetry, paths.choose, paths.fallback, state=state)
+        return prefill, PrefillInvariants(prefill)
     except RecordingError:
         raise
     except Exception as error:
         raise RecordingError(f"its checkpoint is of no machine: {type(error).__name__}: {error}") from error
 
 
-def _place(error: Exception) -> str:
-    """The function that raised it, which tells one exception from another of its kind."""
+def _function(error: Exception) -> str:
+    """Returns the name of the function that raised, which distinguishes exceptions of the same type."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame.f_code.co_name if trace is not None else "?"
 
 
-def _story(recent: Iterable[tuple[Input, Sequence[ev.Action] | str]], room: int | None) -> tuple[str, ...]:
-    """The last inputs that are about the room, or simply the last ones."""
-    told = list(recent)
-    mine = [
+def _story(recent: Iterable[_Recent], room: int | None) -> tuple[str, ...]:
+    """Formats the latest inputs of the room, or of all rooms if `room` is None."""
+    *earlier, last = recent
+    chosen = [
         (item, led_to)
-        for item, led_to in told[:-1]
+        for item, led_to in earlier
         if room is None or room in rooms_of(item.event, () if isinstance(led_to, str) else led_to)
     ]
     lines: list[str] = []
-    last_ns = told[-1][0].now_ns
-    for item, led_to in [*mine[-_STORY:], told[-1]]:
-        lines.append(f"#{item.number} {(item.now_ns - last_ns) / 1e6:+.3f} ms  {said(item.event)}")
-        lines += (
-            [f"    {led_to}"] if isinstance(led_to, str) else [f"    → {done(action)}" for action in led_to[:_STORY]]
-        )
+    for item, led_to in [*chosen[-_HISTORY_INPUTS:], last]:
+        lines.append(f"#{item.number} {(item.now_ns - last[0].now_ns) / 1e6:+.3f} ms  {input_text(item.event)}")
+        actions = [led_to] if isinstance(led_to, str) else [f"→ {action_text(each)}" for each in led_to]
+        lines += [f"    {text}" for text in actions[:_HISTORY_INPUTS]]
     return tuple(lines)

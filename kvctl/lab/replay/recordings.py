@@ -1,91 +1,65 @@
-"""Reads a recording: which agents are in it, and their inputs in stretches that have no gap."""
+"""Reads and writes the state-machine inputs in a recording: agents, and segments of inputs without a gap."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
-from kvctl.lab.replay.inputs import Input, Start, decoded
+import msgspec
+import numpy as np
+
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.recording import InputHeader
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION
-from kvctl_agent.protocol.checkpoint import pack, unpack
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol.checkpoint import Checkpoint, pack, unpack
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
-from kvctl_agent.protocol.recording import encode
+from kvctl_agent.protocol.recording import UNWRITTEN, encode
 
-_HEADER: dict[str, type] = {
-    "name": str,
-    "role": str,
-    "incarnation": str,
-    "version": str,
-    "protocol_version": int,
-    "plan_version": int,
-    "clock_offset_ns": int,
-    "missed": int,
-}
+_EVENTS: dict[str, type[ev.Event]] = {event.__name__: event for event in ev.Event.__subclasses__()}
+_rows = msgspec.msgpack.Decoder(tuple[list[tuple[int, str]], list[tuple[int, str, msgspec.Raw, str]]])
+
+
+class Input(NamedTuple):
+    """One recorded input of a state machine.
+
+    Attributes:
+        number: position among all inputs of the agent's incarnation.
+        now_ns: monotonic time at which the machine handled it.
+        paths: answers of the path chooser while it was handled.
+        outcome: actions it led to when it was recorded, as `protocol.recording.outcome` encodes them; "" if unknown.
+    """
+
+    number: int
+    now_ns: int
+    event: ev.Event
+    paths: tuple[str, ...] = ()
+    outcome: str = ""
+
+
+class Start(NamedTuple):
+    """State of the machine before the first input of a segment, and the wall clock minus the machine's clock."""
+
+    checkpoint: Checkpoint
+    clock_offset_ns: int = 0
 
 
 class Piece(NamedTuple):
-    """One blob of an agent, not yet read."""
+    """One blob of an agent: a checkpoint, or inputs; still compressed."""
 
     number: int
     kind: str
     first: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not needed here
     body: bytes
 
 
-class AgentRecording:
-    """One agent's part of a recording."""
-
-    def __init__(self, header: InputHeader, dropped: int) -> None:
-        self.header = header
-        self.dropped = dropped  # pieces that were gone when they were fetched
-        self.pieces: list[Piece] = []
-
-    @property
-    def name(self) -> str:
-        return self.header["name"]
-
-    def check(self) -> None:
-        """Raises RecordingVersionError where this build's machines are not those that were recorded."""
-        header = self.header
-        for what, theirs, ours in (
-            ("control protocol", header["protocol_version"], PROTOCOL_VERSION),
-            ("plan", header["plan_version"], PLAN_VERSION),
-        ):
-            if theirs != ours:
-                raise RecordingVersionError(
-                    f"{self.name} (kvctl {header['version']}) was recorded with {what} version {theirs}, "
-                    f"this build has version {ours}: replay it with the build that recorded it"
-                )
-
-    def stretches(self) -> list[InputSegment]:
-        """Inputs that follow each other without a gap, each stretch from its checkpoint.
-
-        A checkpoint in the midst of a stretch is passed over: it is for when what precedes it is gone.
-        """
-        found: list[InputSegment] = []
-        number = following = -1  # of the piece and of the input that would go on
-        for piece in sorted(self.pieces):
-            whole = piece.number == number and piece.first == following
-            if piece.kind == "checkpoint" and not whole:
-                found.append(InputSegment(self.header["clock_offset_ns"], piece))
-                whole = True
-            if not whole:
-                number = -1  # its checkpoint is gone
-                continue
-            if piece.kind == "inputs":
-                found[-1].pieces.append(piece)
-            number, following = piece.number + 1, piece.first + piece.count
-        return found
-
-
 class InputSegment:
-    """A checkpoint, and the inputs since."""
+    """A checkpoint and the inputs that follow it without a gap."""
 
     def __init__(self, clock_offset_ns: int, checkpoint: Piece) -> None:
         self._clock_offset_ns = clock_offset_ns
@@ -94,35 +68,92 @@ class InputSegment:
 
     @property
     def first(self) -> int:
-        """Number of its first input."""
+        """Number of the first input."""
         return self._checkpoint.first
 
     @property
     def start(self) -> Start:
-        """Where it begins."""
+        """Decodes the checkpoint.
+
+        Raises:
+            RecordingError: it is damaged.
+            RecordingVersionError: another build recorded it.
+        """
         return Start(unpack(form.decompress(self._checkpoint.body)), self._clock_offset_ns)
 
     @property
     def count(self) -> int:
+        """Number of inputs."""
         return sum(piece.count for piece in self.pieces)
 
     def inputs(self) -> Iterator[Input]:
-        """All inputs up to the first that could not be written."""
+        """Decodes the inputs, up to the first one that the agent could not encode.
+
+        Raises:
+            RecordingError: an input is damaged or unknown to this build.
+        """
         for piece in self.pieces:
             last = piece.first - 1
-            for item in decoded(piece.first, form.decompress(piece.body)):
+            for item in decode_inputs(piece.first, form.decompress(piece.body)):
                 yield item
                 last = item.number
             if last != piece.first + piece.count - 1:
                 return
 
 
+class AgentRecording:
+    """The inputs of one agent in a recording.
+
+    Attributes:
+        dropped: pieces that the agent no longer had when they were fetched.
+    """
+
+    def __init__(self, header: InputHeader, dropped: int) -> None:
+        self.header = header
+        self.dropped = dropped
+        self.pieces: list[Piece] = []
+
+    @property
+    def name(self) -> str:
+        return self.header["name"]
+
+    def check_versions(self) -> None:
+        """Raises RecordingVersionError if the state machines of this build differ from the recorded ones."""
+        header = self.header
+        for name, recorded, current in (
+            ("control protocol", header["protocol_version"], PROTOCOL_VERSION),
+            ("plan", header["plan_version"], PLAN_VERSION),
+        ):
+            if recorded != current:
+                raise RecordingVersionError(
+                    f"{self.name} (kvctl {header['version']}) was recorded with {name} version {recorded}, "
+                    f"this build has version {current}: replay it with the build that recorded it"
+                )
+
+    def segments(self) -> list[InputSegment]:
+        """Returns the segments in order; a checkpoint that continues a segment does not begin another."""
+        found: list[InputSegment] = []
+        next_number = next_input = -1
+        for piece in sorted(self.pieces):
+            continues = piece.number == next_number and piece.first == next_input
+            if piece.kind == "checkpoint" and not continues:
+                found.append(InputSegment(self.header["clock_offset_ns"], piece))
+                continues = True
+            if not continues:
+                next_number = -1  # the checkpoint before these inputs is missing
+                continue
+            if piece.kind == "inputs":
+                found[-1].pieces.append(piece)
+            next_number, next_input = piece.number + 1, piece.first + piece.count
+        return found
+
+
 def load(path: Path) -> list[AgentRecording]:
-    """All agents of a recording, by name and time.
+    """Reads all agents of a recording, sorted by name and incarnation.
 
     Raises:
-        RecordingError: it cannot be read.
-        RecordingVersionError: it is of another version.
+        RecordingError: the file cannot be read or is damaged.
+        RecordingVersionError: the file has another format version.
     """
     agents: dict[int, AgentRecording] = {}
     try:
@@ -145,17 +176,17 @@ def load(path: Path) -> list[AgentRecording]:
 
 
 def save(path: Path, header: InputHeader, start: Start, inputs: Sequence[Input]) -> None:
-    """Write a recording of one agent, which begins at `start`.
+    """Writes a recording of one agent with one segment.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     first = inputs[0].number if inputs else 0
     rows = [(item.now_ns, type(item.event).__name__, item.event, item.outcome) for item in inputs]
-    asked = [(place, path) for place, item in enumerate(inputs) for path in item.asked]
+    paths = [(place, path) for place, item in enumerate(inputs) for path in item.paths]
     blobs = [
         ({"agent": 0, "number": 0, "kind": "checkpoint", "first": first, "count": 0}, pack(start.checkpoint)),
-        ({"agent": 0, "number": 1, "kind": "inputs", "first": first, "count": len(rows)}, encode((asked, rows))),
+        ({"agent": 0, "number": 1, "kind": "inputs", "first": first, "count": len(rows)}, encode((paths, rows))),
     ]
     with path.open("wb") as file:
         file.write(form.file_header())
@@ -165,10 +196,45 @@ def save(path: Path, header: InputHeader, start: Start, inputs: Sequence[Input])
         file.write(form.encode_frame(form.DONE, {"frames": 1 + len(blobs)}))
 
 
+def decode_inputs(first: int, data: bytes) -> Iterator[Input]:
+    """Decodes the inputs of one piece, numbered from `first`; ends before one that the agent could not encode.
+
+    Raises:
+        RecordingError: an input is damaged or unknown to this build.
+    """
+    try:
+        chosen, rows = _rows.decode(data)
+        paths: dict[int, list[str]] = {}
+        for place, path in chosen:
+            paths.setdefault(place, []).append(path)
+        for place, (now_ns, name, raw, outcome) in enumerate(rows):
+            if name == UNWRITTEN:
+                return
+            yield Input(first + place, now_ns, _decoder(name).decode(raw), tuple(paths.get(place, ())), outcome)
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, RecordingError):
+            raise
+        raise RecordingError(f"it is damaged: not inputs: {error}") from None
+
+
+@cache
+def _decoder(name: str) -> msgspec.msgpack.Decoder[Any]:
+    if name not in _EVENTS:
+        raise RecordingError(f"it holds events that this build does not know: {name:.40}")
+    return msgspec.msgpack.Decoder(_EVENTS[name], dec_hook=_page_array)
+
+
+def _page_array(kind: Any, encoded: Any) -> Any:
+    """Page arrays are the only type of an event that MessagePack lacks."""
+    if not isinstance(encoded, bytes) or len(encoded) % 4:
+        raise ValueError("page numbers are not bytes of int32")
+    return np.frombuffer(encoded, "<i4")
+
+
 def _header(about: dict[str, Any]) -> InputHeader:
     header: Any = about.get("header")
-    for name, kind in _HEADER.items():
+    for name, kind in get_type_hints(InputHeader).items():
         if not isinstance(header, dict) or type(header.get(name)) is not kind:
-            raise RecordingError(f"it is damaged: an agent does not say its {name}")
+            raise RecordingError(f"it is damaged: the header of an agent lacks {name}")
     found: InputHeader = header
     return found

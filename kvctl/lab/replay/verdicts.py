@@ -1,113 +1,181 @@
-"""Replays the agents of a recording and says what came of each, as `kvctl replay` prints it."""
+"""Runs `kvctl replay`: replays the agents of a recording and reports on each; writes a test for the first violation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TypedDict
 
-from kvctl.lab.replay.player import Breach, play
-from kvctl.lab.replay.recordings import AgentRecording, InputSegment
-from kvctl.lab.replay.regression import write_test
-from kvctl.lab.replay.shrink import Shorter, shrink
+from kvctl.client.recording_reader import readable
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
+from kvctl.lab.replay.invariants import INVARIANTS
+from kvctl.lab.replay.player import ReplayTimeout, play
+from kvctl.lab.replay.recordings import AgentRecording, InputSegment, load, save
+from kvctl.lab.replay.shrink import Shrunk, shrink
+from kvctl_agent.contract.recording import InputHeader
+
+TIME_LIMIT_S = 3600.0
+"""Limit of a whole replay; a machine that does not return from an input would otherwise hang it."""
+
+_TEST = '''"""{agent} (kvctl {version}) violated {invariant}: {text}.
+
+Written by `kvctl replay --write-test`; the inputs are in {data}.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvctl.lab.replay import first_breach
+
+
+def test_{name}() -> None:
+    breach = first_breach(Path(__file__).with_name("{data}"))
+    assert breach is None, breach
+'''
 
 Progress = Callable[[str], None]
 
 
 class BreachReport(TypedDict):
-    """The first invariant that was broken."""
+    """The first violation."""
 
     invariant: str
     text: str
     number: int  # of the input
     at_ns: int  # wall clock
     room: str | None
-    story: list[str]  # the last inputs that concern it, and what each led to
+    story: list[str]  # the latest inputs of the room, and the actions of each
 
 
 class ShrunkReport(TypedDict):
-    """A shorter trace that breaks the same invariant."""
+    """A shorter sequence of inputs that violates the same invariant."""
 
     inputs: int
     story: list[str]
-    early: bool  # time was up before nothing more could be left out
-    fresh: bool  # it begins with a new machine and needs no checkpoint
+    early: bool  # the time was up before every input had been tried
+    fresh: bool  # starts with a new machine instead of the checkpoint
 
 
 class AgentVerdict(TypedDict):
-    """The result of one agent's replay, as `kvctl replay -o json` prints it."""
+    """Result of one agent's replay, as `kvctl replay -o json` prints it."""
 
     agent: str
     role: str
     incarnation: str
     inputs: int
     rooms: int
-    pieces: int  # stretches without a gap
+    pieces: int  # segments without a gap
     missed: int  # inputs that the agent did not record
-    dropped: int  # inputs that were no longer kept
+    dropped: int  # pieces that the agent no longer had
     first_at_ns: int | None
     last_at_ns: int | None
     notes: list[str]
     breach: BreachReport | None
     shrunk: ShrunkReport | None
-    test: str  # path of the test that was written; empty
+    test: str  # path of the written test; "" if none
+
+
+def replay(
+    path: Path, names: Sequence[str], shrink_s: float | None, test: Path | None, progress: Progress
+) -> list[AgentVerdict]:
+    """Replays the named agents of a recording, or all agents if `names` is empty.
+
+    Args:
+        shrink_s: time limit for shortening the inputs of a violation; None: they are not shortened.
+        test: where to write a test for the first violation; None: no test.
+        progress: called with a line of text every few thousand inputs.
+
+    Raises:
+        CliError: the recording cannot be read, was made by another build (exit 6) or lacks an agent (exit 2); the test
+            cannot be written; the replay exceeded `TIME_LIMIT_S` (exit 4).
+    """
+    latest = "reading the recording"
+
+    def report(text: str) -> None:
+        nonlocal latest
+        latest = text
+        progress(text)
+
+    with readable(path):
+        try:
+            with _time_limit():
+                agents = load(path)
+                known = {agent.name for agent in agents}
+                if unknown := [name for name in names if name not in known]:
+                    text = f"{path} has no agent {unknown[0]}; it has {', '.join(sorted(known))}"
+                    raise CliError(text, ExitCode.USAGE)
+                return judge([agent for agent in agents if not names or agent.name in names], shrink_s, test, report)
+        except ReplayTimeout as error:
+            position = f", {error.position}" if error.position else ""
+            text = f"{path}: the replay did not end within {TIME_LIMIT_S:.0f} s ({latest}{position}): choose an --agent"
+            raise CliError(text, ExitCode.TIMEOUT) from None
+        except OSError as error:
+            raise CliError(f"{error.filename or test}: {error.strerror}") from None
 
 
 def judge(
     agents: Sequence[AgentRecording], shrink_s: float | None, test: Path | None, progress: Progress
 ) -> list[AgentVerdict]:
-    """A verdict for each agent.
-
-    Args:
-        shrink_s: time limit for shortening the trace of a breach; None: do not shorten it.
-        test: file for a test that repeats the first breach; None: write none.
+    """Returns a verdict for each agent; arguments as for `replay`.
 
     Raises:
-        RecordingError: a recording is damaged.
+        RecordingError: the recording is damaged, or was made by another build.
         OSError: the test cannot be written.
     """
     verdicts: list[AgentVerdict] = []
     for agent in agents:
-        agent.check()
-        verdict = _one(agent, shrink_s, test, progress)
+        agent.check_versions()
+        verdict = _judge_agent(agent, shrink_s, test, progress)
         if verdict["test"]:
             test = None
         verdicts.append(verdict)
     return verdicts
 
 
-def _one(agent: AgentRecording, shrink_s: float | None, test: Path | None, progress: Progress) -> AgentVerdict:
+def _judge_agent(agent: AgentRecording, shrink_s: float | None, test: Path | None, progress: Progress) -> AgentVerdict:
     header = agent.header
-    stretches = agent.stretches()
-    whole = sum(stretch.count for stretch in stretches)
+    segments = agent.segments()
+    total = sum(segment.count for segment in segments)
     verdict: AgentVerdict = {
         "agent": agent.name,
         "role": header["role"],
         "incarnation": header["incarnation"],
         "inputs": 0,
         "rooms": 0,
-        "pieces": len(stretches),
+        "pieces": len(segments),
         "missed": header["missed"],
         "dropped": agent.dropped,
         "first_at_ns": None,
         "last_at_ns": None,
-        "notes": _notes(agent, stretches),
+        "notes": _notes(agent, segments),
         "breach": None,
         "shrunk": None,
         "test": "",
     }
     offset_ns = header["clock_offset_ns"]
-    for number, stretch in enumerate(stretches, 1):
-        items = list(stretch.inputs())
+
+    def report(before: int, count: int) -> None:
+        progress(f"{agent.name}: {before + count} of {total} inputs")
+
+    for number, segment in enumerate(segments, 1):
+        items = list(segment.inputs())
         if not items:
             continue
         verdict["first_at_ns"] = verdict["first_at_ns"] or items[0].now_ns + offset_ns
         verdict["last_at_ns"] = items[-1].now_ns + offset_ns
-        start = stretch.start
+        start = segment.start
         if left_out := start.checkpoint.left_out:
             verdict["notes"].append(f"its checkpoint lacks {left_out} rooms that had ended long before")
-        played = play(start, items, progress=partial(_tell, progress, agent.name, verdict["inputs"], whole))
+        report(verdict["inputs"], 0)
+        played = play(start, items, progress=partial(report, verdict["inputs"]))
         verdict["inputs"] += played.inputs
         verdict["rooms"] += played.rooms
         if played.diverged is not None:
@@ -118,55 +186,79 @@ def _one(agent: AgentRecording, shrink_s: float | None, test: Path | None, progr
             )
         if (breach := played.breach) is None:
             continue
-        verdict["breach"] = _told(breach, offset_ns)
-        short: Shorter | None = None
+        verdict["breach"] = {
+            "invariant": breach.invariant,
+            "text": breach.text,
+            "number": breach.item.number,
+            "at_ns": breach.item.now_ns + offset_ns,
+            "room": None if breach.room is None else str(breach.room),
+            "story": list(breach.story),
+        }
+        shrunk = Shrunk(start, items[: played.inputs], breach, early=False, fresh=False)
         if shrink_s is not None:
             progress(f"{agent.name}: making the trace shorter")
-            short = shrink(start, items[: played.inputs], breach, shrink_s)
-            verdict["shrunk"] = _shrunk(short)
+            shrunk = shrink(*shrunk[:3], shrink_s)
+            verdict["shrunk"] = {
+                "inputs": len(shrunk.inputs),
+                "story": list(shrunk.breach.story),
+                "early": shrunk.early,
+                "fresh": shrunk.fresh,
+            }
         if test is not None:
-            trace = short or Shorter(start, items[: played.inputs], breach, early=False, fresh=False)
-            verdict["test"] = str(write_test(test, header, trace))
-        if number < len(stretches):
-            verdict["notes"].append("what follows the breach was not run")
+            verdict["test"] = str(write_test(test, header, shrunk))
+        if number < len(segments):
+            verdict["notes"].append("inputs after the breach were not run")
         break
     return verdict
 
 
-def _tell(progress: Progress, name: str, before: int, whole: int, count: int) -> None:
-    progress(f"{name}: {before + count} of {whole} inputs")
-
-
-def _notes(agent: AgentRecording, stretches: Sequence[InputSegment]) -> list[str]:
-    """What a reader must know of the recording itself."""
+def _notes(agent: AgentRecording, segments: Sequence[InputSegment]) -> list[str]:
+    """Describes what the recording lacks."""
     header = agent.header
     notes: list[str] = []
-    if not stretches:
+    if not segments:
         notes.append("nothing was recorded (record_inputs)" if not agent.pieces else "no checkpoint was recorded")
-    elif stretches[0].first:
-        notes.append(f"the recording begins at input {stretches[0].first}: what came before is no longer kept")
-    if header.get("fault"):
+    elif segments[0].first:
+        notes.append(f"the recording begins at input {segments[0].first}: earlier inputs are no longer kept")
+    if header["fault"]:
         notes.append(f"recording ended with a fault, {header['missed']} inputs were missed: {header['fault']}")
     elif header["missed"]:
         notes.append(f"{header['missed']} inputs were missed: too many rooms were open for a checkpoint")
     return notes
 
 
-def _told(breach: Breach, offset_ns: int) -> BreachReport:
-    return {
-        "invariant": breach.invariant,
-        "text": breach.text,
-        "number": breach.item.number,
-        "at_ns": breach.item.now_ns + offset_ns,
-        "room": None if breach.room is None else str(breach.room),
-        "story": list(breach.story),
-    }
+def write_test(path: Path, header: InputHeader, shrunk: Shrunk) -> Path:
+    """Writes a test that fails while the machine violates the invariant, and its inputs beside it (.kvrec).
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    data = path.with_suffix(".kvrec")
+    save(data, header, shrunk.start, [item._replace(outcome="") for item in shrunk.inputs])
+    invariant = shrunk.breach.invariant
+    name = re.sub(r"\W+", "_", f"{header['name']}_{invariant}", flags=re.ASCII).strip("_").lower()
+    agent, version = (re.sub(r"[^\w.-]", "_", header[key], flags=re.ASCII) for key in ("name", "version"))
+    text = _TEST.format(
+        agent=agent, version=version, invariant=invariant, text=INVARIANTS[invariant], data=data.name, name=name
+    )
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
-def _shrunk(short: Shorter) -> ShrunkReport:
-    return {
-        "inputs": len(short.inputs),
-        "story": list(short.breach.story),
-        "early": short.early,
-        "fresh": short.fresh,
-    }
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    """Raises ReplayTimeout after `TIME_LIMIT_S`, even within one input; only possible on the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise ReplayTimeout
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 
 from kvctl.client import recordings
-from kvctl.lab.replay import recordings as recordings_of_replay
+from kvctl.lab.replay import player
+from kvctl.lab.replay import verdicts as replay_verdicts
+from kvctl.lab.replay.recordings import Input
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RecordingError, RecordingVersionError, RequestRefused
+from kvctl_agent.protocol import events as ev
 
 
 def read(path: Path) -> list[form.Frame]:
@@ -184,7 +188,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Replaces the verdicts on `a.kvrec`, a recording of two agents; returns the calls of `judge`."""
     asked: list[Any] = []
     agents = [SimpleNamespace(name=name) for name in ("decode-0", "prefill-0")]
-    monkeypatch.setattr(recordings_of_replay, "load", lambda path: agents)
+    monkeypatch.setattr(replay_verdicts, "load", lambda path: agents)
     (tmp_path / "a.kvrec").touch()
 
     def make(verdicts: list[Any] | Exception) -> list[Any]:
@@ -194,7 +198,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
                 raise verdicts
             return verdicts
 
-        monkeypatch.setattr("kvctl.lab.replay.verdicts.judge", judged)
+        monkeypatch.setattr(replay_verdicts, "judge", judged)
         return asked
 
     return make
@@ -252,3 +256,22 @@ def test_a_file_that_is_no_recording_is_refused(kvctl: Any, tmp_path: Path) -> N
     assert outcome.code == 1
     assert f"{path}: it is not a kvctl recording" in outcome.err
     assert kvctl("replay", str(tmp_path / "missing")).code == 2
+
+
+def test_a_replay_that_does_not_end_names_the_input_and_exits_4(
+    answer: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer([])
+
+    def endless(agents: Any, shrink_s: Any, test: Any, progress: Any) -> Any:
+        progress("decode-0: 0 of 7 inputs")
+        machine = SimpleNamespace(handle=lambda event, now_ns: time.sleep(60))
+        checker = SimpleNamespace(rooms_checked=0)
+        monkeypatch.setattr(player, "_machine", lambda start, paths: (machine, checker))
+        return player.play(None, [Input(5, 0, ev.Tick())])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(replay_verdicts, "judge", endless)
+    monkeypatch.setattr(replay_verdicts, "TIME_LIMIT_S", 0.2)
+    outcome = kvctl("replay", str(tmp_path / "a.kvrec"))
+    assert outcome.code == 4
+    assert "the replay did not end within 0 s (decode-0: 0 of 7 inputs, input 5: Tick)" in outcome.err

@@ -10,8 +10,7 @@ import pytest
 
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.checkpoint import TooSlow, build, pack, take, unpack
-from kvctl_agent.protocol.checkpoint_classes import classes
+from kvctl_agent.protocol.checkpoint import TooSlow, _registry, build, pack, take, unpack
 from kvctl_agent.protocol.machine import Machine
 from tests.support.protocol.scenarios import open_and_compute, world
 from tests.support.protocol.simulation import World
@@ -46,9 +45,18 @@ def test_a_machine_made_from_a_checkpoint_is_in_the_same_state_and_does_the_same
         assert [type(action) for action in mine] == [type(action) for action in theirs], name
 
 
-def test_no_two_classes_that_do_not_change_have_one_name() -> None:
-    names = Counter(kind.__name__ for kind in classes().leaves)
+def test_no_two_immutable_classes_have_one_name() -> None:
+    names = Counter(kind.__name__ for kind in _registry().by_reference)
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_fresh_checkpoint_is_a_new_machine_with_the_same_flags() -> None:
+    found = busy(0)
+    for name, machine in found.machines.items():
+        checkpoint = take(machine, AGES).fresh()
+        local, timing, state = build(unpack(pack(checkpoint)))
+        again: Machine = found._build(local, state)
+        assert (local.name, again.open_rooms, timing) == (name, 0, machine.timing)
 
 
 def test_it_gives_up_when_it_takes_too_long() -> None:
@@ -85,25 +93,30 @@ def test_the_oldest_tombstones_are_left_out_and_counted(monkeypatch: pytest.Monk
     assert [key.room for key in state.tombstones._graves] == [2, 3, 4]
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00", b"\x95", msgspec.msgpack.encode([[1, 2], {}, [], 0, {}])])
+@pytest.mark.parametrize("data", [b"", b"\x00", b"\x95", msgspec.msgpack.encode([2, {}, 1, 2, ["dict"], ["list"], 0])])
 def test_garbage_is_no_checkpoint(data: bytes) -> None:
-    with pytest.raises(RecordingError):
+    with pytest.raises(RecordingError, match="not a checkpoint"):
         unpack(data)
 
 
+def test_a_checkpoint_of_an_earlier_encoding_is_of_another_build() -> None:
+    with pytest.raises(RecordingVersionError, match="its checkpoint has another version"):
+        unpack(msgspec.msgpack.encode([[["c", "LocalInfo", []], ["c", "Timing", []]], {}, [], 0, {}]))
+
+
 def test_only_known_classes_are_made() -> None:
-    head = msgspec.msgpack.decode(pack(take(World().d(), AGES)))
-    head[1]["evil"] = ["c", "Popen", [["l", ["true"]]]]
+    encoded = msgspec.msgpack.decode(pack(take(World().d(), AGES)))
+    encoded[4] += ["evil", ["Popen", ["list", "true"]]]
     with pytest.raises(RecordingVersionError, match="Popen"):
-        unpack(msgspec.msgpack.encode(head))
+        unpack(msgspec.msgpack.encode(encoded))
 
 
 def test_a_checkpoint_of_other_fields_is_of_another_build() -> None:
     found = World()
-    head = msgspec.msgpack.decode(pack(take(found.d(), AGES)))
-    head[4]["LocalInfo"][0] = "title"
+    encoded = msgspec.msgpack.decode(pack(take(found.d(), AGES)))
+    encoded[1]["LocalInfo"][0] = "title"
     with pytest.raises(RecordingVersionError, match="its LocalInfo differs in name, title"):
-        unpack(msgspec.msgpack.encode(head))
+        unpack(msgspec.msgpack.encode(encoded))
     less = take(found.d(), AGES)
     del less.state["rooms"]
     with pytest.raises(RecordingVersionError, match="differs in rooms"):

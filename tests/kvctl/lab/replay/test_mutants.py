@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.replay import play
+from kvctl.lab.replay.player import play
 from kvctl.lab.replay.verdicts import AgentVerdict, judge
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
@@ -117,8 +117,8 @@ def broken(seeds: range) -> InputLog | None:
     """The first log in which a replay finds a breach."""
     for seed in seeds:
         for log in history(seed):
-            stretch = recorded.recording_of(log).stretches()[0]
-            if play(stretch.start, stretch.inputs()).breach is not None:
+            segment = recorded.recording_of(log).segments()[0]
+            if play(segment.start, segment.inputs()).breach is not None:
                 return log
     return None
 

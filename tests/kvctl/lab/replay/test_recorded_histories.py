@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.replay import play
+from kvctl.lab.replay.player import play
 from kvctl.lab.replay.recordings import AgentRecording
 from kvctl.lab.replay.verdicts import judge
 from kvctl_agent.errors import RecordingError
@@ -88,11 +88,11 @@ def test_a_whole_recording_is_clean_and_does_what_was_done(seed: int) -> None:
     rooms = 0
     for log in history(seed):
         agent = recording_of(log, page_bytes=500)
-        (stretch,) = agent.stretches()
-        played = play(stretch.start, stretch.inputs())
+        (segment,) = agent.segments()
+        played = play(segment.start, segment.inputs())
         assert played.breach is None, played.breach
         assert played.diverged is None
-        assert played.inputs == stretch.count == log.taken
+        assert played.inputs == segment.count == log.taken
         assert (log.missed, log.fault, agent.dropped) == (0, "", 0)
         rooms += played.rooms
     assert rooms >= 7
@@ -104,11 +104,11 @@ def test_so_is_what_is_left_of_a_long_one(seed: int) -> None:
     late = 0
     for log in history(seed, capacity=64):
         agent = recording_of(log)
-        for stretch in agent.stretches():
-            played = play(stretch.start, stretch.inputs())
+        for segment in agent.segments():
+            played = play(segment.start, segment.inputs())
             assert played.breach is None, played.breach
             assert played.diverged is None
-            late += stretch.first > 0
+            late += segment.first > 0
         assert log.fault == ""
     assert late > 0
 
@@ -118,19 +118,19 @@ def test_time_alone_is_recorded_too() -> None:
     for _ in range(5):
         found.tick(SECOND)
     (log,) = found.logs["decode-0"]
-    (stretch,) = recording_of(log).stretches()
-    assert [type(item.event).__name__ for item in stretch.inputs()][-5:] == ["Tick"] * 5
+    (segment,) = recording_of(log).segments()
+    assert [type(item.event).__name__ for item in segment.inputs()][-5:] == ["Tick"] * 5
 
 
 @pytest.mark.parametrize("place", ["book", "peers", "rooms"])
 def test_a_checkpoint_that_is_of_no_machine_is_refused_in_words(place: str) -> None:
     found = RecordedWorld()
     found.tick(SECOND)
-    (stretch,) = recording_of(found.logs["decode-0"][0]).stretches()
-    start = stretch.start
+    (segment,) = recording_of(found.logs["decode-0"][0]).segments()
+    start = segment.start
     start.checkpoint.state[place] = 7
     with pytest.raises(RecordingError, match="its checkpoint is of no machine"):
-        play(start, stretch.inputs())
+        play(start, segment.inputs())
 
 
 def test_what_is_missing_is_told_with_its_own_reason() -> None:

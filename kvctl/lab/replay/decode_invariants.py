@@ -1,0 +1,531 @@
+"""Checks the invariants of a decode rank: its ring, the coverage of its rooms, and when their pages are released.
+
+The expected state follows from the inputs and actions alone, not from the machine's own state, which is read only for
+the leases and grants that exist when the recording begins, and to find leftovers of finished rooms. Rooms that were
+open before the recording are not checked.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvctl.lab.replay.formatting import rooms_of
+from kvctl.lab.replay.invariants import Violation
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.values import layer_range
+from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.layout.chunks import Chunk
+from kvctl_agent.layout.plan import aux_writer, slices_to_reader, state_slices_to_reader, writer_cells
+from kvctl_agent.layout.plan_inputs import PlanInputs
+from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.peer import plan_with_peer
+from kvctl_agent.protocol.ring import Position, may_write
+from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
+
+
+class DecodeInvariants:
+    """Expected state of one decode rank.
+
+    Attributes:
+        rooms_checked: rooms opened since the recording began.
+    """
+
+    def __init__(self, machine: DecodeMachine) -> None:
+        self.rooms_checked = 0
+        self._machine = machine
+        self._local = machine.local
+        self._rooms: dict[int, _Room] = {}
+        self._unknown = set(machine.rooms)  # opened before the recording
+        self._peer_infos: dict[str, msg.PeerInfo] = {}
+        self._incarnations: dict[str, int] = {}
+        self._lost: set[str] = set()
+        self._checksums: set[tuple[int, int, PartKind, PartKey]] = set()  # being computed
+        for name, peer in machine.peers.items():
+            self._incarnations[name] = peer.incarnation
+            if peer.who is not None:
+                self._peer_infos[name] = peer.who
+            if not peer.usable:
+                self._lost.add(name)
+        self._unknown_serials = machine.ring.last_serial  # up to this one
+        self._ring = _Ring(self._local.ring_bytes, self._unknown_serials, complete=not machine.rooms)
+
+    def feasible(self, event: ev.Event) -> bool:
+        """Whether the engine or a worker can report this: it answers only actions that happened."""
+        if isinstance(event, ev.Scattered | ev.ScatterFailed):
+            region = self._ring.live.get(event.serial)
+            return event.serial <= self._unknown_serials if region is None else region.scattering
+        if isinstance(event, ev.Checked):
+            return event.room in self._unknown or (event.room, event.nonce, event.kind, event.key) in self._checksums
+        return True
+
+    def check(self, event: ev.Event, now_ns: int, actions: Sequence[ev.Action]) -> None:
+        """Checks the actions of one input.
+
+        Raises:
+            Violation: an invariant does not hold.
+        """
+        lost = {action.peer for action in actions if isinstance(action, ev.DropPeer)}
+        for name in lost:
+            self._lose(name, event)
+        match event:
+            case ev.OpenRoom():
+                self._open(event, actions)
+            case ev.Arrived():
+                self._arrived(event.tag)
+            case ev.Scattered():
+                self._scattered(event.serial, copied=True)
+            case ev.ScatterFailed():
+                self._scattered(event.serial, copied=False)
+            case ev.Checked():
+                self._checksums.discard((event.room, event.nonce, event.kind, event.key))
+            case ev.Received():
+                self._received(event)
+            case ev.ReleaseHeld():
+                self._operator_released(event, actions)
+        for action in actions:
+            match action:
+                case ev.Send():
+                    self._sent(action.peer, action.message)
+                case ev.Scatter():
+                    self._scatter(action)
+                case ev.Check():
+                    self._checksums.add((action.room, action.nonce, action.kind, action.key))
+                case ev.StateChanged():
+                    self._state_changed(action)
+                case ev.Released():
+                    self._released(action.room)
+        self._plan_opened(actions)
+        self._remove_finished(list(self._rooms) if lost else rooms_of(event, actions))
+
+    # ---- inputs ---------------------------------------------------------------------------------------------------
+
+    def _open(self, event: ev.OpenRoom, actions: Sequence[ev.Action]) -> None:
+        if not any(isinstance(action, ev.StateChanged) and action.room == event.room for action in actions):
+            return  # refused
+        self._unknown.discard(event.room)
+        self._rooms[event.room] = _Room(event)
+        self.rooms_checked += 1
+
+    def _received(self, event: ev.Received) -> None:
+        name, message = event.peer, event.message
+        if isinstance(message, msg.HelloAck):
+            if message.to == self._local.incarnation and event.incarnation >= self._incarnations.get(name, 0):
+                self._incarnations[name] = event.incarnation
+                self._peer_infos[name] = message.who
+                self._lost.discard(name)
+            return
+        if name in self._lost or event.incarnation != self._incarnations.get(name):
+            return
+        match message:
+            case msg.PartReady():
+                for data in message.tags:
+                    try:
+                        self._arrived(Tag.unpack(data))
+                    except RemoteProtocolError:
+                        continue
+            case msg.StagingRevoked():
+                region = self._ring.live.get(message.serial)
+                if region is not None and region.revoking and region.room.peer == name:
+                    self._ring.free(region)
+            case msg.TooLate():
+                region = self._ring.live.get(message.serial)
+                if region is not None and region.room.peer == name:
+                    region.revoking = False
+            case msg.RoomAccepted() | msg.RoomRefused() | msg.RoomDrained() | msg.Ack():
+                room = self._rooms.get(message.room)
+                if room is not None and room.opening.nonce == message.nonce:
+                    self._answered(room, name, message)
+
+    def _answered(
+        self, room: _Room, name: str, message: msg.RoomAccepted | msg.RoomRefused | msg.RoomDrained | msg.Ack
+    ) -> None:
+        match message:
+            case msg.RoomAccepted():
+                room.accepted.add(name)
+            case msg.Ack(of="room-done") if room.done:
+                room.acked.add(name)
+            case msg.RoomRefused():
+                self._drained(room, name)
+            case msg.RoomDrained() if room.failed:
+                self._drained(room, name)
+
+    def _drained(self, room: _Room, name: str) -> None:
+        """Nothing of writer `name` is in flight to this room."""
+        room.drained.add(name)
+        room.acked.add(name)
+        for region in self._ring.regions_of(RoomKey(name, room.opening.room, room.opening.nonce)):
+            if not region.scattering:
+                self._ring.free(region)
+
+    def _lose(self, name: str, event: ev.Event) -> None:
+        """A peer is lost; the event proves that its process has ended, or does not."""
+        proven = isinstance(event, ev.PeerDead)
+        if isinstance(event, ev.Received):  # a Bye, or the hello of the next incarnation
+            proven = not isinstance(event.message, msg.Bye) or event.message.drained
+        self._lost.add(name)
+        for room in self._rooms.values():
+            if name in room.writers:
+                room.acked.add(name)
+                if proven:
+                    room.drained.add(name)
+        for region in [region for region in self._ring.live.values() if region.room.peer == name]:
+            if region.scattering:
+                continue
+            if proven:
+                self._ring.free(region)
+            else:
+                region.unread = True
+
+    def _operator_released(self, event: ev.ReleaseHeld, actions: Sequence[ev.Action]) -> None:
+        """With `force` the operator vouches that the writer has ended; a region that is being read stays in use."""
+        for answer in actions:
+            if not isinstance(answer, ev.Answered) or not (answer.freed or answer.drained):
+                continue
+            if not event.force:
+                raise Violation("released-early", f"{answer.text}, without proof that its writer ended", event.room)
+            room = self._rooms.get(event.room) if event.room is not None else None
+            if room is not None:
+                room.drained.update(answer.drained)
+                room.acked.update(answer.drained)
+            for serial in answer.freed:
+                region = self._ring.live.get(serial)
+                if region is not None and region.scattering:
+                    raise Violation("released-early", f"{region} is freed while it is scattered", region.room.room)
+                if region is not None:
+                    self._ring.free(region)
+
+    def _arrived(self, tag: Tag) -> None:
+        """The tag of a part arrived, from the transport or in a message."""
+        room = self._rooms.get(tag.room)
+        if tag.incarnation != self._local.incarnation or room is None or room.opening.nonce != tag.nonce:
+            return
+        if tag.kind is not PartKind.KV:
+            room.missing_finals.discard((tag.kind, tag.key))
+            return
+        if room.pages(tag.key) is None or tag.key.writer >= len(room.writers):
+            return
+        key = RoomKey(room.writers[tag.key.writer], tag.room, tag.nonce)
+        region = next((each for each in self._ring.regions_of(key) if each.key == tag.key), None)
+        if tag.serial == 0:
+            room.add_covered(tag.key)
+            if region is not None and not region.scattering:
+                self._ring.free(region)  # written on another path although it was granted
+        elif region is not None and region.serial == tag.serial:
+            region.landed = True
+            if room.failed and not region.scattering:
+                self._ring.free(region)  # written, and not needed any more
+
+    def _scattered(self, serial: int, *, copied: bool) -> None:
+        region = self._ring.live.get(serial)
+        if region is None or not region.scattering:
+            return
+        self._ring.free(region)
+        room = self._rooms.get(region.room.room)
+        if room is not None and room.opening.nonce == region.room.nonce:
+            room.scattering.discard(serial)
+            if copied:
+                room.add_covered(region.key)
+
+    # ---- actions --------------------------------------------------------------------------------------------------
+
+    def _sent(self, name: str, message: msg.Message) -> None:
+        match message:
+            case msg.StagingGrants():
+                self._granted(name, message)
+            case msg.Watermark():
+                self._ring.set_watermark((message.round, message.tail, message.sequence))
+            case msg.Heartbeat():
+                self._ring.set_watermark(message.watermark)
+            case msg.StagingRevoke():
+                if (region := self._ring.live.get(message.serial)) is not None:
+                    region.revoking = True
+
+    def _granted(self, name: str, message: msg.StagingGrants) -> None:
+        room = self._rooms.get(message.room)
+        if message.room in self._unknown:
+            self._ring.set_watermark(message.watermark)
+            return
+        if room is None or room.opening.nonce != message.nonce or room.failed:
+            text = f"{name} gets grants for room {message.room}, which is not open"
+            raise Violation("bad-grant", text, message.room)
+        first = None if self._ring.live else message.grants[0].serial
+        for grant in message.grants:
+            key = PartKey(self._peer_infos[name].unique_rank, grant.chunk, grant.lo, grant.hi)
+            self._ring.grant(RoomKey(name, message.room, message.nonce), key, grant)
+        self._ring.set_watermark(message.watermark)
+        if first is not None:
+            self._ring.check_writable(first)
+
+    def _scatter(self, action: ev.Scatter) -> None:
+        if action.room in self._unknown:
+            return
+
+        def violation(text: str) -> Violation:
+            return Violation("scatter", text, action.room)
+
+        region = self._ring.live.get(action.serial)
+        if region is None:
+            raise violation(f"serial {action.serial} is scattered and is not allocated")
+        if region.scattering:
+            raise violation(f"{region} is scattered twice")
+        if not region.landed:
+            raise violation(f"{region} is scattered before its bytes have landed")
+        granted = (region.room.room, region.room.nonce, region.key, region.offset)
+        if granted != (action.room, action.nonce, action.key, action.offset):
+            raise violation(f"{region} is scattered as {action.key} of room {action.room}")
+        region.scattering = True
+        room = self._rooms.get(action.room)
+        if room is None or room.opening.nonce != action.nonce:
+            return
+        if room.released:
+            raise violation(f"{region} is scattered into released pages")
+        pages = room.pages(action.key)
+        if pages is None or not np.array_equal(pages, action.pages):
+            raise violation(f"{region} is scattered into pages of another part")
+        room.scattering.add(action.serial)
+
+    def _state_changed(self, action: ev.StateChanged) -> None:
+        room = self._rooms.get(action.room)
+        if room is None:
+            return
+        if room.failed or room.done:
+            text = f"room {action.room} has finished and becomes {action.state.label}"
+            raise Violation("state-after-end", text, action.room)
+        if action.state is RoomState.FAILED:
+            room.failed = True
+            for name in room.writers:
+                for region in self._ring.regions_of(RoomKey(name, action.room, room.opening.nonce)):
+                    region.unread = not region.scattering
+        elif action.state is RoomState.SUCCESS:
+            if gap := room.gap():
+                raise Violation("success-with-a-gap", f"room {action.room} succeeds, but {gap}", action.room)
+            room.done = True
+
+    def _released(self, number: int) -> None:
+        room = self._rooms.get(number)
+        if room is None:
+            return
+
+        def violation(text: str) -> Violation:
+            return Violation("released-early", f"room {number} is released {text}", number)
+
+        if room.released:
+            raise violation("twice")
+        if not (room.done or room.failed):
+            raise violation("before it has finished")
+        if room.failed:
+            for name in room.writers:
+                if name not in room.drained:
+                    raise violation(f"while {name} may still write")
+                for region in self._ring.regions_of(RoomKey(name, number, room.opening.nonce)):
+                    raise violation(f"while {region} is in use")
+        room.released = True
+
+    def _plan_opened(self, actions: Sequence[ev.Action]) -> None:
+        """A room is opened at every rank of its prefill instance at once, which determines its plan."""
+        opened: dict[int, list[str]] = {}
+        for action in actions:
+            if isinstance(action, ev.Send) and isinstance(action.message, msg.RoomOpen):
+                opened.setdefault(action.message.room, []).append(action.peer)
+        for number, names in opened.items():
+            room = self._rooms.get(number)
+            if room is None or room.writers:
+                continue
+            room.writers = tuple(names)
+            inputs = plan_with_peer(self._local, self._peer_infos[names[0]]).inputs
+            if inputs is not None:
+                room.plan(inputs, self._local.unique_rank)
+
+    def _remove_finished(self, numbers: Iterable[int]) -> None:
+        """Forgets rooms that every rank has finished with, and checks that the machine has forgotten them."""
+        for number in numbers:
+            room = self._rooms.get(number)
+            if room is None or not room.released or (room.done and not room.acked.issuperset(room.writers)):
+                continue
+            del self._rooms[number]
+            nonce = room.opening.nonce
+            left = self._machine.rooms.get(number)
+            regions = [self._machine.state.book.of_room(RoomKey(name, number, nonce)) for name in room.writers]
+            if (left is not None and left.nonce == nonce) or any(regions):
+                raise Violation("left-behind", f"room {number} is finished everywhere and is still stored", number)
+
+
+class _Room:
+    """Expected state of one room under one nonce; its coverage is planned here again."""
+
+    def __init__(self, opening: ev.OpenRoom) -> None:
+        self.opening = opening
+        self.writers: tuple[str, ...] = ()  # ranks where it was opened, by unique rank
+        self.accepted: set[str] = set()
+        self.drained: set[str] = set()
+        self.acked: set[str] = set()
+        self.cells: dict[tuple[int, int], Chunk] = {}  # by writer and chunk, as the next three
+        self.planned: dict[tuple[int, int], int] = {}  # a bit for each layer
+        self.covered: dict[tuple[int, int], int] = {}
+        self.slices: dict[int, list[TransferSlice]] = {}  # by writer
+        self.missing_finals: set[tuple[PartKind, PartKey]] = set()
+        self.scattering: set[int] = set()  # serials
+        self.failed = self.done = self.released = False
+
+    def plan(self, inputs: PlanInputs, reader: int) -> None:
+        """Computes the parts that the writers owe."""
+        opening, room = self.opening, self.opening.room
+        for part_slice in () if opening.prefill_only else slices_to_reader(inputs, room, reader):
+            writer = part_slice.writer
+            self.slices.setdefault(writer, []).append(part_slice)
+            for cell in writer_cells(inputs, room, writer, opening.total_pages, opening.prefix_pages):
+                at = writer, cell.index
+                self.cells[at] = cell
+                self.planned[at] = self.planned.get(at, 0) | _bits(part_slice.layer_lo, part_slice.layer_hi)
+        if opening.aux_index >= 0:
+            self.missing_finals.add((PartKind.AUX, PartKey(aux_writer(inputs, room, reader), 0, 0, 0)))
+        components = [segment.index for segment in inputs.segments if segment.state]
+        wanted = {index for index, items in zip(components, opening.states, strict=False) if len(items)}
+        for part_slice in state_slices_to_reader(inputs, room, reader) if wanted else ():
+            if part_slice.segment in wanted:
+                key = PartKey(part_slice.writer, part_slice.segment, part_slice.layer_lo, part_slice.layer_hi)
+                self.missing_finals.add((PartKind.STATE, key))
+
+    def pages(self, key: PartKey) -> ev.Pages | None:
+        """Returns this rank's pages of a part; None if no such part is planned."""
+        cell = self.cells.get((key.writer, key.chunk))
+        if cell is None or not any(s.layer_lo <= key.lo < key.hi <= s.layer_hi for s in self.slices[key.writer]):
+            return None
+        first = cell.first - self.opening.prefix_pages
+        return self.opening.pages[first : first + cell.count]
+
+    def add_covered(self, key: PartKey) -> None:
+        """A part is in its pages."""
+        at = key.writer, key.chunk
+        self.covered[at] = self.covered.get(at, 0) | _bits(key.lo, key.hi)
+
+    def gap(self) -> str:
+        """Describes what is not in its pages yet; "" if nothing is missing."""
+        if not self.writers:
+            return "it was opened at no rank"
+        for (writer, chunk), planned in self.planned.items():
+            if missing := planned & ~self.covered.get((writer, chunk), 0):
+                lo, hi = (missing & -missing).bit_length() - 1, missing.bit_length()
+                return f"writer {writer} chunk {chunk} layers {layer_range(lo, hi)} are not in their pages"
+        for kind, key in sorted(self.missing_finals):
+            return f"{'the aux row' if kind is PartKind.AUX else 'state'} of writer {key.writer} has not arrived"
+        if silent := [name for name in self.writers if name not in self.accepted]:
+            return f"{silent[0]} has not accepted it"
+        if self.scattering:
+            return f"serial {min(self.scattering)} is still being scattered"
+        return ""
+
+
+def _bits(lo: int, hi: int) -> int:
+    return (1 << hi) - (1 << lo)
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    """One granted region, until its bytes can be neither written nor read any more."""
+
+    room: RoomKey
+    key: PartKey
+    serial: int
+    offset: int
+    end: int
+    round: int
+    landed: bool = False
+    scattering: bool = False
+    revoking: bool = False
+    unread: bool = False  # the room failed: it may still be written, and will not be read
+    writable: bool = False  # the watermark permits the write
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.room, self.key, self.offset, self.end, self.round
+
+    def __str__(self) -> str:
+        return f"serial {self.serial} ({self.key} of room {self.room.room}, bytes {self.offset}-{self.end})"
+
+
+class _Ring:
+    """Expected state of the staging ring.
+
+    Args:
+        last_serial: the highest serial granted before the recording.
+        complete: whether no region was granted before the recording.
+    """
+
+    def __init__(self, size_bytes: int, last_serial: int, *, complete: bool) -> None:
+        self.live: dict[int, _Region] = {}
+        self._size_bytes = size_bytes
+        self._last_serial = last_serial
+        self._complete = complete
+        self._writable: list[tuple[int, int]] = []  # (offset, serial) of regions that are writable or read
+        self._watermark = Position(0, 0)
+        self._sequence = 0
+
+    def grant(self, room: RoomKey, key: PartKey, grant: msg.Grant) -> None:
+        """A grant was sent, perhaps again."""
+        region = _Region(room, key, grant.serial, grant.offset, grant.end, grant.round)
+        known = self.live.get(grant.serial)
+        if known is not None:
+            if known.identity != region.identity:
+                raise Violation("serial-reused", f"{region} is also {known}", room.room)
+            return
+        if grant.serial <= self._last_serial:
+            raise Violation("serial-reused", f"{region} is granted after serial {self._last_serial}", room.room)
+        if not 0 <= region.offset < region.end <= self._size_bytes:
+            raise Violation("bad-grant", f"{region} exceeds the ring of {self._size_bytes} bytes", room.room)
+        self._last_serial = grant.serial
+        self.live[grant.serial] = region
+        self._open_gates(self._watermark, [region])
+
+    def check_writable(self, serial: int) -> None:
+        """The first grant from an empty ring must be writable with the watermark that was sent with it."""
+        region = self.live.get(serial)
+        if self._complete and region is not None and not region.writable:
+            text = f"{region} waits for a watermark, and no other region is live"
+            raise Violation("gated-by-nobody", text, region.room.room)
+
+    def set_watermark(self, watermark: Sequence[int]) -> None:
+        """A watermark was sent: (round, tail, sequence)."""
+        if len(watermark) != 3:
+            return
+        position, sequence = Position(watermark[0], watermark[1]), watermark[2]
+        before = self._watermark
+        if sequence < self._sequence or position < before:
+            raise Violation(
+                "watermark-back",
+                f"the watermark moves from round {before.round} tail {before.tail} (sequence {self._sequence}) "
+                f"to round {position.round} tail {position.tail} (sequence {sequence})",
+            )
+        if position != before:
+            self._open_gates(position, [region for region in self.live.values() if not region.writable])
+        self._watermark, self._sequence = position, sequence
+
+    def free(self, region: _Region) -> None:
+        """Nothing writes or reads the region any more."""
+        if self.live.pop(region.serial, None) is not None and region.writable:
+            self._writable.remove((region.offset, region.serial))
+
+    def regions_of(self, room: RoomKey) -> list[_Region]:
+        return [region for region in self.live.values() if region.room == room]
+
+    def _open_gates(self, watermark: Position, regions: Iterable[_Region]) -> None:
+        for region in regions:
+            if not may_write(region.round, region.end, watermark):
+                continue
+            for offset, serial in self._writable:
+                if offset >= region.end:
+                    break
+                other = self.live[serial]
+                # Regions retired for two silent writers may overlap, because neither will be read.
+                if region.offset < other.end and not (region.unread and other.unread):
+                    text = f"{region} may be written, and so may {other}"
+                    raise Violation("two-owners", text, region.room.room)
+            region.writable = True
+            insort(self._writable, (region.offset, region.serial))
