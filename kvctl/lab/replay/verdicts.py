@@ -26,7 +26,7 @@ TIME_LIMIT_S = 3600.0
 
 _TEST = '''"""{agent} (kvctl {version}) violated {invariant}: {text}.
 
-Written by `kvctl replay --write-test`; the inputs are in {data}.
+Written by `kvctl replay --write-test`; the inputs are in the .kvrec file beside it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvctl.lab.replay import first_breach
 
 
 def test_{name}() -> None:
-    breach = first_breach(Path(__file__).with_name("{data}"))
+    breach = first_breach(Path(__file__).with_suffix(".kvrec"))
     assert breach is None, breach
 '''
 
@@ -238,9 +238,7 @@ def write_test(path: Path, header: InputHeader, shrunk: Shrunk) -> Path:
     invariant = shrunk.breach.invariant
     name = re.sub(r"\W+", "_", f"{header['name']}_{invariant}", flags=re.ASCII).strip("_").lower()
     agent, version = (re.sub(r"[^\w.-]", "_", header[key], flags=re.ASCII) for key in ("name", "version"))
-    text = _TEST.format(
-        agent=agent, version=version, invariant=invariant, text=INVARIANTS[invariant], data=data.name, name=name
-    )
+    text = _TEST.format(agent=agent, version=version, invariant=invariant, text=INVARIANTS[invariant], name=name)
     path.write_text(text, encoding="utf-8")
     return path
 
