@@ -334,7 +334,7 @@ def events(name: str) -> list[dict[str, Any]]:
 
 
 def inputs(name: str, since: int) -> dict[str, Any]:
-    """Two pieces, in a page each; what is in them nobody looks at here."""
+    """Two pieces of a recording, one per page, with arbitrary contents."""
     number = min(since, 1)
     kind, count = ("checkpoint", 0) if number == 0 else ("inputs", 40)
     data = base64.b64encode(zlib.compress(name.encode())).decode()
@@ -388,7 +388,7 @@ def metrics(name: str) -> list[dict[str, Any]]:
 
 
 def bootstrap(name: str) -> list[dict[str, Any]]:
-    """A third prefill rank has not come."""
+    """A registry in which a third prefill rank is missing."""
     ranks = [
         {
             "name": f"prefill-{tp}",
@@ -436,7 +436,7 @@ def config(name: str) -> list[dict[str, Any]]:
 
 
 def operations(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Handlers of the commands that act: they answer, and nothing happens."""
+    """Handlers of mutating commands, which answer without any effect."""
 
     def done(subject: str, result: str, text: str) -> list[dict[str, str]]:
         return [{"agent": name, "subject": subject, "result": result, "text": text}]
@@ -536,7 +536,7 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
 
 
 def refusals() -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Whatever is declared and has no fixed answer is refused."""
+    """Handlers that refuse every declared command without a fixed answer."""
 
     def refuse(_: dict[str, Any]) -> Any:
         raise RequestRefused(ErrorCode.NOT_PERMITTED, "not in this fleet of fixed answers")
@@ -549,7 +549,7 @@ Start = Callable[..., AdminServer]
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No agent, no configuration and no colour of the machine's own; a fixed time zone."""
+    """Hide the machine's agents, configuration and colour settings; fix the time zone."""
     for name in list(os.environ):
         if name.startswith("KVCTL_") or name in {"NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR"}:
             monkeypatch.delenv(name)
@@ -570,7 +570,7 @@ def socket_directory(surroundings: None) -> Path:
 
 @pytest.fixture
 def start(socket_directory: Path) -> Iterator[Start]:
-    """Starts real admin servers: `start(name, handlers, ahead_ns, **hello)`; all are closed at the end."""
+    """Start real admin servers: `start(name, handlers, ahead_ns, **hello)`; all are closed at the end."""
     servers: list[AdminServer] = []
 
     def make(name: str, handlers: dict[str, Any] | None = None, ahead_ns: int = 0, **changes: Any) -> AdminServer:
@@ -599,7 +599,7 @@ def fleet(start: Start) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one call of `kvctl` left behind."""
+    """Exit code and output of one call of `kvctl`."""
 
     code: int
     out: str
@@ -611,7 +611,7 @@ Kvctl = Callable[..., Outcome]
 
 @pytest.fixture
 def kvctl(capsys: pytest.CaptureFixture[str]) -> Kvctl:
-    """Runs `kvctl` in this process: `kvctl("rooms", "-o", "json")`."""
+    """Run `kvctl` in this process: `kvctl("rooms", "-o", "json")`."""
 
     def call(*args: str) -> Outcome:
         capsys.readouterr()
@@ -624,7 +624,7 @@ def kvctl(capsys: pytest.CaptureFixture[str]) -> Kvctl:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`terminal(80)`: from then on data goes to a terminal of that width, without colour."""
+    """`terminal(80)`: send data to a terminal of that width, without colour, from now on."""
 
     def set_width(columns: int) -> None:
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -636,5 +636,5 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture
 def canned() -> ModuleType:
-    """This module: its fixed answers, for tests that need no socket."""
+    """This module with its fixed answers, for tests that need no socket."""
     return sys.modules[__name__]

@@ -1,4 +1,4 @@
-"""A prefill and a decode instance of agents in this process, whose bytes are known, for tests of whole transfers."""
+"""A prefill and a decode instance of agents in this process with known contents, for tests of whole transfers."""
 
 from __future__ import annotations
 

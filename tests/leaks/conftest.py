@@ -1,4 +1,4 @@
-"""A small fleet in processes that the tests of this folder share, for each transport."""
+"""A small fleet in processes for each transport, shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAITING_S = 1.0
 
 @pytest.fixture(scope="session", params=["nixl", "mooncake"])
 def sides(request: pytest.FixtureRequest) -> Iterator[Sides]:
-    """Prefill and decode side; deadlines are short, so that tombstones expire soon."""
+    """Prefill and decode process; deadlines are short, so that tombstones expire soon."""
     timeouts = {"bootstrap_timeout_s": TOMBSTONES_S, "waiting_timeout_s": WAITING_S}
     with fleet(request.param, **timeouts) as ((prefill, decode), directory):
         yield prefill, decode
@@ -35,7 +35,7 @@ def held(sides: Sides) -> Sizes:
 
 @pytest.fixture(scope="session")
 def rested(sides: Sides) -> Sizes:
-    """What is held by agents that have seen a room of each kind, when its tombstones are over."""
+    """Resources held by agents after one room of each kind, once the tombstones have expired."""
     for room, ending in enumerate(ENDINGS, 1):
         ending(*sides, room)
     for room, ending in enumerate(ENDINGS, 1):

@@ -1,4 +1,4 @@
-"""Two codes of the tests' own, so that what commands print does not change with what real codes say."""
+"""Health codes for tests, so that the output of commands does not depend on the shipped codes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CODES = (
 
 @pytest.fixture
 def toy_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What commands look with: a full ring on each decode rank, and something to know; no pause between readings."""
+    """Replace the codes: a full ring on each decode rank, and one note; no pause between readings."""
     by_name = {code.name: code for code in CODES}
     monkeypatch.setattr("kvctl.commands.health_query.CODES", CODES)
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
@@ -69,7 +69,7 @@ def toy_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def golden() -> Callable[[str, str], None]:
-    """Compares with a file, byte for byte; `UPDATE_GOLDEN=1` writes it anew."""
+    """Compare with a file, byte for byte; `UPDATE_GOLDEN=1` rewrites it."""
 
     def check(name: str, text: str) -> None:
         path = GOLDEN / name

@@ -1,7 +1,7 @@
-"""A fleet that is well and busy, built from plain answers, and the words to harm it.
+"""A healthy, busy fleet built from plain answers, and functions that damage it.
 
-Two prefill ranks (tp2) and two decode ranks (dp2): rooms queue for the forward, some are under way, parts are gated for
-moments, the ring has turned over. Every test harms it in one way and looks at what the codes make of it.
+Two prefill ranks (tp2) and two decode ranks (dp2): rooms queue for the forward, some are in progress, parts are gated
+briefly, the ring has wrapped. Every test damages it in one way and checks the findings.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ STAGES_S = {"gate": 0.02, "queue": 0.01, "gather": 0.004, "post": 0.001, "wire":
 
 
 class Fleet:
-    """What every agent answers, free to be changed.
+    """The answers of every agent; tests change them.
 
     Attributes:
         answers: by agent name and command.
-        faults, stale: agents that did not answer, and sockets of processes that are gone.
+        faults, stale: agents that did not answer, and sockets of processes that have ended.
     """
 
     def __init__(self, prefill: int = 2, decode: int = 2) -> None:
@@ -72,7 +72,7 @@ class Fleet:
     # ---- what codes are asked -----------------------------------------------------------------------------------
 
     def snapshot(self, before: Fleet | None = None, apart_s: float = 5.0) -> Snapshot:
-        """This fleet now; `before` was it `apart_s` ago."""
+        """Return a snapshot of this fleet; `before` is an earlier one, taken `apart_s` ago."""
         earlier = None if before is None else before.snapshot()
         taken = 1000 * S + (round(apart_s * S) if earlier else 0)
         return Snapshot(self.survey(), taken, earlier)
@@ -92,38 +92,38 @@ class Fleet:
         return Survey(discovery, agents, list(self.faults))
 
     def find(self, code: str, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
-        """What one code finds."""
+        """Return the findings of one code."""
         return checked(examine(self.snapshot(before, apart_s), [CODES_BY_NAME[code]]))
 
     def examine(self, before: Fleet | None = None, apart_s: float = 5.0) -> list[Finding]:
-        """What all codes find, the worst first."""
+        """Return the findings of all codes, the most severe first."""
         return checked(examine(self.snapshot(before, apart_s), CODES))
 
     def copy(self) -> Fleet:
-        """Quicker than `deepcopy`, and there are many."""
+        """Copy the fleet, faster than `deepcopy`."""
         copied: Fleet = pickle.loads(pickle.dumps(self))
         return copied
 
     # ---- words to harm it with ----------------------------------------------------------------------------------
 
     def gone(self, name: str) -> None:
-        """Its process answers nobody any more."""
+        """Let an agent's process be gone."""
         del self.answers[name]
 
     def status(self, name: str, **changes: Any) -> None:
         self.answers[name]["status"].update(changes)
 
     def peer(self, name: str, other: str, **changes: Any) -> None:
-        """What `name` says of `other`."""
+        """Return the row that `name` reports of its peer `other`."""
         next(row for row in self.answers[name]["peers"] if row["peer"] == other).update(changes)
 
     def setting(self, key: str, value: Any) -> None:
-        """Of every agent."""
+        """Change a setting of every agent."""
         for answers in self.answers.values():
             next(row for row in answers["config"] if row["key"] == key)["value"] = value
 
     def room(self, name: str, room: str, **changes: Any) -> dict[str, Any]:
-        """A room of this agent, a new one or one that it has."""
+        """Return a room of this agent, a new one or an existing one."""
         rows = self.answers[name]["rooms"]
         row = next((row for row in rows if row["room"] == room), None)
         if row is None:
@@ -134,7 +134,7 @@ class Fleet:
         return row
 
     def failed(self, names: Iterable[str], room: str, code: str, rank: str, text: str, ago_s: float = 20) -> None:
-        """A room that all of these agents know as failed, found by `rank`."""
+        """Add a room that all of these agents report as failed, first failed by `rank`."""
         at_ns = NOW - round(ago_s * S)
         failure = {"rank": rank, "code": code, "at_ns": at_ns, "text": text}
         self.failures += 1
@@ -147,7 +147,7 @@ class Fleet:
             self.answers[name]["failed"]["rooms"].insert(0, row)
 
     def allocation(self, name: str, serial: int, **changes: Any) -> dict[str, Any]:
-        """A region of this decode rank's ring, the newest or one that it has."""
+        """Return an allocation of this decode rank's ring, the newest or an existing one."""
         rows = self.answers[name]["staging"]["ring"]["allocations"]
         row = next((row for row in rows if row["serial"] == serial), None)
         if row is None:
@@ -157,12 +157,12 @@ class Fleet:
         return row
 
     def oldest(self, name: str, serial: int, **changes: Any) -> None:
-        """A region before all others."""
+        """Add an allocation older than all others."""
         self.allocation(name, serial, **changes)
         self.answers[name]["staging"]["ring"]["allocations"].sort(key=lambda row: row["serial"] != serial)
 
     def gated(self, name: str, peer: str, room: str, **changes: Any) -> None:
-        """A part of this prefill rank that may not go yet."""
+        """Add a part of this prefill rank that may not be written yet."""
         part = {
             "room": room,
             "peer": peer,
@@ -177,7 +177,7 @@ class Fleet:
         self.answers[name]["staging"]["gated"].append({**part, **changes})
 
     def metric(self, name: str, metric: str, value: float, **labels: str) -> None:
-        """Sets one sample of a counter or gauge."""
+        """Set one sample of a counter or gauge."""
         samples = self._family(name, metric)["samples"]
         sample = next((sample for sample in samples if sample["labels"] == labels), None)
         if sample is None:
@@ -186,7 +186,7 @@ class Fleet:
         sample["value"] = value
 
     def spend(self, name: str, stage: str, seconds: float, parts: int) -> None:
-        """Adds to the time that parts have spent in a stage."""
+        """Add to the time that parts have spent in a stage."""
         samples = self._family(name, "kvctl_stage_seconds")["samples"]
         sample = next(sample for sample in samples if sample["labels"] == {"stage": stage})
         sample["sum"] += seconds
@@ -348,7 +348,7 @@ class Fleet:
         ]
 
     def _busy_room(self, room: str, number: int, prefill: int, decode: int) -> None:
-        """Most wait for the forward, some are under way; one in four has just ended."""
+        """Most rooms wait for the forward, some are in progress; one in four has just ended."""
         reader = f"decode-{number % decode}"
         writers = [f"prefill-{i}" for i in range(prefill)]
         age = (number + 1) * S
@@ -370,7 +370,7 @@ class Fleet:
 
 
 def checked(findings: list[Finding]) -> list[Finding]:
-    """The same, once each of them says what to type next, and everything that it says to type can be typed."""
+    """Return the findings after checking that each has a next command and that every command in them parses."""
     for each in findings:
         commands = COMMANDS.findall(each.remedy)
         assert each.remedy.startswith("`"), f"{each.code}: the remedy does not begin with a command: {each.remedy}"
@@ -380,11 +380,11 @@ def checked(findings: list[Finding]) -> list[Finding]:
 
 
 def parse(command: str) -> None:
-    """As the shell and the command line would, short of running it.
+    """Parse a command as the shell and the command line do, without running it.
 
     Raises:
         click.UsageError: kvctl has no such command, option or value.
-        AssertionError: another program than those that hosts have.
+        AssertionError: a program that hosts do not have.
     """
     program, *words = shlex.split(command)
     if program != "kvctl":
@@ -408,7 +408,7 @@ def role(name: str) -> str:
 
 
 def life(name: str) -> str:
-    """Its incarnation."""
+    """Incarnation of an agent."""
     return f"{sum(map(ord, name)):016x}"
 
 
@@ -435,7 +435,7 @@ def region(serial: int, **changes: Any) -> dict[str, Any]:
 
 
 def room_row(name: str, room: str, **changes: Any) -> dict[str, Any]:
-    """A room half way: the decode rank has all of one writer's cells."""
+    """A half-finished room: the decode rank has all cells of one writer."""
     decode = role(name) == "decode"
     row = {
         "room": room,

@@ -1,4 +1,4 @@
-"""Fleets of agents in this process."""
+"""Fixtures with agents in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet that was never there, the same at every run, and a feed that reads it when a test says so."""
+"""A simulated fleet, the same in every run, and a feed that reads it when a test says so."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STATES = ("Transferring", "Transferring", "WaitingForInput", "Bootstrapping")
 
 
 def wave(*seed: int, low: float = 0.0, high: float = 1.0) -> float:
-    """A number that looks like chance and is none."""
+    """A deterministic number that looks random."""
     mixed = 2166136261
     for each in seed:
         mixed = (mixed ^ (each + 0x9E37)) * 16777619 % (1 << 32)
@@ -38,10 +38,10 @@ def wave(*seed: int, low: float = 0.0, high: float = 1.0) -> float:
 
 
 class Specimen:
-    """A fleet of `prefill` ranks of one instance and `decode` ranks of several, with so many rooms on each.
+    """A fleet of `prefill` ranks of one instance and `decode` ranks of several, with a given number of rooms on each.
 
     Attributes:
-        silent: agents that do not answer; gone: agents that are not there any more.
+        silent: agents that do not answer; gone: agents that no longer exist.
     """
 
     def __init__(self, canned: ModuleType, prefill: int = 4, decode: int = 4, rooms: int = 12) -> None:
@@ -58,7 +58,7 @@ class Specimen:
         return [*self.decode, *self.prefill]
 
     def survey(self, calls: Sequence[Call], beat: int) -> Survey:
-        """What the fleet answers at that beat, a second after the one before."""
+        """Return the fleet's answers at a beat; beats are one second apart."""
         found = Survey(Discovery(Path("/run/kvctl")), at_ns=NOW + beat * S, tick_ns=beat * S)
         for name in sorted(self.names):
             endpoint = Endpoint(name, Path(f"/run/kvctl/{name}.sock"))
@@ -143,7 +143,7 @@ class Specimen:
         return [row for row in rows if state in {None, row["state"]}]
 
     def _failed(self, name: str, beat: int, limit: int = 1000) -> dict[str, Any]:
-        """Of two causes; prefill ranks tell of all rooms, decode ranks of their own."""
+        """Failed rooms with two causes; prefill ranks report all rooms, decode ranks their own."""
         reads = self._reads(name)
         if not self.prefill or not self.decode:
             return {"rooms": [], "kept": 0, "dropped_total": 0}
@@ -277,7 +277,7 @@ class Specimen:
 
 
 class StillFeed:
-    """Reads the specimen when a view asks, and when a test says that a second has passed."""
+    """Reads the specimen when a view asks, and when a test advances the time by a second."""
 
     def __init__(self, specimen: Specimen, recorded: bool = False) -> None:
         self.specimen = specimen
@@ -300,7 +300,7 @@ class StillFeed:
         self._read(question, self.beats)
 
     def beat(self) -> None:
-        """A second later."""
+        """Advance the time by a second."""
         self.beats += 1
         if not self.paused:
             self._read(self.wanted[-1], self.beats)
@@ -367,13 +367,13 @@ def specimen(canned: ModuleType) -> Specimen:
 
 @pytest.fixture
 def large(canned: ModuleType) -> Specimen:
-    """Sixty-four agents."""
+    """A fleet of 64 agents."""
     return Specimen(canned, prefill=32, decode=32, rooms=1000)
 
 
 @pytest.fixture
 def build() -> Build:
-    """An app over a specimen: `build(specimen, view, recorded=…, readonly=…)`."""
+    """Build an app that reads a specimen: `build(specimen, view, recorded=…, readonly=…)`."""
 
     def make(
         specimen: Specimen,
@@ -400,7 +400,7 @@ def ill() -> Judged:
 
 @pytest.fixture
 def drive() -> Drive:
-    """Runs a script against an app without a terminal: `drive(app, script, size)`; `script(pilot)` is a coroutine."""
+    """Run a script against an app without a terminal: `drive(app, script, size)`; `script(pilot)` is a coroutine."""
 
     def run(app: TopApp, script: Callable[[Any], Awaitable[None]], size: tuple[int, int] = (120, 40)) -> None:
         async def inner() -> None:

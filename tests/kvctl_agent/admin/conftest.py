@@ -1,4 +1,4 @@
-"""A short private socket directory, a client that speaks raw frames, and handlers that answer something."""
+"""A short private socket directory, a client that sends raw frames, and handlers with fixed answers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def hello(name: str = "decode-0") -> Hello:
 
 
 def handlers(**own: Handler) -> dict[str, Handler]:
-    """Every command answers its own name and arguments, but for those given."""
+    """Return handlers in which every command answers its own name and arguments, except the given ones."""
 
     def echo(name: str) -> Handler:
         return lambda args: {"command": name, "args": args}
@@ -82,7 +82,7 @@ def directory(socket_dir: Path) -> Path:
 
 @pytest.fixture
 def serve(directory: Path) -> Iterator[Callable[..., AdminServer]]:
-    """Starts servers and stops them after the test."""
+    """Start servers and stop them after the test."""
     servers: list[AdminServer] = []
 
     def start(name: str = "decode-0", own: dict[str, Handler] | None = None, **options: Any) -> AdminServer:
@@ -97,7 +97,7 @@ def serve(directory: Path) -> Iterator[Callable[..., AdminServer]]:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., Client]]:
-    """Opens clients and closes them after the test."""
+    """Open clients and close them after the test."""
     clients: list[Client] = []
 
     def to(server: AdminServer | Path, **options: int) -> Client:

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own."""
+"""Fixtures with ranks in separate processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("rank_process.py")
 
 
 class RankProcess:
-    """`rank_process.py`; asks are methods by the names of its `Worker`."""
+    """A process that runs `rank_process.py`; requests are names of methods of its `Worker`."""
 
     def __init__(
         self, role: str, number: int, size: int, bootstrap: str, logs: Path, directory: Path, **config: Any
@@ -47,7 +47,7 @@ class RankProcess:
         self._greeted = False
 
     def tell(self, do: str, **fields: Any) -> None:
-        """Ask without waiting for the answer, which `hear` gets."""
+        """Send a request without waiting for its answer, which `hear` returns."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
         self.process.stdin.flush()
@@ -70,7 +70,7 @@ class RankProcess:
         self.process.wait()
 
     def end(self, timeout: float = 60.0) -> tuple[int, str, str]:
-        """Let it end by itself; its exit code and what it printed."""
+        """Close its input; returns its exit code and output."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -98,7 +98,7 @@ class RankProcess:
 
 
 class Cluster:
-    """A prefill instance of some TP size and a decode instance of some DP size, a process for each rank."""
+    """A prefill instance of some TP size and a decode instance of some DP size, one process per rank."""
 
     def __init__(self, directory: Path, logs: Path, prefill: int, decode: int, **config: Any) -> None:
         self.directory = directory
@@ -131,14 +131,14 @@ class Cluster:
         return [rank for name, rank in self.ranks.items() if name.startswith(role)]
 
     def all(self, do: str, role: str = "", **fields: Any) -> dict[str, Any]:
-        """Ask all ranks of a role at the same time."""
+        """Send a request to all ranks of a role at the same time."""
         ranks = self.of(role)
         for rank in ranks:
             rank.tell(do, **fields)
         return {rank.name: rank.hear() for rank in ranks}
 
     def receive(self, rooms: list[int]) -> None:
-        """A room goes to the decode rank of its remainder."""
+        """Open a room on the decode rank given by the room number modulo the ranks."""
         decode = self.of("decode")
         for rank in decode:
             rank.ask("receive", rooms=[room for room in rooms if rank.name == self.target(room)])
@@ -154,7 +154,7 @@ class Cluster:
 
 @pytest.fixture(scope="module", params=["nixl", "loopback"])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two prefill and two decode ranks that the tests of a module share, since processes take seconds to start."""
+    """Two prefill and two decode ranks shared by the tests of a module, because processes take seconds to start."""
     directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
     # A stop is noticed soon, and is no loss however long a busy machine makes it.
     patience = {"suspect_s": 1.0, "heartbeat_s": 0.2, "lost_s": 300.0}
@@ -185,7 +185,7 @@ def make_cluster(no_leaks: None, socket_dir: Path, tmp_path: Path) -> Iterator[C
 
 @pytest.fixture(scope="module")
 def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Cluster]]:
-    """Makes clusters of one prefill and one decode rank, none of them launched, that a module's tests share."""
+    """Create clusters of one prefill and one decode rank, not launched, shared by a module's tests."""
     directories: list[Path] = []
 
     def make(transport: str) -> Cluster:
@@ -199,9 +199,9 @@ def make_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[st
 
 @pytest.fixture
 def launch(tmp_path: Path, short_directory: Path) -> Iterator[Callable[..., RankProcess]]:
-    """Starts ranks that find each other over TCP, each with a socket directory of its own, as on a host of its own.
+    """Start ranks that find each other over TCP, each with its own socket directory, as on separate hosts.
 
-    There are two prefill ranks and one decode rank; a silence of three seconds makes a peer lost.
+    There are two prefill ranks and one decode rank; a peer is lost after three seconds of silence.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

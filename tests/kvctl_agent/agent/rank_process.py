@@ -1,7 +1,7 @@
-"""One rank in a process of its own, driven by the tests: JSON lines in on stdin, out on the descriptor in argv.
+"""One rank in its own process, controlled by the tests: JSON lines in on stdin, out on the descriptor in argv.
 
-Both roles compute the same bytes for a page from its number, so a decode rank can tell on its own whether what it
-got is right. stdout stays untouched, so that a test sees whatever an engine prints there.
+Both roles compute the same bytes for a page from its number, so that a decode rank can verify the received bytes by
+itself. stdout is not used, so that a test sees everything an engine prints there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Worker:
         self.agent.wait_ready(timeout)
 
     def receive(self, rooms: list[int]) -> None:
-        """Each room of a number has its own place in the pool."""
+        """Open rooms; each room number has its own pages in the pool."""
         for room in rooms:
             slot = room % (PAGES // ROOM_PAGES) * ROOM_PAGES
             self.pages[room] = np.arange(slot, slot + ROOM_PAGES)[::-1]
@@ -82,7 +82,7 @@ class Worker:
             self.rooms[room] = self.agent.send(room)
 
     def known(self, rooms: list[int]) -> None:
-        """Until decode has opened all of these."""
+        """Wait until decode has opened all of these rooms."""
         deadline = time.monotonic() + 60
         while any(self.rooms[room].state < RoomState.WAITING_FOR_INPUT for room in rooms):
             assert time.monotonic() < deadline
@@ -94,7 +94,7 @@ class Worker:
             self.rooms[room].finish()
 
     def wait(self, rooms: list[int], timeout: float) -> dict[str, Any]:
-        """State, first cause, and whether pages are free, by room; with the time that the slowest took."""
+        """Return state, first cause, and whether pages are free, by room, and the duration of the slowest."""
         since = time.monotonic()
         states = {}
         for room in rooms:
@@ -104,7 +104,7 @@ class Worker:
         return {"rooms": states, "seconds": time.monotonic() - since}
 
     def verify(self, rooms: list[int]) -> list[int]:
-        """Those of the rooms whose bytes are wrong."""
+        """Return the rooms whose bytes are wrong."""
         wrong = set()
         for layer in range(LAYERS):
             for kv in (0, 1):
@@ -132,7 +132,7 @@ class Worker:
         return self.agent.incarnation
 
     def incarnation(self, peer: str) -> int:
-        """Of a peer, as this rank knows it."""
+        """Incarnation of a peer, as known to this rank."""
         return self.agent.parts.machine.peers[peer].incarnation
 
     def quarantined(self) -> int:
@@ -142,13 +142,13 @@ class Worker:
         self.agent.close()
 
     def exit_thread(self, code: int) -> None:
-        """A thread of the engine ends itself as one ends a process."""
+        """Let a thread of the engine call exit, as one ends a process."""
         thread = threading.Thread(target=sys.exit, args=(code,))
         thread.start()
         thread.join()
 
     def fork(self, code: int) -> int:
-        """A child that knows nothing of agents ends in the ordinary way, atexit handlers and all; its exit status."""
+        """Fork a child that exits in the ordinary way, with all atexit handlers; returns its exit status."""
         child = os.fork()
         if not child:
             sys.exit(code)

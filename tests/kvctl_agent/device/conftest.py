@@ -1,4 +1,4 @@
-"""The stand-in for the CUDA driver, where a test asks for it."""
+"""Fixture that replaces the CUDA driver by a stand-in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kvctl_agent.device.fake_driver import FakeDriver
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    """In place of cuda-bindings' driver; nothing that other tests opened is seen, nor what this one opens."""
+    """Replace cuda-bindings' driver; the test's devices and mappings are separate from those of other tests."""
     fake = FakeDriver()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
     monkeypatch.setattr(registry, "_opened", {})

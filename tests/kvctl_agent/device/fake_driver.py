@@ -1,6 +1,6 @@
-"""A stand-in for `cuda.bindings.driver`: its functions on host memory, its real enums and structures.
+"""A stand-in for `cuda.bindings.driver`: its functions on host memory, with the real enums and structures.
 
-Bytes are copied at once; what is late are events: each is done at its `patience + 1`-th query.
+Bytes are copied at once; events complete late, at their `patience + 1`-th query.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class FakeDriver:
     """GPUs 0 to `devices - 1`.
 
     Attributes:
-        calls: how often each function was called.
-        failing: what functions return instead, by name; taken away by the test.
+        calls: number of calls of each function.
+        failing: results returned instead, by function name; removed by the test.
         allocated: sizes of live allocations by address.
         opened: live mappings of other processes' memory, by address.
         unreachable: pairs of devices without peer access.
-        fabric: whether fabric handles are made.
-        patience: queries of an event that find it not ready.
+        fabric: whether fabric handles are supported.
+        patience: queries of an event that return not ready.
     """
 
     def __init__(self, devices: int = 2) -> None:

@@ -1,6 +1,7 @@
-"""A second process, for tests on a GPU: maps what the first one exported and writes rows into it with the copy kernel.
+"""A second process for tests on a GPU: maps the memory that the first one exported and writes rows into it with the
+copy kernel.
 
-JSON on stdin, JSON on stdout: the lane, or why not.
+JSON on stdin, JSON on stdout: the interconnect, or the reason for a refusal.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ DEADLINE_S = 60.0
 
 
 def content(rows: int, width: int) -> np.ndarray:
-    """What is written; row i goes to the i-th page that was asked for."""
+    """The written bytes; row i goes to the i-th requested page."""
     return np.random.default_rng(rows).integers(0, 256, (rows, width), np.uint8)
 
 
 def serve(device: int, exports: list[list[Any]], target: int, width: int, pages: list[int]) -> str:
-    """Writes one row into each of the pages at the exporter's address `target`.
+    """Write one row into each of the pages at the exporter's address `target`.
 
     Returns:
-        The lane.
+        The interconnect.
     """
     gpu = open_device(device)
     given = [Export(addr, nbytes, kind, bytes.fromhex(handle), name) for addr, nbytes, kind, handle, name in exports]

@@ -1,4 +1,4 @@
-"""The copy kernel in Triton's interpreter, on host memory; for tests."""
+"""Runs the copy kernel in Triton's interpreter, on host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 
 def interpret(variant: Variant, programs: int, arguments: Sequence[int]) -> None:
-    """One launch."""
+    """Run one launch."""
     from kvctl_agent.device.kernel import copy_rows
 
     original = interpreter._patch_lang_tensor
@@ -33,7 +33,7 @@ def interpret(variant: Variant, programs: int, arguments: Sequence[int]) -> None
 
 
 def launch(batch: Batch | BlockRanges, pages: np.ndarray, tile: Tile, programs: int = 3) -> None:
-    """One batch, as `CudaCopies` does it."""
+    """Run one batch, as `CudaCopies` does."""
     if isinstance(batch, BlockRanges):
         table = batch.table
         tables = np.stack((table.paged, table.before), axis=1)

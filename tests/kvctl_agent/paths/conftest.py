@@ -1,7 +1,7 @@
-"""Two ends of a connection in this process: ranks' pools on a writer's and a reader's transport, and what is planned.
+"""Both ends of a connection in this process: ranks' pools on a writer's and a reader's transport, and their plan.
 
-What the model holds is known element by element. A writer's pool is filled from it by its own layers and heads; what
-must have landed is worked out for the reader's, so that a wrong head or layer shows whichever side it comes from.
+The model's contents are known element by element. A writer's pool is filled with its own layers and heads; the expected
+contents are computed for the reader's layout, so that a wrong head or layer is detected on either side.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AUX_SLOTS = 4
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a test varies; `model` and the sides stand for the sizes before them where they are given."""
+    """Parameters of a test; `model` and the parallel configs replace the preceding sizes if given."""
 
     heads: int = 8
     prefill_tp: int = 2
@@ -64,7 +64,7 @@ class Geometry:
         return PlanInputs(model, self.page_size, 1024, prefill, decode)
 
     def shares(self) -> tuple[TransferSlice, ...]:
-        """KV and draft."""
+        """Transfer slices of KV and draft."""
         return transfer_slices(self.inputs(), 1, 0)
 
     def state_shares(self) -> tuple[TransferSlice, ...]:
@@ -74,7 +74,7 @@ class Geometry:
         )
 
     def slots(self, segment: Segment) -> int:
-        """Pages or items of it that every pool has."""
+        """Pages or items of a segment in every pool."""
         return self.pages - 3 * segment.index if segment.state else self.pages
 
     def pools(self, side: ParallelConfig) -> list[KVPool]:
@@ -93,7 +93,7 @@ class Geometry:
         ]
 
     def truth(self, segment: Segment, layer: int, plane: int) -> np.ndarray:
-        """What every writer has of it: uint8 [slots, rows, heads of the model, head bytes]."""
+        """Contents of a segment in every writer: uint8 [slots, rows, heads of the model, head bytes]."""
         _, rows, head_bytes = segment.planes[plane]
         shape = self.slots(segment), rows, segment.heads, head_bytes
         return np.random.default_rng([segment.index, layer, plane]).integers(0, 256, shape, np.uint8)
@@ -108,7 +108,7 @@ def planes_of(held: LocalShard) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class Ends:
-    """Pools of all ranks, filled with the truth (writers) and poison (readers), and the image of what must land."""
+    """Pools of all ranks, filled with the truth (writers) or poison (readers), and the expected contents."""
 
     geometry: Geometry
     here: Transport
@@ -119,7 +119,7 @@ class Ends:
     image: dict[tuple[int, int, int, int], np.ndarray] = field(default_factory=dict)
 
     def fill(self) -> None:
-        """Every writer has its part of the truth."""
+        """Fill every writer with its part of the truth."""
         for pool in self.writers:
             for memory in pool.segments:
                 heads = slice(memory.shard.head_lo, memory.shard.head_hi)
@@ -130,7 +130,7 @@ class Ends:
             pool.aux[:] = np.random.default_rng(1).integers(0, 256, pool.aux.shape, np.uint8)
 
     def poison(self) -> None:
-        """Nothing has landed, and nothing is planned."""
+        """Fill the readers with poison and expect nothing else."""
         for number, pool in enumerate(self.readers):
             for index, memory in enumerate(pool.segments):
                 for layer, plane in planes_of(memory.shard):
@@ -171,14 +171,14 @@ class Ends:
     def grant(
         self, share: TransferSlice, pages: int, layers: tuple[int, int] | None = None, offset: int = 4096
     ) -> Grant:
-        """As the reader grants: by the plan alone."""
+        """Grant a region as the reader does: from the plan alone."""
         lo, hi = layers or (share.layer_lo, share.layer_hi)
         return Grant(0, lo, hi, 1, offset, offset + share.part_bytes(pages, hi - lo), 0)
 
     def scatter(
         self, share: TransferSlice, dst: Any, layers: tuple[int, int] | None = None, offset: int = 4096
     ) -> None:
-        """What the reader does with a landed part."""
+        """Scatter a landed part, as the reader does."""
         part = self.layout(share, len(dst), layers or (share.layer_lo, share.layer_hi))
         memory = self.readers[share.reader].segments[share.segment]
         rows = RowIndex(memory, np.asarray(dst, np.int32), share.dst_head, share.heads)
@@ -188,7 +188,7 @@ class Ends:
             scatter_piece(piece, rows, region[piece.offset :])
 
     def expect(self, share: TransferSlice, src: Any, dst: Any, layers: tuple[int, int] | None = None) -> None:
-        """From now on these elements of the model are planned to be there."""
+        """Expect these elements of the model at the readers from now on."""
         held = self.readers[share.reader].segments[share.segment].shard
         theirs = slice(share.dst_head, share.dst_head + share.heads)
         heads = slice(held.head_lo + theirs.start, held.head_lo + theirs.stop)
@@ -198,13 +198,13 @@ class Ends:
                 image[dst, :, theirs] = self.geometry.truth(held.segment, layer, plane)[src][:, :, heads]
 
     def check(self) -> None:
-        """Every byte of every reader's pool is what was planned, and no other was touched."""
+        """Check every byte of every reader's pool: the expected ones, and poison elsewhere."""
         for (reader, segment, layer, plane), image in self.image.items():
             got = self.readers[reader].segments[segment].block(layer, plane)
             assert np.array_equal(got, image), (reader, segment, layer, plane)
 
     def tags(self, count: int, timeout_s: float = 60.0) -> list[bytes]:
-        """The tags that arrived at the reader within a moment."""
+        """Return the tags that arrive at the reader within a short time."""
         got: list[bytes] = []
         deadline = time.monotonic() + timeout_s
         while len(got) < count and time.monotonic() < deadline:
@@ -213,7 +213,7 @@ class Ends:
         return got
 
     def fly(self, path: Path, share: TransferSlice, src: Any, dst: Any, **more: Any) -> Flight:
-        """Move one part to its end and hear its tag."""
+        """Transfer one part and return its tag."""
         flight = path.start(more.pop("connection", None) or self.connection(share), self.order(share, src, dst, **more))
         land(flight, self.there)
         assert self.tags(1) == [b"tag"]
@@ -221,7 +221,7 @@ class Ends:
 
 
 def land(flight: Flight, there: Transport, timeout_s: float = 60.0) -> None:
-    """Drive a part to its end; the reader does its duty to let its engine work."""
+    """Drive a part to its end; the reader progresses its engine meanwhile."""
     deadline = time.monotonic() + timeout_s
     while not flight.advance():
         there.progress()

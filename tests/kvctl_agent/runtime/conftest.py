@@ -1,4 +1,4 @@
-"""What the runtime's parts need: telemetry to count into, and a short private directory for sockets."""
+"""Telemetry and a short private socket directory for tests of the runtime."""
 
 from __future__ import annotations
 

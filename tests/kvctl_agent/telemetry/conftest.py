@@ -1,4 +1,4 @@
-"""A hostile scheduler for the tests that let threads race."""
+"""A very short thread switch interval for tests with races."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Lets the interpreter switch threads as often as it can."""
+    """Let the interpreter switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -1,4 +1,4 @@
-"""Agents to test with: one in this process, others in processes of their own."""
+"""Transports for tests: one in this process, others in separate processes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PEER = Path(__file__).with_name("peer.py")
 
 
 class Agent:
-    """A transport of this process with a registered pool of its own.
+    """A transport of this process with a registered pool.
 
-    Whoever waits for one agent does the duty of all `neighbours`: they may be each other's targets, and no other
-    thread drives them.
+    Waiting for one agent progresses all `neighbours`: they may be each other's targets, and no other thread drives
+    them.
     """
 
     def __init__(self, engine: str, name: str, neighbours: list[Agent]) -> None:
@@ -45,7 +45,7 @@ class Agent:
         return np.array(offsets, np.uint64) + np.uint64(self.addr)
 
     def collect(self, count: int, timeout_s: float = 60.0) -> list[Arrival]:
-        """Waits for `count` arrivals."""
+        """Wait for `count` arrivals."""
         until = time.monotonic() + timeout_s
         landed: list[Arrival] = []
         while len(landed) < count and time.monotonic() < until:
@@ -54,28 +54,29 @@ class Agent:
         return landed
 
     def finish(self, write: Write, timeout_s: float = 60.0) -> None:
-        """Polls a write until it is complete."""
+        """Poll a write until it is complete."""
         until = time.monotonic() + timeout_s
         while not write.poll():
             assert time.monotonic() < until, "the write does not complete"
             self.wait()
 
     def wait(self) -> None:
-        """What a thread does between two looks."""
+        """Progress the engines between two polls."""
         do_duty(self._neighbours)
         time.sleep(0.0002)
 
 
 def do_duty(agents: list[Agent]) -> None:
-    """Lets the engines of agents work that are not looked at now."""
+    """Progress the engines of agents that are not being polled."""
     for agent in agents:
         agent.transport.progress()
 
 
 class PeerProcess:
-    """`peer.py` with one agent; asserts at the end that it exited cleanly and printed nothing on stdout.
+    """A process that runs `peer.py` with one agent; checks at the end that it exited cleanly and printed nothing on
+    stdout.
 
-    Waiting for its answers does the duty of `ours`, the agents of this process.
+    Waiting for its answers progresses `ours`, the agents of this process.
     """
 
     def __init__(self, engine: str, name: str, logs: Path, ours: list[Agent], env: dict[str, str]) -> None:
@@ -105,7 +106,7 @@ class PeerProcess:
         return np.array(offsets, np.uint64) + np.uint64(self.addr)
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """Runs one command there."""
+        """Run one command there and return the answer."""
         self.send(do, **fields)
         return self.answer()
 
@@ -115,7 +116,7 @@ class PeerProcess:
         self.process.stdin.flush()
 
     def collect(self, count: int, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """Waits there for `count` arrivals: their peer, tag and the pool's first byte when they were seen."""
+        """Wait there for `count` arrivals; returns peer, tag and the pool's first byte at that moment."""
         landed: list[dict[str, Any]] = self.ask("collect", count=count, timeout_s=timeout_s)["arrivals"]
         return landed
 
@@ -143,7 +144,7 @@ class PeerProcess:
         assert self._stdout.read_text() == ""
 
     def answer(self) -> dict[str, Any]:
-        """What it says to the last command sent."""
+        """Return the answer to the last command sent."""
         line = b""
         while not line.endswith(b"\n"):
             while not select.select([self._answers], [], [], DUTY_S)[0]:
@@ -159,9 +160,9 @@ class PeerProcess:
 
 @pytest.fixture(scope="session")
 def mooncake_started() -> None:
-    """What Mooncake opens with its first engine and keeps until the process ends belongs to no test.
+    """Start Mooncake once, because the resources of its first engine live until the process ends and belong to no test.
 
-    One of its threads opens a socket, which on a busy machine is after the engine has been closed again.
+    One of its threads opens a socket, on a busy machine only after the engine has been closed again.
     """
     before = _sockets()
     open_transport("mooncake", "first").close()
@@ -180,7 +181,7 @@ def _sockets() -> set[str]:
 
 @pytest.fixture(scope="module", params=["nixl", "mooncake", "loopback"])
 def engine(request: pytest.FixtureRequest) -> str:
-    """Every test that uses it runs on every transport."""
+    """Run each test that uses it on every transport."""
     name: str = request.param
     if name == "mooncake":
         request.getfixturevalue("mooncake_started")
@@ -196,20 +197,20 @@ class Crew:
         self._peers: list[PeerProcess] = []
 
     def agent(self, engine: str, name: str = "here") -> Agent:
-        """An agent in this process."""
+        """Start an agent in this process."""
         agent = Agent(engine, name, self._agents)
         self._agents.append(agent)
         return agent
 
     def peer(self, engine: str, name: str = "peer", **env: str) -> PeerProcess:
-        """An agent in a process of its own."""
+        """Start an agent in a separate process."""
         logs = self._logs / str(len(self._peers))
         logs.mkdir()
         self._peers.append(PeerProcess(engine, name, logs, self._agents, env))
         return self._peers[-1]
 
     def forget(self, agent: Agent) -> None:
-        """Leaves an agent alone that the test has closed."""
+        """Forget an agent that the test has closed."""
         self._agents.remove(agent)
 
     def close(self) -> None:
@@ -220,7 +221,7 @@ class Crew:
 
 @pytest.fixture
 def crew(no_leaks: None, tmp_path: Path) -> Iterator[Crew]:
-    """For tests with agents of their own."""
+    """A crew for one test."""
     crew = Crew(tmp_path)
     yield crew
     crew.close()
@@ -228,7 +229,7 @@ def crew(no_leaks: None, tmp_path: Path) -> Iterator[Crew]:
 
 @pytest.fixture(scope="module")
 def module_crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    """For agents that the tests of a module share, since an engine takes seconds to start."""
+    """A crew shared by the tests of a module, because an engine takes seconds to start."""
     crew = Crew(tmp_path_factory.mktemp("crew"))
     yield crew
     crew.close()

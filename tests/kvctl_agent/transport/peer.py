@@ -1,7 +1,7 @@
-"""A second process with one agent, driven by the tests: JSON lines in on stdin, out on the descriptor in argv.
+"""A second process with one agent, controlled by the tests: JSON lines in on stdin, out on the descriptor in argv.
 
-Between commands it does its duty towards the transport every few milliseconds, as a rank's threads do. stdout stays
-untouched, so that a test sees whatever an engine prints there.
+Between commands it progresses its transport every few milliseconds, as a rank's threads do. stdout is not used, so that
+a test sees everything an engine prints there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DUTY_S = 0.005
 
 
 def commands(transport: Transport) -> Iterator[dict[str, Any]]:
-    """The commands on stdin; in between the engine is let work."""
+    """Yield the commands from stdin, progressing the engine meanwhile."""
     stdin = sys.stdin.fileno()
     pending = b""
     while True:
@@ -39,7 +39,7 @@ def commands(transport: Transport) -> Iterator[dict[str, Any]]:
 
 
 def collect(transport: Transport, pool: np.ndarray, count: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Waits for `count` arrivals; each with the first byte of the pool at the moment it was seen."""
+    """Wait for `count` arrivals; each with the first byte of the pool at that moment."""
     until = time.monotonic() + timeout_s
     landed: list[dict[str, Any]] = []
     while len(landed) < count and time.monotonic() < until:

@@ -1,8 +1,8 @@
-"""One piece of memory for all ranks of a process, registered once, so that combinations cost no registration.
+"""One block of memory for all ranks of a process, registered once, so that combinations need no registration.
 
-Everything that agents and pools allocate is a `HugePageMemory`. Here it is cut from the arena, not mapped: bytes move
-into the same registered memory all along, and what a rank of an earlier combination left there is overwritten before
-the next one may use it.
+Every allocation of agents and pools is a `HugePageMemory`. Here it is taken from the arena instead of being mapped: all
+bytes are in the same registered memory, and data of an earlier combination is overwritten before the next one
+uses the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNUSED = 0xA5
 
 
 class Arena:
-    """Memory that is handed out from its start, and taken back all at once."""
+    """Memory that is allocated from its start and released all at once."""
 
     def __init__(self, nbytes: int) -> None:
         self._slab = HugePageMemory(nbytes)
@@ -25,11 +25,11 @@ class Arena:
 
     @property
     def region(self) -> Region:
-        """What the engine registers."""
+        """The region that the engine registers."""
         return self._slab.region
 
     def install(self) -> None:
-        """Cut every slab of this process from here from now on."""
+        """Take every slab of this process from this arena from now on."""
         arena = self
 
         def take(slab: HugePageMemory, nbytes: int) -> None:
@@ -47,13 +47,13 @@ class Arena:
         HugePageMemory.close = leave  # type: ignore[method-assign, assignment]
 
     def reset(self) -> None:
-        """Take everything back; nobody may use it any more, and no write to it may be in flight."""
+        """Release everything; no write to it may be in flight."""
         self._most = max(self._most, self._used)
         self._slab.array[: self._used] = UNUSED
         self._used = 0
 
     def strays(self) -> int:
-        """Bytes written behind what was handed out since the last reset, where earlier combinations had been."""
+        """Bytes written outside the memory allocated since the last reset, where earlier combinations were."""
         return int((self._slab.array[self._used : self._most] != UNUSED).sum())
 
     def _take(self, nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What the two processes are asked to run: two layouts, a model, and how its rooms move."""
+"""The input of the two processes: two layouts, a model, and the transfer of its rooms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Case(NamedTuple):
         prefill: the prefill instances; rooms take turns.
         path, staging, cp_mode, chunk_tokens, workers, early_send: the agents' configuration.
         grouped: prefill sends layer groups while it computes.
-        prefix: what decode has cached: "none", "some" (whole pages of some rooms), "all" (all of one room).
+        prefix: pages that decode has cached: "none", "some" (whole pages of some rooms), "all" (all of one room).
     """
 
     name: str

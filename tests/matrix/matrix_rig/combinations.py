@@ -1,8 +1,8 @@
-"""Which combinations the matrix runs: chosen so that every two values of any two axes meet, the same in every run.
+"""The combinations of the matrix: every two values of any two axes occur together, the same in every run.
 
-Each next combination is the one of a few drawn at random (seeded) in which most meetings are new. First all pairs, then
-pairs for each transport, path and way of grouping (triples), until there are `COUNT`. Sizes are bounded, since all
-ranks of a side share a core.
+Each combination is the one of several random candidates (with a seed) that covers the most new pairs. First all pairs,
+then pairs for each transport, path and grouping (triples), until there are `COUNT`. Sizes are bounded, because all
+ranks of a process share a core.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Combination(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Short, and enough to run this one alone."""
+        """A short name that is sufficient to run this combination alone."""
         prefill = f"tp{self.prefill_tp}cp{self.prefill_cp}pp_{self.prefill_pp}"
         decode = f"tp{self.decode_tp}dp{self.decode_dp}pp_{self.decode_pp}"
         how = f"{self.path}{'_grouped' if self.grouped else ''}"
@@ -102,7 +102,7 @@ class Combination(NamedTuple):
 
     @property
     def case(self) -> Case:
-        """What is run."""
+        """The case to run."""
         return Case(
             name=self.name,
             transport=self.transport,
@@ -123,11 +123,11 @@ class Combination(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """How many pairs of ranks introduce themselves to each other."""
+        """Number of pairs of ranks that connect."""
         return self.prefill.size * self.decode.size
 
     def possible(self) -> bool:
-        """Whether this is a legal pair of layouts that tests what its values say, and not too large."""
+        """Whether this is a legal pair of layouts, exercises all of its values, and is not too large."""
         return (
             fits(self.model, self.prefill_tp)
             and fits(self.model, self.decode_tp)
@@ -139,7 +139,7 @@ class Combination(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """How much of what can meet has met."""
+    """Number of pairs and triples covered, and possible."""
 
     pairs: int
     possible_pairs: int
@@ -151,7 +151,7 @@ class Coverage(NamedTuple):
 
 @cache
 def combinations() -> tuple[Combination, ...]:
-    """The matrix, both transports taking turns as far as the choice allows."""
+    """Return the matrix, alternating between the transports where possible."""
     source = random.Random(_SEED)
     missing = dict.fromkeys(possible_pairs())
     fixed: Mapping[str, object]
@@ -169,7 +169,7 @@ def combinations() -> tuple[Combination, ...]:
 
 
 def coverage(chosen: tuple[Combination, ...]) -> Coverage:
-    """What a choice of combinations covers."""
+    """Return the coverage of a choice of combinations."""
     pairs = {pair for one in chosen for pair in _pairs(one)}
     meetings = {meeting for one in chosen for meeting in _meetings(one)}
     return Coverage(len(pairs), len(possible_pairs()), len(meetings - pairs))
@@ -177,14 +177,14 @@ def coverage(chosen: tuple[Combination, ...]) -> Coverage:
 
 @cache
 def possible_pairs() -> tuple[tuple[tuple[str, object], ...], ...]:
-    """Every two values of different axes that can meet at all."""
+    """All pairs of values of different axes that can occur together."""
     return tuple(
         ((a, x), (b, y)) for a, b in choose(NAMES, 2) for x, y in product(AXES[a], AXES[b]) if _can_be({a: x, b: y})
     )
 
 
 def _can_be(fixed: Mapping[str, object]) -> bool:
-    """Whether a possible combination has these values: all others are tried that decide what is possible."""
+    """Whether any possible combination has these values; tries all values of the axes that decide it."""
     free = [
         name for name in ("model", "prefill_tp", "decode_tp", "path", "prefill_cp", "prefill_pp") if name not in fixed
     ]

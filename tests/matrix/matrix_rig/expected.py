@@ -1,4 +1,4 @@
-"""What a combination must move, by the plan alone: what was verified and counted is compared with this."""
+"""The amounts that a combination must transfer, from the plan alone, for comparison with the counters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.matrix.matrix_rig.models import MODELS, shape_of
 
 
 class Expected(NamedTuple):
-    """Over all rooms and ranks.
+    """Sums over all rooms and ranks.
 
     Attributes:
-        parts: of KV and draft, layer groups counted one by one.
-        kv_bytes: theirs.
+        parts: of KV and draft; layer groups count separately.
+        kv_bytes: of these parts.
         state_bytes: of per-request state.
-        largest_part_bytes: a ring must hold at least this.
+        largest_part_bytes: the smallest possible ring.
     """
 
     parts: int
@@ -32,7 +32,7 @@ class Expected(NamedTuple):
 
 
 def expected(case: Case) -> Expected:
-    """Add up what every writer owes every reader."""
+    """Sum the transfers from every writer to every reader."""
     page = case.page_size
     parts = kv_bytes = state_bytes = largest = 0
     for room in rooms_of(case):
@@ -66,7 +66,7 @@ def _inputs(case: Case, instance: int) -> PlanInputs:
 
 
 def _groups(case: Case, inputs: PlanInputs, share: TransferSlice) -> list[int]:
-    """How many layers each of a share's layer groups has."""
+    """Numbers of layers in the layer groups of a transfer slice."""
     if not case.grouped:
         return [share.num_layers]
     mine = local_shards(inputs.shape, inputs.page_size, inputs.prefill, inputs.prefill.coord(share.writer))

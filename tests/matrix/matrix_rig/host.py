@@ -1,7 +1,7 @@
-"""A process that holds one side of every case: it takes a step when it is told to, and says how it went.
+"""A process that holds one role of every case; it executes a step per command and returns the result.
 
-Its engine and its memory outlive cases. Only what would make ranks that share a process slow is made smaller:
-scratch memory and the time spent on measuring lanes, and how often idle ranks look for arrivals.
+Its engine and its memory outlive cases. Settings that would slow down ranks sharing a process are reduced: scratch
+memory, the time spent on probing transfer costs, and the polling of idle ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ENGINE_CASES = 30
 
 
 class Host:
-    """Steps by name; what they return is the answer."""
+    """Steps by name; the returned value is the answer."""
 
     def __init__(self, role: Role, directory: Path) -> None:
         self._role = role
@@ -56,7 +56,7 @@ class Host:
         threading.excepthook = self._note
 
     def build(self, case: Case) -> None:
-        """Make this side's pools and agents."""
+        """Create this role's pools and agents."""
         self._use_engine(case.transport)
         self._arena.reset()
         self._ranks = ranks_of(case, self._role, self._directory)
@@ -113,7 +113,7 @@ class Host:
 
 
 def serve(connection: Connection, role: Role) -> None:
-    """Obey until told to stop, or until the test is gone."""
+    """Execute commands until told to stop, or until the test has ended."""
     directory = Path(os.environ["MATRIX_DIRECTORY"])
     host = Host(role, directory)
     while True:
@@ -137,7 +137,7 @@ def _answer(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]
 
 
 def _settle_in() -> None:
-    """A process of one rank has a core to itself; here dozens share one."""
+    """Reduce polling: dozens of ranks share a core here."""
     parts._SCRATCH_BYTES = _MIB
     peer_connections._COPIES_BYTES = 2 * _MIB
     calibration._ROUNDS = 1

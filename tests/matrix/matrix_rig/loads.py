@@ -1,4 +1,4 @@
-"""The rooms of a case, and what each of its ranks is told of itself."""
+"""The rooms of a case, and the start parameters of each of its ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONFIG: dict[str, str | int | float | bool] = {
 
 
 def rooms_of(case: Case) -> list[Room]:
-    """A few rooms at once, of all prefill instances and to all decode dp groups."""
+    """Several concurrent rooms, from all prefill instances to all decode dp groups."""
     page, first = case.page_size, hash_of(case.name)
     few, most = 16 // page * page, 70 // page * page
     cached = {"none": (0, 0, 0), "some": (most, 0, few), "all": (0, 128, few)}[case.prefix]
@@ -54,7 +54,7 @@ def rooms_of(case: Case) -> list[Room]:
 
 
 def starts_of(case: Case, role: Role, directory: Path) -> Iterator[Start]:
-    """Who each rank of a side is."""
+    """Start parameters of each rank of a role."""
     shape = MODELS[case.model]
     config = _CONFIG | {
         "transport": case.transport,
@@ -95,14 +95,14 @@ def starts_of(case: Case, role: Role, directory: Path) -> Iterator[Start]:
 
 
 def cuts_of(case: Case, room: Room) -> list[tuple[int, int]]:
-    """Pages [first, end) of each forward of a chunked prefill; its chunks end elsewhere than the grid's cells."""
+    """Pages [first, end) of each forward of a chunked prefill; the chunks are not aligned to the grid's cells."""
     pages = page_count(room.tokens, case.page_size)
     step = max(1, 70 // case.page_size) if room.index == 0 else pages
     return [(first, min(first + step, pages)) for first in range(0, pages, step)]
 
 
 def groups_of(layers: range) -> list[range]:
-    """Two layers at a time; the last group may be one."""
+    """Groups of two layers; the last may have one."""
     return [range(lo, min(lo + 2, layers.stop)) for lo in range(layers.start, layers.stop, 2)]
 
 

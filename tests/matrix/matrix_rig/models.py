@@ -1,4 +1,4 @@
-"""The small models that the matrix moves: each stands for a kind of KV cache."""
+"""The small models of the matrix, one for each kind of KV cache."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ MODELS: dict[str, PlannedShape] = {
 
 @cache
 def shape_of(name: str, page_size: int) -> ModelShape:
-    """A model as the layout knows it."""
+    """The shape of a model for the layout."""
     return model_shape(MODELS[name], page_size)
 
 
 @cache
 def fits(name: str, tp: int) -> bool:
-    """Whether every segment of a model can be laid out over `tp` ranks."""
+    """Whether every segment of a model can be divided over `tp` ranks."""
     heads = {segment.heads for segment in segments(shape_of(name, 1), 1)}
     return all(count % tp == 0 or tp % count == 0 for count in heads)
 
 
 def same_heads(name: str, prefill_tp: int, decode_tp: int) -> bool:
-    """Whether pages can move as they are: KV and draft pools of both sides hold equally many heads."""
+    """Whether pages can be moved unchanged: the KV and draft pools of both roles hold the same number of heads."""
     return all(
         _held(segment.heads, prefill_tp) == _held(segment.heads, decode_tp)
         for segment in segments(shape_of(name, 1), 1)

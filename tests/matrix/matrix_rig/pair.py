@@ -1,4 +1,4 @@
-"""The test's side of the matrix: starts the two processes, leads them step by step, and lets neither hang."""
+"""The parent of the matrix processes: starts both, leads them step by step, with a deadline for every step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _ROOT = Path(__file__).parents[3]
 
 
 class Failed(Exception):
-    """What went wrong in which process."""
+    """A failed step, with its process."""
 
 
 class Outcome(NamedTuple):
-    """What a case moved.
+    """Amounts that a case transferred.
 
     Attributes:
-        nbytes: compared with what must be there.
-        sent, landed: counters of the prefill and of the decode side, by name and label.
+        nbytes: compared with the expected contents.
+        sent, landed: counters of the prefill and the decode role, by name and label.
     """
 
     nbytes: int
@@ -42,10 +42,10 @@ class Outcome(NamedTuple):
 
 
 class Pair:
-    """Both processes. After a failure they are gone, and the next case gets new ones.
+    """Both processes. After a failure they are ended, and the next case starts new ones.
 
     Attributes:
-        moved: what the cases moved that succeeded.
+        moved: amounts of the cases that succeeded.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Pair:
         self.moved: list[Outcome] = []
 
     def ensure(self) -> None:
-        """Start what is not there."""
+        """Start the processes that are not running."""
         if not self._processes:
             directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
             self._processes = {role: _Process(role, directory) for role in ("prefill", "decode")}
@@ -63,7 +63,7 @@ class Pair:
         """Run one case.
 
         Raises:
-            Failed: a step took too long or did not succeed, or bytes are not what they must be.
+            Failed: a step exceeded its deadline or failed, or bytes are wrong.
         """
         if self._failures >= _MOST_FAILURES:
             raise Failed(f"not run: {self._failures} cases have failed before it")
@@ -89,7 +89,7 @@ class Pair:
         return Outcome(nbytes, Counter(counts["prefill"]), Counter(counts["decode"]))
 
     def stop(self) -> None:
-        """End both in order."""
+        """End both processes in an orderly way."""
         try:
             if self._processes:
                 self._both("stop")
@@ -97,13 +97,13 @@ class Pair:
             self.kill()
 
     def kill(self) -> None:
-        """End both whatever they do."""
+        """Kill both processes."""
         for process in self._processes.values():
             process.kill()
         self._processes = {}
 
     def _both(self, step: str, *args: Any) -> dict[str, Any]:
-        """Both sides take a step at the same time."""
+        """Run a step in both processes at the same time."""
         deadlines = {role: process.begin(step, *args) for role, process in self._processes.items()}
         answers: dict[str, Any] = {}
         errors = []
@@ -143,13 +143,13 @@ class _Process:
         self._connection = Connection(ours.detach())
 
     def begin(self, step: str, *args: Any) -> float:
-        """Tell it to take a step; returns until when it may take."""
+        """Send a step; returns its deadline."""
         self._step = step
         self._send((step, args))
         return time.monotonic() + STEP_S
 
     def finish(self, deadline: float) -> Any:
-        """Its answer."""
+        """Wait for the answer and return it."""
         try:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 self._child.send_signal(signal.SIGUSR1)  # all stacks go into the log

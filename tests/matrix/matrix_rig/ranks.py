@@ -1,4 +1,4 @@
-"""All ranks of one side of a case, in this process."""
+"""All ranks of one role of a case, in this process."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ Counts = Counter[tuple[str, str]]
 
 
 class WentWrong(Exception):
-    """What did, rank by rank and room by room."""
+    """Failures by rank and room."""
 
 
 class Checked(NamedTuple):
-    """What the decode side found: bytes compared, and what was wrong with them."""
+    """Result of the verification on the decode ranks: bytes compared, and errors."""
 
     nbytes: int
     problems: list[str]
 
 
 class RankOf:
-    """One rank: its pool, what belongs there, its agent."""
+    """One rank: its pool, the expected contents, its agent."""
 
     def __init__(self, start: Start, rooms: Sequence[Room], factories: PartFactories) -> None:
         self.start = start
@@ -79,7 +79,7 @@ class RankOf:
 
 
 class Ranks(ABC):
-    """A side; its methods are the steps of a case, both sides doing each at the same time."""
+    """The ranks of one role; its methods are the steps of a case, which both roles execute at the same time."""
 
     def __init__(self, case: Case, role: Role, directory: Path) -> None:
         self.case = case
@@ -95,7 +95,7 @@ class Ranks(ABC):
             raise
 
     def meet(self) -> None:
-        """Start all agents, and wait until they know those they need."""
+        """Start all agents and wait until they know their peers."""
         for rank in self.ranks:
             rank.agent.start()
         deadline = time.monotonic() + READY_S
@@ -104,21 +104,21 @@ class Ranks(ABC):
 
     @abstractmethod
     def owns(self, room: Room, start: Start) -> bool:
-        """Whether a rank has to do with a room."""
+        """Whether a rank takes part in a room."""
 
     @abstractmethod
     def run(self) -> Counts:
-        """Move all rooms.
+        """Transfer all rooms.
 
         Returns:
             The agents' counters, summed over the ranks.
 
         Raises:
-            WentWrong: a room that did not succeed, with its causes.
+            WentWrong: a room did not succeed; the message contains the causes.
         """
 
     def settle(self, handles: Sequence[tuple[RankOf, Handle]]) -> Counts:
-        """Wait for the end of all rooms, on all ranks."""
+        """Wait until all rooms have ended on all ranks."""
         deadline = time.monotonic() + ROOMS_S
         wrong = []
         for rank, handle in handles:
@@ -133,7 +133,7 @@ class Ranks(ABC):
         return self.counters()
 
     def complaints(self) -> list[str]:
-        """What the agents have recorded as worth a warning."""
+        """Warnings recorded by the agents."""
         return [
             f"{event['agent']} recorded: {event['text']}"
             for rank in self.ranks
@@ -142,7 +142,7 @@ class Ranks(ABC):
         ]
 
     def counters(self) -> Counts:
-        """What shows that the ways of moving were those that were asked for."""
+        """Counters that show which paths were used."""
         total: Counts = Counter()
         for rank in self.ranks:
             for name, values in measure.counters(rank.agent.observe.metrics()).items():
@@ -161,7 +161,7 @@ class Ranks(ABC):
 
 
 class PrefillRanks(Ranks):
-    """Computes at once: hands over every room, forward by forward, in layer groups where the case says so."""
+    """Ranks that compute at once: they send every room, forward by forward, in layer groups if the case says so."""
 
     def __init__(self, case: Case, directory: Path) -> None:
         super().__init__(case, "prefill", directory)
@@ -194,7 +194,7 @@ class PrefillRanks(Ranks):
 
 
 class DecodeRanks(Ranks):
-    """Takes the rooms into poisoned pools, and looks at every byte."""
+    """Ranks that receive the rooms into poisoned pools and verify every byte."""
 
     def __init__(self, case: Case, directory: Path) -> None:
         super().__init__(case, "decode", directory)
@@ -224,7 +224,7 @@ class DecodeRanks(Ranks):
         )
 
     def check(self) -> Checked:
-        """Compare every pool with what must be there and nowhere else."""
+        """Compare every pool with the expected contents and poison elsewhere."""
         nbytes, problems = 0, []
         for rank in self.ranks:
             report = verify(rank.content, "full")
@@ -238,11 +238,11 @@ class DecodeRanks(Ranks):
 
 
 def ranks_of(case: Case, role: Role, directory: Path) -> Ranks:
-    """A side of a case."""
+    """Create the ranks of one role of a case."""
     return PrefillRanks(case, directory) if role == "prefill" else DecodeRanks(case, directory)
 
 
 def _rings_of(nbytes: int) -> Callable[..., RingMemory]:
-    """Rings smaller than the configuration can say."""
+    """Use rings smaller than the configuration allows."""
     whole = -(-nbytes // _RING_ALIGN_BYTES) * _RING_ALIGN_BYTES
     return lambda asked, *more: RingMemory(asked - (RING_MIB << 20) + whole, *more)

@@ -1,8 +1,8 @@
-"""One engine for all ranks of a process: an engine's agent costs half a second to start, a facade nothing.
+"""One engine for all ranks of a process: an engine takes half a second to start, a facade nothing.
 
-Each rank gets a `Facade`, a transport like any other. What the ranks share is the engine, its registered memory and its
-connections; what is each rank's own is who it is connected to, its tags and its lists. A tag travels with the number of
-the rank it is for and the name of the one it is from, so whoever asks the engine for arrivals sorts them to all ranks.
+Each rank gets a `Facade`, which is a transport. The ranks share the engine, its registered memory and its connections;
+each rank has its own connections to peers, tags and lists. A tag contains the number of the receiving rank and the name
+of the sender, so that any rank that polls the engine distributes the arrivals to all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENVELOPE = struct.Struct("<IIH")  # the receiving rank's number, the sender's, 
 
 
 class Address(NamedTuple):
-    """What a facade's metadata says."""
+    """Contents of a facade's metadata."""
 
     engine: str
     number: int
@@ -37,8 +37,8 @@ class SharedEngine:
 
     Args:
         transport: the engine; closed with this.
-        name: 16 characters, different for every engine there is.
-        regions: memory that all facades' memory lies in; registered once.
+        name: 16 characters, unique per engine.
+        regions: memory that contains all facades' memory; registered once.
     """
 
     def __init__(self, transport: Transport, name: str, regions: Sequence[Region]) -> None:
@@ -55,7 +55,7 @@ class SharedEngine:
         self.metadata = transport.metadata()
 
     def open(self, agent_name: str, params: Mapping[str, str], device: Any = None) -> Facade:
-        """A facade for one rank; what stands in the registry of transports."""
+        """Create a facade for one rank; registered as a transport."""
         with self._lock:
             number = next(self._numbers)
             facade = self._facades[number] = Facade(self, number, agent_name)
@@ -66,21 +66,21 @@ class SharedEngine:
         self.transport.close()
 
     def covers(self, region: Region) -> bool:
-        """Whether a rank's memory lies in what is registered."""
+        """Whether a rank's memory lies in the registered regions."""
         return any(
             each.addr <= region.addr and region.addr + region.nbytes <= each.addr + each.nbytes
             for each in self._regions
         )
 
     def join(self, address: Address) -> None:
-        """One more facade is connected to a rank of that engine."""
+        """Count one more facade connected to a rank of that engine."""
         with self._lock:
             if not self._users.get(address.engine):
                 self.transport.connect(address.engine, address.metadata)
             self._users[address.engine] = self._users.get(address.engine, 0) + 1
 
     def part(self, address: Address) -> None:
-        """One less; the last one frees what the engine holds for that peer."""
+        """Count one facade less; the last one frees what the engine holds for that peer."""
         with self._lock:
             self._users[address.engine] -= 1
             if not self._users[address.engine]:
@@ -91,7 +91,7 @@ class SharedEngine:
             self._facades.pop(number, None)
 
     def sort_arrivals(self) -> None:
-        """Ask the engine for tags and give each to its rank; a rank that is gone gets none."""
+        """Poll the engine for tags and pass each to its rank; tags for a rank that is gone are dropped."""
         if not self._asking.acquire(blocking=False):
             return
         try:
@@ -107,7 +107,7 @@ class SharedEngine:
 
 
 class Facade:
-    """One rank's transport; `number` is its own within its engine."""
+    """One rank's transport; `number` is unique within its engine."""
 
     def __init__(self, engine: SharedEngine, number: int, agent_name: str) -> None:
         self.landed: deque[Arrival] = deque()
@@ -200,14 +200,14 @@ class Facade:
         self._engine.forget(self._number)
 
     def known_as(self, engine: str, number: int) -> str | None:
-        """What this rank calls a rank of another engine, where it is connected to it."""
+        """Return the name under which this rank is connected to a rank of another engine."""
         for peer, (_, address) in list(self._peers.items()):
             if (address.engine, address.number) == (engine, number):
                 return peer
         return None
 
     def still(self, peer: str, address: Address) -> bool:
-        """Whether `peer` is still connected as it was."""
+        """Whether `peer` is still connected as before."""
         known = self._peers.get(peer)
         return known is not None and known[1] is address
 
@@ -228,7 +228,7 @@ class Facade:
 
 
 class _FacadeWrite:
-    """A write of the engine that ends with an error when its rank has disconnected the peer."""
+    """A write of the engine that ends with an error if its rank has disconnected the peer."""
 
     def __init__(self, facade: Facade, peer: str, to: Address, write: Write) -> None:
         self.bytes = write.bytes
