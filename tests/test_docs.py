@@ -19,9 +19,9 @@ import pytest
 from kvctl.cli import cli
 from kvctl.client import wait_conditions
 from kvctl.commands.options import GlobalOptions, KvctlGroup
-from kvctl.health import thresholds
-from kvctl.health.areas import AREAS
+from kvctl.health.check import parse_thresholds
 from kvctl.health.codes import CODES_BY_NAME
+from kvctl.health.finding import AREAS
 from kvctl.render.view import View
 from kvctl_agent.contract.config import KEYS
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
@@ -123,7 +123,7 @@ def test_a_command_can_be_typed(mention: Mention, tmp_path: Path, monkeypatch: p
         wait_conditions.parse(goal)
     if "crit" in context.params:
         area = str(context.info_name)
-        thresholds.parse(context.params["warn"], context.params["crit"], [area] if area in AREAS else [*AREAS])
+        parse_thresholds(context.params["warn"], context.params["crit"], [area] if area in AREAS else [*AREAS])
 
 
 def parse(words: list[str], *, whole: bool) -> tuple[click.Context, View | None]:

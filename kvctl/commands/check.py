@@ -1,4 +1,4 @@
-"""`kvctl check`: the fleet for a monitoring system, which reads one line and an exit status."""
+"""`kvctl check`: one line and an exit status for a monitoring system."""
 
 from __future__ import annotations
 
@@ -20,11 +20,21 @@ from kvctl.commands.queries import nobody, source
 from kvctl.commands.settings import OUTPUTS, PROMETHEUS, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import CheckState
-from kvctl.health.areas import AREAS
-from kvctl.health.measures import MEASURES, MEASURES_BY_NAME, Measure, Unit
+from kvctl.health.check import (
+    MEASURES,
+    MEASURES_BY_NAME,
+    Measure,
+    Problem,
+    Threshold,
+    ThresholdError,
+    Unit,
+    Verdict,
+    parse_thresholds,
+    verdicts,
+    worst,
+)
+from kvctl.health.finding import AREAS
 from kvctl.health.snapshot import HEALTH_CALLS
-from kvctl.health.thresholds import Threshold, ThresholdError, human, parse
-from kvctl.health.verdict import Problem, Verdict, verdicts, worst
 from kvctl.render import palette
 from kvctl.render.report import Report
 from kvctl.render.sanitize import one_line
@@ -106,7 +116,7 @@ def _summary(values: Mapping[str, float | None]) -> str:
     if values.get("draining") and "draining" not in shown:
         shown = [*shown, "draining"]
     known = [(MEASURES_BY_NAME[name], values[name]) for name in shown if values[name] is not None]
-    return ", ".join(f"{measure.name.replace('-', ' ')} {human(measure, value)}" for measure, value in known) or "well"
+    return ", ".join(f"{measure.name.replace('-', ' ')} {measure.human(value)}" for measure, value in known) or "ok"
 
 
 def _performance(measure: Measure, value: float | None, thresholds: Mapping[str, Threshold]) -> str:
@@ -171,7 +181,7 @@ def _gauge(name: str, text: str, samples: Sequence[tuple[str, float]]) -> list[s
 
 
 class _CheckGroup(KvctlGroup):
-    """Whatever goes wrong, a monitoring system gets a line on stdout and status 3: any other number is a verdict."""
+    """Turns every error into a line on stdout and exit status 3: any other status would be taken for a result."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         return _guarded(lambda: super(_CheckGroup, self).make_context(*args, **kwargs))
@@ -180,9 +190,9 @@ class _CheckGroup(KvctlGroup):
         return _guarded(lambda: super(_CheckGroup, self).invoke(ctx))
 
 
-def _guarded(do: Callable[[], _Result]) -> _Result:
+def _guarded(call: Callable[[], _Result]) -> _Result:
     try:
-        return do()
+        return call()
     except (click.exceptions.Exit, click.Abort):
         raise
     except click.ClickException as error:
@@ -201,12 +211,12 @@ def _end_unknown(text: str) -> NoReturn:
 
 @click.group(cls=_CheckGroup, default="all")
 def check() -> None:
-    """The fleet for a monitoring system: one line, and exit status 0 OK, 1 WARNING, 2 CRITICAL or 3 UNKNOWN.
+    """For a monitoring system: one line, and exit status 0 OK, 1 WARNING, 2 CRITICAL or 3 UNKNOWN.
 
     \b
-    Findings of the health codes and thresholds of your own decide. An agent that does not answer is CRITICAL, wrong
-    usage UNKNOWN. What kvctl health mute has muted does not count, and is mentioned. Takes a second, because some
-    things show only in how counters grow.
+    The state results from the findings of the health codes and from your own thresholds. An agent that does not answer
+    is CRITICAL, wrong usage UNKNOWN. Findings muted by kvctl health mute do not count, and are mentioned. Takes a
+    second, because some problems show only in the growth of counters.
     """
 
 
@@ -214,24 +224,24 @@ def _declare(name: str, areas: Sequence[str], text: str) -> None:
     line = f"kvctl check {name}"
     examples = [
         ("One line and an exit status", line),
-        ("With a limit of your own", f"{line} --warn {_example(name)}"),
+        ("With a threshold", f"{line} --warn {_example(name)}"),
     ]
 
     @check.command(name, cls=KvctlCommand, view=CHECK, short_help=text, help=_help(name, text), examples=examples)
-    @click.option("--warn", multiple=True, metavar="NAME=VALUE,…", help="Where it becomes a WARNING. Repeatable.")
-    @click.option("--crit", multiple=True, metavar="NAME=VALUE,…", help="Where it becomes CRITICAL. Repeatable.")
+    @click.option("--warn", multiple=True, metavar="NAME=VALUE,…", help="Threshold for WARNING. Repeatable.")
+    @click.option("--crit", multiple=True, metavar="NAME=VALUE,…", help="Threshold for CRITICAL. Repeatable.")
     @click.option(
         "-o",
         "--output",
         "form",
         type=click.Choice(_FORMATS),
         metavar="|".join(_FORMATS),
-        help=f"Output format. [default: {_NAGIOS}, on terminals, too]",
+        help=f"Output format. [default: {_NAGIOS}, also on terminals]",
     )
     @pass_settings
     def command(settings: Settings, warn: tuple[str, ...], crit: tuple[str, ...], form: str | None) -> None:
         try:
-            thresholds = parse(warn, crit, areas)
+            thresholds = parse_thresholds(warn, crit, areas)
         except ThresholdError as error:
             raise click.UsageError(str(error)) from error
         _run(name, areas, thresholds, settings, form)
@@ -254,20 +264,20 @@ def _example(name: str) -> str:
 def _run(
     name: str, areas: Sequence[str], thresholds: Mapping[str, Threshold], settings: Settings, form: str | None
 ) -> NoReturn:
-    """Looks once, or with `-w` again and again, and ends with the state as exit status."""
+    """Checks once, or repeatedly with `-w`, and exits with the state."""
     chosen = form or click.get_current_context().ensure_object(dict).get("output") or _NAGIOS
     output = Output(replace(settings, output=chosen))
-    looking = HealthQuery(settings, earlier(settings))
+    query = HealthQuery(settings, earlier(settings))
     with source(settings) as fleet:
         while True:
             survey = fleet.survey(HEALTH_CALLS)
-            look = looking(survey)
-            found = verdicts(areas, look.snapshot, look.judged, thresholds, nobody(settings, survey).message)
+            reading = query(survey)
+            found = verdicts(areas, reading.snapshot, reading.judged, thresholds, nobody(settings, survey).message)
             if chosen == _NAGIOS:
                 output.write(plugin(name, found, thresholds))
             else:
                 output.emit(_report(survey, found), compact=settings.watch_ns is not None)
-            for remark in (*survey.remarks, *look.remarks):
+            for remark in (*survey.remarks, *reading.remarks):
                 output.note(remark)
             if settings.watch_ns is None or not fleet.advance():
                 raise click.exceptions.Exit(worst(verdict.state for verdict in found))
@@ -278,6 +288,6 @@ def _report(survey: Survey, found: Sequence[Verdict]) -> Report:
     return Report(CHECK, rows(found), len(survey.agents), survey.faults, prometheus=lambda _: exposition(found))
 
 
-_declare("all", tuple(AREAS), "Everything below.")
+_declare("all", tuple(AREAS), "All areas.")
 for _name, _text in AREAS.items():
     _declare(_name, (_name,), f"{_text[0].upper()}{_text[1:]}.")

@@ -1,4 +1,4 @@
-"""`kvctl health`: what is wrong, what each code means, and what an operator does not want to hear for a while."""
+"""`kvctl health`: findings, health codes and mutes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from kvctl.commands.output import Output
 from kvctl.commands.queries import run, source
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
-from kvctl.health import mute_file
-from kvctl.health.areas import area
+from kvctl.health import mutes as mute_store
 from kvctl.health.codes import CODES, CODES_BY_NAME
 from kvctl.health.engine import examine
 from kvctl.health.finding import Code, Finding, Severity
@@ -68,7 +67,7 @@ def code_row(code: Code) -> dict[str, Any]:
     return {
         "code": code.name,
         "severity": code.severity.label,
-        "area": area(code.name),
+        "area": code.area,
         "sees": code.sees,
         "means": code.means,
         "remedy": code.remedy,
@@ -77,7 +76,7 @@ def code_row(code: Code) -> dict[str, Any]:
 
 
 def page(rows: Sequence[Row], width: int) -> list[Block]:
-    """The page of a code."""
+    """Formats the page of a code."""
     return [
         Text(
             [
@@ -121,47 +120,47 @@ def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 
 @click.group(cls=KvctlGroup, default="show")
 def health() -> None:
-    """What is wrong with the fleet, worst first; `kvctl health` alone shows a line for each finding."""
+    """Findings about the fleet, worst first; `kvctl health` alone shows one line per finding."""
 
 
 @health.command(
     view=HEALTH,
-    short_help="A line for each finding, the worst first.",
+    short_help="One line per finding, the worst first.",
     examples=[
         ("Findings, the worst first", "kvctl health"),
-        ("Stop a script while something is wrong", "kvctl health -q || exit 1"),
-        ("Critical findings only, read again every 10 s", "kvctl health --filter 'severity=critical' -w 10"),
+        ("Stop a script if there is a problem", "kvctl health -q || exit 1"),
+        ("Critical findings only, every 10 s", "kvctl health --filter 'severity=critical' -w 10"),
     ],
 )
-@click.option("--muted", is_flag=True, help="Also what is muted.")
+@click.option("--muted", is_flag=True, help="Include muted findings.")
 @pass_settings
 def show(settings: Settings, muted: bool) -> None:
-    """A line for each finding, the worst first, and how many are muted.
+    """One line per finding, the worst first, and the number of muted findings.
 
-    Takes two readings, a second apart, because some things show only in how counters grow; with -w each reading is
-    compared with the one before.
+    Reads the fleet twice, a second apart, because some problems show only in the growth of counters; with -w each
+    reading is compared with the one before.
 
-    Exit codes as of kvctl doctor: 0 nothing is wrong, 1 a warning, a critical finding or an agent that does not answer,
-    3 no agent. Findings of severity info and muted ones do not count; --filter changes only what is printed. For
-    monitoring there is kvctl check.
+    Exit codes as for kvctl doctor: 0 no problem, 1 a warning, a critical finding or an agent that does not answer, 3 no
+    agent. Findings of severity info and muted ones do not count; --filter changes only the output. For monitoring, use
+    kvctl check.
     """
-    looking = HealthQuery(settings, earlier(settings))
+    query = HealthQuery(settings, earlier(settings))
 
     def read(survey: Survey) -> Report:
-        look = looking(survey)
-        rows = [*(row(each) for each in look.judged.raised), *(_quiet_rows(look) if muted else ())]
-        agents, quiet = len(look.snapshot.agents), len(look.judged.muted)
+        reading = query(survey)
+        rows = [*(row(each) for each in reading.judged.raised), *(_muted_rows(reading) if muted else ())]
+        agents, muted_count = len(reading.snapshot.agents), len(reading.judged.muted)
         report = Report(
             HEALTH,
             rows,
             agents,
             survey.faults,
-            blocks=lambda kept, width: overview(kept, agents, len(CODES), quiet) if agents else [],
-            wrong=_wrong(look.judged.raised, survey),
+            blocks=lambda kept, width: overview(kept, agents, len(CODES), muted_count) if agents else [],
+            wrong=_is_wrong(reading.judged.raised, survey),
         )
-        if quiet and not muted and settings.output not in {"table", "wide"}:
-            report.notes.append(f"{quiet} muted (kvctl health mutes)")
-        report.notes.extend(look.remarks)
+        if muted_count and not muted and settings.output not in {"table", "wide"}:
+            report.notes.append(f"{muted_count} muted (kvctl health mutes)")
+        report.notes.extend(reading.remarks)
         return report
 
     run(settings, HEALTH, HEALTH_CALLS, read)
@@ -178,28 +177,28 @@ def show(settings: Settings, muted: bool) -> None:
 @click.argument("code", required=False, shell_complete=_names)
 @pass_settings
 def detail(settings: Settings, code: str | None) -> None:
-    """Each finding in full, with its evidence, the likely cause and what to do; with CODE only those of that code.
+    """Each finding in full: evidence, likely cause and remedy; with CODE only those of that code.
 
-    Muted findings are shown, too, and marked. Exit codes as of kvctl health; with CODE only those findings count.
+    Muted findings are included and marked. Exit codes as for kvctl health; with CODE only those findings count.
     """
     only = None if code is None else _code(code).name
-    looking = HealthQuery(settings, earlier(settings))
+    query = HealthQuery(settings, earlier(settings))
 
     def read(survey: Survey) -> Report:
-        look = looking(survey)
-        rows = [*(row(each) for each in look.judged.raised), *_quiet_rows(look)]
+        reading = query(survey)
+        rows = [*(row(each) for each in reading.judged.raised), *_muted_rows(reading)]
         rows = [each for each in rows if only in {None, each["code"]}]
         report = Report(
             HEALTH,
             rows,
-            len(look.snapshot.agents),
+            len(reading.snapshot.agents),
             survey.faults,
             blocks=lambda kept, width: paragraphs(kept, width),
-            wrong=_wrong([each for each in look.judged.raised if only in {None, each.code}], survey),
+            wrong=_is_wrong([each for each in reading.judged.raised if only in {None, each.code}], survey),
         )
         if report.answered and not rows:
-            report.notes.append(f"{only} is not raised" if only else "healthy: nothing to detail")
-        report.notes.extend(look.remarks)
+            report.notes.append(f"{only} is not raised" if only else "healthy: no findings")
+        report.notes.extend(reading.remarks)
         return report
 
     run(settings, HEALTH, HEALTH_CALLS, read)
@@ -212,7 +211,7 @@ def detail(settings: Settings, code: str | None) -> None:
 )
 @pass_settings
 def codes(settings: Settings) -> None:
-    """Every health code with the symptom that an operator sees; asks no agent."""
+    """Every health code with the symptom that an operator sees; contacts no agent."""
     rows = [code_row(each) for each in CODES]
     Output(settings).emit(Report(CODES_VIEW, rows, answered=0))
 
@@ -227,7 +226,7 @@ def codes(settings: Settings) -> None:
 def explain(settings: Settings, code: str) -> None:
     """The page of a code: symptom, meaning, remedy, and the same condition as a Prometheus alert.
 
-    Upper or lower case, with or without KV_ in front; asks no agent.
+    Upper or lower case, with or without KV_; contacts no agent.
     """
     Output(settings).emit(Report(CODES_VIEW, [code_row(_code(code))], answered=0, blocks=page))
 
@@ -242,79 +241,79 @@ def explain(settings: Settings, code: str) -> None:
 )
 @click.argument("target", metavar="CODE[:SUBJECT]", shell_complete=_names)
 @click.argument("time_", metavar="TIME")
-@click.option("--reason", default="", metavar="TEXT", help="Why, for whoever reads `kvctl health mutes`.")
+@click.option("--reason", default="", metavar="TEXT", help="Reason, shown by `kvctl health mutes`.")
 @pass_settings
 def mute(settings: Settings, target: str, time_: str, reason: str) -> None:
     """Mute a code, or one subject or agent of it, for TIME (30m, 2h, 1d).
 
     A mute ends early when the finding gets worse: a higher severity, a larger weight or more findings than now. Muted
-    findings stay visible as a count. Mutes are per user, in $XDG_STATE_HOME/kvctl/mutes.json: a check that another
-    user runs does not know them. They hold for every fleet, whatever -e and -c say: with several fleets, name a SUBJECT
-    that only one of them has.
+    findings stay visible as a count. Mutes are per user, in $XDG_STATE_HOME/kvctl/mutes.json: a check run by another
+    user ignores them. They hold for every fleet, independent of -e and -c: with several fleets, name a SUBJECT that
+    only one of them has.
     """
     code, subject = _target(target)
     lasts_ns = _lifetime(time_)
-    found = _found_now(settings)
+    found = _current_findings(settings)
     now_ns = time.time_ns()
     made = Mute(code.name, subject, now_ns, now_ns + lasts_ns, reason, None)
     if found is not None:
         covered = [each for each in found if made.covers(each)]
         made = Mute(code.name, subject, now_ns, now_ns + lasts_ns, reason, Baseline.of(covered))
-    with mute_file.changing(mute_file.path()) as mutes:
+    with mute_store.edit(mute_store.default_path()) as mutes:
         mutes[:] = [each for each in mutes if each.target != made.target and each.until_ns > now_ns] + [made]
     output = Output(settings)
     output.emit(Report(MUTES, [mute_row(made, now_ns)], answered=0))
     if made.baseline is None:
-        asked = "is not raised now" if found is not None else "could not be looked at: no agent answered"
-        output.note(f"{made.target} {asked}; whatever comes of it is quiet for {duration(lasts_ns)}")
+        state = "is not raised now" if found is not None else "could not be examined: no agent answered"
+        output.note(f"{made.target} {state}; every finding of it is muted for {duration(lasts_ns)}")
 
 
 @health.command(
     short_help="End a mute.",
-    examples=[("As kvctl health mutes names it", "kvctl health unmute KV_LANE_SLOW")],
+    examples=[("As listed by kvctl health mutes", "kvctl health unmute KV_LANE_SLOW")],
 )
 @click.argument("target", metavar="CODE[:SUBJECT]", shell_complete=_names)
 @pass_settings
 def unmute(settings: Settings, target: str) -> None:
-    """End a mute; name exactly what was muted, as `kvctl health mutes` lists it."""
+    """End a mute; give the target as `kvctl health mutes` lists it."""
     code, subject = _target(target)
     now_ns = time.time_ns()
     wanted = f"{code.name}:{subject}" if subject else code.name
-    with mute_file.changing(mute_file.path()) as mutes:
+    with mute_store.edit(mute_store.default_path()) as mutes:
         kept = [each for each in mutes if each.until_ns > now_ns]
         gone = [each for each in kept if each.target == wanted]
         mutes[:] = [each for each in kept if each.target != wanted]
     if not gone:
         others = ", ".join(each.target for each in kept)
-        raise CliError(f"{wanted} is not muted; " + (f"muted: {others}" if others else "nothing is"))
-    Output(settings).note(f"{wanted} is heard again")
+        raise CliError(f"{wanted} is not muted; " + (f"muted: {others}" if others else "no mute is active"))
+    Output(settings).note(f"{wanted} is reported again")
 
 
 @health.command(
     view=MUTES,
-    short_help="Mutes: until when, and why.",
+    short_help="Mutes: remaining time and reason.",
     examples=[("Mutes and how long they last", "kvctl health mutes")],
 )
 @pass_settings
 def mutes(settings: Settings) -> None:
-    """Mutes: how long they last, what would end them early, and why; asks no agent."""
+    """Mutes: remaining time, the condition that ends them early, and the reason; contacts no agent."""
     now_ns = time.time_ns()
-    rows = [mute_row(each, now_ns) for each in mute_file.load(mute_file.path()) if each.until_ns > now_ns]
+    rows = [mute_row(each, now_ns) for each in mute_store.load(mute_store.default_path()) if each.until_ns > now_ns]
     Output(settings).emit(Report(MUTES, rows, answered=0))
 
 
-def _wrong(raised: Sequence[Finding], survey: Survey) -> bool:
-    """More than something to know; an agent that does not answer is, too."""
+def _is_wrong(raised: Sequence[Finding], survey: Survey) -> bool:
+    """Returns whether there is a finding more severe than info, or an agent that does not answer."""
     return bool(survey.faults) or any(each.severity > Severity.INFO for each in raised)
 
 
-def _quiet_rows(look: HealthReading) -> list[dict[str, Any]]:
+def _muted_rows(reading: HealthReading) -> list[dict[str, Any]]:
     now_ns = time.time_ns()
-    return [row(each, muted_ns=mute.until_ns - now_ns) for each, mute in look.judged.muted]
+    return [row(each, muted_ns=mute.until_ns - now_ns) for each, mute in reading.judged.muted]
 
 
 def _code(text: str) -> Code:
-    """A code as people type it."""
+    """Finds a code as typed by the user."""
     name = text.upper()
     for each in (name, _PREFIX + name):
         if each in CODES_BY_NAME:
@@ -335,12 +334,12 @@ def _lifetime(text: str) -> int:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if lasts_ns <= 0:
-        raise click.UsageError(f"{text} is over at once: give it some time, as in 1h")
+        raise click.UsageError(f"{text} is not a positive time: write it as 1h")
     return lasts_ns
 
 
-def _found_now(settings: Settings) -> list[Finding] | None:
-    """What is raised, so that the mute knows what is worse; None where nobody can be asked."""
+def _current_findings(settings: Settings) -> list[Finding] | None:
+    """Returns the findings, for the baseline of a mute; None if no agent answers."""
     before = earlier(settings)
     if before is None:
         return None

@@ -1,1 +1,1 @@
-"""What is wrong with a fleet: pure functions from a snapshot, live or recorded, to findings."""
+"""Health codes, their engine, mutes and thresholds, and checks of this host."""

@@ -1,6 +1,6 @@
-"""Reads of what agents answered that trust nothing: an older agent lacks fields, a broken one sends anything.
+"""Validated reads of agents' answers, which may lack fields (older agents) or contain anything (broken ones).
 
-A value that is absent or of another kind is not known; nothing here raises.
+A value that is missing or of the wrong type counts as unknown; no function of this module raises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def number(row: Row, key: str) -> float | None:
-    """A finite number; None where there is none. JSON's true and false are no numbers."""
+    """Returns a finite number; None if there is none. Booleans are not numbers."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -26,48 +26,48 @@ def number(row: Row, key: str) -> float | None:
 
 
 def amount(row: Row, key: str) -> float:
-    """As `number`, for what is 0 where it is not known."""
+    """Returns a number, 0 if it is unknown."""
     return number(row, key) or 0
 
 
 def text(row: Row, key: str) -> str:
-    """A string; "" where there is none."""
+    """Returns a string, "" if there is none."""
     value = row.get(key)
     return value if isinstance(value, str) else ""
 
 
 def texts(row: Row, key: str) -> list[str]:
-    """The strings of a list."""
+    """Returns the strings of a list."""
     value = row.get(key)
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list | tuple) else []
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list | tuple) else []
 
 
 def inner(row: Row, key: str) -> Row:
-    """An object; an empty one where there is none."""
+    """Returns an object, an empty one if there is none."""
     value = row.get(key)
     return value if isinstance(value, Mapping) else NO_ROW
 
 
 def rows(value: Any) -> list[Row]:
-    """The objects of a list."""
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list | tuple) else []
+    """Returns the objects of a list."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
 def numbers(row: Row, key: str) -> list[float]:
-    """The numbers of a list of numbers; empty where one of them is none."""
+    """Returns a list of numbers, an empty one if an item is not a number."""
     value = row.get(key)
     if not isinstance(value, list | tuple):
         return []
-    found = [number({key: one}, key) for one in value]
-    return [one for one in found if one is not None] if None not in found else []
+    found = [number({key: item}, key) for item in value]
+    return [item for item in found if item is not None] if None not in found else []
 
 
 def counts(row: Row, key: str) -> dict[str, float]:
-    """The numbers of an object of numbers."""
+    """Returns the numbers of an object, by name."""
     found = inner(row, key)
     return {name: value for name in found if isinstance(name, str) and (value := number(found, name)) is not None}
 
 
 def is_agent_name(name: str) -> bool:
-    """Whether this can be an agent: whoever finds a control socket may send noise under any name."""
+    """Returns whether this can be an agent's name; random data sent to a control socket can appear as a peer's name."""
     return _NAME.fullmatch(name) is not None

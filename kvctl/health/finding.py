@@ -1,8 +1,9 @@
-"""What a health code is, and what it finds."""
+"""Types of health codes and their findings, and the phrases that findings are written with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvctl.health.snapshot import Snapshot
 
+AREAS: dict[str, str] = {
+    "ready": "agents answer, and all ranks that they wait for are registered",
+    "peers": "agents hear each other and have compatible configurations",
+    "staging": "no ring or grant blocks transfers, and every part fits",
+    "rooms": "rooms make progress, and their data is correct",
+    "transport": "connections are as fast as expected, and the transfer engines have the resources they need",
+}
+"""Areas of `kvctl check`; each health code belongs to one."""
+
+_MAX_LISTED = 3
+
 
 class Severity(IntEnum):
-    """How bad a finding is; a fleet is as bad as its worst finding."""
+    """Severity of a finding; the severity of a fleet is that of its worst finding."""
 
     INFO = 0
     WARNING = 1
@@ -25,19 +37,18 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, with the numbers that say so.
+    """One problem, with the numbers that show it.
 
     Attributes:
-        code: name of the `Code` that found it.
-        subject: what it is about, the same from one snapshot to the next: an agent ("decode-0"), a pair
+        code: name of the health code.
+        subject: the object with the problem, the same from one snapshot to the next: an agent ("decode-0"), a pair
             ("prefill-0 → decode-1"), a room ("room 42"), a region ("decode-0 allocation 7").
-        agents: agents to look at, the first one first.
-        since_ns: how long it has been so, as far as can be told; None where it cannot.
-        weight: how bad it is among findings of its code, larger is worse: a muted finding is heard again when it grows.
-        evidence: the numbers, by name; names end in their unit as everywhere (`_ns`, `_bytes`), those of counters in
-            `_total`.
-        cause: one sentence: what has most likely happened, with names.
-        remedy: begins with the exact next command in backticks, which can be pasted; then what else to do.
+        agents: agents to examine, the most important one first.
+        since_ns: duration of the problem, as far as it is known; None if it is not.
+        weight: size of the problem among findings of the same code; a mute ends when it grows.
+        evidence: the numbers, by name; names end in their unit (`_ns`, `_bytes`), those of counters in `_total`.
+        cause: one sentence with the most likely cause and the names of the agents.
+        remedy: begins with the next command in backticks, ready to paste; then what else to do.
     """
 
     code: str
@@ -51,18 +62,22 @@ class Finding:
     weight: float = 1.0
 
 
+Find = Callable[["Snapshot"], Iterable[Finding]]
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One health code.
+    """One health code; see `health_code`.
 
     Attributes:
-        sees: what an operator sees when it strikes.
-        means: what it means and how it comes about; the text of its page.
-        remedy: what to do about it, in general.
+        sees: symptom that an operator sees.
+        means: meaning and origin of the condition; the text of the code's page.
+        remedy: general advice.
         severity: of its worst findings.
-        find: the findings in a snapshot. It raises nothing for what agents answered: what an agent does not know it
-            does not find.
-        alert: the PromQL expression that says the same of the agents' metrics; "" where metrics cannot say it.
+        find: returns the findings of a snapshot. It reports nothing where an agent's data is missing and must not raise
+            because of an agent's answer.
+        alert: PromQL expression of the same condition; "" if metrics cannot express it.
+        area: of `kvctl check`; a key of `AREAS`.
     """
 
     name: str
@@ -70,5 +85,66 @@ class Code:
     means: str
     remedy: str
     severity: Severity
-    find: Callable[[Snapshot], Iterable[Finding]]
+    find: Find
     alert: str = ""
+    area: str = "rooms"
+
+    def finding(
+        self,
+        subject: str,
+        *,
+        cause: str,
+        remedy: str,
+        evidence: Mapping[str, Any],
+        agents: Iterable[str] = (),
+        severity: Severity | None = None,
+        since_ns: int | None = None,
+        weight: float = 1.0,
+    ) -> Finding:
+        """Returns a finding of this code, by default of its severity and about the agent `subject`.
+
+        Args:
+            agents: duplicates are removed.
+        """
+        return Finding(
+            self.name,
+            self.severity if severity is None else severity,
+            subject,
+            tuple(dict.fromkeys(agents)) or (subject,),
+            cause,
+            remedy,
+            evidence,
+            since_ns,
+            weight,
+        )
+
+
+def health_code(
+    name: str, severity: Severity, area: str, *, sees: str, means: str, remedy: str, alert: str = ""
+) -> Callable[[Find], Code]:
+    """Declares the decorated function, which returns the findings of a snapshot, as a health code."""
+    return lambda find: Code(name, sees, means, remedy, severity, find, alert, area)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Formats names: `prefill-0, prefill-1, prefill-2 and 5 more`; "none" for no names."""
+    names = list(names)
+    if len(names) > _MAX_LISTED + 1:
+        return f"{', '.join(names[:_MAX_LISTED])} and {len(names) - _MAX_LISTED} more"
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:]))) or "none"
+
+
+def counted(count: float, noun: str) -> str:
+    """Formats a count: `1 room`, `7 rooms`."""
+    return f"{count:.0f} {noun}{'' if count == 1 else 's'}"
+
+
+def named_in(text: str, names: Collection[str]) -> list[str]:
+    """Returns the agents that a text names, in the order of the text."""
+    words = re.findall(r"[\w.-]*\w", text)
+    return list(dict.fromkeys(word for word in words if word in names))
+
+
+def pair(sender: str, receiver: str) -> str:
+    """Returns the subject of a finding about two agents."""
+    return f"{sender} → {receiver}"

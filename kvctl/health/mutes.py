@@ -1,23 +1,33 @@
-"""Which findings an operator has heard enough of, for how long, and when they are heard again all the same.
+"""Mutes of health findings, and the user's file in which they are kept.
 
-A mute remembers how bad it was when it was made. What gets worse than that is heard: another severity, a larger weight,
-or more findings than there were. A mute of something that is not there yet holds whatever comes, until it ends.
+A mute stores how bad the findings were when it was made, and ends when they get worse: a higher severity, a larger
+weight or more findings. A mute made when nothing was found holds until it expires.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from kvctl.errors import CliError
 from kvctl.health.finding import Finding, Severity
 
-_NOISE = 1.2
-"""Weights are measured, too: what grew by less than a fifth has not got worse."""
+_TOLERANCE = 1.2
+"""Weights are measurements: growth by less than a fifth does not count as worse."""
+_VERSION = 1
+_MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """How bad it was when it was muted."""
+    """How bad the findings were when they were muted."""
 
     severity: Severity
     weight: float
@@ -25,14 +35,14 @@ class Baseline:
 
     @classmethod
     def of(cls, findings: Sequence[Finding]) -> Baseline | None:
-        """None where nothing was found."""
+        """Returns the baseline of these findings, None if there are none."""
         if not findings:
             return None
         return cls(max(each.severity for each in findings), max(each.weight for each in findings), len(findings))
 
     def exceeded_by(self, findings: Sequence[Finding]) -> bool:
         return len(findings) > self.count or any(
-            each.severity > self.severity or each.weight > self.weight * _NOISE for each in findings
+            each.severity > self.severity or each.weight > self.weight * _TOLERANCE for each in findings
         )
 
 
@@ -41,9 +51,9 @@ class Mute:
     """One mute.
 
     Attributes:
-        subject: what a finding is about, or an agent that it names; "" covers all findings of the code.
+        subject: subject of a finding, or an agent that it names; "" covers all findings of the code.
         made_at_ns: wall clock, as `until_ns`.
-        baseline: None where nothing was found when it was made.
+        baseline: None if nothing was found when it was made.
     """
 
     code: str
@@ -55,7 +65,7 @@ class Mute:
 
     @property
     def target(self) -> str:
-        """As it is typed."""
+        """The mute as typed on the command line."""
         return f"{self.code}:{self.subject}" if self.subject else self.code
 
     def covers(self, finding: Finding) -> bool:
@@ -64,22 +74,24 @@ class Mute:
         return not self.subject or self.subject == finding.subject or self.subject in finding.agents
 
     def holds(self, findings: Sequence[Finding], now_ns: int) -> bool:
-        """Whether it still keeps these, which it covers, quiet."""
+        """Returns whether the mute still holds, given the findings it covers."""
         return now_ns < self.until_ns and (self.baseline is None or not self.baseline.exceeded_by(findings))
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Findings that are heard, and those that are not with the mute that lasts longest; in the order they came in."""
+    """Findings that are raised, and muted ones with the mute that lasts longest; each in the order of the findings."""
 
     raised: Sequence[Finding]
     muted: Sequence[tuple[Finding, Mute]]
 
 
 def judge(findings: Iterable[Finding], mutes: Iterable[Mute], now_ns: int) -> Judged:
-    """Sorts findings by whether a mute keeps them quiet.
+    """Separates raised findings from muted ones.
 
     Args:
+        findings: all findings.
+        mutes: all mutes, expired ones included.
         now_ns: wall clock.
     """
     found = list(findings)
@@ -90,3 +102,124 @@ def judge(findings: Iterable[Finding], mutes: Iterable[Mute], now_ns: int) -> Ju
         [each for each, mute in pairs if mute is None],
         [(each, mute) for each, mute in pairs if mute is not None],
     )
+
+
+def default_path() -> Path:
+    """Returns `$XDG_STATE_HOME/kvctl/mutes.json`, or `~/.local/state/kvctl/mutes.json`.
+
+    Raises:
+        CliError: there is neither a state directory nor a home directory.
+    """
+    state = os.environ.get("XDG_STATE_HOME")
+    try:
+        home = Path(state) if state else Path.home() / ".local" / "state"
+    except RuntimeError:
+        raise CliError("this user has no home directory for mutes: set XDG_STATE_HOME") from None
+    return home / "kvctl" / "mutes.json"
+
+
+def load_or_warn() -> tuple[list[Mute], list[str]]:
+    """Returns the user's mutes; if the file cannot be read, no mutes and the reason. No home directory: no mutes."""
+    try:
+        file = default_path()
+    except CliError:
+        return [], []
+    try:
+        return load(file), []
+    except CliError as error:
+        return [], [f"nothing is muted: {error}"]
+
+
+def load(file: Path) -> list[Mute]:
+    """Returns the mutes of a file; none if it does not exist.
+
+    Raises:
+        CliError: the file cannot be read or has another format.
+    """
+    try:
+        with file.open("rb") as stream:
+            text = stream.read(_MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CliError(f"{file}: mutes cannot be read: {error.strerror}") from error
+    try:
+        if len(text) > _MAX_BYTES:
+            raise ValueError(f"more than {_MAX_BYTES} bytes")
+        document = json.loads(text)
+        if document["version"] != _VERSION:
+            raise ValueError(f"version {document['version']!r}, this kvctl supports {_VERSION}")
+        return [_decode(row) for row in document["mutes"]]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise CliError(
+            f"{file} is not a file of mutes ({error or type(error).__name__}): repair it or delete it"
+        ) from None
+
+
+@contextlib.contextmanager
+def edit(file: Path) -> Iterator[list[Mute]]:
+    """Yields the mutes to be changed in place, under a lock; writes them if the block raises nothing.
+
+    Raises:
+        CliError: the file cannot be read or written.
+    """
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CliError(f"{file.parent}: mutes cannot be stored there: {error.strerror}") from error
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        mutes = load(file)
+        yield mutes
+        _write(file, mutes)
+    finally:
+        os.close(directory)
+
+
+def _write(file: Path, mutes: Sequence[Mute]) -> None:
+    """Replaces the file atomically, so that readers never see half of it."""
+    text = json.dumps({"version": _VERSION, "mutes": [_encode(mute) for mute in mutes]}, indent=2) + "\n"
+    draft = ""
+    try:
+        descriptor, draft = tempfile.mkstemp(prefix=".mutes-", dir=file.parent)  # mode 0600, whatever the umask
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(descriptor)
+        Path(draft).replace(file)
+    except OSError as error:
+        if draft:
+            Path(draft).unlink(missing_ok=True)
+        raise CliError(f"{file}: mutes cannot be written: {error.strerror}") from error
+
+
+def _encode(mute: Mute) -> dict[str, Any]:
+    worst = mute.baseline
+    return {
+        "code": mute.code,
+        "subject": mute.subject,
+        "made_at_ns": mute.made_at_ns,
+        "until_ns": mute.until_ns,
+        "reason": mute.reason,
+        "baseline": worst and {"severity": worst.severity.label, "weight": worst.weight, "count": worst.count},
+    }
+
+
+def _decode(row: Any) -> Mute:
+    worst = row["baseline"]
+    return Mute(
+        code=_string(row["code"]),
+        subject=_string(row["subject"]),
+        made_at_ns=int(row["made_at_ns"]),
+        until_ns=int(row["until_ns"]),
+        reason=_string(row["reason"]),
+        baseline=worst
+        and Baseline(Severity[_string(worst["severity"]).upper()], float(worst["weight"]), int(worst["count"])),
+    )
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value

@@ -1,6 +1,6 @@
-"""A fleet at one moment, as the health codes read it: what each agent answered, indexed.
+"""Indexed answers of all agents at one moment, as the health codes read them.
 
-Live, recorded and bundled data look the same here. What an agent did not answer is empty, never an error.
+Live, recorded and bundled data look the same. Data that an agent did not answer is empty, never an error.
 """
 
 from __future__ import annotations
@@ -33,19 +33,23 @@ HEALTH_CALLS: tuple[Call, ...] = (
     Call("metrics"),
     Call("config"),
 )
-"""What a snapshot is made of; a survey of these calls makes one. The oldest rooms come first, so a limit keeps them."""
+"""Calls of the survey from which a snapshot is made. Agents list their oldest rooms first, so the limit keeps those."""
 
 
-class Spent(NamedTuple):
-    """What a histogram of seconds has added up."""
+class HistogramSum(NamedTuple):
+    """Sum and number of observations of a histogram of seconds."""
 
     seconds: float
-    times: float
+    observations: float
+
+    @property
+    def mean_s(self) -> float:
+        return self.seconds / self.observations if self.observations else 0.0
 
 
 @dataclass(frozen=True)
 class Agent:
-    """What one agent answered."""
+    """Answers of one agent."""
 
     name: str
     role: str
@@ -65,7 +69,7 @@ class Agent:
 
     @cached_property
     def known_rooms(self) -> Sequence[Row]:
-        """Rooms that are active, have finished lately or have failed, each once."""
+        """Active, recently finished and failed rooms, each once."""
         found: dict[tuple[str, str], Row] = {}
         for row in (*self.rooms, *self.history, *self.failed):
             found.setdefault((text(row, "room"), text(row, "nonce")), row)
@@ -73,16 +77,16 @@ class Agent:
 
     @property
     def now_ns(self) -> int:
-        """Its own wall clock when it answered: what its `_at_ns` are to be compared with."""
+        """The agent's wall clock when it answered, to be compared with its `_at_ns` values."""
         return self.answer.hello["now_ns"]
 
     @cached_property
     def rooms_complete(self) -> bool:
-        """Whether `rooms` are all of its active rooms: one that is not among them is not active."""
+        """Whether `rooms` contains all active rooms, so that a room not among them is not active."""
         return "rooms" in self.answer.data and len(self.rooms) < _ROOMS
 
     def setting(self, key: str) -> float:
-        """A number of its configuration; the key's default where it did not say."""
+        """Returns a number of the agent's configuration; the key's default if it is missing."""
         value = number(self.config.get(key, {}), "value")
         if value is not None:
             return value
@@ -90,11 +94,11 @@ class Agent:
         return default if isinstance(default, int | float) else 0.0
 
     def period_ns(self, key: str) -> int:
-        """A setting in seconds, in nanoseconds."""
+        """Returns a setting given in seconds as nanoseconds."""
         return round(self.setting(key) * _SECOND_NS)
 
     def samples(self, metric: str, **labels: str) -> list[Row] | None:
-        """Samples that have these labels; None where there is no such metric."""
+        """Returns the samples with these labels; None if there is no such metric."""
         family = self.families.get(metric)
         if family is None:
             return None
@@ -105,23 +109,24 @@ class Agent:
         ]
 
     def total(self, metric: str, **labels: str) -> float | None:
-        """Sum of a counter or gauge over the samples that have these labels; None where there is no such metric."""
+        """Returns the sum of a counter or gauge over the samples with these labels; None if there is no such metric."""
         samples = self.samples(metric, **labels)
         return None if samples is None else sum(amount(sample, "value") for sample in samples)
 
-    def spent(self, metric: str, **labels: str) -> Spent:
-        """What a histogram of seconds has added up over these samples."""
+    def histogram(self, metric: str, **labels: str) -> HistogramSum:
+        """Returns sum and number of observations of a histogram over the samples with these labels."""
         samples = self.samples(metric, **labels) or ()
         seconds = sum(amount(sample, "sum") for sample in samples)
-        return Spent(seconds, sum(amount(sample, "count") for sample in samples))
+        return HistogramSum(seconds, sum(amount(sample, "count") for sample in samples))
 
 
 class Snapshot:
     """A fleet at one moment.
 
     Args:
-        before: the same fleet a moment ago, for what only differences show; None where there is no such thing.
-        taken_ns: a monotonic or wall clock, the same for both.
+        survey: the agents' answers.
+        taken_ns: time on a monotonic or wall clock, the same clock for both snapshots.
+        before: the previous snapshot of the same fleet, to compare counters with; None if there is none.
     """
 
     def __init__(self, survey: Survey, taken_ns: int, before: Snapshot | None = None) -> None:
@@ -131,19 +136,19 @@ class Snapshot:
         self._derived: dict[Callable[[Any], Any], Any] = {}
 
     def once(self, derive: Callable[[Snapshot], T]) -> T:
-        """What several codes make of this snapshot, made by the first that asks."""
+        """Returns `derive(self)`, computed once and shared by all codes."""
         if derive not in self._derived:
             self._derived[derive] = derive(self)
         return cast(T, self._derived[derive])
 
     @property
     def faults(self) -> Sequence[Fault]:
-        """Agents that did not answer, or not all."""
+        """Errors of agents that did not answer, or not completely."""
         return self.survey.faults
 
     @cached_property
     def agents(self) -> Mapping[str, Agent]:
-        """By name, in the order of the names; those that answered `status`."""
+        """Agents that answered `status`, by name, in the order of the names."""
         answers = sorted(self.survey.agents, key=lambda answer: answer.name)
         return {answer.name: _agent(answer) for answer in answers if "status" in answer.data}
 
@@ -152,7 +157,7 @@ class Snapshot:
 
     @cached_property
     def by_room(self) -> Mapping[str, Sequence[tuple[Agent, Row]]]:
-        """Active, lately finished and failed rooms, by number: the rows of all ranks that know it."""
+        """Rows of active, recently finished and failed rooms on all ranks, by room number."""
         found: dict[str, list[tuple[Agent, Row]]] = {}
         for agent in self.agents.values():
             for row in agent.known_rooms:
@@ -161,31 +166,31 @@ class Snapshot:
 
     @property
     def since_ns(self) -> int:
-        """Time since the snapshot before; 0 where there is none."""
+        """Time since the previous snapshot; 0 if there is none."""
         return 0 if self.before is None else self.taken_ns - self.before.taken_ns
 
     def earlier(self, agent: str) -> Agent | None:
-        """The same life of an agent in the snapshot before."""
+        """Returns the agent in the previous snapshot, if it has the same incarnation."""
         now, then = self.agents.get(agent), self.before.agents.get(agent) if self.before is not None else None
         return then if now is not None and then is not None and now.incarnation == then.incarnation else None
 
     def since_before(self, agent: str, metric: str, **labels: str) -> float | None:
-        """Growth of a counter since the snapshot before; None where that cannot be told, as after a restart."""
+        """Returns the growth of a counter since the previous snapshot; None if unknown, as after a restart."""
         then = self.earlier(agent)
         if then is None:
             return None
         after, earlier = self.agents[agent].total(metric, **labels), then.total(metric, **labels)
         return None if after is None or earlier is None or after < earlier else after - earlier
 
-    def spent_since_before(self, agent: str, metric: str, **labels: str) -> Spent | None:
-        """What a histogram has added up since the snapshot before; None as for `since_before`."""
+    def histogram_since_before(self, agent: str, metric: str, **labels: str) -> HistogramSum | None:
+        """Returns the growth of a histogram since the previous snapshot; None as for `since_before`."""
         then = self.earlier(agent)
         if then is None:
             return None
-        now, earlier = self.agents[agent].spent(metric, **labels), then.spent(metric, **labels)
-        if now.times < earlier.times:
+        now, earlier = self.agents[agent].histogram(metric, **labels), then.histogram(metric, **labels)
+        if now.observations < earlier.observations:
             return None
-        return Spent(max(0.0, now.seconds - earlier.seconds), now.times - earlier.times)
+        return HistogramSum(max(0.0, now.seconds - earlier.seconds), now.observations - earlier.observations)
 
 
 def _agent(answer: AgentAnswer) -> Agent:

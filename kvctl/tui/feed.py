@@ -16,10 +16,9 @@ from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.fleet import Source, Survey
 from kvctl.errors import CliError
-from kvctl.health import mute_file
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
-from kvctl.health.mutes import Judged, judge
+from kvctl.health.mutes import Judged, judge, load_or_warn
 from kvctl.health.snapshot import HEALTH_CALLS, Snapshot
 from kvctl.tui.readings import Deliver, Place, Question, Reading
 
@@ -205,5 +204,5 @@ class HealthWatch:
         before = self._before if self._before is None or self._before.taken_ns < survey.tick_ns else None
         found = examine(Snapshot(survey, survey.tick_ns, before), CODES)
         self._before = Snapshot(survey, survey.tick_ns)  # without its own past: that chain would never be freed
-        mutes, _ = mute_file.in_force()  # kvctl health says why they cannot be read
+        mutes, _ = load_or_warn()  # kvctl health says why they cannot be read
         return judge(found, mutes, survey.at_ns)

@@ -1,63 +1,60 @@
-"""Every health code, in the order in which they explain each other: what comes first is more often the cause."""
+"""Registry of all health codes.
+
+Each is a function of a snapshot, declared with `health_code` in the module of its subject:
+
+- `ready`: agents that cannot serve
+- `peers`: pairs of agents
+- `staging`: rings, grants, quarantined memory
+- `stuck_rooms`: rooms that make no progress
+- `rooms`: corrupt data, traffic
+- `transport`: lanes, engines, GPUs, limits, metrics
+
+`facts` has what several of them use.
+"""
 
 from __future__ import annotations
 
-from kvctl.health.codes.corruption import CHECKSUM_MISMATCH, PAGE_REUSED, READY_VIOLATION
-from kvctl.health.codes.draining import DRAINING
-from kvctl.health.codes.failures import DEVICE
-from kvctl.health.codes.fit import COMPAT_MISMATCH, PLAN_MISMATCH
-from kvctl.health.codes.grants import CHUNK_OVERSIZED, GRANT_UNANSWERED
-from kvctl.health.codes.lanes import DESCRIPTOR_FLOOD, LANE_SLOW, READY_GAP
-from kvctl.health.codes.limits import FDS_LOW, INTERNAL_ERROR, PORT_CLASH, PORTS_LOW, REGISTER_FAILED, TRANSPORT
-from kvctl.health.codes.lost import PEER_LOST
-from kvctl.health.codes.numbers import METRIC_IMPLAUSIBLE
-from kvctl.health.codes.peers import CLOCK_SKEW, PEER_BLOCKING, PEER_STALE, SUBSCRIBER_DEAD
-from kvctl.health.codes.quarantine import QUARANTINE
-from kvctl.health.codes.readiness import NOT_READY
-from kvctl.health.codes.ring import RING_GATED_EMPTY, RING_PINNED
-from kvctl.health.codes.ring_size import RING_SMALL
-from kvctl.health.codes.ring_waits import RING_CYCLE
-from kvctl.health.codes.stuck import STUCK_BOOTSTRAP, STUCK_SCATTER, STUCK_TRANSFER, STUCK_WAITING
-from kvctl.health.codes.traffic import IDLE, ROOM_DUPLICATE
+from kvctl.health.codes import peers, ready, rooms, staging, stuck_rooms, transport
 from kvctl.health.finding import Code
 
 CODES: tuple[Code, ...] = (
-    CHECKSUM_MISMATCH,
-    PAGE_REUSED,
-    READY_VIOLATION,
-    DEVICE,
-    REGISTER_FAILED,
-    PORT_CLASH,
-    COMPAT_MISMATCH,
-    PLAN_MISMATCH,
-    PEER_STALE,
-    DRAINING,
-    RING_GATED_EMPTY,
-    RING_CYCLE,
-    RING_PINNED,
-    PEER_LOST,
-    SUBSCRIBER_DEAD,
-    GRANT_UNANSWERED,
-    FDS_LOW,
-    PORTS_LOW,
-    LANE_SLOW,
-    STUCK_SCATTER,
-    STUCK_TRANSFER,
-    STUCK_BOOTSTRAP,
-    STUCK_WAITING,
-    NOT_READY,
-    TRANSPORT,
-    CHUNK_OVERSIZED,
-    RING_SMALL,
-    DESCRIPTOR_FLOOD,
-    PEER_BLOCKING,
-    READY_GAP,
-    QUARANTINE,
-    ROOM_DUPLICATE,
-    IDLE,
-    INTERNAL_ERROR,
-    METRIC_IMPLAUSIBLE,
-    CLOCK_SKEW,
+    rooms.checksum_mismatch,
+    rooms.page_reused,
+    rooms.ready_violation,
+    transport.device,
+    transport.register_failed,
+    ready.port_clash,
+    peers.compat_mismatch,
+    peers.plan_mismatch,
+    peers.peer_stale,
+    ready.agent_draining,
+    staging.ring_gated_empty,
+    staging.ring_cycle,
+    staging.ring_pinned,
+    peers.peer_lost,
+    peers.subscriber_dead,
+    staging.grant_unanswered,
+    transport.fds_low,
+    transport.ports_low,
+    transport.lane_slow,
+    stuck_rooms.stuck_scatter,
+    stuck_rooms.stuck_transfer,
+    stuck_rooms.stuck_bootstrap,
+    stuck_rooms.stuck_waiting,
+    ready.not_ready,
+    transport.transport,
+    staging.chunk_oversized,
+    staging.ring_small,
+    transport.descriptor_flood,
+    peers.peer_blocking,
+    transport.ready_gap,
+    staging.quarantine,
+    rooms.room_duplicate,
+    rooms.idle,
+    rooms.internal_error,
+    transport.metric_implausible,
+    peers.clock_skew,
 )
+"""Causes before their consequences: findings of equal severity are listed in this order."""
 
 CODES_BY_NAME: dict[str, Code] = {code.name: code for code in CODES}

@@ -1,54 +1,80 @@
-"""Agents that believe what is no longer so, do not read what they are sent, or have another time."""
+"""Health codes about pairs of agents: lost, stale, slow and incompatible peers, and clock skew."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from kvctl.health.answers import NO_ROW, Row, amount, number, numbers, rows, text
-from kvctl.health.codes.formatting import counted, listed, pair
-from kvctl.health.codes.silence import absent
-from kvctl.health.finding import Code, Finding, Severity
+from kvctl.client.faults import FaultCode
+from kvctl.health.answers import NO_ROW, Row, amount, number, numbers, rows, text, texts
+from kvctl.health.codes.facts import (
+    Silence,
+    absent,
+    all_names,
+    common_agents,
+    failed_by_rank,
+    failed_rooms,
+    failure_alert,
+    failure_finding,
+    silences,
+    unresponsive,
+)
+from kvctl.health.finding import Code, Finding, Severity, counted, health_code, listed, named_in, pair
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration
 
-# Greetings are repeated until they are answered: after this much a new life is known to all who hear it.
-_SETTLED_NS = 10_000_000_000
+# Hellos are repeated until they are answered: after this time, every peer that hears an agent knows its incarnation.
+_HELLO_NS = 10_000_000_000
+_MIN_BACKLOG = 100
+# A control thread without a core sees every watermark late.
+_MIN_UNSEEN_NS = 5_000_000_000
+_HEARTBEATS = 5
+_SKEW_NS = 5_000_000
+_LARGE_SKEW_NS = 1_000_000_000
+_RECENTLY_LOST_NS = 600_000_000_000
+_LOST_PEER = re.compile(r"\bpeer (\S+) \(incarnation")
+_FACTOR = re.compile(r"(?P<name>.*\S) (?P<first>\S+) ≠ (?P<second>\S+)")
 
 
-def stale_pairs(snapshot: Snapshot) -> Iterator[tuple[str, Agent, Agent]]:
-    """Pairs of which one knows a life of the other that is over, long after the new one began."""
+def _peer_row(agent: Agent, peer: str) -> Row:
+    return next((row for row in agent.peers if text(row, "peer") == peer), NO_ROW)
+
+
+# ---- stale -----------------------------------------------------------------------------------------------------
+
+
+def _stale_pairs(snapshot: Snapshot) -> Iterator[tuple[Agent, Agent]]:
+    """Yields pairs whose first agent knows an earlier incarnation of the second, long after the new one began."""
     for agent in snapshot.agents.values():
-        patience_ns = max(agent.period_ns("lost_s"), _SETTLED_NS)
+        patience_ns = max(agent.period_ns("lost_s"), _HELLO_NS)
         for row in agent.peers:
             other = snapshot.agents.get(text(row, "peer"))
             known = text(row, "incarnation")
             if other is None or not known or not other.incarnation or known == other.incarnation:
                 continue
             if min(amount(other.status, "uptime_ns"), amount(agent.status, "uptime_ns")) >= patience_ns:
-                yield pair(agent.name, other.name), agent, other
+                yield agent, other
 
 
-_BACKLOG = 100
-# A control thread without a core sees everything late.
-_UNSEEN_NS = 5_000_000_000
-_HEARTBEATS = 5
-_SKEW_NS = 5_000_000
-_SKEW_BAD_NS = 1_000_000_000
-
-
-# ---- stale ----------------------------------------------------------------------------------------------------
-
-
-def _stale(snapshot: Snapshot) -> Iterator[Finding]:
-    for subject, agent, other in stale_pairs(snapshot):
-        row = next(row for row in agent.peers if text(row, "peer") == other.name)
+@health_code(
+    "KV_PEER_STALE",
+    Severity.CRITICAL,
+    "peers",
+    sees="every room of one pair of agents fails after one of them was restarted",
+    means="One agent knows an earlier incarnation of another, which has a new one since its restart. Hellos are "
+    "repeated until they are answered, so this should last for seconds after a restart; it is reported when it lasts "
+    "longer than lost_s.",
+    remedy="Restart the agent that knows the old incarnation, and report it with `kvctl debug bundle bundle.tar.zst`.",
+    alert='sum by (instance) (rate(kvctl_control_dropped_total{reason="incarnation"}[5m])) > 1',
+)
+def peer_stale(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent, other in _stale_pairs(snapshot):
+        row = _peer_row(agent, other.name)
         uptime = int(amount(other.status, "uptime_ns"))
-        yield Finding(
-            code="KV_PEER_STALE",
-            severity=Severity.CRITICAL,
-            subject=subject,
+        yield peer_stale.finding(
+            pair(agent.name, other.name),
             agents=(agent.name, other.name),
             since_ns=uptime,
             evidence={
@@ -58,43 +84,157 @@ def _stale(snapshot: Snapshot) -> Iterator[Finding]:
                 "state": text(row, "state"),
                 "last_heard_ns": number(row, "last_heard_ns"),
             },
-            cause=f"{agent.name} still sends to an earlier incarnation of {other.name}, which was started again "
+            cause=f"{agent.name} still sends to an earlier incarnation of {other.name}, which was restarted "
             f"{duration(uptime)} ago",
-            remedy=f"`kvctl events -e {agent.name}` shows why it does not take up {other.name}; restart "
+            remedy=f"`kvctl events -e {agent.name}` shows why it does not recognise {other.name}; restart "
             f"{agent.name}, and report it: a restarted peer must be recognised without that",
         )
 
 
-PEER_STALE = Code(
-    name="KV_PEER_STALE",
-    sees="every room of one pair of agents fails after one of them was restarted",
-    means="One agent knows another by an incarnation, the random number of one life, that the other no longer has. "
-    "Greetings are repeated until they are answered, so this should last for seconds after a restart; it is reported "
-    "when it lasted longer than lost_s.",
-    remedy="Restart the agent that knows the old incarnation, and report it with `kvctl debug bundle bundle.tar.zst`.",
-    severity=Severity.CRITICAL,
-    find=_stale,
-    alert='sum by (instance) (rate(kvctl_control_dropped_total{reason="incarnation"}[5m])) > 1',
+# ---- lost ------------------------------------------------------------------------------------------------------
+
+
+@health_code(
+    "KV_PEER_LOST",
+    Severity.CRITICAL,
+    "peers",
+    sees="every room of one pair of agents fails, or none of an instance can be opened",
+    means="An agent does not hear another one. After suspect_s of silence it gives it no new grants, which is a "
+    "warning; after lost_s, or as soon as its process is known to have ended, all rooms between the two fail. A decode "
+    "rank opens a room at every rank of a prefill instance, so one lost prefill rank stops its whole instance. Ring "
+    "regions and pages that a lost rank might still write are kept until it is proven dead (KV_QUARANTINE). Rooms that "
+    "wait for a silent agent are not reported individually: this finding explains them.",
+    remedy="Start the agent again; the others reconnect by themselves. If it still runs, check whether its process is "
+    "stopped or the network between the hosts is interrupted.",
+    alert='sum by (instance) (kvctl_peers{state="lost"}) > 0',
 )
+def peer_lost(snapshot: Snapshot) -> Iterator[Finding]:
+    failed: Counter[str] = Counter()
+    for failure in snapshot.once(failed_rooms).get("KV_PEER_LOST", ()):
+        if match := _LOST_PEER.search(failure.text):
+            failed[match[1]] += 1
+    stale = {(agent.name, other.name) for agent, other in _stale_pairs(snapshot)}
+    for name, all_reports in snapshot.once(silences).items():
+        reports = [silence for silence in all_reports if (silence.agent, name) not in stale]
+        if reports:
+            yield from _silent_agent(snapshot, name, reports, failed.get(name, 0))
+    for name, count in failed.items():
+        if name not in snapshot.once(silences):
+            yield _reconnected(snapshot, name, count)
 
 
-# ---- backlog ---------------------------------------------------------------------------------------------------
+def _silent_agent(snapshot: Snapshot, name: str, reports: list[Silence], failed: int) -> Iterator[Finding]:
+    lost = [silence for silence in reports if silence.lost]
+    closed = bool(lost) and all(silence.closed for silence in lost)
+    # No room of its instance can be opened without it.
+    needed_by = sorted({silence.agent for silence in lost if silence.role == "decode"})
+    if closed and not needed_by:
+        return  # a decode rank that closed in order: no other agent needs it
+    silent_ns = min((silence.for_ns for silence in reports if silence.for_ns is not None), default=None)
+    recent = silent_ns is None or silent_ns < _RECENTLY_LOST_NS
+    missed_by = sorted({silence.agent for silence in reports})
+    error = next((silence.error for silence in lost if silence.error), "")
+    cause, remedy = _explanation(snapshot, name, missed_by, closed, error, silent_ns)
+    if needed_by:
+        cause += f"; {listed(needed_by)} cannot open a room of its instance"
+    yield peer_lost.finding(
+        name,
+        severity=Severity.CRITICAL if lost and not closed and (needed_by or recent) else Severity.WARNING,
+        agents=(name, *missed_by),
+        since_ns=silent_ns,
+        weight=len(reports) + failed,
+        evidence={
+            "state": "closed" if closed else "lost" if lost else "suspect",
+            "last_heard_ns": silent_ns,
+            "missed_by": missed_by,
+            "rooms": sum(silence.rooms for silence in reports),
+            "failed_rooms": failed,
+            "answers_kvctl": name in snapshot.agents,
+            "last_error": error,
+        },
+        cause=cause,
+        remedy=remedy,
+    )
 
 
-def _blocking(snapshot: Snapshot) -> Iterator[Finding]:
+def _explanation(
+    snapshot: Snapshot, name: str, missed_by: Sequence[str], closed: bool, error: str, silent_ns: int | None
+) -> tuple[str, str]:
+    """Returns cause and remedy."""
+    peers = listed(missed_by)
+    if closed:
+        return f"{name} was closed and has not come back; {peers} waited for it", (
+            f"`kvctl peers` shows which agents wait for it; start {name} again, or remove it from its instance"
+        )
+    if error.endswith("has ended"):
+        heard = "" if silent_ns is None else f", last heard {duration(silent_ns)} ago"
+        return f"{name} died: {error.rpartition(': ')[2]}{heard}; {peers} lost it", (
+            f"`kvctl peers` shows which agents lost it; start {name} again, and the others reconnect by themselves; "
+            "its own log shows why it died"
+        )
+    silent = f"{peers} heard nothing from {name}" + ("" if silent_ns is None else f" for {duration(silent_ns)}")
+    if name in snapshot.agents:
+        return f"{silent}, but it answers kvctl: the network between them is interrupted", (
+            f"`kvctl peers -e {name}` shows which agents it hears; then check the network between their hosts"
+        )
+    stopped = next((each for each in snapshot.faults if each.agent == name and each.code == FaultCode.STOPPED), None)
+    if stopped is not None:
+        reason, _, remedy = stopped.message.partition("; ")
+        return f"{silent}: {reason}", f"{remedy}; find out what stopped it (a debugger, job control, a freezer)"
+    if name in unresponsive(snapshot):
+        before = snapshot.before.agents.get(name) if snapshot.before is not None else None
+        pid = number(before.status, "pid") if before is not None else None
+        process = "its pid" if pid is None else f"{pid:.0f}"
+        return f"{silent}, nor does it answer kvctl: it is stopped or hangs", (
+            f"`kvctl agents` shows whether its process is stopped (then kill -CONT {process}); a process that runs and "
+            "does not answer must be restarted"
+        )
+    return f"{silent}, and no agent of that name answers kvctl here", (
+        f"`kvctl agents` shows whether {name} runs; start it again, and the others reconnect by themselves"
+    )
+
+
+def _reconnected(snapshot: Snapshot, name: str, count: int) -> Finding:
+    latest = next(failed for failed in snapshot.once(failed_rooms)["KV_PEER_LOST"] if f"peer {name} (" in failed.text)
+    return peer_lost.finding(
+        name,
+        severity=Severity.WARNING,
+        agents=(name, *latest.known_to),
+        since_ns=latest.ago_ns,
+        weight=count,
+        evidence={"state": "back", "failed_rooms": count, "last_error": latest.text},
+        cause=f"{counted(count, 'room')} failed when {name} was lost, last {duration(latest.ago_ns)} ago; it is "
+        "connected again",
+        remedy=f"`kvctl events -e {latest.known_to[0]}` shows when it was lost and came back; its own log shows why",
+    )
+
+
+# ---- slow to read ----------------------------------------------------------------------------------------------
+
+
+@health_code(
+    "KV_PEER_BLOCKING",
+    Severity.WARNING,
+    "peers",
+    sees="rooms with one peer stutter, control messages are repeated",
+    means="An agent never waits for a peer: a control message that does not fit its socket's queue is dropped and sent "
+    "again later. A queue this long means that the peer is heard but does not read what it is sent. Peers that are "
+    "completely silent are KV_PEER_LOST.",
+    remedy="Look at the peer's stacks: its control thread is blocked, or its process gets no core.",
+    alert='sum by (instance) (rate(kvctl_control_dropped_total{reason="unsent"}[5m])) > 1',
+)
+def peer_blocking(snapshot: Snapshot) -> Iterator[Finding]:
     for agent in snapshot.agents.values():
-        then = snapshot.earlier(agent.name)
-        if then is None:
+        before = snapshot.earlier(agent.name)
+        if before is None:
             continue
-        earlier = {text(row, "peer"): amount(row, "control_queue") for row in then.peers}
+        earlier = {text(row, "peer"): amount(row, "control_queue") for row in before.peers}
         for row in agent.peers:
             peer, queue = text(row, "peer"), amount(row, "control_queue")
-            if min(queue, earlier.get(peer, 0)) < _BACKLOG or peer in snapshot.once(absent):
+            if min(queue, earlier.get(peer, 0)) < _MIN_BACKLOG or peer in snapshot.once(absent):
                 continue
-            yield Finding(
-                code="KV_PEER_BLOCKING",
-                severity=Severity.WARNING,
-                subject=pair(agent.name, peer),
+            yield peer_blocking.finding(
+                pair(agent.name, peer),
                 agents=(agent.name, peer),
                 since_ns=snapshot.since_ns,
                 weight=queue,
@@ -103,122 +243,188 @@ def _blocking(snapshot: Snapshot) -> Iterator[Finding]:
                     "control_queue_before": int(earlier[peer]),
                     "rtt_ns": row.get("rtt_ns"),
                 },
-                cause=f"{counted(queue, 'control message')} of {agent.name} to {peer} cannot leave: {peer} takes them "
-                "too slowly, and what does not leave is dropped and said again",
+                cause=f"{counted(queue, 'control message')} from {agent.name} to {peer} cannot be sent: {peer} reads "
+                "too slowly, so further messages are dropped and repeated",
                 remedy=f"`kvctl stacks -e {peer}` shows what its control thread does instead of reading",
             )
 
 
-PEER_BLOCKING = Code(
-    name="KV_PEER_BLOCKING",
-    sees="rooms with one peer stutter, control messages are repeated",
-    means="An agent never waits for a peer: a control message that its socket has no place for is dropped and said "
-    "again. This many of them mean that the peer is heard and yet does not read what it is sent. Peers that are "
-    "silent altogether are KV_PEER_LOST.",
-    remedy="Look at the peer's stacks: its control thread is held up, or its process gets no core.",
-    severity=Severity.WARNING,
-    find=_blocking,
-    alert='sum by (instance) (rate(kvctl_control_dropped_total{reason="unsent"}[5m])) > 1',
+@health_code(
+    "KV_SUBSCRIBER_DEAD",
+    Severity.CRITICAL,
+    "peers",
+    sees="one prefill rank never sees the watermark of a decode rank, while others write",
+    means="The watermark tells writers which granted ring regions may be written. The next heartbeat repeats a lost "
+    "message, so a writer that has not seen a watermark after several heartbeats does not read the messages at all.",
+    remedy="Restart the prefill rank, and report it with `kvctl debug bundle bundle.tar.zst`.",
 )
-
-
-# ---- watermarks ------------------------------------------------------------------------------------------------
-
-
-def _subscriber(snapshot: Snapshot) -> Iterator[Finding]:
+def subscriber_dead(snapshot: Snapshot) -> Iterator[Finding]:
     for writer in snapshot.of_role("prefill"):
-        waits = Counter(
+        waiting_parts = Counter(
             text(part, "peer")
             for part in rows(writer.staging.get("gated"))
             if text(part, "waiting_for").startswith("watermark")
         )
-        for name, waiting in waits.items():
-            reader, then = snapshot.agents.get(name), snapshot.earlier(name)
-            if reader is None or then is None or snapshot.earlier(writer.name) is None:
+        for name, waiting in waiting_parts.items():
+            reader, before = snapshot.agents.get(name), snapshot.earlier(name)
+            if reader is None or before is None or snapshot.earlier(writer.name) is None:
                 continue
-            if snapshot.since_ns < max(_UNSEEN_NS, _HEARTBEATS * reader.period_ns("heartbeat_s")):
+            if snapshot.since_ns < max(_MIN_UNSEEN_NS, _HEARTBEATS * reader.period_ns("heartbeat_s")):
                 continue
-            sent = numbers(_row_of(then, writer.name), "watermark_sent")
-            theirs = _row_of(writer, name)
-            seen = numbers(theirs, "watermark_seen")
-            if text(theirs, "incarnation") != reader.incarnation or text(theirs, "state") != "ready":
+            sent = numbers(_peer_row(before, writer.name), "watermark_sent")
+            row = _peer_row(writer, name)
+            seen = numbers(row, "watermark_seen")
+            if text(row, "incarnation") != reader.incarnation or text(row, "state") != "ready":
                 continue
             if len(sent) != 3 or (len(seen) == 3 and seen[2] >= sent[2]):
                 continue
-            yield Finding(
-                code="KV_SUBSCRIBER_DEAD",
-                severity=Severity.CRITICAL,
-                subject=pair(writer.name, reader.name),
+            yield subscriber_dead.finding(
+                pair(writer.name, reader.name),
                 agents=(writer.name, reader.name),
                 since_ns=snapshot.since_ns,
                 weight=waiting,
                 evidence={
-                    "watermark_sent": [int(one) for one in sent],
-                    "watermark_seen": [int(one) for one in seen],
+                    "watermark_sent": [int(value) for value in sent],
+                    "watermark_seen": [int(value) for value in seen],
                     "gated_parts": waiting,
                 },
-                cause=f"{writer.name} has not seen a watermark of {reader.name} that was sent more than "
+                cause=f"{writer.name} has not seen a watermark that {reader.name} sent more than "
                 f"{duration(snapshot.since_ns)} ago, and {counted(waiting, 'part')} of it wait for one",
-                remedy=f"`kvctl peers -e {writer.name} -o wide` shows both sequence numbers; restart "
-                f"{writer.name}, and report it: heartbeats carry the watermark too",
+                remedy=f"`kvctl peers -e {writer.name} -o wide` shows both sequence numbers; restart {writer.name}, "
+                "and report it: heartbeats contain the watermark too",
             )
 
 
-def _row_of(agent: Agent, peer: str) -> Row:
-    """What an agent says of a peer."""
-    return next((row for row in agent.peers if text(row, "peer") == peer), NO_ROW)
+# ---- incompatible ----------------------------------------------------------------------------------------------
 
 
-SUBSCRIBER_DEAD = Code(
-    name="KV_SUBSCRIBER_DEAD",
-    sees="one prefill rank never sees the watermark of a decode rank, while others write",
-    means="The watermark says which granted ring regions may be written. A lost message is repaired by the next "
-    "heartbeat, so a writer that has not seen after several heartbeats what was sent before them does not read them "
-    "at all.",
-    remedy="Restart the prefill rank, and report it with `kvctl debug bundle bundle.tar.zst`.",
-    severity=Severity.CRITICAL,
-    find=_subscriber,
+def _refused_pairs(snapshot: Snapshot) -> dict[tuple[str, str], list[str]]:
+    """Returns the pairs (prefill, decode) that refuse each other, with the factors in which they differ."""
+    pairs: dict[tuple[str, str], list[str]] = {}
+    # Prefill ranks first: a decode rank repeats what the prefill rank sent, and compares only protocol versions itself.
+    for agent in sorted(snapshot.agents.values(), key=lambda agent: agent.role, reverse=True):
+        for row in agent.peers:
+            factors = texts(row, "differences")
+            if text(row, "state") != "refused" or not factors:
+                continue
+            ends = agent.name, text(row, "peer")
+            prefill, decode = ends if agent.role == "prefill" else ends[::-1]
+            compared_here = agent.role == "decode" and all(each.startswith("protocol version") for each in factors)
+            first, second = (decode, prefill) if compared_here else (prefill, decode)
+            pairs.setdefault((prefill, decode), [_with_names(factor, first, second) for factor in factors])
+    return pairs
+
+
+def _with_names(factor: str, first: str, second: str) -> str:
+    """Adds the agents to a difference: `page_size 64 ≠ 32` becomes `page_size 64 (prefill-0) ≠ 32 (decode-1)`."""
+    match = _FACTOR.fullmatch(factor)
+    return factor if match is None else f"{match['name']} {match['first']} ({first}) ≠ {match['second']} ({second})"
+
+
+@health_code(
+    "KV_COMPAT_MISMATCH",
+    Severity.CRITICAL,
+    "peers",
+    sees="no room can be opened between two agents; elsewhere: garbage, or NOT_FOUND under load",
+    means="When two agents connect, they compare everything that the layout of KV depends on: page size, dtype, heads, "
+    "layers, the chunk grid, the version. Here they differ, so they refuse each other and every room between them "
+    "fails at once. The finding names the factor and both values.",
+    remedy="Start the deviating agent with the configuration of the others; kvctl peers diff lists all factors.",
+    alert='sum by (instance) (kvctl_peers{state="refused"}) > 0',
 )
+def compat_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
+    pairs = _refused_pairs(snapshot)
+    for deviating, refusals in common_agents(list(pairs)):
+        factors = list(dict.fromkeys(factor for each in refusals for factor in pairs[each]))
+        others = [next(name for name in each if name != deviating) for each in refusals]
+        known = deviating in snapshot.agents and any(other in snapshot.agents for other in others)
+        yield compat_mismatch.finding(
+            deviating,
+            severity=Severity.CRITICAL if known else Severity.WARNING,
+            agents=(deviating, *others),
+            weight=len(refusals),
+            evidence={"differences": factors[:8], "differing_factors": len(factors), "refused_with": others},
+            cause=f"{deviating} is incompatible with {listed(others)}: {'; '.join(pairs[refusals[0]][:2])}",
+            remedy=f"`kvctl peers diff {' '.join(refusals[0])}` lists every factor; start {deviating} with the "
+            "configuration of the others",
+        )
+    if not pairs:
+        reason = "because two agents are incompatible"
+        yield from _mismatched_rooms(snapshot, compat_mismatch, reason, Severity.WARNING)
+
+
+@health_code(
+    "KV_PLAN_MISMATCH",
+    Severity.CRITICAL,
+    "rooms",
+    sees="requests with a cached prefix fail; elsewhere they hang or their text is corrupt",
+    means="Both ends of a room derive the transfer plan from the same inputs. For this room the inputs differ: the "
+    "number of pages, the cached prefix, the aux row or the state items that one engine passed are not those that the "
+    "other expects. The first cause names the factor and both values.",
+    remedy="Compare how the two engines see this prompt: tokens, prefix length, page size, aux row.",
+    alert=failure_alert("KV_PLAN_MISMATCH"),
+)
+def plan_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
+    return _mismatched_rooms(snapshot, plan_mismatch, "because its two ends disagree on the transfer plan")
+
+
+def _mismatched_rooms(
+    snapshot: Snapshot, code: Code, reason: str, severity: Severity | None = None
+) -> Iterator[Finding]:
+    for rank, failures in failed_by_rank(snapshot, code.name).items():
+        latest = failures[0]
+        named = named_in(latest.text, snapshot.once(all_names))
+        agents = (rank, *latest.known_to, *named)
+        roles = {name: snapshot.agents[name].role for name in agents if name in snapshot.agents}
+        other = next((name for name, role in roles.items() if role != roles.get(rank)), "")
+        layouts = (
+            f"`kvctl peers diff {rank} {other}` shows whether their layouts differ" if other else "compare layouts"
+        )
+        yield failure_finding(
+            code,
+            failures,
+            f"{counted(len(failures), 'room')} failed {reason}",
+            f"both ends; {layouts}; if they do not, the engines disagree on the prompt or its cached prefix",
+            severity=severity,
+            agents=named,
+        )
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------
 
 
-def _skew(snapshot: Snapshot) -> Iterator[Finding]:
+@health_code(
+    "KV_CLOCK_SKEW",
+    Severity.WARNING,
+    "peers",
+    sees="timelines of the two ends of a room disagree",
+    means="The wall clock of an agent's host differs from the others' by more than 5 ms beyond the uncertainty of the "
+    "round trip. Agents use no wall clock for decisions; logs, traces and room timelines use it. kvctl shows the "
+    "events of a room on one clock.",
+    remedy="Let chrony or NTP synchronise the clocks of all hosts.",
+)
+def clock_skew(snapshot: Snapshot) -> Iterator[Finding]:
     clocks = sorted((agent.answer.clock.correction_ns, agent.name) for agent in snapshot.agents.values())
     if len(clocks) < 2:
         return
     middle, _ = clocks[len(clocks) // 2]
-    far = []
-    for offset, name in clocks:
-        bound = abs(offset - middle) - snapshot.agents[name].answer.clock.error_ns
+    skewed = []
+    for correction, name in clocks:
+        bound = abs(correction - middle) - snapshot.agents[name].answer.clock.error_ns
         if bound > _SKEW_NS:
-            far.append((offset, name, bound))
-    for direction, group in groupby(far, key=lambda one: one[0] > middle):
-        told = list(group)
-        bound = max(one[2] for one in told)
-        names = [name for _, name, _ in told]
-        yield Finding(
-            code="KV_CLOCK_SKEW",
-            severity=Severity.WARNING if bound > _SKEW_BAD_NS else Severity.INFO,
-            subject=names[0],
-            agents=tuple(names),
+            skewed.append((correction - middle, name, bound))
+    for ahead, group in groupby(skewed, key=lambda each: each[0] > 0):
+        members = list(group)
+        bound = max(bound for _, _, bound in members)
+        names = [name for _, name, _ in members]
+        yield clock_skew.finding(
+            names[0],
+            severity=Severity.WARNING if bound > _LARGE_SKEW_NS else Severity.INFO,
+            agents=names,
             weight=len(names),
-            evidence={"offset_ns": max((one[0] - middle for one in told), key=abs), "bound_ns": bound, "agents": names},
-            cause=f"the clock of {listed(names)} is {duration(bound)} or more {'ahead of' if direction else 'behind'} "
-            "the others'",
+            evidence={"offset_ns": max((each[0] for each in members), key=abs), "bound_ns": bound, "agents": names},
+            cause=f"the clock of {listed(names)} is {duration(bound)} or more {'ahead of' if ahead else 'behind'} the "
+            "others",
             remedy="`kvctl agents -o wide` shows every offset; `timedatectl` on those hosts shows whether NTP keeps "
             "the clock; kvctl corrects timelines for it, logs and traces are not corrected",
         )
-
-
-CLOCK_SKEW = Code(
-    name="KV_CLOCK_SKEW",
-    sees="timelines of the two ends of a room disagree",
-    means="The wall clock of an agent's host differs from the others' by more than 5 ms beyond what the round trip "
-    "leaves open. The agents themselves use no wall clock to decide anything; logs, traces and room timelines do. "
-    "kvctl brings the events of a room onto one clock.",
-    remedy="Let chrony or NTP keep the clocks of all hosts.",
-    severity=Severity.WARNING,
-    find=_skew,
-)

@@ -52,6 +52,7 @@ CODES = (
         Severity.CRITICAL,
         _full,
         "kvctl_ring_used_bytes > 0.3 * kvctl_ring_size_bytes",
+        "staging",
     ),
     Code("KV_FLEET_YOUNG", "nothing", "It began lately.", "Wait.", Severity.INFO, _young),
 )
@@ -65,6 +66,7 @@ def toy_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
     monkeypatch.setattr("kvctl.commands.health.CODES", CODES)
     monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", by_name)
+    monkeypatch.setattr("kvctl.health.check.CODES_BY_NAME", by_name)
 
 
 @pytest.fixture

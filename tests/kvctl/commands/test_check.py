@@ -70,7 +70,7 @@ def test_thresholds(args: tuple[str, ...], code: int, calm: None, fleet: Any, kv
         (("all", "--bogus"), "--bogus"),
         (("all", "-o", "xml"), "xml"),
         (("all", "--timeout", "soon"), "'soon' is not a duration"),
-        (("peers", "--warn", "ring=80%"), "is of kvctl check staging"),
+        (("peers", "--warn", "ring=80%"), "belongs to kvctl check staging"),
         (("all", "-e", "udp://x/y"), "udp:// is not an address of an agent"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.health.codes.draining import DRAINING
+from kvctl.health.codes.ready import agent_draining
 
 S = 1_000_000_000
 RESUME = "kvctl resume decode-1"
@@ -15,7 +15,7 @@ RESUME = "kvctl resume decode-1"
 
 @pytest.fixture(autouse=True)
 def this_code_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvctl.commands.health_query.CODES", (DRAINING,))
+    monkeypatch.setattr("kvctl.commands.health_query.CODES", (agent_draining,))
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
 
 
@@ -35,7 +35,7 @@ def test_one_of_two_decode_ranks(start: Any, canned: Any, kvctl: Any) -> None:
     assert (rows["decode-0"], rows["decode-1"]) == ("ok", "draining")
     health = kvctl("health", "-o", "table").out
     assert "KV_DRAINING" in health
-    assert "decode-1 is draining, for 42 s now, and takes no new rooms" in " ".join(health.split())
+    assert "decode-1 is draining, for 42 s now, and accepts no new rooms" in " ".join(health.split())
     doctor = kvctl("doctor", "-o", "json")
     (found,) = [row for row in json.loads(doctor.out)["data"] if row["code"] == "KV_DRAINING"]
     assert (found["severity"], found["next"]) == ("info", RESUME)

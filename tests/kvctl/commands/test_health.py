@@ -125,7 +125,7 @@ class TestMutes:
     def test_what_is_not_raised_yet_can_be_muted_and_is_told(self, start: Any, kvctl: Any) -> None:
         outcome = kvctl("health", "mute", "KV_RING_FULL", "2h")
         assert outcome.code == 0
-        assert "could not be looked at: no agent answered; whatever comes of it is quiet for 2h00m" in outcome.err
+        assert "could not be examined: no agent answered; every finding of it is muted for 2h00m" in outcome.err
         start("prefill-0")
         assert "is not raised now" in kvctl("health", "mute", "KV_RING_FULL", "2h").err
         start("decode-1")
@@ -146,7 +146,7 @@ class TestMutes:
     def test_unmute(self, fleet: Any, kvctl: Any) -> None:
         kvctl("health", "mute", "KV_RING_FULL", "1h")
         outcome = kvctl("health", "unmute", "ring_full")
-        assert (outcome.code, outcome.err) == (0, "kvctl: KV_RING_FULL is heard again\n")
+        assert (outcome.code, outcome.err) == (0, "kvctl: KV_RING_FULL is reported again\n")
         assert "decode-0 ring" in kvctl("health").out
         kvctl("health", "mute", "KV_FLEET_YOUNG", "1h")
         outcome = kvctl("health", "unmute", "ring_full")
@@ -157,7 +157,7 @@ class TestMutes:
         [
             (("KV_RING_FUL", "1h"), "did you mean KV_RING_FULL"),
             (("KV_RING_FULL", "1"), "is not a duration"),
-            (("KV_RING_FULL", "0s"), "over at once"),
+            (("KV_RING_FULL", "0s"), "not a positive time"),
             (("KV_RING_FULL",), "Missing argument 'TIME'"),
         ],
     )

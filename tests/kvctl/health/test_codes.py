@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvctl.client.clock import ClockOffset
 from kvctl.client.faults import Fault
 from kvctl.health.codes import CODES, CODES_BY_NAME
-from kvctl.health.engine import examine, worst
+from kvctl.health.engine import examine
 from kvctl.health.snapshot import Snapshot
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
 from tests.kvctl.health.fleets import COMMANDS, MIB, MS, Fleet, S, parse
@@ -59,7 +59,6 @@ def test_a_busy_fleet_that_is_well_raises_nothing():
 
 def test_an_empty_fleet_raises_nothing():
     assert Fleet(0, 0).examine() == []
-    assert worst([]) == "ok"
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvctl.health.finding import Severity
 from tests.kvctl.health.fleets import Fleet, S
 
-REFUSED = "prefill-0 is draining and takes no new rooms"
+REFUSED = "prefill-0 is draining and accepts no new rooms"
 
 
 def drained(*names: str, age_s: float = 30) -> Fleet:
@@ -19,14 +19,14 @@ def test_one_decode_rank_of_two_that_drains_is_information():
     (found,) = drained("decode-1").examine()
     assert (found.code, found.subject, found.severity) == ("KV_DRAINING", "decode-1", Severity.INFO)
     assert found.since_ns == 30 * S
-    assert found.cause == "decode-1 is draining, for 30 s now, and takes no new rooms"
+    assert found.cause == "decode-1 is draining, for 30 s now, and accepts no new rooms"
     assert found.remedy.startswith("`kvctl resume decode-1`")
 
 
 def test_a_role_of_which_nobody_is_left_is_a_warning():
     (found,) = drained("decode-0", "decode-1").examine()
     assert (found.severity, found.agents) == (Severity.WARNING, ("decode-0", "decode-1"))
-    assert found.cause.endswith("; no other decode instance takes rooms")
+    assert found.cause.endswith("; no other decode instance accepts rooms")
     assert found.remedy.startswith("`kvctl resume decode-0 decode-1`")
     # Every rank of a prefill instance is needed: one that drains stops the other.
     (found,) = drained("prefill-1").examine()
@@ -78,7 +78,7 @@ def test_what_a_drain_that_is_over_left_behind_blames_no_prefill_rank():
     (found,) = fleet.examine()
     assert (found.code, found.subject, found.severity) == ("KV_DRAINING", "decode-0", Severity.INFO)
     assert found.cause == (
-        "decode-0 took no new rooms until 30 s ago; 12 rooms of prefill ranks wait for a decode rank to open them; "
+        "decode-0 accepted no new rooms until 30 s ago; 12 rooms of prefill ranks wait for a decode rank to open them; "
         "1 room failed because no decode rank opened them in time"
     )
     fleet.status("decode-0", draining_age_ns=100 * S, resumed_age_ns=30 * S)  # they began before it
@@ -99,4 +99,4 @@ def test_an_agent_that_does_not_say_since_when():
     fleet = drained("decode-1")
     del fleet.answers["decode-1"]["status"]["draining_age_ns"]
     (found,) = fleet.examine()
-    assert (found.cause, found.since_ns) == ("decode-1 is draining and takes no new rooms", None)
+    assert (found.cause, found.since_ns) == ("decode-1 is draining and accepts no new rooms", None)

@@ -13,24 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.errors import CliError
-from kvctl.health import mute_file
 from kvctl.health.finding import Severity
-from kvctl.health.mutes import Baseline, Mute
+from kvctl.health.mutes import Baseline, Mute, default_path, edit, load
 
 MUTE = Mute("KV_RING_PINNED", "decode-0", 1, 2, "known", Baseline(Severity.WARNING, 1.5, 2))
 
 
 def keep(file: Path, *mutes: Mute) -> None:
-    with mute_file.changing(file) as kept:
+    with edit(file) as kept:
         kept[:] = mutes
 
 
 def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "kvctl" / "mutes.json"
-    assert mute_file.load(file) == []
+    assert load(file) == []
     bare = Mute("KV_IDLE", "", 3, 4, "", None)
     keep(file, MUTE, bare)
-    assert mute_file.load(file) == [MUTE, bare]
+    assert load(file) == [MUTE, bare]
 
 
 def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
@@ -46,20 +45,20 @@ def test_a_change_that_fails_changes_nothing(tmp_path: Path) -> None:
     keep(file, MUTE)
 
     def change_and_fail() -> None:
-        with mute_file.changing(file) as kept:
+        with edit(file) as kept:
             kept.clear()
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         change_and_fail()
-    assert mute_file.load(file) == [MUTE]
+    assert load(file) == [MUTE]
 
 
 def test_changes_at_once_are_all_kept(tmp_path: Path) -> None:
     file = tmp_path / "mutes.json"
 
     def add(number: int) -> None:
-        with mute_file.changing(file) as kept:
+        with edit(file) as kept:
             kept.append(Mute("KV_IDLE", str(number), 0, 1, "", None))
 
     threads = [threading.Thread(target=add, args=(number,)) for number in range(8)]
@@ -67,7 +66,7 @@ def test_changes_at_once_are_all_kept(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {mute.subject for mute in mute_file.load(file)} == {str(number) for number in range(8)}
+    assert {mute.subject for mute in load(file)} == {str(number) for number in range(8)}
 
 
 @pytest.mark.parametrize(
@@ -76,16 +75,16 @@ def test_changes_at_once_are_all_kept(tmp_path: Path) -> None:
         ("", "Expecting value"),
         ("{", "Expecting"),
         ("[]", "list indices"),
-        ('{"version": 2, "mutes": []}', "version 2, this kvctl knows 1"),
+        ('{"version": 2, "mutes": []}', "version 2, this kvctl supports 1"),
         ('{"version": 1, "mutes": [{}]}', "baseline"),
-        (json.dumps({"version": 1, "mutes": [{"code": 7, "baseline": None}]}), "7 is no text"),
+        (json.dumps({"version": 1, "mutes": [{"code": 7, "baseline": None}]}), "7 is not a string"),
     ],
 )
 def test_what_is_no_file_of_mutes_is_refused_in_one_line(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "mutes.json"
     file.write_text(text)
     with pytest.raises(CliError, match="repair it or delete it") as error:
-        mute_file.load(file)
+        load(file)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -106,14 +105,14 @@ def test_whatever_stands_in_it_only_that_error_comes(tmp_path_factory: pytest.Te
     file = tmp_path_factory.getbasetemp() / "any.json"
     file.write_bytes(text)
     with contextlib.suppress(CliError):
-        mute_file.load(file)
+        load(file)
 
 
 def test_where_it_cannot_be_kept_is_told(tmp_path: Path) -> None:
     (tmp_path / "kvctl").write_text("a file where a directory should be")
-    with pytest.raises(CliError, match="mutes cannot be kept there"):
+    with pytest.raises(CliError, match="mutes cannot be stored there"):
         keep(tmp_path / "kvctl" / "mutes.json", MUTE)
-    assert mute_file.load(tmp_path / "kvctl" / "mutes.json") == []
+    assert load(tmp_path / "kvctl" / "mutes.json") == []
 
 
 def test_a_user_without_home_can_read_and_is_told_when_writing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,4 +122,4 @@ def test_a_user_without_home_can_read_and_is_told_when_writing(monkeypatch: pyte
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(CliError, match="set XDG_STATE_HOME"):
-        mute_file.path()
+        default_path()

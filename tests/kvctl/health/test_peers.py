@@ -34,7 +34,7 @@ def test_a_dead_prefill_rank_is_one_finding_and_comes_first():
     assert first.evidence["failed_rooms"] == 1
     assert first.since_ns == 41 * S
     assert "process 4243 has ended" in first.cause
-    assert "can open no room" in first.cause
+    assert "cannot open a room" in first.cause
     assert "start prefill-1 again" in first.remedy
 
 
@@ -76,7 +76,7 @@ def test_a_stopped_process_is_told_from_a_cut_network():
     fleet = Fleet()
     fleet.peer("decode-0", "prefill-1", state="suspect", last_heard_ns=9 * S)
     (cut,) = fleet.find("KV_PEER_LOST")
-    assert "yet it answers kvctl" in cut.cause
+    assert "but it answers kvctl" in cut.cause
     before = fleet.copy()
     fleet.gone("prefill-1")
     fleet.faults.append(Fault("prefill-1", "timeout", "no answer within 2 s"))

@@ -47,7 +47,7 @@ def test_what_the_others_are_led_round_still_comes_first():
         part["age_ns"] = 0
     (first, second) = fleet.examine()
     assert (first.code, first.severity) == ("KV_RING_PINNED", Severity.WARNING)
-    assert "later grants go round it" in first.cause
+    assert "later grants go around it" in first.cause
     assert second.code == "KV_PEER_LOST"
 
 
@@ -64,7 +64,7 @@ def test_a_stopped_writer_pins_the_ring_where_nobody_minds_silence():
         "decode-0 allocation 17",
         Severity.CRITICAL,
     )
-    assert "does not answer the demand to give it back; it has been silent for 40 s" in found.cause
+    assert "does not answer the revoke request; it has been silent for 40 s" in found.cause
     assert found.since_ns == 40 * S
 
 
@@ -74,7 +74,7 @@ def test_a_write_that_never_ends_pins_the_ring():
     assert fleet.find("KV_RING_PINNED") == []  # nobody waits
     fleet.gated("prefill-1", "decode-0", "1002", age_ns=20 * S)
     (found,) = fleet.find("KV_RING_PINNED")
-    assert "is writing it still" in found.cause
+    assert "is still writing it" in found.cause
     assert "though the room is failed" in found.cause
     fleet.oldest("decode-0", 17, age_ns=9 * S)  # the agent's own ways have not had their time
     assert fleet.find("KV_RING_PINNED") == []

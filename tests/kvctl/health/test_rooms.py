@@ -161,7 +161,7 @@ def test_a_rank_that_does_not_accept():
     (found,) = fleet.find("KV_ROOM_STUCK_BOOTSTRAP")
     assert found.severity is Severity.CRITICAL
     assert found.agents == ("prefill-1", "decode-0")
-    assert "prefill-1 has not accepted it" in found.cause
+    assert "prefill-1 has neither accepted nor refused it" in found.cause
 
 
 def test_an_instance_that_is_not_complete():
@@ -203,7 +203,7 @@ def test_an_instance_that_never_answered_is_no_stuck_room():
     (found,) = fleet.examine()
     assert (found.code, found.subject, found.severity) == ("KV_NOT_READY", "decode-0", Severity.WARNING)
     assert found.cause == (
-        f"decode-0 and decode-1 wait, 10m00s after the start: {waits}; rooms that need none of this are served "
+        f"decode-0 and decode-1 wait, 10m00s after the start: {waits}; rooms that do not need it are served "
         "(2408 rooms done)"
     )
     for name in ("decode-0", "decode-1"):
@@ -268,7 +268,7 @@ def test_rooms_that_wait_now_and_rooms_that_have_waited_for_one_culprit_are_one_
     (found,) = fleet.examine()
     assert (found.subject, found.severity, found.weight) == (alone.subject, alone.severity, alone.weight)
     assert found.evidence["failed_rooms"] == 1
-    assert found.cause == f"{alone.cause}; 1 room before it ran into the deadline, last 40 s ago"
+    assert found.cause == f"{alone.cause}; 1 room before it reached the deadline, last 40 s ago"
 
 
 def test_a_room_that_one_end_has_given_up_and_another_waits_for_is_told_once():

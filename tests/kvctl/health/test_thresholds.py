@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvctl.exit_codes import CheckState
-from kvctl.health.areas import AREAS, area
+from kvctl.health.check import MEASURES, MEASURES_BY_NAME, Threshold, ThresholdError, parse_thresholds
 from kvctl.health.codes import CODES
-from kvctl.health.measures import MEASURES, MEASURES_BY_NAME
-from kvctl.health.thresholds import Threshold, ThresholdError, parse
+from kvctl.health.finding import AREAS
 
 ALL = tuple(AREAS)
 
 
 def test_each_unit_is_read() -> None:
-    found = parse(["ring=80%,room-age=1m30s", "quarantined=64MiB"], ["ring=0.95", "agents=4"], ALL)
+    found = parse_thresholds(["ring=80%,room-age=1m30s", "quarantined=64MiB"], ["ring=0.95", "agents=4"], ALL)
     assert found == {
         "ring": Threshold(0.8, 0.95),
         "room-age": Threshold(90.0, None),
@@ -29,7 +28,7 @@ def test_each_unit_is_read() -> None:
         ("ring", "", "write NAME=VALUE"),
         ("ring=", "", "write NAME=VALUE"),
         ("rng=80%", "", "did you mean ring?"),
-        ("xyz=1", "", "there are agents"),
+        ("xyz=1", "", "use one of agents"),
         ("ring=80", "", "write it as 80% or 0.8"),
         ("ring=-1%", "", "write it as 80% or 0.8"),
         ("room-age=30", "", "write it as 30s"),
@@ -42,13 +41,13 @@ def test_each_unit_is_read() -> None:
 )
 def test_what_is_no_threshold_is_refused(warn: str, crit: str, words: str) -> None:
     with pytest.raises(ThresholdError) as error:
-        parse([warn] if warn else [], [crit] if crit else [], ALL)
+        parse_thresholds([warn] if warn else [], [crit] if crit else [], ALL)
     assert words in str(error.value)
 
 
 def test_a_threshold_of_another_area_would_never_be_looked_at() -> None:
-    with pytest.raises(ThresholdError, match="ring is of kvctl check staging, and of kvctl check all"):
-        parse(["ring=80%"], [], ["peers"])
+    with pytest.raises(ThresholdError, match="ring belongs to kvctl check staging and kvctl check all"):
+        parse_thresholds(["ring=80%"], [], ["peers"])
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_where_a_threshold_is_reached(name: str, value: float | None, state: Che
 
 def test_every_measure_and_every_code_is_of_an_area() -> None:
     assert {measure.area for measure in MEASURES} == set(AREAS)
-    assert {area(code.name) for code in CODES} <= set(AREAS)
+    assert {code.area for code in CODES} <= set(AREAS)
 
 
 def test_not_to_know_is_worse_than_a_warning() -> None:

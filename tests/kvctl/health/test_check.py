@@ -7,13 +7,10 @@ import pytest
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.commands.check import exposition, plugin, rows
 from kvctl.exit_codes import CheckState
-from kvctl.health.areas import AREAS
-from kvctl.health.finding import Finding, Severity
-from kvctl.health.measures import MEASURES
+from kvctl.health.check import MEASURES, Threshold, Verdict, verdicts, worst
+from kvctl.health.finding import AREAS, Finding, Severity
 from kvctl.health.mutes import Judged, Mute
 from kvctl.health.snapshot import Snapshot
-from kvctl.health.thresholds import Threshold
-from kvctl.health.verdict import Verdict, verdicts, worst
 from tests.kvctl.health.fleets import Fleet
 
 ALL = tuple(AREAS)

@@ -1,0 +1,375 @@
+"""Measures, thresholds and the verdict of each area, as `kvctl check` reports them to a monitoring system."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvctl.client.faults import SILENT, Fault
+from kvctl.exit_codes import CheckState
+from kvctl.health.answers import amount, inner, number, rows, text
+from kvctl.health.codes import CODES_BY_NAME
+from kvctl.health.finding import AREAS, Finding, Severity
+from kvctl.health.mutes import Judged
+from kvctl.health.snapshot import Snapshot
+from kvctl.render import units
+
+_RECENT_NS = 300 * 1_000_000_000
+_STATES = {
+    Severity.INFO: CheckState.OK,
+    Severity.WARNING: CheckState.WARNING,
+    Severity.CRITICAL: CheckState.CRITICAL,
+}
+
+
+# ---- measures --------------------------------------------------------------------------------------------------
+
+
+class Unit(Enum):
+    """Unit of a measure; the value is its name in the performance data of monitoring plugins."""
+
+    COUNT = ""
+    SECONDS = "s"
+    RATIO = "%"
+    BYTES = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One number of a fleet, for thresholds.
+
+    Attributes:
+        read: seconds, a ratio, bytes or a count; None if no agent reports it.
+        least: values below the threshold are bad, instead of values at or above it.
+    """
+
+    name: str
+    area: str
+    unit: Unit
+    read: Callable[[Snapshot], float | None]
+    help: str
+    least: bool = False
+
+    def human(self, value: float | None) -> str:
+        """Formats a value for people."""
+        if value is None:
+            return units.UNKNOWN
+        match self.unit:
+            case Unit.SECONDS:
+                return units.duration(value * 1e9)
+            case Unit.RATIO:
+                return units.percent(value)
+            case Unit.BYTES:
+                return units.size(value)
+        return units.count(round(value))
+
+    def parse(self, text: str) -> float:
+        """Reads a value in this unit.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match self.unit:
+            case Unit.SECONDS:
+                value = units.parse_duration(text) / 1e9
+            case Unit.BYTES:
+                value = float(units.parse_size(text))
+            case Unit.COUNT:
+                value = float(int(text))
+            case Unit.RATIO:
+                value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        if value < 0 or (self.unit is Unit.RATIO and value > 1):
+            raise ValueError(text)
+        return value
+
+
+def _max(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _max_seconds(values_ns: Iterable[float | None]) -> float | None:
+    worst = _max(values_ns)
+    return None if worst is None else worst / 1e9
+
+
+def _waiting(snapshot: Snapshot) -> float:
+    return sum(bool(text(agent.status, "waiting_for")) for agent in snapshot.agents.values())
+
+
+def _draining(snapshot: Snapshot) -> float:
+    return sum(agent.status.get("draining") is True for agent in snapshot.agents.values())
+
+
+def _peers(state: str) -> Callable[[Snapshot], float]:
+    return lambda snapshot: sum(
+        text(peer, "state") == state for agent in snapshot.agents.values() for peer in agent.peers
+    )
+
+
+def _silence(snapshot: Snapshot) -> float | None:
+    return _max_seconds(number(peer, "last_heard_ns") for agent in snapshot.agents.values() for peer in agent.peers)
+
+
+def _ring(snapshot: Snapshot) -> float | None:
+    rings = [inner(agent.status, "ring") for agent in snapshot.agents.values()]
+    return _max(
+        amount(ring, "used_bytes") / size for ring in rings if (size := number(ring, "size_bytes")) and size > 0
+    )
+
+
+def _pin_age(snapshot: Snapshot) -> float | None:
+    rings = [inner(agent.staging, "ring") for agent in snapshot.agents.values()]
+    return _max_seconds(
+        max((amount(each, "age_ns") for each in rows(ring.get("allocations"))), default=0) for ring in rings if ring
+    )
+
+
+def _gate_age(snapshot: Snapshot) -> float | None:
+    return _max_seconds(
+        max((amount(part, "age_ns") for part in rows(agent.staging.get("gated"))), default=0)
+        for agent in snapshot.agents.values()
+        if agent.staging
+    )
+
+
+def _quarantined(snapshot: Snapshot) -> float | None:
+    totals = [agent.total("kvctl_quarantined_bytes") for agent in snapshot.of_role("decode")]
+    known = [total for total in totals if total is not None]
+    return sum(known) if known else None
+
+
+def _active(snapshot: Snapshot) -> float:
+    return len({text(room, "room") for agent in snapshot.agents.values() for room in agent.rooms})
+
+
+def _room_age(snapshot: Snapshot) -> float | None:
+    return _max_seconds(
+        max((amount(room, "age_ns") for room in agent.rooms), default=0) for agent in snapshot.agents.values()
+    )
+
+
+def _failed(snapshot: Snapshot) -> float | None:
+    """Considers rooms that finished in the last five minutes by each agent's own clock."""
+    states = [
+        text(room, "state")
+        for agent in snapshot.agents.values()
+        for room in agent.history
+        if (at_ns := number(room, "finished_at_ns")) is not None and agent.now_ns - at_ns <= _RECENT_NS
+    ]
+    return states.count("Failed") / len(states) if states else None
+
+
+def _fds(snapshot: Snapshot) -> float | None:
+    uses = [inner(agent.status, "process") for agent in snapshot.agents.values()]
+    return _max(amount(use, "fds") / limit for use in uses if (limit := number(use, "fds_limit")) and limit > 0)
+
+
+def _queue(snapshot: Snapshot) -> float | None:
+    return _max(number(peer, "control_queue") for agent in snapshot.agents.values() for peer in agent.peers)
+
+
+MEASURES: tuple[Measure, ...] = (
+    Measure("agents", "ready", Unit.COUNT, lambda snapshot: len(snapshot.agents), "agents that answer", least=True),
+    Measure("waiting", "ready", Unit.COUNT, _waiting, "agents that wait for ranks of the other side"),
+    Measure("draining", "ready", Unit.COUNT, _draining, "draining agents, which accept no new rooms"),
+    Measure("lost", "peers", Unit.COUNT, _peers("lost"), "peers that an agent has lost"),
+    Measure("suspect", "peers", Unit.COUNT, _peers("suspect"), "peers that an agent has not heard in time"),
+    Measure("silence", "peers", Unit.SECONDS, _silence, "longest time since a peer was heard"),
+    Measure("ring", "staging", Unit.RATIO, _ring, "use of the fullest staging ring"),
+    Measure("pin-age", "staging", Unit.SECONDS, _pin_age, "age of the oldest ring allocation"),
+    Measure("gate-age", "staging", Unit.SECONDS, _gate_age, "longest wait of a part for its ring region"),
+    Measure("quarantined", "staging", Unit.BYTES, _quarantined, "bytes quarantined because of silent writers"),
+    Measure("active", "rooms", Unit.COUNT, _active, "active rooms"),
+    Measure("room-age", "rooms", Unit.SECONDS, _room_age, "age of the oldest active room"),
+    Measure("failed", "rooms", Unit.RATIO, _failed, "share of failed rooms in the last 5 minutes"),
+    Measure("fds", "transport", Unit.RATIO, _fds, "file descriptors in use, relative to the limit, worst agent"),
+    Measure("queue", "transport", Unit.COUNT, _queue, "messages that wait to be sent to a peer"),
+)
+
+MEASURES_BY_NAME: dict[str, Measure] = {measure.name: measure for measure in MEASURES}
+
+
+# ---- thresholds ------------------------------------------------------------------------------------------------
+
+
+class ThresholdError(ValueError):
+    """A threshold is invalid; the message names it and the correct form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Values from which a measure is a warning or critical; None for never."""
+
+    warn: float | None = None
+    crit: float | None = None
+
+    def state(self, measure: Measure, value: float | None) -> CheckState:
+        """Compares a value: at the threshold it is reached; a measure with `least` must be below it."""
+
+        def reached(limit: float | None) -> bool:
+            if limit is None or value is None:
+                return False
+            return value < limit if measure.least else value >= limit
+
+        return (
+            CheckState.CRITICAL if reached(self.crit) else CheckState.WARNING if reached(self.warn) else CheckState.OK
+        )
+
+
+def parse_thresholds(warn: Sequence[str], crit: Sequence[str], areas: Sequence[str]) -> dict[str, Threshold]:
+    """Parses the values of `--warn` and `--crit`, such as `ring=80%,active=4`.
+
+    Args:
+        warn: values of `--warn`.
+        crit: values of `--crit`.
+        areas: the areas checked; thresholds of other areas are errors.
+
+    Returns:
+        The thresholds by the measure's name.
+
+    Raises:
+        ThresholdError: a threshold is invalid, or the warning is worse than the critical one.
+    """
+    warnings, criticals = _parse_option("--warn", warn, areas), _parse_option("--crit", crit, areas)
+    found = {
+        name: Threshold(warnings.get(name), criticals.get(name)) for name in dict.fromkeys((*warnings, *criticals))
+    }
+    for name, threshold in found.items():
+        if threshold.warn is None or threshold.crit is None:
+            continue
+        measure = MEASURES_BY_NAME[name]
+        if threshold.crit < threshold.warn if not measure.least else threshold.crit > threshold.warn:
+            raise ThresholdError(
+                f"{name}: critical {measure.human(threshold.crit)} is {'more' if measure.least else 'less'} than the "
+                f"warning at {measure.human(threshold.warn)}, which would never be reported"
+            )
+    return found
+
+
+def _parse_option(option: str, values: Sequence[str], areas: Sequence[str]) -> Mapping[str, float]:
+    examples = {Unit.COUNT: "4", Unit.SECONDS: "30s", Unit.RATIO: "80% or 0.8", Unit.BYTES: "64MiB"}
+    found: dict[str, float] = {}
+    for piece in (piece.strip() for each in values for piece in each.split(",")):
+        name, separator, value = piece.partition("=")
+        measure = MEASURES_BY_NAME.get(name)
+        if not separator or not value:
+            raise ThresholdError(f"{option} {piece!r}: write NAME=VALUE, as in ring=80%")
+        if measure is None:
+            near = difflib.get_close_matches(name, MEASURES_BY_NAME, n=1)
+            known = ", ".join(each.name for each in MEASURES_BY_NAME.values() if each.area in areas)
+            raise ThresholdError(f"{option} {name}: {f'did you mean {near[0]}?' if near else f'use one of {known}'}")
+        if measure.area not in areas:
+            raise ThresholdError(f"{option} {name} belongs to kvctl check {measure.area} and kvctl check all")
+        try:
+            found[name] = measure.parse(value)
+        except ValueError:
+            raise ThresholdError(f"{option} {name}={value}: write it as {examples[measure.unit]}") from None
+    return found
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem, in one line; `code` is that of the finding, "" if it is not a finding."""
+
+    state: CheckState
+    text: str
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result for one area; the worst problem comes first."""
+
+    area: str
+    problems: Sequence[Problem]
+    muted: Sequence[Finding]
+    values: Mapping[str, float | None]
+
+    @property
+    def state(self) -> CheckState:
+        return worst(problem.state for problem in self.problems)
+
+
+def worst(states: Iterable[CheckState]) -> CheckState:
+    """Returns the worst state, OK for none."""
+    return max(states, key=lambda state: state.gravity, default=CheckState.OK)
+
+
+def verdicts(
+    areas: Sequence[str],
+    snapshot: Snapshot,
+    judged: Judged,
+    thresholds: Mapping[str, Threshold],
+    no_agents: str,
+) -> list[Verdict]:
+    """Returns one verdict for each area.
+
+    Args:
+        areas: keys of `AREAS`.
+        snapshot: the fleet.
+        judged: findings, raised and muted.
+        thresholds: by name of the measure.
+        no_agents: text of the problem if no agent answered.
+    """
+    # An agent that does not answer is a problem in each area, because its state is unknown.
+    silent = list(_silent(snapshot.survey.faults)) if snapshot.agents or snapshot.faults else []
+    if not snapshot.agents and not silent:
+        silent = [Problem(CheckState.CRITICAL, no_agents)]
+    found = []
+    for area in areas:
+        problems = [
+            *silent,
+            *(_stale_sockets(snapshot) if area == next(iter(AREAS)) else ()),
+            *(_of_finding(finding) for finding in judged.raised if _area(finding) == area),
+            *_reached(area, snapshot, thresholds),
+        ]
+        bad = [problem for problem in problems if problem.state is not CheckState.OK]
+        muted = [finding for finding, _ in judged.muted if _area(finding) == area]
+        values = {measure.name: measure.read(snapshot) for measure in MEASURES if measure.area == area}
+        found.append(Verdict(area, sorted(bad, key=lambda problem: -problem.state.gravity), muted, values))
+    return found
+
+
+def _area(finding: Finding) -> str:
+    code = CODES_BY_NAME.get(finding.code)
+    return "rooms" if code is None else code.area
+
+
+def _silent(faults: Iterable[Fault]) -> Iterator[Problem]:
+    for fault in faults:
+        state = CheckState.CRITICAL if fault.code in SILENT else CheckState.UNKNOWN
+        yield Problem(state, f"{fault.agent}: {fault.message}" if fault.agent else fault.message)
+
+
+def _stale_sockets(snapshot: Snapshot) -> Iterator[Problem]:
+    """Yields agents that were killed: only their sockets are left."""
+    reported = {fault.agent for fault in snapshot.faults}
+    for endpoint in snapshot.survey.discovery.stale:
+        if endpoint.name not in reported:
+            yield Problem(
+                CheckState.WARNING,
+                f"{endpoint.name} is gone and left its socket behind: {endpoint.path} (kvctl agents --prune)",
+            )
+
+
+def _of_finding(finding: Finding) -> Problem:
+    return Problem(_STATES[finding.severity], f"{finding.code} {finding.subject}: {finding.cause}", finding.code)
+
+
+def _reached(area: str, snapshot: Snapshot, thresholds: Mapping[str, Threshold]) -> Iterator[Problem]:
+    for measure in MEASURES:
+        threshold = thresholds.get(measure.name)
+        if measure.area != area or threshold is None:
+            continue
+        value = measure.read(snapshot)
+        state = threshold.state(measure, value)
+        if state is not CheckState.OK:
+            limit = threshold.crit if state is CheckState.CRITICAL else threshold.warn
+            relation = "is less than" if measure.least else "has reached"
+            words = f"{measure.name} {measure.human(value)} {relation} {measure.human(limit)} ({measure.help})"
+            yield Problem(state, words)

@@ -1,0 +1,328 @@
+"""Facts about a snapshot that several health codes use: failed rooms, silent agents, drains, slow writers.
+
+Functions of a snapshot alone are evaluated once per snapshot: call them as `snapshot.once(failed_rooms)`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from kvctl.client.faults import SILENT
+from kvctl.health.answers import Row, amount, inner, number, text, texts
+from kvctl.health.finding import Code, Finding, Severity
+from kvctl.health.snapshot import Agent, Snapshot
+from kvctl.render.units import duration
+
+RECENT_NS = 600_000_000_000
+BOOTSTRAP = "KV_ROOM_STUCK_BOOTSTRAP"
+# With short settings, an agent whose process gets no core for a moment counts as suspect.
+_MIN_SILENCE_NS = 3_000_000_000
+# Two ranks of a room disagree on its age by a moment.
+_CLOCK_SLACK_NS = 2_000_000_000
+# Both sides of a comparison must have sent this many parts.
+_MIN_PARTS = 20
+_SLOW_FACTOR = 5.0
+# On a busy machine, shorter times depend on which process gets a core.
+_MIN_WIRE_S = 0.1
+
+
+# ---- failed rooms ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRoom:
+    """One failed room, reported by one or several ranks.
+
+    Attributes:
+        rank: agent that found the cause.
+        known_to: agents that report the failure, in the order of their names.
+        ago_ns: time since the failure, by the clock of the reporting agent.
+    """
+
+    room: str
+    code: str
+    rank: str
+    text: str
+    known_to: tuple[str, ...]
+    ago_ns: int
+
+
+def failed_rooms(snapshot: Snapshot) -> Mapping[str, Sequence[FailedRoom]]:
+    """Returns the rooms that failed within the last 10 minutes, by failure code, the most recent first."""
+    found: dict[tuple[str, str, str, str], FailedRoom] = {}
+    for agent in snapshot.agents.values():
+        for row in agent.known_rooms:
+            failure = inner(row, "failure")
+            code, rank, message = (text(failure, key) for key in ("code", "rank", "text"))
+            at_ns = number(failure, "at_ns") if number(row, "finished_at_ns") is None else number(row, "finished_at_ns")
+            if not code or at_ns is None:
+                continue
+            ago_ns = max(0, agent.now_ns - int(at_ns))
+            if ago_ns > RECENT_NS:
+                continue
+            key = (text(row, "room"), code, rank, message)
+            known = found.get(key)
+            known_to = (agent.name,) if known is None else (*known.known_to, agent.name)
+            ago_ns = ago_ns if known is None else max(ago_ns, known.ago_ns)
+            found[key] = FailedRoom(key[0], code, rank, message, tuple(dict.fromkeys(known_to)), ago_ns)
+    by_code: dict[str, list[FailedRoom]] = {}
+    for failed in sorted(found.values(), key=lambda failed: failed.ago_ns):
+        by_code.setdefault(failed.code, []).append(failed)
+    return by_code
+
+
+def failed_by_rank(snapshot: Snapshot, code: str) -> Mapping[str, Sequence[FailedRoom]]:
+    """Returns the rooms that failed with this code, the most recent first, by the agent that found the cause."""
+    found: dict[str, list[FailedRoom]] = {}
+    for failed in snapshot.once(failed_rooms).get(code, ()):
+        found.setdefault(failed.rank, []).append(failed)
+    return found
+
+
+def failure_finding(
+    code: Code,
+    failures: Sequence[FailedRoom],
+    cause: str,
+    shows: str,
+    *,
+    subject: str = "",
+    severity: Severity | None = None,
+    agents: Iterable[str] = (),
+    evidence: Mapping[str, object] | None = None,
+) -> Finding:
+    """Returns the finding about failed rooms.
+
+    Args:
+        failures: the most recent first.
+        cause: how many rooms failed and why; the most recent failure is appended.
+        shows: what `kvctl rooms show` shows about the most recent one, and what else to do.
+        subject: by default the rank that found the most recent cause.
+        severity: by default that of the code.
+        agents: further agents.
+        evidence: further evidence.
+    """
+    latest = failures[0]
+    return code.finding(
+        subject or latest.rank,
+        severity=severity,
+        agents=(subject or latest.rank, latest.rank, *latest.known_to, *agents),
+        since_ns=latest.ago_ns,
+        weight=len(failures),
+        evidence={
+            "failed_rooms": len(failures),
+            "latest_room": latest.room,
+            "latest_ago_ns": latest.ago_ns,
+            "latest": latest.text,
+            **(evidence or {}),
+        },
+        cause=f"{cause}, last {duration(latest.ago_ns)} ago: {latest.text}",
+        remedy=f"`kvctl rooms show {latest.room}` shows {shows}",
+    )
+
+
+def failure_alert(code: str) -> str:
+    """Returns the PromQL expression for rooms that failed with this code."""
+    return f'sum by (instance) (increase(kvctl_room_failures_total{{code="{code}"}}[10m])) > 0'
+
+
+def all_names(snapshot: Snapshot) -> frozenset[str]:
+    """Returns the names of all agents that answered and of all their peers."""
+    peers = {text(row, "peer") for agent in snapshot.agents.values() for row in agent.peers}
+    return frozenset(snapshot.agents) | peers
+
+
+def common_agents(pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yields the fewest agents that occur in all these pairs (writer, reader), each with the pairs it accounts for.
+
+    If two agents account for equally many pairs, the one that occurs in more pairs in total comes first, then a reader,
+    then the last by name.
+    """
+    remaining = sorted(pairs)
+    in_all = Counter(name for each in pairs for name in each)
+    while remaining:
+        in_remaining = Counter(name for each in remaining for name in each)
+        readers = {reader for _, reader in remaining}
+        common = max(in_remaining, key=lambda name: (in_remaining[name], in_all[name], name in readers, name))
+        yield common, [each for each in remaining if common in each]
+        remaining = [each for each in remaining if common not in each]
+
+
+# ---- silent agents ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Report of one agent about a peer that it does not hear.
+
+    Attributes:
+        agent: reporting agent; `role` is its role.
+        peer: silent agent.
+        lost: the peer is lost; otherwise it is suspect.
+        closed: the peer announced that it closes.
+        for_ns: time since it was last heard; None if it never was.
+        rooms: number of rooms that still wait for it.
+        error: why it is lost, in the words of the reporting agent.
+    """
+
+    agent: str
+    role: str
+    peer: str
+    lost: bool
+    closed: bool
+    for_ns: int | None
+    rooms: int
+    error: str
+
+
+def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
+    """Returns the reports about silent agents, by the silent agent."""
+    found: dict[str, list[Silence]] = {}
+    for agent in snapshot.agents.values():
+        min_ns = max(agent.period_ns("suspect_s"), _MIN_SILENCE_NS)
+        for row in agent.peers:
+            state, heard, error = text(row, "state"), number(row, "last_heard_ns"), text(row, "last_error")
+            lost = state == "lost"
+            if lost or (state == "suspect" and heard is not None and heard >= min_ns):
+                silence = Silence(
+                    agent.name,
+                    agent.role,
+                    text(row, "peer"),
+                    lost,
+                    error.endswith("it was closed"),
+                    None if heard is None else int(heard),
+                    int(amount(row, "rooms")),
+                    error if lost else "",
+                )
+                found.setdefault(silence.peer, []).append(silence)
+    return found
+
+
+def unresponsive(snapshot: Snapshot) -> frozenset[str]:
+    """Returns agents that do not answer kvctl although their socket is there: stopped, or without a core."""
+    return frozenset(fault.agent for fault in snapshot.faults if fault.code in SILENT)
+
+
+def absent(snapshot: Snapshot) -> frozenset[str]:
+    """Returns agents whose absence explains why others wait: silent to a peer, unresponsive to kvctl, or gone."""
+    gone = {endpoint.name for endpoint in snapshot.survey.discovery.stale}
+    return frozenset(snapshot.once(silences)) | unresponsive(snapshot) | gone
+
+
+# ---- drains, and rooms that no decode rank opened --------------------------------------------------------------
+
+
+def draining(snapshot: Snapshot) -> Mapping[str, Sequence[Agent]]:
+    """Returns the draining agents by role, in the order of their names."""
+    found: dict[str, list[Agent]] = {}
+    for name in sorted(snapshot.agents):
+        agent = snapshot.agents[name]
+        if agent.status.get("draining") is True:
+            found.setdefault(agent.role, []).append(agent)
+    return found
+
+
+def _drain_periods(snapshot: Snapshot) -> list[tuple[float, float]]:
+    """Returns when decode ranks accepted no new rooms, as ages (ns) of begin and end; the end is 0 while it lasts."""
+    found = []
+    for agent in snapshot.of_role("decode"):
+        began = number(agent.status, "draining_age_ns")
+        ended = 0.0 if agent.status.get("draining") is True else number(agent.status, "resumed_age_ns")
+        if began is not None and ended is not None:
+            found.append((began + _CLOCK_SLACK_NS, ended - _CLOCK_SLACK_NS))
+    return found
+
+
+def _unopened_for_drain(snapshot: Snapshot, age_ns: float) -> bool:
+    """Returns whether a draining decode rank may have refused an unopened room of this age."""
+    return any(ended <= age_ns <= began for began, ended in snapshot.once(_drain_periods))
+
+
+def expired_for_drain(snapshot: Snapshot, failed: FailedRoom) -> bool:
+    """Returns whether a room that no decode rank opened in time may have been refused by a draining decode rank."""
+    knew = [snapshot.agents[name] for name in (failed.rank, *failed.known_to) if name in snapshot.agents]
+    if failed.code != BOOTSTRAP or {agent.role for agent in knew} != {"prefill"}:
+        return False
+    return _unopened_for_drain(snapshot, failed.ago_ns + knew[0].period_ns("bootstrap_timeout_s"))
+
+
+def unopened_rooms(snapshot: Snapshot, *, refused: bool) -> Iterator[tuple[Agent, Row]]:
+    """Yields rooms that prefill ranks began and that have no peer yet, as (prefill rank, its row).
+
+    Args:
+        refused: only rooms that a draining decode rank may have refused; otherwise only the others.
+    """
+    for agent in snapshot.of_role("prefill"):
+        for row in agent.rooms:
+            unopened = text(row, "state") == "Bootstrapping" and not texts(row, "peers")
+            if unopened and _unopened_for_drain(snapshot, amount(row, "state_age_ns")) == refused:
+                yield agent, row
+
+
+def decode_rooms(snapshot: Snapshot) -> set[str]:
+    """Returns the rooms that decode ranks have opened."""
+    return {text(row, "room") for agent in snapshot.of_role("decode") for row in agent.rooms}
+
+
+# ---- time on the wire ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """Time between post and completion of one writer's parts."""
+
+    seconds_a_part: float
+    ns_a_byte: float
+    parts: int
+    bytes: int
+
+    @property
+    def gb_per_s(self) -> float:
+        return 1 / self.ns_a_byte if self.ns_a_byte else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlowWriter:
+    """A slow writer, and the median of the other writers."""
+
+    wire: Wire
+    others: Wire
+    other_names: tuple[str, ...]
+
+
+def slow_writers(snapshot: Snapshot) -> Mapping[str, SlowWriter]:
+    """Returns the slow writers by name.
+
+    A writer is slow if its parts take five times as long as those of the others, by part and by byte: ranks of a
+    pipeline have parts of different sizes.
+    """
+    wires = {agent.name: wire for agent in snapshot.of_role("prefill") if (wire := _wire(snapshot, agent.name))}
+    found: dict[str, SlowWriter] = {}
+    for name, wire in wires.items():
+        rest = {other: other_wire for other, other_wire in wires.items() if other != name}
+        if not rest or wire.seconds_a_part < _MIN_WIRE_S:
+            continue
+        others = Wire(
+            median(other.seconds_a_part for other in rest.values()),
+            median(other.ns_a_byte for other in rest.values()),
+            sum(other.parts for other in rest.values()),
+            sum(other.bytes for other in rest.values()),
+        )
+        by_part = wire.seconds_a_part >= _SLOW_FACTOR * others.seconds_a_part
+        if by_part and wire.ns_a_byte >= _SLOW_FACTOR * others.ns_a_byte:
+            found[name] = SlowWriter(wire, others, tuple(sorted(rest)))
+    return found
+
+
+def _wire(snapshot: Snapshot, name: str) -> Wire | None:
+    """Measures since the previous snapshot if enough was sent since, otherwise since the agent's start."""
+    wire = snapshot.histogram_since_before(name, "kvctl_stage_seconds", stage="wire")
+    nbytes = snapshot.since_before(name, "kvctl_part_bytes_total")
+    if wire is None or nbytes is None or wire.observations < _MIN_PARTS:
+        agent = snapshot.agents[name]
+        wire, nbytes = agent.histogram("kvctl_stage_seconds", stage="wire"), agent.total("kvctl_part_bytes_total")
+    if not nbytes or wire.observations < _MIN_PARTS:
+        return None
+    return Wire(wire.mean_s, wire.seconds * 1e9 / nbytes, int(wire.observations), int(nbytes))
