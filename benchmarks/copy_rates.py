@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copy import gather_piece, scatter_piece

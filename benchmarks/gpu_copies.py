@@ -26,8 +26,7 @@ from kvctl.lab.ranks.request import DTYPE_BYTES
 from kvctl_agent.device.base import Batch, Device, Event, Geometry
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.errors import DeviceError
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copier import LandedPart

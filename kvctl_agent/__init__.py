@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvctl_agent.contract.states import RoomState
     from kvctl_agent.errors import KvctlError, LayoutError
     from kvctl_agent.layout.layer_grouping import ForwardInfo
-    from kvctl_agent.layout.local_shard import local_shards
+    from kvctl_agent.layout.parallel import local_shards
     from kvctl_agent.layout.shape import ModelShape, StateShape
     from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
     from kvctl_agent.rank import Rank
@@ -30,7 +30,7 @@ _MODULES = {
     "RoomState": "kvctl_agent.contract.states",
     "StateShape": "kvctl_agent.layout.shape",
     "StateTensors": "kvctl_agent.memory.pool",
-    "local_shards": "kvctl_agent.layout.local_shard",
+    "local_shards": "kvctl_agent.layout.parallel",
 }
 
 __all__ = [

@@ -27,7 +27,7 @@ from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError
 from kvctl_agent.export.exports import Exports
 from kvctl_agent.layout.chunks import chunk_pages
-from kvctl_agent.layout.local_shard import local_shards as layout_of
+from kvctl_agent.layout.parallel import local_shards as layout_of
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier

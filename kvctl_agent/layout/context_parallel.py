@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvctl_agent.contract.choices import ALL_CHUNK, RANK0, ROOM_HASH
 from kvctl_agent.layout.chunks import Chunk, grid
-from kvctl_agent.layout.heads import mix64
+from kvctl_agent.layout.parallel import mix64
 
 
 def sole_cp_sender(mode: str, cp: int, room: int) -> int | None:

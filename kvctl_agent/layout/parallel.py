@@ -1,11 +1,14 @@
-"""Parallel sizes of a prefill or decode instance, and the numbering of its ranks."""
+"""Ranks of a prefill or decode instance: parallel sizes, numbering, and the layers and heads that each rank holds."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvctl_agent.errors import LayoutError
+from kvctl_agent.layout.shape import ModelShape, Segment, segments
 from kvctl_agent.layout.sizes import check_sizes, set_sizes
 
 MAX_RANKS = 65_536
@@ -111,3 +114,110 @@ class ParallelConfig:
 
     def _sizes(self) -> RankCoord:
         return RankCoord(dp=self.dp, pp=self.pp, cp=self.cp, tp=self.tp)
+
+
+class HeadRange(NamedTuple):
+    """Heads [lo, hi) of one rank, numbered over the whole model."""
+
+    lo: int
+    hi: int
+
+
+def head_range(num_heads: int, tp: int, rank: int) -> HeadRange:
+    """Return the heads that one tensor-parallel rank holds.
+
+    With tp <= num_heads a rank holds a block of num_heads / tp heads. With tp > num_heads it holds one head, and
+    tp / num_heads neighbouring ranks hold the same head.
+
+    Raises:
+        LayoutError: neither `num_heads` nor `tp` divides the other, or `rank` is outside [0, tp).
+    """
+    if not 0 <= rank < tp:
+        raise LayoutError(f"tp rank {rank} is outside [0, {tp})")
+    if num_heads % tp == 0:
+        block = num_heads // tp
+        return HeadRange(rank * block, (rank + 1) * block)
+    if tp % num_heads == 0:
+        head = rank * num_heads // tp
+        return HeadRange(head, head + 1)
+    divisors = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
+    raise LayoutError(
+        f"{num_heads} KV heads cannot be laid out over tp {tp}: {num_heads} % {tp} = {num_heads % tp} and "
+        f"{tp} % {num_heads} = {tp % num_heads}; choose a tp of {divisors} or a multiple of {num_heads}"
+    )
+
+
+def replicas(num_heads: int, tp: int) -> int:
+    """Return the number of tp ranks that hold the same head; 1 unless tp > num_heads."""
+    return max(1, tp // num_heads)
+
+
+class LocalShard(NamedTuple):
+    """Layers [layer_lo, layer_hi) and heads [head_lo, head_hi) of one segment on one rank.
+
+    The layer range is empty if the rank's pipeline stage has no layer of the segment. Heads are numbered over the whole
+    model.
+    """
+
+    segment: Segment
+    layer_lo: int
+    layer_hi: int
+    head_lo: int
+    head_hi: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the segment on this rank."""
+        return self.layer_hi - self.layer_lo
+
+    @property
+    def heads(self) -> int:
+        """Heads of the segment on this rank."""
+        return self.head_hi - self.head_lo
+
+
+@lru_cache(maxsize=4096)
+def local_shards(shape: ModelShape, page_size: int, side: ParallelConfig, coord: RankCoord) -> tuple[LocalShard, ...]:
+    """Return the shards of the rank at `coord`, one for each segment of the model.
+
+    Args:
+        shape: The model.
+        page_size: Tokens per page.
+        side: Parallel sizes of the rank's instance.
+        coord: The rank's coordinates in the instance.
+
+    Raises:
+        LayoutError: the heads of a segment cannot be divided over the instance's tp, or its pipeline stages do not add
+            up to the model's layers.
+    """
+    return tuple(
+        LocalShard(
+            segment, *stage_layers(segment, shape, side, coord.pp), *head_range(segment.heads, side.tp, coord.tp)
+        )
+        for segment in segments(shape, page_size)
+    )
+
+
+def stage_layers(segment: Segment, shape: ModelShape, side: ParallelConfig, stage: int) -> tuple[int, int]:
+    """Return the layers [lo, hi) of a segment that a pipeline stage holds, in the segment's numbering.
+
+    Draft layers are on the last stage. A layer of a state component is on the stage of the KV layer it belongs to.
+    """
+    lo, hi = side.stage_range(shape.num_layers, stage)
+    if segment.state:
+        return bisect_left(segment.kv_layers, lo), bisect_left(segment.kv_layers, hi)
+    if segment.layer_lo >= shape.num_layers:
+        return (segment.layer_lo, segment.layer_hi) if stage == side.pp - 1 else (segment.layer_lo, segment.layer_lo)
+    return lo, hi
+
+
+def mix64(x: int) -> int:
+    """Hash a 64-bit number with splitmix64's finaliser, a bijection that maps consecutive rooms to unrelated numbers.
+
+    Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), variant 13.
+    """
+    mask = 2**64 - 1
+    x &= mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)

@@ -14,12 +14,62 @@ from math import lcm
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.context_parallel import owned_cells, sole_cp_sender
-from kvctl_agent.layout.heads import mix64, replicas
-from kvctl_agent.layout.local_shard import segment_heads, stage_layers
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, head_range, mix64, replicas, stage_layers
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION, Factor, PlanInputs
 from kvctl_agent.layout.shape import Segment
-from kvctl_agent.layout.transfer_slice import TransferSlice
+
+STAGING_ALIGN_BYTES = 256
+"""Alignment of a part's size in the staging ring."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSlice:
+    """The heads and layers of one segment that one writer sends to one decode rank, in every chunk of a room.
+
+    Attributes:
+        writer: Prefill rank (unique rank).
+        reader: Decode rank (unique rank).
+        segment: Index of the segment in the model's segments.
+        src_head: First head, as an index into the heads of the writer's pool.
+        dst_head: First head, as an index into the heads of the decode rank's pool.
+        heads: Number of heads.
+        layer_lo: First layer, in the segment's numbering, which is global for KV and draft.
+        layer_hi: End of the layers, exclusive.
+        src_pool_heads: Heads in one row of the writer's pool; the source stride.
+        dst_pool_heads: Heads in one row of the decode rank's pool; the destination stride.
+        page_head_bytes: Bytes of one head of one page (for state: one item) in one layer.
+    """
+
+    writer: int
+    reader: int
+    segment: int
+    src_head: int
+    dst_head: int
+    heads: int
+    layer_lo: int
+    layer_hi: int
+    src_pool_heads: int
+    dst_pool_heads: int
+    page_head_bytes: int
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return self.layer_hi - self.layer_lo
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether both pools hold exactly these heads, so that whole pages can be sent unchanged (the bulk path)."""
+        return self.heads == self.src_pool_heads == self.dst_pool_heads
+
+    def payload_bytes(self, pages: int, layers: int | None = None) -> int:
+        """Return the bytes of a part of `pages` pages and `layers` layers (all layers of the slice if None)."""
+        return (self.num_layers if layers is None else layers) * pages * self.heads * self.page_head_bytes
+
+    def part_bytes(self, pages: int, layers: int | None = None) -> int:
+        """Return the staging bytes of the same part: its payload rounded up to `STAGING_ALIGN_BYTES`."""
+        return -(-self.payload_bytes(pages, layers) // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES
+
 
 TransferSlices = tuple[TransferSlice, ...]
 
@@ -178,7 +228,7 @@ def _segment_slices(
     """The slices of one segment for the decode rank at `coord`, from every prefill stage and cp rank of `senders`."""
     prefill, decode = inputs.prefill, inputs.decode
     reader = decode.unique_rank(coord)
-    dst_heads = segment_heads(segment, decode.tp, coord.tp)
+    dst_heads = head_range(segment.heads, decode.tp, coord.tp)
     dst_lo, dst_hi = stage_layers(segment, inputs.shape, decode, coord.pp)
     copies = replicas(segment.heads, prefill.tp)
     block_heads = max(1, segment.heads // prefill.tp)
@@ -191,7 +241,7 @@ def _segment_slices(
             # Blocks of equal size tile the heads on the prefill side; `copies` neighbouring tp ranks hold each block.
             for block in range(dst_heads.lo // block_heads, (dst_heads.hi - 1) // block_heads + 1):
                 tp = block * copies + (replica + reader) % copies
-                src_heads = segment_heads(segment, prefill.tp, tp)
+                src_heads = head_range(segment.heads, prefill.tp, tp)
                 lo, hi = max(src_heads.lo, dst_heads.lo), min(src_heads.hi, dst_heads.hi)
                 yield TransferSlice(
                     writer=prefill.unique_rank(RankCoord(dp=prefill_dp, pp=stage, cp=cp, tp=tp)),

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from kvctl_agent.contract.choices import CP_MODES, RANK0
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.heads import head_range
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, head_range
 from kvctl_agent.layout.shape import ModelShape, Segment, segments
 from kvctl_agent.layout.sizes import set_sizes
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 
 Indices = npt.NDArray[np.int64]
 

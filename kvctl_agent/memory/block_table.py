@@ -10,7 +10,7 @@ import numpy as np
 
 from kvctl_agent.device.base import BlockRange, BlockRanges, Geometry, Packed, Table
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane
 from kvctl_agent.memory.addresses import SegmentAddresses
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.memory.copy import gather_piece
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.row_index import RowIndex

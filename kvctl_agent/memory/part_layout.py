@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.local_shard import LocalShard
-from kvctl_agent.layout.transfer_slice import STAGING_ALIGN_BYTES
+from kvctl_agent.layout.parallel import LocalShard
+from kvctl_agent.layout.plan import STAGING_ALIGN_BYTES
 
 # Measured with all ranks on one host (TP4 to DP4 and to TP4, two cores with 1 MiB of L2 each), GB/s relative to 2 MiB:
 # 1 MiB 0.97, 512 KiB 0.90, 256 KiB 0.76. The fixed cost of a write and its wait for the reader outweigh what smaller

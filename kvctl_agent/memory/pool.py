@@ -16,7 +16,7 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
 from kvctl_agent.layout.sizes import check_size
 from kvctl_agent.memory.addresses import PoolAddresses

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.memory.block_table import BlockTable
 from kvctl_agent.memory.head_slice import HeadSlice

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.connection_cost import ConnectionCost
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, segments
-from kvctl_agent.layout.transfer_slice import TransferSlice
 
 AUTO = "auto"
 # Request and grant over the control channel, and waking the scatter, measured between idle processes on one host.

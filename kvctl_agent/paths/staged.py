@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from kvctl_agent.errors import KvctlError, MemoryLayoutError
-from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.memory.buffers import Buffer, StagingBuffers
 from kvctl_agent.memory.copier import Copier, PendingCopy
 from kvctl_agent.memory.row_index import RowIndex

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.layout.local_shard import LocalShard
-from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.layout.parallel import LocalShard
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.protocol.messages import AnyMessage, Grant, Message, PeerInfo
 from kvctl_agent.protocol.peer import CancelToken
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag

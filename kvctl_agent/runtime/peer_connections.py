@@ -16,7 +16,7 @@ from kvctl_agent.contract.choices import BULK, SLICE
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.device.base import Device, Export, Geometry
 from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.block_table import gather_geometries
 from kvctl_agent.memory.buffers import StagingBuffers

@@ -24,8 +24,7 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.protocol import codec

@@ -18,9 +18,7 @@ import pytest
 
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.heads import head_range
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.parallel import ParallelConfig, head_range, local_shards
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.rank import Rank

@@ -14,9 +14,7 @@ from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, Words, aux_row, row_ba
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.cuda import CudaDevice
 from kvctl_agent.device.registry import open_device
-from kvctl_agent.layout.heads import mix64
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards, mix64
 from kvctl_agent.memory.pool import KVPool
 
 

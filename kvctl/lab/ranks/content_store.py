@@ -10,7 +10,7 @@ import numpy as np
 
 from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, PlaneId, Rows, Words, Writer, Wrong
 from kvctl_agent.device.base import Device
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane
 from kvctl_agent.memory.pool import KVPool
 

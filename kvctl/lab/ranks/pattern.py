@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvctl_agent.layout.heads import mix64
+from kvctl_agent.layout.parallel import mix64
 
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]

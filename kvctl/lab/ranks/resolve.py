@@ -28,7 +28,7 @@ from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.errors import ConfigError, LayoutError
 from kvctl_agent.layout.chunks import chunk_pages, page_count, prefix_pages
-from kvctl_agent.layout.local_shard import local_shards, segment_heads
+from kvctl_agent.layout.parallel import local_shards, segment_heads
 from kvctl_agent.layout.plan import transfer_slices
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape

@@ -18,7 +18,7 @@ from kvctl.lab.ranks.transfer_volume import TransferVolume
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device import driver
 from kvctl_agent.errors import ConfigError, DeviceUnavailable, LayoutError
-from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import local_shards
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 
 MIB = 1 << 20

@@ -13,9 +13,8 @@ from kvctl.lab.ranks.geometry import state_items
 from kvctl.lab.ranks.plan import PlannedShape
 from kvctl_agent.layout.chunks import page_count
 from kvctl_agent.layout.parallel import RankCoord
-from kvctl_agent.layout.plan import state_slices_to_reader, transfer_slices, writer_cells
+from kvctl_agent.layout.plan import TransferSlice, state_slices_to_reader, transfer_slices, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
-from kvctl_agent.layout.transfer_slice import TransferSlice
 
 
 class OwedParts(NamedTuple):

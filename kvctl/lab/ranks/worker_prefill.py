@@ -14,7 +14,7 @@ from kvctl.lab.ranks.worker import Change, Outcome, Worker
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import KvctlError
 from kvctl_agent.layout.chunks import chunk_pages
-from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import local_shards
 from kvctl_agent.runtime.handles import Send
 
 _PLAIN = "off"

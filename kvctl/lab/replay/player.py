@@ -14,7 +14,7 @@ from kvctl.lab.replay.recordings import Input, Start
 from kvctl_agent.contract.choices import SLICE, STAGED
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import LocalProtocolError, RecordingError
-from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import build
 from kvctl_agent.protocol.decode import DecodeMachine

@@ -17,9 +17,8 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError, LocalProtocolError
 from kvctl_agent.layout import plan_inputs
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.plan import aux_writer, slices_to_reader, state_slices_to_reader, writer_cells
+from kvctl_agent.layout.plan import TransferSlice, aux_writer, slices_to_reader, state_slices_to_reader, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
-from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode.rooms import DecodeState, Final, RecvRoom, RecvRooms

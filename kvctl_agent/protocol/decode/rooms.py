@@ -19,7 +19,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.transfer_slice import TransferSlice
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.events import Pages

@@ -16,7 +16,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.local_shard import local_shards
+from kvctl_agent.layout.parallel import local_shards
 from kvctl_agent.layout.plan import aux_writer, slices_of_writer, state_slices_to_reader, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs, differences
 from kvctl_agent.protocol import events as ev

@@ -12,9 +12,9 @@ import numpy as np
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape, Segment
-from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg

@@ -21,7 +21,7 @@ prepare_environment()
 import numpy as np  # noqa: E402
 
 from kvctl_agent import Agent, KVPool, Rank, RoomState  # noqa: E402
-from kvctl_agent.layout.local_shard import local_shards  # noqa: E402
+from kvctl_agent.layout.parallel import local_shards  # noqa: E402
 from kvctl_agent.layout.shape import ModelShape  # noqa: E402
 
 LAYERS, HEADS, ROW_BYTES, PAGE_SIZE, PAGES, ROOM_PAGES = 2, 4, 64, 4, 1024, 6

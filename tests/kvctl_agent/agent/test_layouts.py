@@ -19,8 +19,7 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, LocalProtocolError, MemoryLayoutError
 from kvctl_agent.layout.layer_grouping import ForwardInfo
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.parallel import ParallelConfig, local_shards
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.protocol.events import Overlapped

@@ -16,7 +16,7 @@ from kvctl_agent.device.base import Batch, BlockRanges, Device, PageIds
 from kvctl_agent.device.registry import open_device
 from kvctl_agent.device.row_copies import DEFAULT
 from kvctl_agent.errors import DeviceUnavailable
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.copier import LandedPart, PendingCopy

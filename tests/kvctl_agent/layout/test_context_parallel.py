@@ -12,7 +12,7 @@ from kvctl_agent.contract.choices import CP_MODES
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk, grid
 from kvctl_agent.layout.context_parallel import owned_cells, sole_cp_sender
-from kvctl_agent.layout.heads import mix64
+from kvctl_agent.layout.parallel import mix64
 
 
 def pages_of(cells: tuple[Chunk, ...]) -> list[int]:

@@ -1,9 +1,25 @@
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.parallel import MAX_RANKS, ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import (
+    MAX_RANKS,
+    HeadRange,
+    ParallelConfig,
+    RankCoord,
+    head_range,
+    local_shards,
+    mix64,
+    replicas,
+)
+from kvctl_agent.layout.shape import ModelShape, StateShape
 
 
 def test_sizes_default_to_one_rank() -> None:
@@ -68,19 +84,19 @@ def test_a_place_outside_the_instance_is_refused() -> None:
 # --- Pipeline stages. ---
 
 
-def ranges(side: ParallelConfig, num_layers: int) -> list[tuple[int, int]]:
+def stage_ranges(side: ParallelConfig, num_layers: int) -> list[tuple[int, int]]:
     return [side.stage_range(num_layers, stage) for stage in range(side.pp)]
 
 
 def test_even_stages_give_the_first_ones_the_remainder() -> None:
-    assert ranges(ParallelConfig(), 5) == [(0, 5)]
-    assert ranges(ParallelConfig(pp=2), 4) == [(0, 2), (2, 4)]
-    assert ranges(ParallelConfig(pp=3), 8) == [(0, 3), (3, 6), (6, 8)]
-    assert ranges(ParallelConfig(pp=4), 5) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert stage_ranges(ParallelConfig(), 5) == [(0, 5)]
+    assert stage_ranges(ParallelConfig(pp=2), 4) == [(0, 2), (2, 4)]
+    assert stage_ranges(ParallelConfig(pp=3), 8) == [(0, 3), (3, 6), (6, 8)]
+    assert stage_ranges(ParallelConfig(pp=4), 5) == [(0, 2), (2, 3), (3, 4), (4, 5)]
 
 
 def test_stages_of_given_sizes_follow_each_other() -> None:
-    assert ranges(ParallelConfig(pp=3, stages=(1, 5, 2)), 8) == [(0, 1), (1, 6), (6, 8)]
+    assert stage_ranges(ParallelConfig(pp=3, stages=(1, 5, 2)), 8) == [(0, 1), (1, 6), (6, 8)]
 
 
 @pytest.mark.parametrize("layers", range(1, 12))
@@ -92,7 +108,7 @@ def test_even_stages_tile_the_layers_and_differ_by_one_at_most(layers: int, pp: 
         ):
             ParallelConfig(pp=pp).stage_range(layers, 0)
         return
-    stages = ranges(ParallelConfig(pp=pp), layers)
+    stages = stage_ranges(ParallelConfig(pp=pp), layers)
     assert [layer for lo, hi in stages for layer in range(lo, hi)] == list(range(layers))
     sizes = [hi - lo for lo, hi in stages]
     assert sizes == sorted(sizes, reverse=True)
@@ -115,3 +131,108 @@ def test_the_number_of_stages_must_equal_pp() -> None:
 def test_a_stage_has_layers(size: object) -> None:
     with pytest.raises(LayoutError, match=r"^layers of a stage is .* it must be a whole number from 1"):
         ParallelConfig(pp=2, stages=(3, size))  # type: ignore[arg-type]
+
+
+def test_with_fewer_ranks_than_heads_each_holds_a_block() -> None:
+    assert [head_range(8, 4, rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+
+
+def test_with_more_ranks_than_heads_neighbours_hold_the_same_head() -> None:
+    assert [head_range(2, 6, rank) for rank in range(6)] == [HeadRange(0, 1)] * 3 + [HeadRange(1, 2)] * 3
+    assert replicas(2, 6) == 3
+    assert replicas(8, 8) == replicas(8, 4) == 1
+
+
+@pytest.mark.parametrize("heads", range(1, 25))
+def test_ranges_are_the_replicated_head_list_dealt_out_evenly(heads: int) -> None:
+    for tp in range(1, 49):
+        if heads % tp and tp % heads:
+            with pytest.raises(LayoutError):
+                head_range(heads, tp, 0)
+            continue
+        dealt = np.split(np.repeat(np.arange(heads), replicas(heads, tp)), tp)
+        assert [list(range(*head_range(heads, tp, rank))) for rank in range(tp)] == [block.tolist() for block in dealt]
+
+
+def test_a_size_that_does_not_divide_is_refused_with_the_arithmetic_and_the_legal_sizes() -> None:
+    with pytest.raises(LayoutError) as refused:
+        head_range(8, 3, 0)
+    assert str(refused.value) == (
+        "8 KV heads cannot be laid out over tp 3: 8 % 3 = 2 and 3 % 8 = 3; choose a tp of 1, 2, 4, 8 or a multiple of 8"
+    )
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_outside_tp_is_refused(rank: int) -> None:
+    with pytest.raises(LayoutError, match=rf"tp rank {rank} is outside \[0, 4\)"):
+        head_range(8, 4, rank)
+
+
+def test_mix64_is_the_finaliser_that_splitmix64_publishes() -> None:
+    # The first outputs of splitmix64 seeded with 0: the finaliser of 1, 2, 3 times the golden gamma.
+    gamma = 0x9E3779B97F4A7C15
+    assert [mix64(i * gamma) for i in (1, 2, 3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert mix64(0) == 0
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**64 - 1))
+def test_mix64_stays_in_64_bits_and_ignores_higher_ones(x: int) -> None:
+    assert 0 <= mix64(x) < 2**64
+    assert mix64(x + 2**64) == mix64(x)
+
+
+def test_neighbouring_rooms_spread_evenly() -> None:
+    hits = Counter(mix64(room) % 4 for room in range(4000))
+    assert min(hits.values()) > 850
+    assert max(hits.values()) < 1150
+
+
+DRAFT = ModelShape(1, 2, 4, 4, 2)
+CONV = StateShape("conv", layers=(0, 1, 1, 5), rows=3, heads=1, head_bytes=10)
+SSM = StateShape("ssm", layers=(4,), rows=1, heads=4, head_bytes=10)
+SHAPE = ModelShape(6, 8, 4, 4, 2, draft=DRAFT, states=(CONV, SSM))
+
+
+def ranges(side: ParallelConfig, pp: int, tp: int, shape: ModelShape = SHAPE) -> list[tuple[str, int, int, int, int]]:
+    mine = local_shards(shape, 16, side, RankCoord(dp=0, pp=pp, cp=0, tp=tp))
+    return [(h.segment.name, h.layer_lo, h.layer_hi, h.head_lo, h.head_hi) for h in mine]
+
+
+def test_one_rank_holds_everything() -> None:
+    assert ranges(ParallelConfig(), 0, 0) == [
+        ("kv", 0, 6, 0, 8),
+        ("draft", 6, 7, 0, 2),
+        ("conv", 0, 4, 0, 1),
+        ("ssm", 0, 1, 0, 4),
+    ]
+
+
+def test_a_stage_holds_its_layers_the_state_beside_them_and_the_last_one_the_draft() -> None:
+    side = ParallelConfig(pp=2, tp=4, stages=(4, 2))
+    first, last = ranges(side, 0, 3), ranges(side, 1, 3)
+    assert first == [("kv", 0, 4, 6, 8), ("draft", 6, 6, 1, 2), ("conv", 0, 3, 0, 1), ("ssm", 0, 0, 3, 4)]
+    assert last == [("kv", 4, 6, 6, 8), ("draft", 6, 7, 1, 2), ("conv", 3, 4, 0, 1), ("ssm", 0, 1, 3, 4)]
+    mine = local_shards(SHAPE, 16, side, RankCoord(dp=0, pp=0, cp=0, tp=3))
+    assert [(h.num_layers, h.heads) for h in mine] == [(4, 2), (0, 1), (3, 1), (0, 1)]
+
+
+def test_cp_and_dp_ranks_of_a_place_hold_the_same() -> None:
+    side = ParallelConfig(dp=2, pp=2, cp=3, tp=2)
+    same = {local_shards(SHAPE, 16, side, RankCoord(dp=dp, pp=1, cp=cp, tp=1)) for dp in range(2) for cp in range(3)}
+    assert len(same) == 1
+
+
+def test_more_ranks_than_heads_hold_one_each_and_every_rank_the_latent() -> None:
+    assert [ranges(ParallelConfig(tp=16), 0, tp)[0][3:] for tp in (0, 1, 2, 15)] == [(0, 1), (0, 1), (1, 2), (7, 8)]
+    latent = ModelShape(2, 1, 576, 0, 2, kind="mla")
+    assert [ranges(ParallelConfig(tp=4), 0, tp, latent) for tp in range(4)] == [[("kv", 0, 2, 0, 1)]] * 4
+
+
+def test_an_impossible_layout_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"8 % 3 = 2 and 3 % 8 = 3"):
+        ranges(ParallelConfig(tp=3), 0, 0)
+    with pytest.raises(LayoutError, match=r"6 layers cannot be divided into pp=7 stages"):
+        ranges(ParallelConfig(pp=7), 0, 0)
+    with pytest.raises(LayoutError, match=r"2 KV heads cannot be laid out over tp 3"):
+        ranges(ParallelConfig(tp=3), 0, 0, replace(SHAPE, num_kv_heads=3, states=()))

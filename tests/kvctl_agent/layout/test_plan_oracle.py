@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 
 from kvctl_agent.contract.choices import CP_MODES
-from kvctl_agent.layout.heads import mix64
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
-from kvctl_agent.layout.plan import aux_writer, state_slices_to_reader, transfer_slices, writer_cells
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, mix64
+from kvctl_agent.layout.plan import TransferSlice, aux_writer, state_slices_to_reader, transfer_slices, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.transfer_slice import TransferSlice
 
 LAYERS, PAGE = 5, 2
 TPS = {1: (1, 2, 3, 4), 2: (1, 2, 4, 6), 3: (1, 3, 6), 4: (1, 2, 4, 8), 6: (1, 2, 3, 6), 8: (1, 2, 4, 8, 16)}

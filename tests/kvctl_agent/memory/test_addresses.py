@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 

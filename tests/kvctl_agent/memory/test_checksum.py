@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.parallel import ParallelConfig, local_shards
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
 from kvctl_agent.memory.pool import KVPool
 

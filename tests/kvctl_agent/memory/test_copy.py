@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.copy import gather, gather_piece, scatter, scatter_piece
 from kvctl_agent.memory.huge_pages import Bytes

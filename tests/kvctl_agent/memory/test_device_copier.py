@@ -11,7 +11,7 @@ import pytest
 
 from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.block_table import gather_geometries
 from kvctl_agent.memory.buffers import RingMemory

@@ -11,8 +11,7 @@ import torch
 
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors

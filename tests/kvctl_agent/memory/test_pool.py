@@ -16,8 +16,7 @@ import torch
 
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.local_shard import LocalShard, local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.pool import DraftKV, KVPool, StateTensors
 
@@ -308,7 +307,7 @@ def test_the_package_never_imports_torch() -> None:
         "import sys, pkgutil, importlib, kvctl_agent.memory as m\n"
         "names = [i.name for i in pkgutil.iter_modules(m.__path__)]\n"
         "[importlib.import_module(f'kvctl_agent.memory.{n}') for n in names]\n"
-        "from kvctl_agent.layout.local_shard import local_shards\n"
+        "from kvctl_agent.layout.parallel import local_shards\n"
         "from kvctl_agent.layout.shape import ModelShape\n"
         "from kvctl_agent.layout.parallel import ParallelConfig, RankCoord\n"
         "from kvctl_agent.memory.pool import KVPool\n"

@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.layout.local_shard import LocalShard, local_shards
-from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.plan import state_slices_to_reader, transfer_slices
+from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, local_shards
+from kvctl_agent.layout.plan import TransferSlice, state_slices_to_reader, transfer_slices
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape, Segment
-from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copy import scatter_piece
 from kvctl_agent.memory.part_layout import PartLayout

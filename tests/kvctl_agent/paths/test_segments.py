@@ -13,8 +13,8 @@ import pytest
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, StateShape
-from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.buffers import StagingBuffers
 from kvctl_agent.memory.copy_pool import CopyPool

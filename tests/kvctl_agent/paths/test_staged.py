@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
-from kvctl_agent.layout.local_shard import LocalShard
+from kvctl_agent.layout.parallel import LocalShard
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import Plane, Segment
-from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.copy import gather_piece

@@ -15,10 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from kvctl_agent.errors import TransportError
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
+from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.memory.buffers import RingMemory
 from kvctl_agent.memory.checksum import part_checksum
 from kvctl_agent.memory.copier import Copier

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from kvctl.lab.ranks.geometry import state_items
 from kvctl_agent.layout.chunks import chunk_pages, page_count
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.plan import state_slices_to_reader, transfer_slices, writer_cells
+from kvctl_agent.layout.parallel import local_shards
+from kvctl_agent.layout.plan import TransferSlice, state_slices_to_reader, transfer_slices, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
-from kvctl_agent.layout.transfer_slice import TransferSlice
 from tests.matrix.matrix_rig.case import Case
 from tests.matrix.matrix_rig.loads import PREFILL_ONLY, groups_of, rooms_of
 from tests.matrix.matrix_rig.models import MODELS, shape_of

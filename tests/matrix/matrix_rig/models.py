@@ -6,7 +6,7 @@ from functools import cache
 
 from kvctl.lab.ranks.geometry import model_shape
 from kvctl.lab.ranks.plan import PlannedDraft, PlannedShape, PlannedState
-from kvctl_agent.layout.heads import head_range
+from kvctl_agent.layout.parallel import head_range
 from kvctl_agent.layout.shape import ModelShape, segments
 
 LAYERS = 6

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.local_shard import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan import slices_of_writer, slices_to_reader, state_slices_to_reader, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape

@@ -16,9 +16,8 @@ import numpy as np
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.plan import slices_to_reader
+from kvctl_agent.layout.plan import TransferSlice, slices_to_reader
 from kvctl_agent.layout.shape import ModelShape, segments
-from kvctl_agent.layout.transfer_slice import TransferSlice
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl.lab.ranks.pattern import POISON, PlaneId, Rows, Source, Writer, aux_row, constants, row_bases, trace
-from kvctl_agent.layout.heads import mix64
+from kvctl_agent.layout.parallel import mix64
 
 MASK = 2**64 - 1
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.page_runs import page_run_arrays
+from kvctl_agent.paths.bulk import page_run_arrays
 
 
 def page_runs(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> list[tuple[int, int, int]]:
