@@ -24,7 +24,7 @@ import orjson
 
 from kvctl.lab.ranks.request import DTYPE_BYTES
 from kvctl_agent.device.base import Batch, Device, Event, Geometry
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape

@@ -25,7 +25,7 @@ import orjson
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvctl_agent.contract.choices import HOST
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError, KvctlError
 from kvctl_agent.transport import Region, Transport, open_transport, prepare_environment
 from kvctl_agent.transport.environment import has_infiniband

@@ -17,10 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu_copies import CASES, Bench, timed
-from kvctl_agent.device.cuda import CudaDevice
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import CudaDevice, open_device
+from kvctl_agent.device.kernels import Tile
 from kvctl_agent.device.row_copies import CudaRowCopies, Tuning
-from kvctl_agent.device.variant import Tile
 from kvctl_agent.errors import DeviceError
 from kvctl_agent.memory.device_copier import DeviceCopier
 

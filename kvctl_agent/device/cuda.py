@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -15,12 +16,11 @@ from kvctl_agent.device.base import DeviceMemory, Event, Export, Mapping, RowCop
 from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.device.events import CudaEvent, EventPool, event_of
 from kvctl_agent.device.kernels import Kernels
-from kvctl_agent.device.mapping_cache import FABRIC as FABRIC_HANDLE
-from kvctl_agent.device.mapping_cache import MappingCache
 from kvctl_agent.device.memory import ExportableMemory, PlainMemory, fabric_refusal
 from kvctl_agent.device.row_copies import CudaRowCopies
-from kvctl_agent.device.sharing import PeerMapping, exported
-from kvctl_agent.errors import DeviceError
+from kvctl_agent.device.sharing import FABRIC as FABRIC_HANDLE
+from kvctl_agent.device.sharing import MappingCache, PeerMapping, exported
+from kvctl_agent.errors import DeviceError, DeviceUnavailable
 
 _NAME_BYTES = 128
 _FASTEST_FIRST = (topology.SAME, topology.NVLINK, topology.FABRIC, topology.PCIE)
@@ -179,3 +179,24 @@ class CudaDevice:
 
     def _wait(self) -> None:
         self._do(load().cuStreamSynchronize, self._plain)
+
+
+_lock = threading.Lock()
+_opened: dict[int, CudaDevice] = {}
+
+
+def open_device(index: int) -> CudaDevice:
+    """Return the GPU with this number, as in the engine's tensors; always the same object.
+
+    Raises:
+        DeviceUnavailable: there is no GPU of this number, or the packages for GPUs are not installed.
+        DeviceError: the driver refuses to open the GPU.
+    """
+    with _lock:
+        if index not in _opened:
+            count = checked(load().cuDeviceGetCount(), "cannot count GPUs")
+            if not 0 <= index < count:
+                numbers = "only GPU 0" if count == 1 else f"GPUs 0 to {count - 1}"
+                raise DeviceUnavailable(f"there is no GPU {index} here, {numbers}: see CUDA_VISIBLE_DEVICES")
+            _opened[index] = CudaDevice(index)
+        return _opened[index]

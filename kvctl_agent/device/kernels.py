@@ -1,13 +1,257 @@
-"""Loaded variants of the copy kernel, shared by all streams of a context."""
+"""Variants of the copy kernel: chosen for a geometry, compiled with Triton, and loaded into a context.
+
+A variant has the widest words that the sizes and addresses of a geometry allow. Compiling needs Triton, but neither
+torch nor a driver nor a GPU.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple
 
-from kvctl_agent.device.compiler import program
+from kvctl_agent.device.base import Geometry
 from kvctl_agent.device.driver import Context, checked, load
-from kvctl_agent.device.variant import Variant
+from kvctl_agent.errors import DeviceError, DeviceUnavailable
+
+# The widest access of one GPU thread, in bytes.
+_ACCESS = 16
+
+
+class Tile(NamedTuple):
+    """Size of the tile that one thread block copies at a time.
+
+    Attributes:
+        nbytes: Maximum bytes of a tile, a power of two.
+        warps: Warps of a thread block, a power of two.
+    """
+
+    nbytes: int
+    warps: int
+
+
+class Variant(NamedTuple):
+    """Compile-time constants of the kernel; see `copy_rows` for those not listed here.
+
+    Attributes:
+        tile_units: Units that one thread block copies at a time.
+        warps: Warps of a thread block.
+        ranges: Whether the kernel copies block ranges of a table.
+    """
+
+    rows: int
+    split: int
+    unit: int
+    src_row: int
+    dst_row: int
+    src_paged: bool
+    dst_paged: bool
+    align: int
+    tile_units: int
+    warps: int
+    ranges: bool
+
+    @property
+    def word(self) -> int:
+        """Bytes of a word; two words of 8 bytes become one access."""
+        return min(self.align, 8)
+
+    @property
+    def page_units(self) -> int:
+        """Units of a page."""
+        return self.rows * self.split
+
+
+def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False) -> Variant:
+    """Return the variant for blocks of a geometry.
+
+    Args:
+        geometry: Geometry of the blocks.
+        bits: Bitwise or of all addresses.
+        tile: Size of a tile.
+        ranges: Whether the kernel copies block ranges of a table.
+
+    Raises:
+        DeviceError: the geometry is invalid.
+    """
+    rows, width, src_row, dst_row, src_paged, dst_paged = geometry
+    if rows < 1 or not 1 <= width <= min(src_row, dst_row):
+        raise DeviceError(f"invalid row geometry: {geometry}")
+    if src_row == dst_row == width:
+        # A page is contiguous on both sides, so it is treated as one row.
+        rows, width = 1, rows * width
+        src_row = dst_row = width
+    align = alignment(width | src_row | dst_row | bits)
+    # At most 16 accesses per thread: narrow accesses need smaller tiles, or registers spill.
+    tile_bytes = min(tile.nbytes, tile.warps * 32 * 16 * align)
+    # Units are powers of two, so that no thread idles: a row of 1,152 bytes is nine units of 128.
+    unit = min(_lowest_bit(width), tile_bytes)
+    return Variant(
+        rows,
+        width // unit,
+        unit,
+        src_row,
+        dst_row,
+        src_paged,
+        dst_paged,
+        align,
+        tile_bytes // unit,
+        tile.warps,
+        ranges,
+    )
+
+
+def alignment(bits: int) -> int:
+    """Return the largest power of two up to 16 that divides all numbers whose bitwise or is `bits`."""
+    bits |= _ACCESS
+    return bits & -bits
+
+
+def _lowest_bit(number: int) -> int:
+    return number & -number
+
+
+# The arguments of a launch, in order; the compiler may append scratch pointers.
+ARGUMENTS = {
+    "blocks_at": "i64",
+    "ranges_at": "i64",
+    "pages_at": "i64",
+    "items": "i32",
+    "tiles": "i32",
+    "most": "i32",
+}
+
+_MISSING = "a KV pool on a GPU needs Triton: pip install 'kvctl[gpu]'"
+
+
+class Program(NamedTuple):
+    """Machine code of one variant.
+
+    Attributes:
+        name: Name of the kernel function.
+        cubin: Machine code for one compute capability.
+        ptx: The PTX that it was assembled from.
+        threads: Threads of a thread block.
+        shared: Bytes of dynamic shared memory of a thread block.
+        appended: Number of arguments that the compiler appended; all are passed as null.
+    """
+
+    name: str
+    cubin: bytes
+    ptx: str
+    threads: int
+    shared: int
+    appended: int
+
+
+_compiling = Lock()
+
+
+def program(variant: Variant, capability: int) -> Program:
+    """Return the machine code of a variant, compiled (0.1 to 0.5 s) or from the cache of this process or of Triton.
+
+    Args:
+        variant: The variant of the copy kernel.
+        capability: Compute capability of the GPU, for example 90 for 9.0.
+
+    Raises:
+        DeviceUnavailable: Triton is missing or cannot compile for this GPU; the text has a remedy.
+    """
+    with _compiling:  # Threads request the same variants at the same time; each is compiled once.
+        return _program(variant, capability)
+
+
+@lru_cache(maxsize=256)
+def _program(variant: Variant, capability: int) -> Program:
+    try:
+        from kvctl_agent.device.kernel import copy_rows
+
+        values = constants(variant)
+    except ImportError as error:
+        raise DeviceUnavailable(f"{_MISSING} ({error})") from error
+    return assemble(copy_rows, ARGUMENTS, values, variant.warps, capability)
+
+
+def assemble(
+    function: Callable[..., None], arguments: Mapping[str, str], values: Mapping[str, Any], warps: int, capability: int
+) -> Program:
+    """Compile a kernel, or load it from Triton's cache.
+
+    Args:
+        function: The kernel's Python function, which may refer only to `triton.language`.
+        arguments: Types of the launch arguments by name, in order.
+        values: Values of all other parameters by name, which are compile-time constants.
+        warps: Warps of a thread block.
+        capability: As for `program`.
+
+    Raises:
+        DeviceUnavailable: as for `program`.
+    """
+    try:
+        compiled = _compile(function, arguments, values, warps, capability)
+    except ImportError as error:
+        raise DeviceUnavailable(f"{_MISSING} ({error})") from error
+    except Exception as error:  # Errors of Triton, of ptxas, and of the file system that has the cache.
+        raise DeviceUnavailable(
+            f"Triton cannot compile {function.__name__} for compute capability {capability / 10}: {error}; try a newer "
+            "Triton, or set TRITON_CACHE_DIR to a writable directory"
+        ) from error
+    ptx: str = compiled.asm["ptx"]
+    metadata = compiled.metadata
+    return Program(
+        metadata.name,
+        compiled.asm["cubin"],
+        ptx,
+        metadata.num_warps * 32,
+        metadata.shared,
+        _parameters(ptx, metadata.name) - len(arguments),
+    )
+
+
+def constants(variant: Variant) -> dict[str, Any]:
+    """Return the values of the kernel's compile-time constants by name."""
+    from triton import language
+
+    return {
+        "ROWS": variant.rows,
+        "SPLIT": variant.split,
+        "UNIT": variant.unit,
+        "SRC_ROW": variant.src_row,
+        "DST_ROW": variant.dst_row,
+        "SRC_PAGED": variant.src_paged,
+        "DST_PAGED": variant.dst_paged,
+        "ALIGN": variant.align,
+        "WORD": language.dtype(f"int{8 * variant.word}"),
+        "WORD_BYTES": variant.word,
+        "TILE_UNITS": variant.tile_units,
+        "RANGES": variant.ranges,
+    }
+
+
+def _compile(
+    function: Callable[..., None], arguments: Mapping[str, str], values: Mapping[str, Any], warps: int, capability: int
+) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = triton.JITFunction(function)
+    constant = {(kernel.arg_names.index(name),): value for name, value in values.items()}
+    signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
+    return triton.compile(
+        ASTSource(kernel, signature, constant, {}),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": warps},
+    )
+
+
+def _parameters(ptx: str, name: str) -> int:
+    """Count the parameters of the compiled kernel; versions of Triton append different numbers of scratch pointers."""
+    entry = re.search(rf"\.entry\s+{name}\s*\(([^)]*)\)", ptx)
+    assert entry is not None
+    return entry[1].count(".param")
 
 
 class Kernel(NamedTuple):

@@ -16,14 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvctl_agent.device.base import Batch, BlockRanges, Event, Geometry, PageIds
-from kvctl_agent.device.compiler import ARGUMENTS
 from kvctl_agent.device.driver import Context, checked, load
 from kvctl_agent.device.events import EventPool
-from kvctl_agent.device.kernels import Kernel, Kernels
-from kvctl_agent.device.table_cache import TableCache
-from kvctl_agent.device.tables import RANGE_BYTES, split, table_bytes
-from kvctl_agent.device.upload_slots import UploadSlot, UploadSlots
-from kvctl_agent.device.variant import Tile, Variant, alignment, variant
+from kvctl_agent.device.kernels import ARGUMENTS, Kernel, Kernels, Tile, Variant, alignment, variant
+from kvctl_agent.device.launch_tables import RANGE_BYTES, TableCache, UploadSlot, UploadSlots, split, table_bytes
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
 
 _MOST = 2**31 - 1

@@ -330,7 +330,7 @@ def _allocations(
 
 def _open(index: int) -> Device:
     # Imported here because only pools on a GPU need the GPU packages.
-    from kvctl_agent.device.registry import open_device
+    from kvctl_agent.device.cuda import open_device
 
     return open_device(index)
 

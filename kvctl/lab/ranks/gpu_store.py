@@ -12,9 +12,9 @@ import numpy.typing as npt
 from kvctl.lab.ranks.content_store import MirrorStore, PlaneView, Written
 from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, PlaneId, Words, Wrong, constants
 from kvctl_agent.device.base import DeviceMemory
-from kvctl_agent.device.compiler import Program, assemble
 from kvctl_agent.device.cuda import CudaDevice
 from kvctl_agent.device.driver import checked, load
+from kvctl_agent.device.kernels import Program, assemble
 
 ARGUMENTS = {
     **dict.fromkeys(("places_at", "bases_at", "pages_at", "firsts_at"), "i64"),

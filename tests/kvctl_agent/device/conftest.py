@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch  # noqa: F401  # Triton imports it, and half of it stays where a stand-in has taken the driver's place
 
+from kvctl_agent.device import cuda
 from kvctl_agent.device import driver as binding
-from kvctl_agent.device import registry
 from tests.kvctl_agent.device.fake_driver import FakeDriver
 
 
@@ -18,7 +18,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     """Replace cuda-bindings' driver; the test's devices and mappings are separate from those of other tests."""
     fake = FakeDriver()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
-    monkeypatch.setattr(registry, "_opened", {})
+    monkeypatch.setattr(cuda, "_opened", {})
     binding.load.cache_clear()
     yield fake
     binding.load.cache_clear()

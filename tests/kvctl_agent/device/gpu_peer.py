@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvctl_agent.device.base import Batch, Export, Geometry
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError
 
 DEADLINE_S = 60.0

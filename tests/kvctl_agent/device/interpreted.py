@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.device.base import Batch, BlockRanges
-from kvctl_agent.device.compiler import constants
-from kvctl_agent.device.variant import Tile, Variant, variant
+from kvctl_agent.device.kernels import Tile, Variant, constants, variant
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -48,5 +47,5 @@ def launch(batch: Batch | BlockRanges, pages: np.ndarray, tile: Tile, programs: 
         chosen = variant(batch.geometry, int(np.bitwise_or.reduce(tables[:, :2], axis=None)), tile)
         blocks, count = len(tables), int(tables[:, 4].max())
         more = 0, 1
-    tiles = chosen.tiles(count)
+    tiles = -(-count * chosen.page_units // chosen.tile_units)
     interpret(chosen, programs, [tables.ctypes.data, more[0], pages.ctypes.data, blocks * tiles, tiles, more[1]])

@@ -5,7 +5,7 @@ import pytest
 
 from kvctl.lab.ranks.sizing import free_bytes
 from kvctl_agent.device.base import Device
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvctl_agent.device.base import Batch, Geometry
-from kvctl_agent.device.tables import split, table_bytes
-from kvctl_agent.device.variant import Tile, variant
+from kvctl_agent.device.kernels import Tile, variant
+from kvctl_agent.device.launch_tables import split, table_bytes
 from kvctl_agent.errors import DeviceError
 from tests.kvctl_agent.device.interpreted import launch
 
@@ -210,7 +210,7 @@ def test_rows_split_into_powers_of_two() -> None:
     chosen = variant(Geometry(16, 1152, 2304, 1152, True, False), 0, Tile(16 << 10, 4))
     assert (chosen.rows, chosen.split, chosen.unit, chosen.align) == (16, 9, 128, 16)
     assert chosen.page_units == 144
-    assert chosen.tiles(8) == 9
+    assert -(-8 * chosen.page_units // chosen.tile_units) == 9
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 import kvctl_agent
 from kvctl_agent.device import sharing
 from kvctl_agent.device.base import Batch, Device, Event, Export, Geometry, RowCopies
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError, DeviceUnavailable
 from tests.kvctl_agent.device.gpu_peer import content
 from tests.support.host_device import HostDevice
@@ -31,7 +31,7 @@ ROOT = Path(kvctl_agent.__file__).parents[1]
 
 FORKED = """
 import os, sys
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError
 device = open_device(0)
 child = os.fork()

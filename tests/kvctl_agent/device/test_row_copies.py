@@ -13,12 +13,10 @@ import pytest
 from kvctl_agent.device import driver as binding
 from kvctl_agent.device import kernels
 from kvctl_agent.device.base import Batch, BlockRange, BlockRanges, Geometry, Table
-from kvctl_agent.device.compiler import ARGUMENTS, Program
 from kvctl_agent.device.driver import Context
 from kvctl_agent.device.events import EventPool
-from kvctl_agent.device.kernels import Kernels
+from kvctl_agent.device.kernels import ARGUMENTS, Kernels, Program, Variant
 from kvctl_agent.device.row_copies import DEFAULT, CudaRowCopies, Tuning
-from kvctl_agent.device.variant import Variant
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
 from tests.kvctl_agent.device.fake_driver import OK, FakeDriver
 from tests.kvctl_agent.device.interpreted import interpret

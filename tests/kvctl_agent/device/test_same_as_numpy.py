@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.device.base import Batch, BlockRanges, Device, PageIds
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.device.row_copies import DEFAULT
 from kvctl_agent.errors import DeviceUnavailable
 from kvctl_agent.layout.parallel import LocalShard

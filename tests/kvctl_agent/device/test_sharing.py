@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.device.base import Export
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError
 
 MIB = 1 << 20

@@ -47,7 +47,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(index)
         return HostDevice(index=index)
 
-    monkeypatch.setattr("kvctl_agent.device.registry.open_device", open_device)
+    monkeypatch.setattr("kvctl_agent.device.cuda.open_device", open_device)
     return asked
 
 

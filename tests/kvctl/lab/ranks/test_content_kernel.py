@@ -19,7 +19,7 @@ from kvctl.lab.ranks.pattern import POISON
 from kvctl.lab.ranks.plan import PlannedShape, PlannedState
 from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.verify import verify
-from kvctl_agent.device.compiler import Program
+from kvctl_agent.device.kernels import Program
 from tests.support.host_device import HostDevice, at
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -206,7 +206,7 @@ def test_it_finds_what_is_not_poison(content: Content):
 @pytest.mark.parametrize("task", [FILL, CHECK, QUIET])
 def test_it_compiles_for_a_gpu(content: Content, task: str):
     from kvctl.lab.ranks.content_kernel import content as kernel
-    from kvctl_agent.device.compiler import assemble
+    from kvctl_agent.device.kernels import assemble
 
     deck = content.decks[0]
     work = launch(task, deck, np.arange(3), None, [0] * deck.held.num_layers, 3)

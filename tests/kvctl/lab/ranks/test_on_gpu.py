@@ -18,7 +18,7 @@ from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.plan import PlannedShape
 from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.verify import verify
-from kvctl_agent.device.registry import open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceUnavailable
 
 SHAPE: PlannedShape = {

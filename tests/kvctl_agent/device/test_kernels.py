@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvctl_agent.device import compiler
+from kvctl_agent.device import kernels
 from kvctl_agent.device.base import Geometry
-from kvctl_agent.device.compiler import ARGUMENTS, Program, program
+from kvctl_agent.device.kernels import ARGUMENTS, Program, Tile, program, variant
 from kvctl_agent.device.row_copies import DEFAULT
-from kvctl_agent.device.variant import Tile, variant
 from kvctl_agent.errors import DeviceUnavailable
 
 triton = pytest.importorskip("triton")
@@ -101,8 +100,8 @@ def test_no_torch_and_no_driver_are_needed() -> None:
     script = (
         "import sys\n"
         "from kvctl_agent.device.base import Geometry\n"
-        "from kvctl_agent.device.compiler import program\n"
-        "from kvctl_agent.device.variant import Tile, variant\n"
+        "from kvctl_agent.device.kernels import program\n"
+        "from kvctl_agent.device.kernels import Tile, variant\n"
         "program(variant(Geometry(16, 512, 2048, 512, True, False), 0, Tile(16384, 4)), 90)\n"
         "print('torch' in sys.modules, 'cuda' in sys.modules)\n"
     )
@@ -120,6 +119,6 @@ def test_what_triton_cannot_compile_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     def fails(*_: object) -> None:
         raise RuntimeError("ptxas: no such architecture")
 
-    monkeypatch.setattr(compiler, "_compile", fails)
+    monkeypatch.setattr(kernels, "_compile", fails)
     with pytest.raises(DeviceUnavailable, match=r"capability 9\.9: ptxas: no such architecture; try a newer"):
         program(variant(GEOMETRIES["pages"], 1, DEFAULT.tile), 99)

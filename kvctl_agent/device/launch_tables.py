@@ -1,0 +1,178 @@
+"""Tables of a launch: upload slots, the cache of block tables on the device, and the split of large requests."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvctl_agent.device.base import Batch, BlockRanges, Blocks, PageIds, Table
+from kvctl_agent.device.driver import Context, checked, load
+from kvctl_agent.device.events import CudaEvent
+
+
+class UploadSlot:
+    """Buffers for the tables of one request.
+
+    Attributes:
+        host: Address of the pinned memory.
+        device: Address of the copy on the device, which kernels read.
+        memory, words, page_ids: The pinned memory as bytes, as int64 and as int32.
+        until: Event after which the device no longer reads the slot; None if the slot has never been used.
+    """
+
+    __slots__ = ("device", "host", "memory", "page_ids", "until", "words")
+
+    def __init__(self, host: int, device: int, nbytes: int) -> None:
+        memory = self.memory = memoryview((ctypes.c_uint8 * nbytes).from_address(host))
+        self.host, self.device = host, device
+        self.words: Blocks = np.ndarray(nbytes // 8, np.int64, memory)
+        self.page_ids: PageIds = np.ndarray(nbytes // 4, np.int32, memory)
+        self.until: CudaEvent | None = None
+
+
+class UploadSlots:
+    """Pinned host buffers, each with a copy on the device, used in rotation by the launches of one stream.
+
+    They are allocated once, so the hot path allocates nothing and waits only if the device is many launches behind.
+    Kernels that read the pinned memory directly, without the device copy, took 11 µs longer to gather 84 MB on an H200.
+    """
+
+    def __init__(self, context: Context, count: int, nbytes: int) -> None:
+        """Allocate `count` slots of `nbytes` bytes each.
+
+        Raises:
+            DeviceError: the memory cannot be allocated.
+        """
+        self.nbytes = nbytes
+        self._driver = load()
+        self._context = context
+        self._device: Any = None
+        total = count * nbytes
+        with context.visit():
+            self._host = checked(self._driver.cuMemHostAlloc(total, 0), f"cannot pin {total} bytes of host memory")
+            try:
+                self._device = checked(self._driver.cuMemAlloc(total), f"cannot allocate {total} bytes for tables")
+            except BaseException:
+                self.close()
+                raise
+        self._slots = [
+            UploadSlot(int(self._host) + at, int(self._device) + at, nbytes) for at in range(0, total, nbytes)
+        ]
+        self._next = 0
+
+    def take(self) -> UploadSlot:
+        """Return the least recently used slot, after waiting until the device no longer reads it.
+
+        The caller sets `until`.
+        """
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        if slot.until is not None and not slot.until.done():
+            checked(self._driver.cuEventSynchronize(slot.until.handle), "a kernel failed")
+        return slot
+
+    def close(self) -> None:
+        """Free the memory; idempotent. All work on the stream must have ended."""
+        self._slots = []
+        with self._context.visit():
+            # Not checked: memory of a lost device cannot be freed, and events have reported the loss.
+            if self._device is not None:
+                self._driver.cuMemFree(self._device)
+            if self._host is not None:
+                self._driver.cuMemFreeHost(self._host)
+        self._device = self._host = None
+
+
+class TableCache:
+    """The block tables of one stream on the device, uploaded on first use.
+
+    All are kept until `close`, because they are few and small.
+    """
+
+    def __init__(self, context: Context, stream: Any) -> None:
+        self._driver = load()
+        self._context = context
+        self._stream = stream
+        self._addresses: dict[Table, int] = {}
+        self._memory: list[Any] = []
+
+    def address(self, table: Table) -> int:
+        """Return the device address of the table's pairs (`paged`, `before`). The first call waits for the stream.
+
+        Raises:
+            DeviceError: the memory cannot be allocated.
+        """
+        address = self._addresses.get(table)
+        return self._upload(table) if address is None else address
+
+    def _upload(self, table: Table) -> int:
+        pairs = np.stack((table.paged, table.before), axis=1)
+        with self._context.visit():
+            memory = checked(self._driver.cuMemAlloc(pairs.nbytes), f"cannot allocate {pairs.nbytes} bytes for a table")
+            self._memory.append(memory)
+            address = int(memory)
+            checked(
+                self._driver.cuMemcpyHtoDAsync(address, pairs.ctypes.data, pairs.nbytes, self._stream),
+                "cannot upload a table",
+            )
+            checked(self._driver.cuStreamSynchronize(self._stream), "cannot upload a table")
+        self._addresses[table] = address
+        return address
+
+    def close(self) -> None:
+        """Free the memory; idempotent. All work on the stream must have ended."""
+        memory, self._memory = self._memory, []
+        self._addresses.clear()
+        with self._context.visit():
+            for each in memory:
+                self._driver.cuMemFree(each)
+
+
+RANGE_BYTES = 6 * 8
+_BLOCK_BYTES = 5 * 8
+_PAGE_ID_BYTES = 4
+
+
+def table_bytes(batches: Sequence[Batch | BlockRanges], pages: PageIds) -> int:
+    """Return the bytes to upload for these launches."""
+    nbytes = len(pages) * _PAGE_ID_BYTES
+    for each in batches:
+        nbytes += len(each[1]) * (RANGE_BYTES if isinstance(each, BlockRanges) else _BLOCK_BYTES)
+    return nbytes
+
+
+def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -> Iterator[tuple[Batch, PageIds]]:
+    """Split a request whose tables are too large for one upload, for example thousands of pages of one token each.
+
+    Yields batches with page lists of their own that together make the same copies.
+
+    Args:
+        batches: The batches and block ranges of the request.
+        pages: Page list of the request.
+        nbytes: Maximum bytes of the tables of one batch.
+    """
+    rows = max(1, nbytes // 2 // _BLOCK_BYTES)
+    window = max(1, nbytes // 2 // _PAGE_ID_BYTES // 2)  # Each page may be listed for both sides.
+    for each in batches:
+        geometry, blocks = each.batch() if isinstance(each, BlockRanges) else each
+        paged = geometry.src_paged, geometry.dst_paged
+        for lo in range(0, int(blocks[:, 4].max()), window):
+            rest = blocks[blocks[:, 4] > lo].copy()
+            rest[:, 4] = np.minimum(rest[:, 4] - lo, window)
+            for side in (0, 1):
+                if paged[side]:
+                    rest[:, 2 + side] += lo
+                else:
+                    rest[:, side] += lo * geometry.rows * geometry.width
+                    rest[:, 2 + side] = 0
+            for alike in np.unique(rest[:, 2:], axis=0):
+                group = rest[(rest[:, 2:] == alike).all(axis=1)]
+                begins, count = alike[:2].tolist(), int(alike[2])
+                listed = [pages[at : at + count] for at, is_paged in zip(begins, paged, strict=True) if is_paged]
+                group[:, 2] = 0
+                group[:, 3] = count if all(paged) else 0
+                for at in range(0, len(group), rows):
+                    yield Batch(geometry, group[at : at + rows]), np.concatenate(listed)
