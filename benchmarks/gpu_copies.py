@@ -28,11 +28,11 @@ from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.memory.copier import LandedPart
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.row_index import RowIndex
+from kvctl_agent.memory.segment import RowIndex
 
 PAGE_SIZE = 16
 POOL_BYTES = 3 << 30  # far beyond the caches, whatever of it a case touches

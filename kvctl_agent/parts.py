@@ -29,17 +29,17 @@ from kvctl_agent.export.exports import Exports
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.parallel import local_shards as layout_of
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
+from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
-from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.device_copier import DeviceCopier
-from kvctl_agent.memory.host_copier import HostCopier
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
-from kvctl_agent.paths.base import Path, PeerConnection
+from kvctl_agent.paths.base import Path
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
 from kvctl_agent.paths.direct import DirectPath
 from kvctl_agent.paths.path_chooser import AUTO, PathChooser
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol.decode import DecodeMachine

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.plan import TransferSlice
-from kvctl_agent.memory.copy import gather_piece
+from kvctl_agent.memory.host_copier import gather_piece
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.row_index import RowIndex
+from kvctl_agent.memory.segment import RowIndex
 
 # Small enough to stay in cache between the copy and the checksum.
 _PIECE_BYTES = 256 << 10

@@ -7,8 +7,7 @@ from typing import NamedTuple, Protocol
 
 from kvctl_agent.memory.part_layout import PartLayout, Piece
 from kvctl_agent.memory.region import MemorySpan
-from kvctl_agent.memory.row_index import RowIndex
-from kvctl_agent.memory.segment import SegmentMemory
+from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 __all__ = ["Copier", "LandedPart", "MemorySpan", "PendingCopy"]
 

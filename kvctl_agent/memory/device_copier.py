@@ -1,18 +1,27 @@
-"""Copier for a device's memory: one launch copies all layers of K and V, and several landed parts together."""
+"""Copier for a device's memory: one launch copies all layers of K and V, and several landed parts together.
+
+Launches refer to block tables, which have the addresses of all blocks of a segment; a part selects block ranges of
+them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
-from kvctl_agent.device.base import BlockRanges, Packed, RowCopies, Table
+from kvctl_agent.device.base import BlockRange, BlockRanges, Geometry, Packed, RowCopies, Table
 from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.layout.parallel import LocalShard
+from kvctl_agent.layout.shape import Plane
+from kvctl_agent.memory.addresses import SegmentAddresses
 from kvctl_agent.memory.copier import LandedPart, PendingCopy
 from kvctl_agent.memory.part_layout import Piece
 from kvctl_agent.memory.region import MemorySpan
-from kvctl_agent.memory.row_index import RowIndex
-from kvctl_agent.memory.segment import SegmentMemory
+from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 
 class DeviceCopier:
@@ -30,7 +39,7 @@ class DeviceCopier:
         self._copies = copies
 
     def gather(self, rows: RowIndex, pieces: Sequence[Piece], into: Sequence[MemorySpan]) -> PendingCopy:
-        table, num_pages = rows.memory.block_table(rows.heads), len(rows)
+        table, num_pages = block_table(rows.memory, rows.heads), len(rows)
         planes = table.planes
         launches: list[BlockRanges] = []
         for (_, nbytes, spans), target in zip(pieces, into, strict=True):
@@ -50,7 +59,7 @@ class DeviceCopier:
             nbytes, num_pages, addr = layout.nbytes, rows.raw_pages.size, region.addr
             if nbytes > region.nbytes:
                 raise _too_large(nbytes, region)
-            blocks = rows.memory.block_table(rows.heads)
+            blocks = block_table(rows.memory, rows.heads)
             lo = layout.first_layer * blocks.planes
             hi = lo + layout.num_layers * blocks.planes
             for table, (first, end, shift, packed, pages, first_page) in blocks.table_ranges(
@@ -70,7 +79,7 @@ class DeviceCopier:
 
     def prepare(self, memory: SegmentMemory, head: int, heads: int) -> None:
         memory.check_heads(head, heads)
-        self._copies.prepare([table.geometry for table in memory.block_table(heads).scatters])
+        self._copies.prepare([table.geometry for table in block_table(memory, heads).scatters])
 
     def close(self) -> None:
         self._copies.close()
@@ -78,3 +87,154 @@ class DeviceCopier:
 
 def _too_large(nbytes: int, span: MemorySpan) -> MemoryLayoutError:
     return MemoryLayoutError(f"{nbytes} bytes do not fit into {span.nbytes} bytes of staging")
+
+
+# Rooms of one prompt length share the entries, and so do all writers of the same heads.
+_CACHED_SPANS = 1024
+
+
+class TableRange(NamedTuple):
+    """A block range of one table, for a span at address 0 whose pages are the first of the launch's page list."""
+
+    table: int
+    block_range: BlockRange
+
+
+class BlockTable:
+    """All blocks of one segment, for parts of any `heads` consecutive heads.
+
+    Blocks are numbered by layer, then by plane, from the first local layer. Planes of equal geometry share a table.
+
+    Attributes:
+        gathers, scatters: Tables for gathering and for scattering.
+        planes: Planes of a layer.
+        table_ranges: `_table_ranges` with a cache.
+        gather_launches: `_gather_launches` with a cache.
+    """
+
+    def __init__(self, addresses: SegmentAddresses, heads: int) -> None:
+        """Build the tables; the caller has checked `heads`."""
+        planes, layers = addresses.shard.segment.planes, len(addresses.bases)
+        self.planes = len(planes)
+        self.table_ranges = lru_cache(_CACHED_SPANS)(self._table_ranges)
+        self.gather_launches = lru_cache(_CACHED_SPANS)(self._gather_launches)
+        self._page_bytes = [plane.rows * heads * plane.head_bytes for plane in planes]
+        # For each block, the bytes of one page of all blocks before it.
+        self._offsets = list(accumulate(self._page_bytes * layers, initial=0))
+        bases = np.array(addresses.bases, np.int64).reshape(-1)
+        offsets = np.array(self._offsets[:-1], np.int64)
+        by_plane = [_gather_geometry(plane, heads, addresses.shard.heads) for plane in planes]
+        self.gathers: list[Table] = []
+        self.scatters: list[Table] = []
+        self._head_bytes: list[int] = []
+        self._index: list[list[int]] = []  # by table, the number of its blocks before each block
+        for geometry in dict.fromkeys(by_plane):
+            in_table = [plane_geometry == geometry for plane_geometry in by_plane]
+            mask = np.array(in_table * layers)
+            self.gathers.append(Table(geometry, bases[mask], offsets[mask]))
+            self.scatters.append(Table(_reversed(geometry), bases[mask], offsets[mask]))
+            self._head_bytes.append(planes[in_table.index(True)].head_bytes)
+            self._index.append(list(accumulate(in_table * layers, initial=0)))
+
+    def _table_ranges(
+        self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int, head: int
+    ) -> tuple[TableRange, ...]:
+        """Divide a contiguous span of a part into block ranges of each table.
+
+        The span has blocks [lo, hi), from page `page_lo` of the first block to page `page_hi` of the last.
+
+        Args:
+            lo, hi: Blocks [lo, hi).
+            page_lo: First page in block `lo`.
+            page_hi: End of the pages in block `hi - 1`.
+            num_pages: Pages of the part.
+            nbytes: Bytes of the span.
+            head: First local head; the caller has checked it.
+
+        Raises:
+            MemoryLayoutError: the blocks or pages do not exist, or do not fill `nbytes`. Kernels make no checks.
+        """
+        begin = self._check(lo, hi, page_lo, page_hi, num_pages, nbytes)
+        # Runs of blocks with the same pages: (block lo, block hi, page lo, page hi, offset of the first block).
+        runs: list[tuple[int, int, int, int, int]] = []
+        if hi - lo == 1:
+            runs.append((lo, hi, page_lo, page_hi, 0))
+        else:
+            first, last = lo + bool(page_lo), hi - (page_hi < num_pages)
+            if page_lo:
+                runs.append((lo, first, page_lo, num_pages, 0))
+            if first < last:
+                runs.append((first, last, 0, num_pages, self._offsets[first] * num_pages - begin))
+            if last < hi:
+                runs.append((last, hi, 0, page_hi, self._offsets[last] * num_pages - begin))
+        ranges = []
+        for table, (index, head_bytes) in enumerate(zip(self._index, self._head_bytes, strict=True)):
+            for lo, hi, page_lo, page_hi, offset in runs:
+                if index[lo] < index[hi]:
+                    pages = page_hi - page_lo
+                    packed = offset - self._offsets[lo] * pages
+                    ranges.append(
+                        TableRange(table, BlockRange(index[lo], index[hi], head * head_bytes, packed, pages, page_lo))
+                    )
+        return tuple(ranges)
+
+    def _gather_launches(
+        self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int, head: int, addr: int
+    ) -> tuple[BlockRanges, ...]:
+        """The launches that gather a span to `addr`. They recur, because there are few staging buffers."""
+        launches: dict[int, list[Packed]] = {}
+        for table, (first, end, shift, packed, pages, first_page) in self.table_ranges(
+            lo, hi, page_lo, page_hi, num_pages, nbytes, head
+        ):
+            launches.setdefault(table, []).append((first, end, shift, packed + addr, pages, first_page))
+        return tuple(BlockRanges(self.gathers[table], ranges) for table, ranges in launches.items())
+
+    def _check(self, lo: int, hi: int, page_lo: int, page_hi: int, num_pages: int, nbytes: int) -> int:
+        """Check a span and return its offset in the part."""
+        blocks = len(self._offsets) - 1
+        if not 0 <= lo < hi <= blocks or not 0 <= page_lo < num_pages or not 0 < page_hi <= num_pages:
+            raise MemoryLayoutError(
+                f"blocks {lo} to {hi - 1}, from page {page_lo} to {page_hi}, lie outside the {blocks} blocks of this "
+                f"rank or the {num_pages} pages of the part"
+            )
+        begin = self._offsets[lo] * num_pages + page_lo * self._page_bytes[lo % self.planes]
+        end = self._offsets[hi] * num_pages - (num_pages - page_hi) * self._page_bytes[(hi - 1) % self.planes]
+        if end - begin != nbytes:
+            raise MemoryLayoutError(
+                f"{nbytes} bytes of staging do not match blocks {lo} to {hi - 1} of {num_pages} pages"
+            )
+        return begin
+
+
+def block_table(memory: SegmentMemory, heads: int) -> BlockTable:
+    """Return the block table for any `heads` local heads, kept while the pool is open.
+
+    Raises:
+        MemoryLayoutError: the rank has fewer heads.
+    """
+    key = "block table", heads
+    table: BlockTable | None = memory.derived.get(key)
+    if table is None:
+        memory.check_heads(0, heads)
+        table = memory.derived[key] = BlockTable(memory.addresses, heads)
+    return table
+
+
+def gather_geometries(local: LocalShard, remote: LocalShard) -> set[Geometry]:
+    """Return the geometries of all gathers that parts for a peer can need, to compile their kernels in advance."""
+    heads = min(local.head_hi, remote.head_hi) - max(local.head_lo, remote.head_lo)
+    return {_gather_geometry(plane, heads, local.heads) for plane in local.segment.planes} if heads > 0 else set()
+
+
+def _gather_geometry(plane: Plane, heads: int, pool_heads: int) -> Geometry:
+    """The geometry of a gather of `heads` of `pool_heads` heads. A page of all heads is treated as one wide row."""
+    rows, width, distance = plane.rows, heads * plane.head_bytes, pool_heads * plane.head_bytes
+    if heads == pool_heads:
+        rows, width, distance = 1, rows * width, rows * width
+    return Geometry(rows, width, distance, width, src_paged=True, dst_paged=False)
+
+
+def _reversed(geometry: Geometry) -> Geometry:
+    """The geometry with source and destination exchanged."""
+    rows, width, src_row, dst_row, src_paged, dst_paged = geometry
+    return Geometry(rows, width, dst_row, src_row, dst_paged, src_paged)

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from kvctl_agent.memory.huge_pages import Bytes, HugePageMemory
+from kvctl_agent.memory.allocations import Bytes, HugePageMemory
 
 _MIN_COPIES = 3
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.plan import STAGING_ALIGN_BYTES
 
 # Measured with all ranks on one host (TP4 to DP4 and to TP4, two cores with 1 MiB of L2 each), GB/s relative to 2 MiB:
@@ -41,7 +40,7 @@ class Piece(NamedTuple):
     spans: tuple[Span, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PartLayout:
     """Layout of the region of one part.
 
@@ -51,24 +50,23 @@ class PartLayout:
         num_pages: Pages (for state: items) of the part.
         page_bytes: For each plane, bytes of the part's heads in one page of one layer.
         nbytes: Bytes of payload.
+        region_bytes: Bytes of the ring region that the part needs: the payload rounded up to the alignment.
     """
 
     first_layer: int
     num_layers: int
     num_pages: int
     page_bytes: tuple[int, ...]
-    nbytes: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False)
+    region_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Compute `nbytes`; raise MemoryLayoutError if a size is not positive."""
+        """Compute the sizes; raise MemoryLayoutError if a size is not positive."""
         if min(self.num_layers, self.num_pages, *self.page_bytes) <= 0 or self.first_layer < 0:
             raise MemoryLayoutError(f"a part needs positive sizes, got {self}")
-        object.__setattr__(self, "nbytes", self.num_layers * self.num_pages * sum(self.page_bytes))
-
-    @property
-    def region_bytes(self) -> int:
-        """Bytes of the ring region that the part needs: the payload rounded up to the alignment."""
-        return -(-self.nbytes // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES
+        nbytes = self.num_layers * self.num_pages * sum(self.page_bytes)
+        object.__setattr__(self, "nbytes", nbytes)
+        object.__setattr__(self, "region_bytes", -(-nbytes // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES)
 
     def block(self, layer: int, plane: int) -> tuple[int, int]:
         """Return (offset, nbytes) of one plane of one layer in the region; `layer` is counted as `first_layer` is."""
@@ -81,54 +79,43 @@ class PartLayout:
         before = index * sum(self.page_bytes) + sum(self.page_bytes[:plane])
         return self.num_pages * before, self.num_pages * self.page_bytes[plane]
 
+    @lru_cache(maxsize=256)  # noqa: B019 - layouts are small, and most parts share one
     def pieces(self, target_bytes: int = PIECE_BYTES) -> tuple[Piece, ...]:
         """Divide the region into pieces of at most `target_bytes`, or of one page if a page is larger.
 
         Smaller blocks are grouped whole and in order. Larger blocks are divided evenly by pages, so that no piece is
         much smaller than the others.
         """
-        return _pieces(self, target_bytes)
+        if self.nbytes <= target_bytes:  # the usual case on a device, where targets are large
+            layers, planes = range(self.first_layer, self.first_layer + self.num_layers), range(len(self.page_bytes))
+            spans = tuple(Span(layer, plane, 0, self.num_pages) for layer in layers for plane in planes)
+            return (Piece(0, self.nbytes, spans),)
+        pieces: list[Piece] = []
+        group: list[Span] = []
+        start = end = 0
+        for layer in range(self.first_layer, self.first_layer + self.num_layers):
+            for plane, page_bytes in enumerate(self.page_bytes):
+                offset, nbytes = self.block(layer, plane)
+                if group and offset + nbytes - start > target_bytes:
+                    pieces.append(Piece(start, offset - start, tuple(group)))
+                    group, start = [], offset
+                end = offset + nbytes
+                if nbytes <= target_bytes:
+                    group.append(Span(layer, plane, 0, self.num_pages))
+                    continue
+                for page_lo, page_hi in _even_ranges(self.num_pages, max(1, target_bytes // page_bytes)):
+                    span, start = Span(layer, plane, page_lo, page_hi), offset + page_lo * page_bytes
+                    if page_hi == self.num_pages:
+                        group = [span]  # small blocks that follow, such as scales, join the last piece of this block
+                    else:
+                        pieces.append(Piece(start, (page_hi - page_lo) * page_bytes, (span,)))
+        if group:
+            pieces.append(Piece(start, end - start, tuple(group)))
+        return tuple(pieces)
 
 
 # Cached because many parts share few layouts: most rooms of one prompt length have the same.
-@lru_cache(maxsize=1024)
-def part_layout(shard: LocalShard, layer_lo: int, layer_hi: int, num_pages: int, heads: int) -> PartLayout:
-    """Return the layout of a part of layers [layer_lo, layer_hi), `num_pages` pages and `heads` heads.
-
-    Layers are in the segment's numbering, and the rank with this shard must have them.
-    """
-    page_bytes = tuple(plane.rows * heads * plane.head_bytes for plane in shard.segment.planes)
-    return PartLayout(layer_lo - shard.layer_lo, layer_hi - layer_lo, num_pages, page_bytes)
-
-
-@lru_cache(maxsize=256)
-def _pieces(part: PartLayout, target_bytes: int) -> tuple[Piece, ...]:
-    if part.nbytes <= target_bytes:  # the usual case on a device, where targets are large and page counts vary widely
-        layers, planes = range(part.first_layer, part.first_layer + part.num_layers), range(len(part.page_bytes))
-        spans = tuple(Span(layer, plane, 0, part.num_pages) for layer in layers for plane in planes)
-        return (Piece(0, part.nbytes, spans),)
-    pieces: list[Piece] = []
-    group: list[Span] = []
-    start = end = 0
-    for layer in range(part.first_layer, part.first_layer + part.num_layers):
-        for plane, page_bytes in enumerate(part.page_bytes):
-            offset, nbytes = part.block(layer, plane)
-            if group and offset + nbytes - start > target_bytes:
-                pieces.append(Piece(start, offset - start, tuple(group)))
-                group, start = [], offset
-            end = offset + nbytes
-            if nbytes <= target_bytes:
-                group.append(Span(layer, plane, 0, part.num_pages))
-                continue
-            for page_lo, page_hi in _even_ranges(part.num_pages, max(1, target_bytes // page_bytes)):
-                span, start = Span(layer, plane, page_lo, page_hi), offset + page_lo * page_bytes
-                if page_hi == part.num_pages:
-                    group = [span]  # small blocks that follow, such as scales, join the last piece of this block
-                else:
-                    pieces.append(Piece(start, (page_hi - page_lo) * page_bytes, (span,)))
-    if group:
-        pieces.append(Piece(start, end - start, tuple(group)))
-    return tuple(pieces)
+part_layout = lru_cache(maxsize=1024)(PartLayout)
 
 
 def _even_ranges(total: int, maximum: int) -> list[tuple[int, int]]:

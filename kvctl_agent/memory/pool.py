@@ -20,17 +20,18 @@ from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
 from kvctl_agent.layout.sizes import check_size
 from kvctl_agent.memory.addresses import PoolAddresses
-from kvctl_agent.memory.allocation import Allocation, DeviceAllocation
-from kvctl_agent.memory.huge_pages import Bytes, HugePageMemory
+from kvctl_agent.memory.allocations import Allocation, Bytes, DeviceAllocation, HugePageMemory
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
-from kvctl_agent.memory.tensor_checks import check_no_overlap, common_device, inspect_tensor
-from kvctl_agent.memory.tensor_specs import (
+from kvctl_agent.memory.tensors import (
     DraftKV,
     StateTensors,
     Tensors,
     TensorSpec,
     check_layers,
+    check_no_overlap,
+    common_device,
+    inspect_tensor,
     kv_spec,
     state_spec,
 )

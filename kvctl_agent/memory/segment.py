@@ -1,19 +1,23 @@
-"""Memory of one segment on one rank: a flat block of bytes for each plane of each local layer.
+"""Memory of one segment on one rank, and the checked rows of a part in it.
 
-Layers have the segment's numbers, as in transfers, so that ranks of different pipeline stages number layers alike.
+A segment has a flat block of bytes for each plane of each local layer. Layers have the segment's numbers, as in
+transfers, so that ranks of different pipeline stages number layers alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvctl_agent.contract.values import layer_range
+from kvctl_agent.device.base import PageIds
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.memory.addresses import SegmentAddresses
-from kvctl_agent.memory.block_table import BlockTable
-from kvctl_agent.memory.head_slice import HeadSlice
-from kvctl_agent.memory.huge_pages import Bytes
+from kvctl_agent.memory.allocations import Bytes
 from kvctl_agent.memory.part_layout import PartLayout, part_layout
 from kvctl_agent.memory.region import Region
 
@@ -28,6 +32,7 @@ class SegmentMemory:
         view: Returns the bytes of a block in host memory.
         addresses: Addresses of the blocks.
         nbytes: Bytes of all blocks.
+        derived: Views and tables that copiers derive from the blocks by (kind, heads), kept while the pool is open.
     """
 
     def __init__(
@@ -45,8 +50,8 @@ class SegmentMemory:
         bases = tuple(tuple(block.addr for block in layer) for layer in self.blocks)
         self.addresses = SegmentAddresses(shard, num_slots, bases)
         self.nbytes = sum(block.nbytes for layer in self.blocks for block in layer)
-        self._slices: dict[tuple[int, int], HeadSlice] = {}
-        self._tables: dict[int, BlockTable] = {}
+        self._page_bytes: dict[int, tuple[int, ...]] = {}  # of a part, by its number of heads
+        self.derived: dict[tuple[object, ...], Any] = {}
 
     @property
     def name(self) -> str:
@@ -61,23 +66,6 @@ class SegmentMemory:
         """
         self._check_layers(layer, layer + 1)
         return self.view(self.blocks[layer - self.shard.layer_lo][plane])
-
-    def head_slice(self, head: int, heads: int) -> HeadSlice:
-        """Return views of local heads [head, head + heads) in every layer, kept while the pool is open."""
-        head_slice = self._slices.get((head, heads))
-        if head_slice is None:
-            self.check_heads(head, heads)
-            views = [tuple(map(self.view, layer)) for layer in self.blocks]
-            head_slice = self._slices[head, heads] = HeadSlice(views, self.addresses, head, heads)
-        return head_slice
-
-    def block_table(self, heads: int) -> BlockTable:
-        """Return the block table for device copies of any `heads` local heads, kept while the pool is open."""
-        table = self._tables.get(heads)
-        if table is None:
-            self.check_heads(0, heads)
-            table = self._tables[heads] = BlockTable(self.addresses, heads)
-        return table
 
     def check_heads(self, head: int, heads: int) -> None:
         """Raise MemoryLayoutError unless this rank has local heads [head, head + heads)."""
@@ -95,13 +83,16 @@ class SegmentMemory:
             MemoryLayoutError: this rank does not have the layers.
         """
         self._check_layers(layer_lo, layer_hi)
-        return part_layout(self.shard, layer_lo, layer_hi, num_pages, heads)
+        page_bytes = self._page_bytes.get(heads)
+        if page_bytes is None:
+            planes = self.shard.segment.planes
+            page_bytes = self._page_bytes[heads] = tuple(plane.rows * heads * plane.head_bytes for plane in planes)
+        return part_layout(layer_lo - self.shard.layer_lo, layer_hi - layer_lo, num_pages, page_bytes)
 
     def close(self) -> None:
         """Drop the references to the memory."""
         self.blocks = ()
-        self._slices.clear()
-        self._tables.clear()
+        self.derived.clear()
 
     def _check_layers(self, lo: int, hi: int) -> None:
         if not self.blocks or not self.shard.layer_lo <= lo < hi <= self.shard.layer_hi:
@@ -113,3 +104,53 @@ class SegmentMemory:
         if self.blocks:
             return f"this rank has layers {layer_range(lo, hi)}"
         return "the pool is closed" if lo < hi else "this rank's pipeline stage has none of its layers"
+
+
+class RowIndex:
+    """The pages (for state: items) of one part and its heads in one segment, checked once for all copies.
+
+    The copies do not check pages or clip them. A gather may list a page more than once. If a scatter does, it is
+    undefined which copy remains.
+
+    Attributes:
+        memory: The segment's memory.
+        head, heads: Local heads [head, head + heads).
+        raw_pages: The pages in the part's order, as the caller passed them; the caller must not modify them.
+        host_rows: The host copier's own index of the same rows, which it makes on first use.
+    """
+
+    __slots__ = ("head", "heads", "host_rows", "memory", "raw_pages")
+
+    def __init__(self, memory: SegmentMemory, pages: npt.ArrayLike, head: int, heads: int) -> None:
+        """Check the pages, a non-empty list of integers, and the heads.
+
+        Raises:
+            MemoryLayoutError: a page or head is outside the segment's memory; the text names it.
+        """
+        raw_pages = np.asarray(pages)
+        if raw_pages.ndim != 1 or not raw_pages.size or raw_pages.dtype.kind not in "iu":
+            raise MemoryLayoutError(
+                f"pages: {raw_pages.dtype} {raw_pages.shape}, expected a non-empty list of integers"
+            )
+        # For page lists of the length of a prompt, `min` and `max` take four times as long.
+        low, high = raw_pages.item(raw_pages.argmin()), raw_pages.item(raw_pages.argmax())
+        if low < 0 or high >= memory.num_slots:
+            noun = "item" if memory.shard.segment.state else "page"
+            raise MemoryLayoutError(
+                f"{memory.name}: {noun} {low if low < 0 else high} is outside the pool of {memory.num_slots} {noun}s; "
+                "the indices belong to another pool or are stale"
+            )
+        memory.check_heads(head, heads)
+        self.memory = memory
+        self.head, self.heads = head, heads
+        self.raw_pages = raw_pages
+        self.host_rows: Any = None
+
+    def __len__(self) -> int:
+        """Number of pages."""
+        return len(self.raw_pages)
+
+    @property
+    def page_ids(self) -> PageIds:
+        """The pages, int32 `[num_pages]`, for kernel launches."""
+        return self.raw_pages.astype(np.int32, copy=False)

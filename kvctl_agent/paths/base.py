@@ -11,64 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
-from kvctl_agent.memory.addresses import PoolAddresses
-from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.direct_routes import Route
-from kvctl_agent.paths.mapped_memory import MappedMemory
-from kvctl_agent.paths.segment_pair import SegmentPair
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Transfer
-from kvctl_agent.transport.base import Prepared, Transport, Write
-
-
-class PeerConnection:
-    """A connection to one peer, with all that paths need to write to it.
-
-    Attributes:
-        peer: Name of the peer at the transport.
-        transport: The transport.
-        pool: The local pool, which is the source.
-        ours, theirs: Addresses of the local pool, and of the peer's pool, which is the destination.
-        ring_base: Address of the peer's staging ring; 0 if it has none.
-        segments: The addresses of each segment on both sides, in the model's order.
-        prepared: Descriptor lists of the peer's pool by (segment, first head, heads), created on first use.
-        mapping: Mapping of the peer's memory for path direct; None if there is none.
-        why_not: Why there is no mapping, as text.
-        routes: Routes of path direct by (segment, first source head, first destination head, heads), created on first
-            use.
-    """
-
-    def __init__(
-        self,
-        peer: str,
-        transport: Transport,
-        pool: KVPool,
-        theirs: PoolAddresses,
-        ring_base: int,
-        mapping: MappedMemory | None = None,
-        why_not: str = "",
-    ) -> None:
-        """Pair the segments of both sides.
-
-        Raises:
-            DeviceError: `mapping` does not cover the peer's pages.
-        """
-        self.peer = peer
-        self.transport = transport
-        self.pool = pool
-        self.ours = pool.addresses()
-        self.theirs = theirs
-        self.ring_base = ring_base
-        pairs = zip(self.ours.segments, theirs.segments, strict=True)
-        self.segments = tuple(SegmentPair(here, there, mapping) for here, there in pairs)
-        self.prepared: dict[tuple[int, int, int], Prepared] = {}
-        self.mapping = mapping
-        self.why_not = why_not
-        self.routes: dict[tuple[int, int, int, int], tuple[Route, ...]] = {}
-
-    def close(self) -> None:
-        """Close the connection for new parts. The peer's memory is unmapped when the last kernel using it has ended."""
-        if self.mapping is not None:
-            self.mapping.close()
+from kvctl_agent.transport.base import Write
 
 
 class Flight(ABC):

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.errors import LayoutError, MemoryLayoutError
-from kvctl_agent.paths.base import Flight, PeerConnection, WriteFlight
-from kvctl_agent.paths.segment_pair import Numbers
+from kvctl_agent.paths.base import Flight, WriteFlight
+from kvctl_agent.paths.peer_connection import Numbers, PeerConnection
 from kvctl_agent.protocol.events import Transfer
 
 
@@ -66,10 +66,10 @@ class BulkPath:
         began_ns = time.monotonic_ns()
         runs = page_run_arrays(order.src_pages, order.dst_pages)
         segment = connection.segments[share.segment]
-        ours, theirs = segment.bases(order.key.lo, order.key.hi)  # arrays below are [layers, planes, runs]
+        local, remote = segment.bases(order.key.lo, order.key.hi)  # arrays below are [layers, planes, runs]
         page_bytes = segment.page_bytes[:, None]
-        here = ours[:, :, None] + runs.src_first * page_bytes
-        there = theirs[:, :, None] + runs.dst_first * page_bytes
+        here = local[:, :, None] + runs.src_first * page_bytes
+        there = remote[:, :, None] + runs.dst_first * page_bytes
         sizes = np.broadcast_to(runs.counts * page_bytes, here.shape)
         return _post(connection, order, began_ns, here, there, sizes)
 
@@ -79,24 +79,24 @@ class AuxPath:
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         began_ns = time.monotonic_ns()
-        ours, theirs = connection.ours, connection.theirs
+        local, remote = connection.local, connection.remote
         (row,), (slot,) = order.src_pages.tolist(), order.dst_pages.tolist()
-        if not 0 <= row < ours.aux_slots or ours.aux_row_bytes != theirs.aux_row_bytes:
+        if not 0 <= row < local.aux_slots or local.aux_row_bytes != remote.aux_row_bytes:
             raise MemoryLayoutError(
-                f"aux row {row} of {ours.aux_row_bytes} bytes cannot go to a row of {theirs.aux_row_bytes} bytes: "
+                f"aux row {row} of {local.aux_row_bytes} bytes cannot go to a row of {remote.aux_row_bytes} bytes: "
                 "pass an aux row to finish(), and use rows of one size on both sides"
             )
-        here, there = np.array([ours.aux_addr(row)], np.int64), np.array([theirs.aux_addr(slot)], np.int64)
-        return _post(connection, order, began_ns, here, there, np.array([ours.aux_row_bytes], np.int64))
+        here, there = np.array([local.aux_addr(row)], np.int64), np.array([remote.aux_addr(slot)], np.int64)
+        return _post(connection, order, began_ns, here, there, np.array([local.aux_row_bytes], np.int64))
 
 
 def _post(
     connection: PeerConnection, order: Transfer, began_ns: int, here: Numbers, there: Numbers, sizes: Numbers
 ) -> Flight:
-    ours, theirs, nbytes = (numbers.reshape(-1).astype(np.uint64) for numbers in (here, there, sizes))
+    local, remote, nbytes = (numbers.reshape(-1).astype(np.uint64) for numbers in (here, there, sizes))
     return WriteFlight(
         connection,
         order,
         began_ns,
-        lambda: connection.transport.write(connection.peer, ours, theirs, nbytes, order.tag),
+        lambda: connection.transport.write(connection.peer, local, remote, nbytes, order.tag),
     )

@@ -1,4 +1,8 @@
-"""Measures the cost of row copies in host memory at start, for the cost model; takes a few milliseconds."""
+"""Measures the cost of row copies at start, for the cost model: in host memory, on a device, and to a peer's device.
+
+Host copies take a few milliseconds to measure. Copies on a device resemble those of a part: rows cover half of the
+pool's row, as in a head slice, pages are random, and the kernel's event is polled until it is done.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,21 @@ import time
 
 import numpy as np
 
-from kvctl_agent.memory.huge_pages import Bytes
-from kvctl_agent.paths.path_chooser import CopyCost
+from kvctl_agent.device.base import Batch, Geometry, RowCopies
+from kvctl_agent.errors import DeadlineExceeded, DeviceError
+from kvctl_agent.memory.allocations import Bytes
+from kvctl_agent.memory.region import Region
+from kvctl_agent.paths.path_chooser import CopyCost, DirectCost
 
 _ROWS = (256, 512, 1024, 2048, 8192, 32768)
 _PIECE = 1 << 20  # so that seconds are seconds per MiB
 _ROUNDS = 6
+_DEVICE_ROWS = (256, 1024, 4096)
+_DIRECT_ROW = 512
+_PAGE_ROWS = 16
+_BLOCKS = 32  # as if so many layers
+_SMALL, _BIG = 1 << 20, 16 << 20
+_WAIT_S = 5.0
 
 
 def measure_copies(memory: Bytes) -> CopyCost:
@@ -39,3 +52,84 @@ def measure_copies(memory: Bytes) -> CopyCost:
             gather[index] = min(gather[index], between - since)
             scatter[index] = min(scatter[index], time.perf_counter() - between)
     return CopyCost(_ROWS, tuple(seconds * 1e6 for seconds in gather), tuple(seconds * 1e6 for seconds in scatter))
+
+
+def measure_device_copies(copies: RowCopies, source: Region, target: Region) -> CopyCost:
+    """Measure gathers. Scatters, which copy the same rows in reverse, are assumed to cost the same.
+
+    Args:
+        copies: The stream to measure with.
+        source: Region to read: the pool, or memory as cold.
+        target: Region of the same device; overwritten.
+
+    Raises:
+        DeviceError: a region is too small, or a copy failed.
+        DeadlineExceeded: a copy did not end.
+    """
+    rates: dict[int, float] = {}
+    for row in _DEVICE_ROWS:
+        geometry = Geometry(_PAGE_ROWS, row, 2 * row, row, True, False)
+        nbytes = _usable(geometry, source, target, _BIG)
+        if nbytes:
+            copies.prepare([geometry])
+            # Includes the launch, although the fixed cost of staging also contains it.
+            rates[row] = _best_us(copies, geometry, source, target, nbytes, None) / nbytes * (1 << 20)
+    if not rates:
+        raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure copies with")
+    return CopyCost(tuple(rates), tuple(rates.values()), tuple(rates.values()))
+
+
+def measure_direct(copies: RowCopies, source: Region, target: Region, programs: int) -> DirectCost:
+    """Measure the cost of parts on path direct.
+
+    Args:
+        copies: The stream to measure with.
+        source: Region to read: the pool, or memory as cold.
+        target: A peer's scratch memory, mapped into the local address space; overwritten.
+        programs: Maximum number of thread blocks, as for `RowCopies.begin`.
+
+    Raises:
+        DeviceError: a region is too small, or a copy failed.
+        DeadlineExceeded: a copy did not end.
+    """
+    geometry = Geometry(_PAGE_ROWS, _DIRECT_ROW, 2 * _DIRECT_ROW, 2 * _DIRECT_ROW, True, True)
+    small, big = (_usable(geometry, source, target, nbytes) for nbytes in (_SMALL, _BIG))
+    if not small < big:
+        raise DeviceError(f"{source.nbytes} and {target.nbytes} bytes are too little to measure the direct path with")
+    copies.prepare([geometry])
+    small_us, big_us = (_best_us(copies, geometry, source, target, nbytes, programs) for nbytes in (small, big))
+    us_per_mib = max(0.0, big_us - small_us) / (big - small) * (1 << 20)
+    return DirectCost(max(1.0, small_us - us_per_mib * small / (1 << 20)), us_per_mib)
+
+
+def _usable(geometry: Geometry, source: Region, target: Region, nbytes: int) -> int:
+    """Largest payload up to `nbytes` that fits both regions and has the same number of whole pages in each block."""
+    if source.nbytes < geometry.rows * geometry.src_row:
+        return 0
+    rows = min(nbytes // geometry.width, target.nbytes // geometry.dst_row)
+    return rows // (geometry.rows * _BLOCKS) * geometry.rows * _BLOCKS * geometry.width
+
+
+def _best_us(
+    copies: RowCopies, geometry: Geometry, source: Region, target: Region, nbytes: int, programs: int | None
+) -> float:
+    page = geometry.rows * geometry.width
+    count = nbytes // page
+    random = np.random.default_rng(0)
+    blocks = np.empty((_BLOCKS, 5), np.int64)
+    first = np.arange(_BLOCKS, dtype=np.int64) * (count // _BLOCKS)
+    blocks[:, 0] = source.addr
+    blocks[:, 1] = target.addr + (0 if geometry.dst_paged else first * page)
+    blocks[:, 2], blocks[:, 3], blocks[:, 4] = first, count + first, count // _BLOCKS
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        sources = random.integers(source.nbytes // (geometry.rows * geometry.src_row), size=count, dtype=np.int32)
+        targets = random.permutation(np.arange(count, dtype=np.int32))
+        pages = np.concatenate((sources, targets))
+        since = time.perf_counter()
+        event = copies.begin([Batch(geometry, blocks)], pages, programs=programs)
+        while not event.done():
+            if time.perf_counter() - since > _WAIT_S:
+                raise DeadlineExceeded(f"a copy of {nbytes} bytes had not ended after {_WAIT_S:g} s")
+        best = min(best, time.perf_counter() - since)
+    return best * 1e6

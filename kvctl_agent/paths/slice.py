@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import SegmentAddresses
-from kvctl_agent.paths.base import Flight, PeerConnection, WriteFlight
+from kvctl_agent.paths.base import Flight, WriteFlight
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Pages, Transfer
 from kvctl_agent.transport.base import Addresses, Prepared, Sizes
 
@@ -25,7 +26,7 @@ class SlicePath:
     """Path slice, with the prepared descriptor lists of the local pool; those of peers belong to their connections."""
 
     def __init__(self) -> None:
-        self._ours: dict[tuple[int, int, int], Prepared] = {}
+        self._local: dict[tuple[int, int, int], Prepared] = {}
 
     def start(self, connection: PeerConnection, order: Transfer) -> Flight:
         share = order.share
@@ -34,19 +35,19 @@ class SlicePath:
         began_ns = time.monotonic_ns()
         segment = connection.segments[share.segment]
         segment.check_layers(order.key.lo, order.key.hi)
-        ours, theirs = segment.ours, segment.theirs
+        local, remote = segment.local, segment.remote
         place = share.segment, share.src_head, share.heads
-        here = self._ours.get(place)
+        here = self._local.get(place)
         if here is None:
-            here = self._ours[place] = connection.transport.prepare_local(*_rows(ours, share.src_head, share.heads))
+            here = self._local[place] = connection.transport.prepare_local(*_rows(local, share.src_head, share.heads))
         place = share.segment, share.dst_head, share.heads
         there = connection.prepared.get(place)
         if there is None:
-            there = connection.transport.prepare_remote(connection.peer, *_rows(theirs, share.dst_head, share.heads))
+            there = connection.transport.prepare_remote(connection.peer, *_rows(remote, share.dst_head, share.heads))
             connection.prepared[place] = there
         sort = np.argsort(order.src_pages, kind="stable")
-        src = _numbers(ours, order.src_pages[sort], order.key.lo, order.key.hi)
-        dst = _numbers(theirs, order.dst_pages[sort], order.key.lo, order.key.hi)
+        src = _numbers(local, order.src_pages[sort], order.key.lo, order.key.hi)
+        dst = _numbers(remote, order.dst_pages[sort], order.key.lo, order.key.hi)
         prepared = here, src, there, dst
         return WriteFlight(
             connection,

@@ -15,10 +15,11 @@ import numpy as np
 
 from kvctl_agent.errors import KvctlError, MemoryLayoutError
 from kvctl_agent.layout.plan import TransferSlice
-from kvctl_agent.memory.buffers import Buffer, StagingBuffers
+from kvctl_agent.memory.allocations import Buffer, StagingBuffers
 from kvctl_agent.memory.copier import Copier, PendingCopy
-from kvctl_agent.memory.row_index import RowIndex
-from kvctl_agent.paths.base import Flight, PeerConnection
+from kvctl_agent.memory.segment import RowIndex
+from kvctl_agent.paths.base import Flight
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.transport.base import Write

@@ -17,12 +17,11 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from kvctl_agent.errors import DeviceError, RemoteProtocolError
-from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
 from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.row_index import RowIndex
-from kvctl_agent.memory.segment import SegmentMemory
+from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.runtime.timer_slack import minimize_timer_slack

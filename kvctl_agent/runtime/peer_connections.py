@@ -18,19 +18,15 @@ from kvctl_agent.device.base import Device, Export, Geometry
 from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.memory.addresses import PoolAddresses
-from kvctl_agent.memory.block_table import gather_geometries
-from kvctl_agent.memory.buffers import StagingBuffers
-from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.allocations import HugePageMemory, StagingBuffers
+from kvctl_agent.memory.device_copier import gather_geometries
 from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s_within
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
-from kvctl_agent.paths.base import PeerConnection
-from kvctl_agent.paths.calibration import measure_copies
-from kvctl_agent.paths.device_calibration import measure_device_copies, measure_direct
-from kvctl_agent.paths.direct import PROGRAMS
-from kvctl_agent.paths.direct_routes import geometries
-from kvctl_agent.paths.mapped_memory import MappedMemory
+from kvctl_agent.paths.calibration import measure_copies, measure_device_copies, measure_direct
+from kvctl_agent.paths.direct import PROGRAMS, geometries
 from kvctl_agent.paths.path_chooser import AUTO, DirectCost, PathChooser
+from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection
 from kvctl_agent.protocol.messages import PeerInfo
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.transfer_worker import TransferWorker
@@ -268,14 +264,14 @@ class PeerConnections:
 
     def _measure_direct(self, mapping: MappedMemory, scratch: Region) -> DirectCost:
         assert self._pool.device is not None
-        mapping.take()
+        mapping.acquire()
         copies = self._pool.device.copies()
         try:
             there = Region(mapping.translate(scratch.addr, scratch.nbytes), scratch.nbytes)
             return measure_direct(copies, self._source(), there, self._direct_programs)
         finally:
             copies.close()  # waits: only then may it be unmapped
-            mapping.give()
+            mapping.release()
 
     def _compile(self) -> None:
         """On a worker: every kernel that parts on the connections so far can need."""
@@ -283,7 +279,7 @@ class PeerConnections:
         wanted: set[Geometry] = set()
         for connection in list(self.by_peer.values()):
             for segment in connection.segments:
-                wanted |= gather_geometries(segment.ours.shard, segment.theirs.shard)
+                wanted |= gather_geometries(segment.local.shard, segment.remote.shard)
             if connection.mapping:
                 wanted |= geometries(connection.segments)
         if device is None or not wanted - self._compiled:

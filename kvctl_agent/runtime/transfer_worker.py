@@ -22,7 +22,8 @@ from msgspec.structs import replace
 
 from kvctl_agent.errors import DeviceError, KvctlError, PeerDisconnected, TransportError
 from kvctl_agent.memory.checksum import aux_checksum, part_checksum
-from kvctl_agent.paths.base import Flight, Path, PeerConnection
+from kvctl_agent.paths.base import Flight, Path
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.tag import PartKind, Tag, with_checksum
 from kvctl_agent.runtime.timer_slack import minimize_timer_slack

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.memory.region import Region
 from kvctl_agent.transport.base import Arrival
 from kvctl_agent.transport.registry import open_transport

@@ -28,7 +28,7 @@ from kvctl_agent.device.base import (
     RowCopies,
 )
 from kvctl_agent.errors import DeviceError
-from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.allocations import HugePageMemory
 
 JUNK = 0xA5
 """What fresh memory is full of: memory of a device is not zeroed."""

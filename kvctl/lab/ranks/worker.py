@@ -39,7 +39,7 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.memory.memcpy_rate import memcpy_gb_per_s
 from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.rank import Rank

@@ -18,15 +18,13 @@ from kvctl_agent.device.row_copies import DEFAULT
 from kvctl_agent.errors import DeviceUnavailable
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
-from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.memory.copier import LandedPart, PendingCopy
-from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.device_copier import DeviceCopier
-from kvctl_agent.memory.host_copier import HostCopier
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
-from kvctl_agent.memory.row_index import RowIndex
-from kvctl_agent.memory.segment import SegmentMemory
+from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 from tests.kvctl_agent.device.interpreted import launch
 
 DTYPES = {"fp8": 1, "int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}

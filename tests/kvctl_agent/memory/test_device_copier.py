@@ -13,17 +13,14 @@ from kvctl_agent.device.base import Geometry
 from kvctl_agent.errors import DeviceError, MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
-from kvctl_agent.memory.block_table import gather_geometries
-from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.memory.copier import LandedPart, PendingCopy
-from kvctl_agent.memory.copy_pool import CopyPool
-from kvctl_agent.memory.device_copier import DeviceCopier
-from kvctl_agent.memory.host_copier import HostCopier
+from kvctl_agent.memory.device_copier import DeviceCopier, gather_geometries
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import MemorySpan
-from kvctl_agent.memory.row_index import RowIndex
-from kvctl_agent.memory.segment import SegmentMemory
+from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 from tests.support.host_device import HostDevice
 
 Planes = tuple[Plane, ...]

@@ -18,16 +18,17 @@ from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, local_shards
 from kvctl_agent.layout.plan import TransferSlice, state_slices_to_reader, transfer_slices
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape, Segment
-from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
-from kvctl_agent.memory.copy import scatter_piece
+from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
+from kvctl_agent.memory.host_copier import scatter_piece
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
-from kvctl_agent.memory.row_index import RowIndex
-from kvctl_agent.paths.base import Flight, Path, PeerConnection
+from kvctl_agent.memory.segment import RowIndex
+from kvctl_agent.paths.base import Flight, Path
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Transfer
-from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.peer import CancelToken, Lease
+from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.registry import open_transport

@@ -14,10 +14,8 @@ from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected,
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.base import PeerConnection
-from kvctl_agent.paths.direct import PROGRAMS, DirectPath
-from kvctl_agent.paths.direct_routes import geometries
-from kvctl_agent.paths.mapped_memory import MappedMemory
+from kvctl_agent.paths.direct import PROGRAMS, DirectPath, geometries
+from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection
 from kvctl_agent.protocol.tag import PartKind
 from tests.support.host_device import HostDevice, HostMapping
 
@@ -83,7 +81,7 @@ def send_all(made: Any, device: HostDevice) -> None:
             made.expect(share, src, dst, layers)
             flight = made.fly(path, share, src, dst, layers=layers, connection=way, kind=kind)
             blocks = sum(len(batch.blocks) for batch in device.begun[-1].batches)
-            assert blocks == len(way.segments[share.segment].ours.shard.segment.planes) * (layers[1] - layers[0])
+            assert blocks == len(way.segments[share.segment].local.shard.segment.planes) * (layers[1] - layers[0])
             assert flight.descriptors == flight.posts == len(device.begun[-1].batches)
         assert {batch.geometry for begun in device.begun for batch in begun.batches} >= geometries(
             [way.segments[share.segment]]
@@ -243,9 +241,9 @@ class TestMapping:
             raise DeviceError("an illegal address was met")
 
         monkeypatch.setattr(HostMapping, "close", refuse)
-        mapping.take()
+        mapping.acquire()
         mapping.close()
-        mapping.give()
+        mapping.release()
         assert mapping.users == 0
         MappedMemory(HostMapping([], "nvlink")).close()
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.buffers import StagingBuffers
-from kvctl_agent.memory.copy_pool import CopyPool
-from kvctl_agent.memory.host_copier import HostCopier
+from kvctl_agent.memory.allocations import StagingBuffers
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath

@@ -11,7 +11,7 @@ import pytest
 from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, StateShape, segments
-from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.paths.calibration import measure_copies
 from kvctl_agent.paths.path_chooser import CopyCost, DirectCost, PathChooser
 

@@ -16,11 +16,10 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
-from kvctl_agent.memory.buffers import StagingBuffers
-from kvctl_agent.memory.copy_pool import CopyPool
-from kvctl_agent.memory.host_copier import HostCopier
-from kvctl_agent.paths.base import PeerConnection
+from kvctl_agent.memory.allocations import StagingBuffers
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.paths.bulk import BulkPath
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol.tag import PartKind

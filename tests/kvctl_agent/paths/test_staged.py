@@ -16,16 +16,15 @@ from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import Plane, Segment
-from kvctl_agent.memory.buffers import RingMemory, StagingBuffers
+from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
-from kvctl_agent.memory.copy import gather_piece
-from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.device_copier import DeviceCopier
-from kvctl_agent.memory.host_copier import HostCopier
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier, gather_piece
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.row_index import RowIndex
-from kvctl_agent.paths.base import Flight, PeerConnection
+from kvctl_agent.memory.segment import RowIndex
+from kvctl_agent.paths.base import Flight
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.protocol.messages import Grant

@@ -18,16 +18,14 @@ from kvctl_agent.errors import TransportError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.memory.checksum import part_checksum
 from kvctl_agent.memory.copier import Copier
-from kvctl_agent.memory.copy import gather_piece
-from kvctl_agent.memory.copy_pool import CopyPool
 from kvctl_agent.memory.device_copier import DeviceCopier
-from kvctl_agent.memory.host_copier import HostCopier
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier, gather_piece
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.row_index import RowIndex
+from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scattered, ScatterFailed
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.arrival_loop import ArrivalLoop

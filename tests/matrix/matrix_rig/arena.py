@@ -8,7 +8,7 @@ uses the memory.
 from __future__ import annotations
 
 from kvctl_agent.errors import MemoryLayoutError
-from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.memory.region import Region
 
 ALIGN_BYTES = 4096

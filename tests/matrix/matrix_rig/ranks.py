@@ -18,7 +18,7 @@ from kvctl.lab.ranks.request import Role
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.memory.buffers import RingMemory
+from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.parts import PartFactories
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Handle, Receive, Send

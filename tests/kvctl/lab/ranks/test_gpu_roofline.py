@@ -9,7 +9,7 @@ import pytest
 
 from kvctl.lab.ranks.measure import device_gb_per_s, peer_gb_per_s
 from kvctl_agent.errors import PeerDisconnected
-from kvctl_agent.paths.mapped_memory import MappedMemory
+from kvctl_agent.paths.peer_connection import MappedMemory
 from tests.support.host_device import HostDevice, at
 
 KIB = 1 << 10

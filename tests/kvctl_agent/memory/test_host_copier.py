@@ -1,9 +1,9 @@
-"""Gather and scatter against an oracle of plain loops, and the layout of a part against its definition."""
-
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,15 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvctl_agent.errors import MemoryLayoutError
+from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
-from kvctl_agent.memory.copy import gather, gather_piece, scatter, scatter_piece
-from kvctl_agent.memory.huge_pages import Bytes
+from kvctl_agent.memory.allocations import Bytes
+from kvctl_agent.memory.host_copier import (
+    CopyPool,
+    copy_threads,
+    gather,
+    gather_piece,
+    head_slice,
+    host_rows,
+    scatter,
+    scatter_piece,
+)
 from kvctl_agent.memory.part_layout import PartLayout, Piece, Span
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.memory.row_index import RowIndex
-from kvctl_agent.memory.segment import SegmentMemory
+from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 
 Planes = tuple[Plane, ...]
 
@@ -128,7 +136,7 @@ def test_kernels_work_on_torch_tensors_of_any_element_size(dtype: torch.dtype) -
     k = [torch.randint(0, 100, (12, 4, 8)).to(dtype)]
     v = [torch.randint(0, 100, (12, 4, 16)).to(dtype)]
     pool = KVPool.from_tensors(k, v, page_size=4, total_kv_heads=8)
-    rows = RowIndex(pool.segments[0], torch.tensor([2, 0]), 1, 2)
+    rows = host_rows(RowIndex(pool.segments[0], torch.tensor([2, 0]), 1, 2))
     for plane, tensor in enumerate((k[0], v[0])):
         expected = tensor.view(3, 4, 4, -1)[[2, 0], :, 1:3].contiguous()
         out = np.zeros(expected.numel() * dtype.itemsize, dtype=np.uint8)
@@ -170,7 +178,7 @@ class TestRuns:
         with filled(range(1), 200, 4, (Plane("k", 16, 128), Plane("v", 16, 128))) as memory:
             pages = [*range(100, 180), *range(10, 90)]
             for head, heads in ((0, 4), (1, 2)):
-                rows = RowIndex(memory, pages, head, heads)
+                rows = host_rows(RowIndex(memory, pages, head, heads))
                 assert rows.as_runs == (True, True)
                 assert list(rows.runs(0, 160)) == [(100, 0, 80), (10, 80, 160)]
                 assert list(rows.runs(70, 85)) == [(170, 0, 10), (10, 10, 15)]
@@ -179,11 +187,11 @@ class TestRuns:
                 blocks = [memory.block(0, plane).reshape(200, 16, 4, 128) for plane in (0, 1)]
                 wanted = [block[pages, :, head : head + heads].tobytes() for block in blocks]
                 assert region.tobytes() == b"".join(wanted)
-            assert RowIndex(memory, pages[::-1], 0, 4).as_runs == (False, False)
+            assert host_rows(RowIndex(memory, pages[::-1], 0, 4)).as_runs == (False, False)
 
     def test_small_scales_do_not_keep_rows_from_being_copied_as_runs(self) -> None:
         with filled(range(1), 200, 4, (Plane("k", 16, 128), Plane("k_scale", 1, 4))) as memory:
-            assert RowIndex(memory, [*range(100, 180), *range(10, 90)], 0, 4).as_runs == (True, False)
+            assert host_rows(RowIndex(memory, [*range(100, 180), *range(10, 90)], 0, 4)).as_runs == (True, False)
 
 
 class TestStack:
@@ -193,7 +201,7 @@ class TestStack:
     @pytest.mark.parametrize("heads", [1, 4])
     def test_equal_planes_of_one_allocation_are_one_stack(self, name: str, heads: int) -> None:
         with filled(LAYERS, 10, 4, PLANES[name]) as memory:
-            stack = memory.head_slice(0, heads).stack
+            stack = head_slice(memory, 0, heads).stack
             assert stack is not None
             rows, head_bytes = PLANES[name][0][1:]
             assert stack.shape == (3 * len(PLANES[name]), 10, rows, heads * head_bytes)
@@ -201,12 +209,13 @@ class TestStack:
     @pytest.mark.parametrize("name", ["K wider than V", "with scales", "latent with scales"])
     def test_planes_that_differ_are_not(self, name: str) -> None:
         with filled(LAYERS, 10, 4, PLANES[name]) as memory:
-            assert memory.head_slice(0, 4).stack is None
+            assert head_slice(memory, 0, 4).stack is None
 
     def test_it_is_taken_where_there_are_more_blocks_than_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[Span] = []
         monkeypatch.setattr(
-            "kvctl_agent.memory.copy.gather", lambda span, rows, out: calls.append(span) or 4 * 2 * 12 * rows.run_count
+            "kvctl_agent.memory.host_copier.gather",
+            lambda span, rows, out: calls.append(span) or 4 * 2 * 12 * rows.run_count,
         )
         with filled(LAYERS, 10, 2, PLANES["K and V alike"]) as memory:
             for pages, spans in (([3], 0), ([3, 1, 7, 2, 9], 0), ([3, 1, 7, 2, 9, 0], 6)):
@@ -242,7 +251,7 @@ class TestRefusals:
             RowIndex(memory, pages, head, heads)
 
     def test_spans_outside_the_part_or_the_pool(self, memory: SegmentMemory) -> None:
-        rows = RowIndex(memory, [1, 5], 0, 2)
+        rows = host_rows(RowIndex(memory, [1, 5], 0, 2))
         out = np.zeros(4096, dtype=np.uint8)
         for copy in (gather, scatter):
             for page_lo, page_hi in ((0, 3), (1, 1), (-1, 1)):
@@ -252,7 +261,7 @@ class TestRefusals:
                 copy(Span(2, 0, 0, 1), rows, out)
 
     def test_staging_that_is_short_or_not_flat_bytes(self, memory: SegmentMemory) -> None:
-        rows, span = RowIndex(memory, [1, 5], 0, 2), Span(0, 0, 0, 2)
+        rows, span = host_rows(RowIndex(memory, [1, 5], 0, 2)), Span(0, 0, 0, 2)
         need = 2 * 4 * 2 * 16
         for staging in (
             np.zeros(need - 1, dtype=np.uint8),
@@ -275,7 +284,7 @@ class TestRefusals:
         memory = SegmentMemory(LocalShard(Segment(1, "draft", 8, 9, 4, WIDE_K), 8, 8, 0, 4), 0, ())
         for asked in (
             lambda: memory.block(8, 0),
-            lambda: memory.head_slice(0, 4),
+            lambda: head_slice(memory, 0, 4),
             lambda: memory.part_layout(8, 9, 1, 4),
         ):
             with pytest.raises(MemoryLayoutError, match=r"draft: .* this rank's pipeline stage has none of its layers"):
@@ -334,3 +343,76 @@ class TestPartLayout:
         part = PartLayout(0, 1, 10, (100, 100, 2, 2))
         assert [piece.nbytes for piece in part.pieces(900)] == [500, 500, 500, 540]
         assert part.pieces(900)[-1].spans == (Span(0, 1, 5, 10), Span(0, 2, 0, 10), Span(0, 3, 0, 10))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_job_runs_exactly_once(threads: int) -> None:
+    pool = CopyPool(threads).start()
+    try:
+        for count in (0, 1, 2, 50):
+            done: list[int] = []
+            pool.run([partial(done.append, number) for number in range(count)])
+            assert sorted(done) == list(range(count))
+    finally:
+        pool.close()
+
+
+def test_one_thread_is_the_caller_itself() -> None:
+    pool = CopyPool(1).start()
+    seen: list[int] = []
+    pool.run([lambda: seen.append(threading.get_ident())])
+    pool.close()
+    assert seen == [threading.get_ident()]
+
+
+def test_two_threads_run_two_jobs_at_the_same_time() -> None:
+    pool = CopyPool(2).start()
+    meeting = threading.Barrier(2)
+    try:
+        pool.run([partial(meeting.wait, 20), partial(meeting.wait, 20)])
+    finally:
+        pool.close()
+
+
+def test_an_error_is_raised_after_the_running_jobs_ended_and_stops_the_rest() -> None:
+    pool = CopyPool(2).start()
+    both, slow_done = threading.Barrier(2), threading.Event()
+    started: list[int] = []
+
+    def fails() -> None:
+        both.wait(60)
+        raise ValueError("page 3")
+
+    def slow() -> None:
+        both.wait(60)
+        threading.Event().wait(0.05)
+        slow_done.set()
+
+    def later() -> None:
+        started.append(1)
+        threading.Event().wait(0.05)
+
+    try:
+        with pytest.raises(ValueError, match="page 3"):
+            pool.run([fails, slow, *[later] * 20])
+        assert slow_done.is_set()
+        assert len(started) < 20
+        pool.run([slow_done.clear])
+        assert not slow_done.is_set(), "the pool still works after an error"
+    finally:
+        pool.close()
+
+
+def test_close_joins_its_threads_and_refuses_later_work() -> None:
+    before = threading.active_count()
+    pool = CopyPool(3).start()
+    assert threading.active_count() == before + 2
+    pool.close()
+    pool.close()
+    assert threading.active_count() == before
+    with pytest.raises(LocalProtocolError, match="closed"):
+        pool.run([])
+
+
+def test_the_default_is_one_or_two_threads() -> None:
+    assert copy_threads() in (1, 2)

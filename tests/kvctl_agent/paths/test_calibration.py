@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
-from kvctl_agent.memory.huge_pages import HugePageMemory
+from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.memory.region import Region
-from kvctl_agent.paths import device_calibration
-from kvctl_agent.paths.device_calibration import measure_device_copies, measure_direct
+from kvctl_agent.paths import calibration
+from kvctl_agent.paths.calibration import measure_device_copies, measure_direct
 from tests.support.host_device import HostDevice
 
 POISON = 0xDB
@@ -83,7 +83,7 @@ def test_both_follow_from_the_times_that_were_taken(
     def took(copies: Any, geometry: Any, source: Any, target: Any, nbytes: int, programs: Any) -> float:
         return 20 + 3 * nbytes / (1 << 20)
 
-    monkeypatch.setattr(device_calibration, "_best_us", took)
+    monkeypatch.setattr(calibration, "_best_us", took)
     source, target = memory
     direct = measure_direct(HostDevice().copies(), region(source), region(target), 1)
     assert np.allclose([direct.us_per_part, direct.us_per_mib], [20, 3])
@@ -93,7 +93,7 @@ def test_both_follow_from_the_times_that_were_taken(
 def test_a_copy_that_does_not_end_is_given_up(
     memory: tuple[HugePageMemory, HugePageMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_calibration, "_WAIT_S", 0.01)
+    monkeypatch.setattr(calibration, "_WAIT_S", 0.01)
     source, target = memory
     copies = HostDevice(slow=1 << 60).copies()
     with pytest.raises(DeadlineExceeded, match=r"a copy of \d+ bytes had not ended"):

@@ -1,0 +1,291 @@
+"""Allocations in host or device memory: staging buffers, the ring, and pools of the synthetic worker.
+
+Host memory is backed by huge pages, with which copies between processes reach 15 GB/s instead of 6 GB/s. The mapping is
+private, because a shared anonymous mapping is shmem, which the kernel does not back with huge pages by default. Every
+page is touched once at allocation, because the first write to a new page costs more than copying it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.device.base import Device
+from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
+from kvctl_agent.memory.region import MemorySpan, Region
+
+HUGE_PAGE_BYTES = 2 << 20
+_SMALL_PAGE_BYTES = 4096
+# Below this size, starting a second thread costs more than it saves in page faults.
+_TWO_THREADS_FROM_BYTES = 32 << 20
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class HugePageMemory:
+    """Anonymous host memory, zeroed, aligned to 2 MiB, with all pages faulted in.
+
+    Attributes:
+        array: The memory, uint8 `[nbytes]`.
+        addr: Address of the first byte, a multiple of 2 MiB.
+        nbytes: The requested size. The mapping is rounded up to whole huge pages.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Map memory of `nbytes` bytes, advise the kernel to use huge pages and fault all pages in.
+
+        Raises:
+            MemoryLayoutError: `nbytes` is not positive, or the memory cannot be mapped.
+        """
+        if nbytes <= 0:
+            raise MemoryLayoutError(f"cannot map {nbytes} bytes; request at least one byte")
+        self.nbytes = nbytes
+        mapped_bytes = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        try:
+            # One huge page more than needed, so that there is always an aligned start.
+            self._map = mmap.mmap(-1, mapped_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise MemoryLayoutError(
+                f"cannot map {nbytes} bytes: {error}; request less or raise the memory limit"
+            ) from error
+        # madvise fails on a kernel without transparent huge pages; small pages still work.
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(self._map, dtype=np.uint8)
+        lead = -whole.ctypes.data % HUGE_PAGE_BYTES
+        _touch(whole[lead : lead + mapped_bytes])
+        self.array: Bytes = whole[lead : lead + nbytes]
+        self.addr: int = self.array.ctypes.data
+        self._closed = False
+
+    @property
+    def region(self) -> Region:
+        """The region to register with a transport."""
+        return Region(self.addr, self.nbytes)
+
+    def view(self, region: Region) -> Bytes:
+        """Return the bytes of a region inside this memory. Unlike `Region.array` the view stays valid after `close`."""
+        start = region.addr - self.addr
+        return self.array[start : start + region.nbytes]
+
+    def span(self, offset: int, nbytes: int) -> MemorySpan:
+        """Return bytes [offset, offset + nbytes) as a span for copies."""
+        return MemorySpan(self.addr + offset, nbytes, self.array[offset : offset + nbytes])
+
+    def close(self) -> None:
+        """Return the memory to the kernel; idempotent. Regions must be deregistered and writes drained before.
+
+        The pages are freed immediately even if views still exist: a late reader sees zeros instead of crashing the
+        process. The address range is unmapped with the last view.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.array = np.empty(0, dtype=np.uint8)
+        self._map.madvise(mmap.MADV_DONTNEED)
+        with contextlib.suppress(BufferError):  # a view still exists; the mapping ends with it
+            self._map.close()
+        del self._map
+
+    def __enter__(self) -> HugePageMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _touch(array: Bytes) -> None:
+    """Fault every page in, on two threads if there are two cores, because the kernel zeroes pages in parallel."""
+    half = array.nbytes // 2 // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if array.nbytes < _TWO_THREADS_FROM_BYTES or len(os.sched_getaffinity(0)) < 2:
+        array[::_SMALL_PAGE_BYTES] = 0
+        return
+    other = threading.Thread(target=_touch_part, args=(array[half:],), name="kvctl-slab-touch")
+    other.start()
+    _touch_part(array[:half])
+    other.join()
+
+
+def _touch_part(array: Bytes) -> None:
+    array[::_SMALL_PAGE_BYTES] = 0
+
+
+class Allocation(Protocol):
+    """An allocation; implemented by `HugePageMemory` for the host and by `DeviceAllocation` for devices."""
+
+    @property
+    def region(self) -> Region:
+        """The region to register with a transport."""
+        ...
+
+    def span(self, offset: int, nbytes: int) -> MemorySpan:
+        """Return bytes [offset, offset + nbytes) as a span for copies."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory; idempotent. Its regions must be deregistered and all writes drained before."""
+        ...
+
+
+class DeviceAllocation:
+    """An allocation in a device's memory, not zeroed."""
+
+    def __init__(self, device: Device, nbytes: int, mem_pool: str = "default") -> None:
+        """Allocate `nbytes` on `device`.
+
+        Raises:
+            DeviceError: the memory cannot be allocated.
+        """
+        self._memory = device.allocate(nbytes, mem_pool)
+        self.region = Region(self._memory.addr, nbytes, device.index)
+
+    def span(self, offset: int, nbytes: int) -> MemorySpan:
+        return MemorySpan(self.region.addr + offset, nbytes, None)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def allocate(nbytes: int, device: Device | None, mem_pool: str = "default") -> Allocation:
+    """Allocate memory on `device`, or huge-page memory on the host if `device` is None.
+
+    Args:
+        nbytes: Size of the allocation.
+        device: The device, or None for the host.
+        mem_pool: The device's memory pool, as for `Device.allocate`; not used on the host.
+
+    Raises:
+        DeviceError, MemoryLayoutError: the memory cannot be allocated; the text has the size.
+    """
+    return HugePageMemory(nbytes) if device is None else DeviceAllocation(device, nbytes, mem_pool)
+
+
+_BUFFER_ALIGN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """One staging buffer."""
+
+    index: int
+    span: MemorySpan
+
+
+class StagingBuffers:
+    """A fixed number of staging buffers of equal size in one allocation, so that one registration covers all.
+
+    `acquire` and `release` may be called from any thread and do not wait. A buffer whose write may still be in flight
+    is quarantined by not releasing it; `in_use` counts it.
+
+    Attributes:
+        count: Number of buffers.
+        buffer_bytes: Bytes of each.
+        high_water: Largest number of buffers in use at one time so far.
+    """
+
+    def __init__(self, count: int, buffer_bytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
+        """Allocate `count` buffers of `buffer_bytes`, rounded up to whole 4 KiB pages.
+
+        Args:
+            device, mem_pool: As for `allocate`.
+
+        Raises:
+            MemoryLayoutError: a number is not positive, or the memory cannot be allocated.
+        """
+        if count <= 0 or buffer_bytes <= 0:
+            raise MemoryLayoutError(f"{count} staging buffers of {buffer_bytes} bytes; both must be positive")
+        self.count = count
+        self.buffer_bytes = -(-buffer_bytes // _BUFFER_ALIGN_BYTES) * _BUFFER_ALIGN_BYTES
+        self._memory = allocate(count * self.buffer_bytes, device, mem_pool)
+        self._lock = threading.Lock()
+        # Last in, first out: the cache lines of the most recently released buffer are still in cache.
+        self._free = [self._buffer(index) for index in reversed(range(count))]
+        self._acquired: dict[int, Buffer] = {}
+        self.high_water = 0
+
+    def acquire(self) -> Buffer | None:
+        """Return a free buffer, or None if all are in use. Does not wait."""
+        with self._lock:
+            if not self._free:
+                return None
+            buffer = self._free.pop()
+            self._acquired[buffer.index] = buffer
+            self.high_water = max(self.high_water, len(self._acquired))
+            return buffer
+
+    def release(self, buffer: Buffer) -> None:
+        """Return a buffer to the free list.
+
+        Raises:
+            LocalProtocolError: the buffer is not in use.
+        """
+        with self._lock:
+            if self._acquired.get(buffer.index) is not buffer:
+                raise LocalProtocolError(f"staging buffer {buffer.index} was released but is not in use")
+            del self._acquired[buffer.index]
+            self._free.append(buffer)
+
+    @property
+    def in_use(self) -> int:
+        """Number of buffers in use."""
+        return len(self._acquired)
+
+    def region(self) -> Region:
+        """Return the region of all buffers, to register with the transport."""
+        return self._memory.region
+
+    def close(self) -> None:
+        """Free the memory; idempotent. Copies into it and writes from it must have ended."""
+        with self._lock:
+            self._free.clear()
+        self._memory.close()
+
+    def _buffer(self, index: int) -> Buffer:
+        return Buffer(index, self._memory.span(index * self.buffer_bytes, self.buffer_bytes))
+
+
+class RingMemory:
+    """The memory of a decode rank's ring. The protocol keeps the grants; this class knows none.
+
+    Attributes:
+        nbytes: Size of the ring.
+        addr: Address of its first byte.
+    """
+
+    def __init__(self, nbytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
+        """Allocate a ring of `nbytes`; the arguments are those of `allocate`."""
+        self._memory = allocate(nbytes, device, mem_pool)
+        self._open_bytes = nbytes  # 0 after close
+        self.nbytes = nbytes
+        self.addr = self._memory.region.addr
+
+    def view(self, offset: int, nbytes: int) -> MemorySpan:
+        """Return ring region [offset, offset + nbytes).
+
+        Raises:
+            MemoryLayoutError: the region is not inside the ring, or the ring is closed.
+        """
+        if offset < 0 or nbytes <= 0 or offset + nbytes > self._open_bytes:
+            raise MemoryLayoutError(
+                f"ring region [{offset}, {offset + nbytes}) is outside the ring of {self._open_bytes} bytes"
+            )
+        return self._memory.span(offset, nbytes)
+
+    def region(self) -> Region:
+        """Return the region of the ring, to register with the transport."""
+        return self._memory.region
+
+    def close(self) -> None:
+        """Free the memory; idempotent. All writers must have drained."""
+        self._open_bytes = 0
+        self._memory.close()

@@ -1,0 +1,192 @@
+"""Connections to peers: addresses of both pools, and mappings of peers' memory."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvctl_agent.contract.values import layer_range
+from kvctl_agent.device.base import Blocks, Mapping
+from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
+from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
+from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.transport.base import Prepared, Transport
+
+if TYPE_CHECKING:
+    from kvctl_agent.paths.direct import Route
+
+Numbers = npt.NDArray[np.int64]
+
+
+class MappedMemory:
+    """The mapping of a peer's memory with a count of the kernels that use it; thread-safe.
+
+    The control loop drops a connection when its peer is lost, was replaced or has sent Bye. Workers may have kernels
+    running on the mapping at that time, so the memory is unmapped only after the last of them has ended.
+
+    Attributes:
+        lane: The interconnect to the memory, as in `device.base.Mapping`.
+        translate, translate_all: As in `device.base.Mapping`; only while the mapping is open.
+    """
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.lane = mapping.lane
+        self.translate, self.translate_all = mapping.translate, mapping.translate_all
+        self._mapping = mapping
+        self._lock = threading.Lock()
+        self._users = 0
+        self._dropped = False
+
+    @property
+    def users(self) -> int:
+        """Number of kernels that use the mapping."""
+        return self._users
+
+    def acquire(self) -> None:
+        """Count one more user; call before launching a kernel.
+
+        Raises:
+            PeerDisconnected: the connection was dropped; no kernel may be launched on the mapping any more.
+        """
+        with self._lock:
+            if self._dropped:
+                raise PeerDisconnected("the peer's memory is no longer mapped: the peer is gone or has restarted")
+            self._users += 1
+
+    def release(self) -> None:
+        """Count one user less; call once for each `acquire`, after the kernel has ended."""
+        with self._lock:
+            self._users -= 1
+            last = self._dropped and not self._users
+        if last:
+            self._unmap()
+
+    def close(self) -> None:
+        """Unmap the memory now, or when the last kernel has ended; idempotent."""
+        with self._lock:
+            idle = not self._dropped and not self._users
+            self._dropped = True
+        if idle:
+            self._unmap()
+
+    def _unmap(self) -> None:
+        with contextlib.suppress(DeviceError):  # a lost device has no mappings any more
+            self._mapping.close()
+
+
+class SegmentPair:
+    """One segment in the local pool and in a peer's pool, which may hold different layers and heads of it.
+
+    Attributes:
+        local, remote: Addresses in the local pool and in the peer's pool.
+        page_bytes: Bytes of a page of each plane in the peer's pool, int64 `[planes]`.
+    """
+
+    def __init__(self, local: SegmentAddresses, remote: SegmentAddresses, mapping: MappedMemory | None = None) -> None:
+        """Collect the addresses of both sides.
+
+        Args:
+            local, remote: Addresses in the local pool and in the peer's pool.
+            mapping: Mapping of the peer's memory, if there is one.
+
+        Raises:
+            DeviceError: a page of the peer lies outside the mapped memory.
+        """
+        self.local = local
+        self.remote = remote
+        planes = len(remote.shard.segment.planes)
+        self.page_bytes = np.array([remote.page_bytes(plane) for plane in range(planes)], np.int64)
+        self._local = np.array(local.bases, np.int64).reshape(-1, planes)
+        self._remote = np.array(remote.bases, np.int64).reshape(-1, planes)
+        self._mapped = None if mapping is None else self._translated(mapping)
+
+    @property
+    def common_layers(self) -> tuple[int, int]:
+        """The layers [lo, hi) that both sides hold; empty if lo >= hi."""
+        local, remote = self.local.shard, self.remote.shard
+        return max(local.layer_lo, remote.layer_lo), min(local.layer_hi, remote.layer_hi)
+
+    def bases(self, lo: int, hi: int) -> tuple[Numbers, Numbers]:
+        """Return the local and the peer's addresses of page 0 in layers [lo, hi), each int64 `[hi - lo, planes]`.
+
+        Raises:
+            MemoryLayoutError: as for `check_layers`.
+        """
+        self.check_layers(lo, hi)
+        local, remote = self.local.shard.layer_lo, self.remote.shard.layer_lo
+        return self._local[lo - local : hi - local], self._remote[lo - remote : hi - remote]
+
+    def mapped_bases(self, lo: int, hi: int) -> Numbers:
+        """Return the peer's addresses of `bases` in the mapping; the peer's memory must be mapped."""
+        assert self._mapped is not None
+        first = self.remote.shard.layer_lo
+        return self._mapped[lo - first : hi - first]
+
+    def check_layers(self, lo: int, hi: int) -> None:
+        """Raise MemoryLayoutError unless both sides hold layers [lo, hi)."""
+        for shard in (self.local.shard, self.remote.shard):
+            if not shard.layer_lo <= lo < hi <= shard.layer_hi:
+                raise MemoryLayoutError(
+                    f"{shard.segment.name}: layers {layer_range(lo, hi)} are not all on a rank that has "
+                    f"{layer_range(shard.layer_lo, shard.layer_hi)}"
+                )
+
+    def _translated(self, mapping: MappedMemory) -> Numbers:
+        if not self._remote.size:
+            return self._remote
+        return mapping.translate_all(self._remote, self.remote.num_slots * self.page_bytes)
+
+
+class PeerConnection:
+    """A connection to one peer, with all that paths need to write to it.
+
+    Attributes:
+        peer: Name of the peer at the transport.
+        transport: The transport.
+        pool: The local pool, which is the source.
+        local, remote: Addresses of the local pool, and of the peer's pool, which is the destination.
+        ring_base: Address of the peer's staging ring; 0 if it has none.
+        segments: The addresses of each segment on both sides, in the model's order.
+        prepared: Descriptor lists of the peer's pool by (segment, first head, heads), created on first use.
+        mapping: Mapping of the peer's memory for path direct; None if there is none.
+        why_not: Why there is no mapping, as text.
+        routes: Routes of path direct by (segment, first source head, first destination head, heads), created on first
+            use.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        transport: Transport,
+        pool: KVPool,
+        remote: PoolAddresses,
+        ring_base: int,
+        mapping: MappedMemory | None = None,
+        why_not: str = "",
+    ) -> None:
+        """Pair the segments of both sides.
+
+        Raises:
+            DeviceError: `mapping` does not cover the peer's pages.
+        """
+        self.peer = peer
+        self.transport = transport
+        self.pool = pool
+        self.local = pool.addresses()
+        self.remote = remote
+        self.ring_base = ring_base
+        pairs = zip(self.local.segments, remote.segments, strict=True)
+        self.segments = tuple(SegmentPair(here, there, mapping) for here, there in pairs)
+        self.prepared: dict[tuple[int, int, int], Prepared] = {}
+        self.mapping = mapping
+        self.why_not = why_not
+        self.routes: dict[tuple[int, int, int, int], tuple[Route, ...]] = {}
+
+    def close(self) -> None:
+        """Close the connection for new parts. The peer's memory is unmapped when the last kernel using it has ended."""
+        if self.mapping is not None:
+            self.mapping.close()
