@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.contract.values import layer_range
-from kvctl_agent.device.base import Blocks, Mapping
+from kvctl_agent.device.base import Mapping
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.pool import KVPool

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.parallel import LocalShard, local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION, PlanInputs, Wire, differences, shape_to_wire
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol.messages import Heartbeat, PeerInfo, SharedMemory, WireDict

@@ -12,8 +12,7 @@ from kvctl.lab.ranks.gpu_store import GpuStore
 from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, Words, aux_row, row_bases
 from kvctl_agent.contract.choices import HOST
-from kvctl_agent.device.cuda import CudaDevice
-from kvctl_agent.device.cuda import open_device
+from kvctl_agent.device.cuda import CudaDevice, open_device
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards, mix64
 from kvctl_agent.memory.pool import KVPool
 

@@ -13,7 +13,7 @@ from kvctl_agent.contract.snapshots import LayerRow, MetricFamily
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import RequestRefused
-from kvctl_agent.paths.base import PeerConnection
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.telemetry.room_records import RoomRecord
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
@@ -204,11 +204,11 @@ def peer_gb_per_s(device: Device, lane: PeerConnection | None, nbytes: int = _PE
         return None
     source = device.allocate(nbytes)
     try:
-        lane.mapping.take()
+        lane.mapping.acquire()
         try:
             return _best(device, lane.mapping.translate(lane.ring_base), source.addr, nbytes)
         finally:
-            lane.mapping.give()
+            lane.mapping.release()
     finally:
         source.close()
 

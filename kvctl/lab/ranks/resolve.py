@@ -28,7 +28,7 @@ from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.errors import ConfigError, LayoutError
 from kvctl_agent.layout.chunks import chunk_pages, page_count, prefix_pages
-from kvctl_agent.layout.parallel import local_shards, segment_heads
+from kvctl_agent.layout.parallel import head_range, local_shards
 from kvctl_agent.layout.plan import transfer_slices
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape
@@ -154,7 +154,7 @@ def _shares(volume: TransferVolume, instance: int, need: LoadNeeds, device: str)
 def _share(inputs: PlanInputs, instance: int, owed: OwedParts, device: str) -> PlannedShare:
     share = owed.share
     segment = inputs.segments[share.segment]
-    first = segment_heads(segment, inputs.decode.tp, inputs.decode.coord(share.reader).tp).lo + share.dst_head
+    first = head_range(segment.heads, inputs.decode.tp, inputs.decode.coord(share.reader).tp).lo + share.dst_head
     pages = sum(owed.parts)
     return PlannedShare(
         instance=instance,

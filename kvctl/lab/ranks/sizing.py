@@ -18,8 +18,7 @@ from kvctl.lab.ranks.transfer_volume import TransferVolume
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device import driver
 from kvctl_agent.errors import ConfigError, DeviceUnavailable, LayoutError
-from kvctl_agent.layout.parallel import local_shards
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 
 MIB = 1 << 20
 GIB = 1 << 30

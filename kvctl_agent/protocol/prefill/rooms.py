@@ -14,8 +14,8 @@ from kvctl_agent.contract.choices import STAGED
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.layout.shape import Segment
 from kvctl_agent.layout.plan import TransferSlice
+from kvctl_agent.layout.shape import Segment
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.machine import MachineContext, Tombstones, failure_of

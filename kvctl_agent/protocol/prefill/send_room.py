@@ -21,8 +21,8 @@ from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk, sendable_pages
 from kvctl_agent.layout.parallel import RankCoord
-from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.plan import TransferSlice
+from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol.events import Pages, SendPages
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.peer import CancelToken

@@ -27,8 +27,8 @@ from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Transfer
-from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.messages import Grant
+from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.registry import open_transport

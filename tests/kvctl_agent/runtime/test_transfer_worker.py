@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
-from kvctl_agent.paths.base import Flight, PeerConnection
+from kvctl_agent.paths.base import Flight
+from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
