@@ -17,7 +17,7 @@ import click
 import pytest
 
 from kvctl.cli import cli
-from kvctl.client import wait_conditions
+from kvctl.commands import wait
 from kvctl.commands.options import GlobalOptions, KvctlGroup
 from kvctl.health.check import parse_thresholds
 from kvctl.health.codes import CODES_BY_NAME
@@ -120,7 +120,7 @@ def test_a_command_can_be_typed(mention: Mention, tmp_path: Path, monkeypatch: p
         assert view is not None, "no view, no columns"
         assert view.column(name.removeprefix("-")) is not None, name
     if goal := context.params.get("goal"):
-        wait_conditions.parse(goal)
+        wait.parse(goal)
     if "crit" in context.params:
         area = str(context.info_name)
         parse_thresholds(context.params["warn"], context.params["crit"], [area] if area in AREAS else [*AREAS])

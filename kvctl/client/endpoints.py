@@ -1,8 +1,9 @@
-"""Which agents are there: the socket directory, or what `-e` names, with dead sockets told from living ones.
+"""Selects agents by endpoint (`-e`) and label (`-l`), and finds out which of their sockets have a living process.
 
-Connecting a ZMQ socket to an absent peer never fails, it waits for ever. A plain Unix connect does fail, at once and
-without side effects, when no process listens any more, so that is how a crashed agent's socket is recognised. Agents on
-other machines are not knocked at: how their connection goes is seen when they are asked (`handshake`).
+Connecting a ZMQ socket to an absent peer never fails. Connecting a plain Unix socket fails at once, without side
+effects, if no process listens; this identifies the sockets of agents that have ended. Stopped processes are found in
+/proc and never connected to: nobody would accept the connections, and once the backlog is full, a stopped process looks
+like one that hangs. TCP endpoints are not probed; errors of their connections appear when they are asked (`fanout`).
 """
 
 from __future__ import annotations
@@ -12,28 +13,38 @@ import errno
 import fnmatch
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvctl.client.faults import Fault, FaultCode, stopped
-from kvctl.client.processes import stopped_pid
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.contract.admin import MAX_SOCKET_PATH_BYTES, SOCKET_DIR_VARIABLE, SOCKET_SUFFIX, socket_dir
+from kvctl_agent.contract.admin import (
+    MAX_SOCKET_PATH_BYTES,
+    SOCKET_DIR_VARIABLE,
+    SOCKET_SUFFIX,
+    lock_path,
+    socket_dir,
+)
 
 _IPC = "ipc://"
 _GLOB = frozenset("*?[")
+_STOPPED_STATES = ("T", "t")
+_MAX_PID_BYTES = 32
+
+LABELS = ("role", "dp", "pp", "cp", "tp", "unique", "name", "version", "device")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The admin socket of one agent.
+    """Admin endpoint of one agent.
 
     Attributes:
-        path: of its Unix socket; None where it is asked over TCP.
-        named: the user asked for exactly this one.
-        remote: its tcp:// address; "" where it has a path.
+        path: Unix socket; None for a TCP endpoint.
+        named: whether the user named exactly this agent.
+        remote: tcp:// address; "" for a Unix socket.
     """
 
     name: str
@@ -48,14 +59,14 @@ class Endpoint:
 
 @dataclass(slots=True)
 class Discovery:
-    """Outcome of one look around.
+    """Result of a discovery.
 
     Attributes:
-        live: a process listens there.
-        stale: socket files of processes that are gone.
-        faults: endpoints the user named that are missing, dead or closed to us, and those whose process is stopped.
-        directory: where sockets were looked for.
-        stopped: their process is; nobody connects to them.
+        directory: socket directory that was searched.
+        live: endpoints with a listening process, and all TCP endpoints.
+        stale: socket files of processes that have ended.
+        faults: named endpoints that are missing, stale or not permitted, and endpoints of stopped processes.
+        stopped: endpoints of stopped processes.
     """
 
     directory: Path
@@ -66,14 +77,14 @@ class Discovery:
 
 
 def discover(wanted: Sequence[str] = ()) -> Discovery:
-    """Looks for agents.
+    """Finds agents.
 
     Args:
         wanted: names, globs, `ipc://` or `tcp://` addresses or socket paths; empty means every agent of the socket
             directory.
 
     Raises:
-        CliError: an address of a kind that is not served, or a socket directory that may not be read.
+        CliError: an address has another scheme, or the socket directory may not be read.
     """
     found = Discovery(socket_dir())
     for endpoint in _select(wanted, found):
@@ -91,10 +102,10 @@ def discover(wanted: Sequence[str] = ()) -> Discovery:
                 found.stale.append(endpoint)
             case errno.ECONNREFUSED:
                 found.stale.append(endpoint)
-                text = f"nobody listens on {endpoint.path}: the agent is gone and left its socket"
+                text = f"nobody listens on {endpoint.path}: the agent has ended and left its socket"
                 found.faults.append(Fault(endpoint.name, FaultCode.UNREACHABLE, text))
             case errno.ENOENT if not endpoint.named:
-                pass  # it left between our listing and our knock
+                pass  # it ended after the directory was listed
             case errno.ENOENT:
                 text = f"there is no socket {endpoint.path}"
                 found.faults.append(Fault(endpoint.name, FaultCode.UNREACHABLE, text))
@@ -108,7 +119,7 @@ def discover(wanted: Sequence[str] = ()) -> Discovery:
 
 
 def _select(wanted: Sequence[str], found: Discovery) -> list[Endpoint]:
-    """Endpoints the user asked for, each once, in the order of the request."""
+    """Returns the requested endpoints, each once, in the order of the request."""
     directory = found.directory
     names = _listed(directory) if not wanted or any(not _is_address(each) for each in wanted) else []
     chosen: dict[str, Endpoint] = {}
@@ -140,9 +151,7 @@ def _from_address(text: str) -> Endpoint:
             raise CliError(f"{text}: write tcp://host:port, as in the agent's admin_endpoint", ExitCode.USAGE)
         return Endpoint(rest, None, named=True, remote=text)
     if separator and scheme != "ipc":
-        raise CliError(
-            f"{text}: kvctl speaks ipc:// and tcp://, {scheme}:// is not an address of an agent", ExitCode.USAGE
-        )
+        raise CliError(f"{text}: {scheme}:// is not supported, agents have ipc:// and tcp:// addresses", ExitCode.USAGE)
     path = Path(rest if separator else text)
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise CliError(f"{path}: a Unix socket path takes at most {MAX_SOCKET_PATH_BYTES} bytes", ExitCode.USAGE)
@@ -171,16 +180,47 @@ def _unknown(name: str, names: Sequence[str], directory: Path) -> str:
 
 
 def missing(directory: Path) -> str:
-    """Says that the socket directory which the user has named is not there; "" where it is, or is the usual one."""
+    """Returns an error text if KVCTL_SOCKET_DIR does not name a directory; "" otherwise."""
     if not os.environ.get(SOCKET_DIR_VARIABLE) or directory.is_dir():
         return ""
-    wrong = "is no directory" if directory.exists() else "does not exist"
+    wrong = "is not a directory" if directory.exists() else "does not exist"
     return f"{SOCKET_DIR_VARIABLE} names {directory}, which {wrong}"
 
 
 def probe(path: Path) -> int:
-    """Knocks: 0 when a process listens, else the errno."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as knock:
-        code = knock.connect_ex(os.fspath(path))
-    # A full backlog means a listener that is busy, which is alive.
+    """Connects to a Unix socket; returns 0 if a process listens, else the errno."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+        code = client.connect_ex(os.fspath(path))
+    # A full backlog means that the listener is alive and busy.
     return 0 if code in {0, errno.EAGAIN, errno.EINPROGRESS} else code
+
+
+def stopped_pid(socket: Path) -> int | None:
+    """Returns the process that serves an admin socket if it is stopped; None if it runs or is not visible."""
+    lock = lock_path(socket)
+    try:
+        with lock.open("rb") as file:
+            pid = int(file.read(_MAX_PID_BYTES))
+        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        if not words or words[0] not in _STOPPED_STATES:
+            return None
+        status = lock.stat()
+        # The number belongs to another process if the agent has ended or is in another PID namespace.
+        return pid if any(os.path.samestat(status, each) for each in _open_files(pid)) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _open_files(pid: int) -> Iterator[os.stat_result]:
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            yield entry.stat()
+        except OSError:  # closed meanwhile, or not a file
+            continue
+
+
+def matches(labels: Mapping[str, str], status: Mapping[str, Any]) -> bool:
+    """Whether the status of an agent has all of these labels."""
+    carried = {key: str(value) for key, value in status["rank"].items()}
+    carried |= {key: str(status[key]) for key in ("name", "role", "version", "device")}
+    return all(carried.get(key) == value for key, value in labels.items())

@@ -1,8 +1,8 @@
-"""Asks many agents at once from one thread: a DEALER per agent, one poller, one deadline.
+"""Sends requests to many agents at once from one thread: a DEALER socket per agent, one poller, one deadline.
 
-Requests to one agent are pipelined, so that a command costs one round trip however much it asks. Replies are matched
-by request id; what arrives after its deadline is recognised and dropped. Over TCP the first thing to go wrong with the
-connection is the answer: a refused key would otherwise look like a hanging agent.
+Requests to one agent are pipelined, so that a command takes one round trip. Replies are matched by request id; a reply
+after the deadline is recognised and dropped. The first error of a TCP connection answers its requests: a refused key
+would otherwise look like an agent that hangs.
 """
 
 from __future__ import annotations
@@ -14,33 +14,39 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import zmq
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import Endpoint, probe
+from kvctl.client.endpoints import Endpoint, probe, stopped_pid
 from kvctl.client.faults import Fault, FaultCode, stopped
 from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
-from kvctl.client.processes import stopped_pid
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 from kvctl_agent.contract.sockets import shortage
 
-if TYPE_CHECKING:
-    from kvctl.client.handshake import Handshake
-
 # libzmq keeps a mailbox, a connection and, while it connects, a timer's worth of descriptors per socket.
 _DESCRIPTORS_PER_SOCKET = 4
-_DESCRIPTORS_OF_OURS = 64
-_DESCRIPTORS_OF_ZMQ = 8  # of a context; libzmq aborts where it gets some of them and not all
+_DESCRIPTORS_OF_KVCTL = 64
+_DESCRIPTORS_OF_ZMQ = 8  # of a context; libzmq aborts if it gets some of them and not all
+_HANDSHAKE_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one request: `data`, or `fault`. Wall-clock times of this machine, for the clock offset."""
+    """Outcome of one request: `data`, or `fault`. The wall-clock times of this machine serve the clock offset."""
 
     endpoint: Endpoint
     call: Call
@@ -60,14 +66,67 @@ class _Pending:
     started_ns: int
 
 
+class _Handshake:
+    """Monitors the connection of one TCP socket; libzmq retries for ever and reports no errors by itself.
+
+    Args:
+        watched: a socket that is not connected yet.
+
+    Attributes:
+        socket: readable when `error` has events to read.
+    """
+
+    def __init__(self, watched: zmq.Socket[bytes], keys: ClientKeys) -> None:
+        self._watched = watched
+        self._keys = keys
+        self._connected = False
+        self.socket: zmq.Socket[bytes] = watched.get_monitor_socket(_HANDSHAKE_EVENTS)
+
+    def error(self) -> tuple[FaultCode, str] | None:
+        """Reads the monitor's events; returns the first error, or None."""
+        from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which local agents do not need
+
+        while self.socket.poll(0):
+            if (error := self._judge(recv_monitor_message(self.socket)["event"])) is not None:
+                return error
+        return None
+
+    def close(self) -> None:
+        """Ends the monitoring; to be called before the watched socket is closed."""
+        self._watched.disable_monitor()
+        self.socket.close(linger=0)
+
+    def _judge(self, event: int) -> tuple[FaultCode, str] | None:
+        match event:
+            case zmq.EVENT_CONNECTED:
+                self._connected = True
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                key = self._keys.own.public.hex()
+                return (
+                    FaultCode.NOT_PERMITTED,
+                    f"refuses this client's key {key}: it is not in the agent's admin_clients",
+                )
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                return FaultCode.PROTOCOL, "uses ZMQ without keys: it is not an admin_endpoint"
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                key = self._keys.server.hex()
+                text = f"closed the connection: its fleet_key is not {key} (--server-key), or it is not an agent"
+                return FaultCode.NOT_PERMITTED, text
+            case zmq.EVENT_DISCONNECTED:
+                return FaultCode.UNREACHABLE, "closed the connection: the agent has ended, or closed its admin_endpoint"
+            case zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED if not self._connected:
+                return FaultCode.UNREACHABLE, "nobody listens there: is the agent running, with this admin_endpoint?"
+        return None
+
+
 class Fanout:
-    """Sockets to agents, kept open between questions; a context manager."""
+    """Sockets to agents, kept open between requests; a context manager."""
 
     def __init__(self, keys: KeyNames = NO_KEYS) -> None:
         self._context = zmq.Context()
         self._key_names = keys
         self._keys: ClientKeys | None = None
-        self._handshakes: dict[Endpoint, Handshake] = {}
+        self._handshakes: dict[Endpoint, _Handshake] = {}
         self._sockets: dict[Endpoint, zmq.Socket[bytes]] = {}
         self._ids = itertools.count(1)
 
@@ -87,18 +146,18 @@ class Fanout:
             self._sockets.pop(endpoint).close(linger=0)
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]], timeout_ns: int) -> list[Reply]:
-        """Sends every request and gathers what is answered within `timeout_ns`.
+        """Sends every request and waits for the replies for at most `timeout_ns`.
 
         Returns:
-            One reply per request, in the order of the requests; never raises for what an agent does.
+            One reply per request, in the order of the requests; errors of agents are faults.
 
         Raises:
-            CliError: an agent is to be asked over TCP and there are no keys for it.
+            CliError: a key for an agent on TCP is missing.
         """
         replies: dict[int, Reply] = {}
         pending: dict[bytes, _Pending] = {}
         poller = zmq.Poller()
-        self._make_room({endpoint for endpoint, _ in requests})
+        self._raise_descriptor_limit({endpoint for endpoint, _ in requests})
         for index, (endpoint, call) in enumerate(requests):
             request_id = b"%d" % next(self._ids)
             body = orjson.dumps({"cmd": call.command, "args": call.args})
@@ -107,7 +166,7 @@ class Fanout:
             try:
                 socket.send_multipart([MAGIC, request_id, body], flags=zmq.NOBLOCK)
             except zmq.Again:
-                replies[index] = _failed(waiting, FaultCode.TIMEOUT, "its queue is full of unanswered requests")
+                replies[index] = _fault_reply(waiting, FaultCode.TIMEOUT, "its queue is full of unanswered requests")
                 continue
             pending[request_id] = waiting
             poller.register(socket, zmq.POLLIN)
@@ -122,14 +181,14 @@ class Fanout:
                     self._drain(socket, by_socket[socket], pending, replies)
                     continue
                 endpoint, handshake = watched[socket]
-                if (wrong := handshake.look()) is not None:
-                    self._give_up(endpoint, *wrong, pending, replies)
+                if (error := handshake.error()) is not None:
+                    self._give_up(endpoint, *error, pending, replies)
                     for each in (socket, self._sockets[endpoint]):
                         if each in poller:
                             poller.unregister(each)
                     self.forget(endpoint)
         for waiting in pending.values():
-            replies[waiting.index] = _made(waiting, None, _silence(waiting.endpoint, timeout_ns))
+            replies[waiting.index] = _reply(waiting, None, _timeout_fault(waiting.endpoint, timeout_ns))
         return [replies[index] for index in range(len(requests))]
 
     def _socket(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
@@ -142,9 +201,7 @@ class Fanout:
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
             if endpoint.remote and self._keys is not None:
                 self._keys.apply(socket)
-                from kvctl.client.handshake import Handshake  # brings asyncio along, which local agents do not need
-
-                self._handshakes[endpoint] = Handshake(socket, self._keys)
+                self._handshakes[endpoint] = _Handshake(socket, self._keys)
                 socket.ipv6 = "[" in endpoint.remote
             try:
                 socket.connect(endpoint.address)
@@ -152,9 +209,9 @@ class Fanout:
                 raise CliError(f"{endpoint.address}: {error.strerror}", ExitCode.USAGE) from None
         return socket
 
-    def _make_room(self, endpoints: set[Endpoint]) -> None:
-        """A shell's usual limit of 1,024 descriptors would end at some 250 agents; raising our own is free."""
-        wanted = len(endpoints | self._sockets.keys()) * _DESCRIPTORS_PER_SOCKET + _DESCRIPTORS_OF_OURS
+    def _raise_descriptor_limit(self, endpoints: set[Endpoint]) -> None:
+        """Raises the soft limit of descriptors: a shell's usual 1,024 would suffice for some 250 agents."""
+        wanted = len(endpoints | self._sockets.keys()) * _DESCRIPTORS_PER_SOCKET + _DESCRIPTORS_OF_KVCTL
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != resource.RLIM_INFINITY and soft < wanted:
             allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -191,28 +248,28 @@ class Fanout:
         pending: dict[bytes, _Pending],
         replies: dict[int, Reply],
     ) -> None:
-        """Nothing that was asked of this agent will be answered."""
+        """Answers all pending requests to this agent with a fault."""
         for request_id in [key for key, each in pending.items() if each.endpoint == endpoint]:
             waiting = pending.pop(request_id)
-            replies[waiting.index] = _failed(waiting, code, text)
+            replies[waiting.index] = _fault_reply(waiting, code, text)
 
 
 def _decoded(waiting: _Pending, body: bytes) -> Reply:
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        return _failed(waiting, FaultCode.PROTOCOL, f"answered {waiting.call.command} with what is not JSON: {error}")
+        return _fault_reply(waiting, FaultCode.PROTOCOL, f"its answer to {waiting.call.command} is not JSON: {error}")
     match answer:
         case {"ok": True, "data": data}:
-            return _made(waiting, data, None)
+            return _reply(waiting, data, None)
         case {"ok": False, "error": {"code": str(code), "message": str(message)}}:
-            return _failed(waiting, code, message)
-    text = f"answered {waiting.call.command} with neither data nor an error"
-    return _failed(waiting, ErrorCode.PROTOCOL, text)
+            return _fault_reply(waiting, code, message)
+    text = f"its answer to {waiting.call.command} has neither data nor an error"
+    return _fault_reply(waiting, ErrorCode.PROTOCOL, text)
 
 
-def _silence(endpoint: Endpoint, timeout_ns: int) -> Fault:
-    """Why there was no answer in time: a process that was there when it was asked may have ended or been stopped."""
+def _timeout_fault(endpoint: Endpoint, timeout_ns: int) -> Fault:
+    """Explains a timeout: the process may have ended or been stopped since discovery."""
     if endpoint.path is not None:
         if (pid := stopped_pid(endpoint.path)) is not None:
             return stopped(endpoint.name, pid)
@@ -222,11 +279,11 @@ def _silence(endpoint: Endpoint, timeout_ns: int) -> Fault:
     return Fault(endpoint.name, FaultCode.TIMEOUT, text)
 
 
-def _failed(waiting: _Pending, code: str, message: str) -> Reply:
-    return _made(waiting, None, Fault(waiting.endpoint.name, str(code), message))
+def _fault_reply(waiting: _Pending, code: str, message: str) -> Reply:
+    return _reply(waiting, None, Fault(waiting.endpoint.name, str(code), message))
 
 
-def _made(waiting: _Pending, data: Any, fault: Fault | None) -> Reply:
+def _reply(waiting: _Pending, data: Any, fault: Fault | None) -> Reply:
     return Reply(
         waiting.endpoint,
         waiting.call,

@@ -11,11 +11,10 @@ from typing import Any, Protocol, Self, cast
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate
-from kvctl.client.endpoints import Discovery, Endpoint, discover
+from kvctl.client.endpoints import Discovery, Endpoint, discover, matches
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.keys import NO_KEYS, KeyNames
-from kvctl.client.labels import matches
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.snapshots import Hello
 

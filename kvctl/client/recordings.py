@@ -1,255 +1,520 @@
-"""Saves a fleet into one file: moments to look at, and what agents recorded of their machines' inputs, page by page.
+"""Reads recordings and bundles, and answers queries from them as a live fleet would.
 
-The file appears under its name only when it is complete; whatever goes wrong leaves nothing behind.
+A recording is a series of snapshots (`Moment`). Each is stored as one frame for itself and one frame for the answers of
+each agent: JSON of the classes below, compressed with zlib. Recordings and bundles are untrusted input: sizes are
+checked before anything is decompressed, types when a snapshot is decoded, and nothing is written to disk.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import contextlib
-import errno
-import os
+import difflib
+import fnmatch
+import io
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import IO
+from types import NoneType, TracebackType
+from typing import IO, Any, get_args, get_origin, get_type_hints
 
+import orjson
+
+from kvctl.client import bundles
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import Endpoint
+from kvctl.client.clock import ClockOffset
+from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
-from kvctl.client.fleet import Fleet, Survey
-from kvctl.client.recording_reader import Moment, encode
-from kvctl.client.snapshot_recorder import SnapshotRecorder
+from kvctl.client.fleet import FINISHED, Survey, gather, room_rows
 from kvctl.errors import CliError
-from kvctl_agent.contract import VERSION
+from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract import recording as form
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.contract.recording import RecordingError, RecordingVersionError
 
-_COMMAND = "inputs"
-MOST_MOMENTS_BYTES = 256 << 20
+_MAX_MOMENTS_BYTES = 512 << 20  # compressed, without the inputs of state machines
+_DECODED_MOMENTS = 3
+_LISTS = frozenset({"rooms", *FINISHED})
 
-
-@dataclass(slots=True)
-class Saved:
-    """What was saved of one agent, as `kvctl record` shows it."""
-
-    agent: str
-    role: str
-    incarnation: str
-    inputs: int = 0
-    missed: int = 0
-    dropped: int = 0  # pieces that had gone before they could be fetched
-    nbytes: int = 0  # of its inputs in the file
-    fault: str = ""  # why nothing is recorded any more
-    refused: bool = False  # it did not tell its inputs, or not all
-
-
-@dataclass(slots=True)
-class Saving:
-    """Outcome of saving a recording.
-
-    Attributes:
-        saved: a row for each agent that is in it.
-        left_out: what the moments lack, in words.
-        interrupted: Ctrl-C ended it early; what it has is whole.
-    """
-
-    survey: Survey
-    saved: list[Saved] = field(default_factory=list)
-    moments: list[int] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    interrupted: bool = False
-
-    @property
-    def faults(self) -> list[Fault]:
-        return self.survey.faults
+_hints = cache(get_type_hints)
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """How long to go on taking moments.
+class Answer:
+    """Answer of one agent to one command: `data`, or a fault instead.
 
     Attributes:
-        for_ns: from the first to the last one; 0 takes one.
-        every_ns: from one to the next; a fleet that takes longer to answer is asked again at once.
-        told: called after each with the number of moments, the bytes of the file and the ns that are left.
+        room: argument of the commands `room` and `layers`. Other arguments are not stored, because every command is
+            asked for everything it can answer.
     """
 
-    for_ns: int
-    every_ns: int
-    told: Callable[[int, int, int], None]
+    command: str
+    room: str | None
+    data: Any
+    fault: Fault | None = None
 
 
-def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
-    """Writes moments of the fleet and the inputs of every agent that can be reached to `path`.
+@dataclass(frozen=True, slots=True)
+class RecordedAgent:
+    """Answers of one agent at one moment; for an agent that did not answer `hello`, only the fault."""
 
-    An agent that fails midway is left with what it had told, which replays up to there. Where nobody answers there is
-    no file, and an old one stays. Ctrl-C ends the series, a second one the fetching of inputs, too.
+    endpoint: Endpoint
+    rtt_ns: int
+    clock: ClockOffset
+    answers: list[Answer]
+
+    def find(self, command: str, room: str | None = None) -> Answer | None:
+        """Returns the answer to `command` about `room`; None if it is not stored."""
+        return next((each for each in self.answers if (each.command, each.room) == (command, room)), None)
+
+    @property
+    def hello(self) -> Answer:
+        """The answer to `hello`; raises KeyError if it is not stored."""
+        if (answer := self.find("hello")) is None:
+            raise KeyError("hello")
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Snapshot of a fleet: answers given at about the same time.
+
+    Attributes:
+        directory: socket directory that was searched.
+        stale: sockets of processes that have ended.
+        faults: agents that were named and not found.
+        left_out: descriptions of data omitted for lack of space or time.
+    """
+
+    at_ns: int
+    directory: Path
+    stale: list[Endpoint]
+    faults: list[Fault]
+    agents: list[RecordedAgent]
+    left_out: list[str]
+
+    @property
+    def silent(self) -> list[Fault]:
+        """Faults of the agents that did not answer `hello`."""
+        return [agent.hello.fault for agent in self.agents if agent.hello.fault is not None]
+
+    def document(self) -> Any:
+        """Returns the snapshot as JSON values."""
+        return orjson.loads(_json(self))
+
+
+def text_endpoint(endpoint: Endpoint) -> Endpoint:
+    """Makes an endpoint encodable as JSON: file names may contain any bytes."""
+    path = None if endpoint.path is None else Path(utf8(str(endpoint.path)))
+    return Endpoint(utf8(endpoint.name), path, remote=endpoint.remote)
+
+
+def text_fault(fault: Fault) -> Fault:
+    """Makes a fault encodable as JSON."""
+    return Fault(utf8(fault.agent), str(fault.code), utf8(fault.message))
+
+
+def utf8(text: str) -> str:
+    """Replaces lone surrogates, which JSON cannot encode, with escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def encode(moment: Moment, number: int) -> Iterator[bytes]:
+    """Encodes a snapshot as frames; data too large for a frame is omitted and named in `left_out`."""
+    left_out = list(moment.left_out)
+    agents: list[bytes] = []
+    for agent in moment.agents:
+        body, removed = _fitting(agent)
+        left_out += removed
+        about = {"moment": number, "agent": agent.endpoint.name}
+        agents.append(form.encode_frame(form.ANSWERS, about, zlib.compress(body)))
+    head = replace(moment, agents=[], left_out=left_out)
+    about = {"moment": number, "at_ns": moment.at_ns, "agents": len(agents), "form": form.MOMENT_VERSION}
+    yield form.encode_frame(form.MOMENT, about, zlib.compress(_json(head)))
+    yield from agents
+
+
+def decode(at_ns: int, bodies: Sequence[bytes]) -> Moment:
+    """Decodes the bodies of a snapshot's frames, of which the first is its own.
 
     Raises:
-        CliError: the file cannot be written; nothing is left of it.
+        RecordingError: the bodies are damaged.
     """
-    saving = Saving(fleet.survey())
-    if saving.survey.agents:
-        try:
-            with whole_file(path) as file:
-                write_recording(file, fleet, saving, series)
-        except OSError as error:
-            raise CliError(f"cannot write {path}: {error.strerror or error}") from error
-    return saving
-
-
-def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Series) -> None:
-    """A whole recording of the agents that `saving` names, into an empty file."""
-    saving.saved = [
-        Saved(agent.name, agent.hello["role"], agent.hello["incarnation"]) for agent in saving.survey.agents
-    ]
-    writer = _Writer(file)
     try:
-        _take_series(fleet, saving, series, writer)
-    except KeyboardInterrupt:
-        saving.interrupted = True
-    writer.forget_half()
-    try:
-        _fetch_inputs(fleet, saving, writer)
-    except KeyboardInterrupt:
-        if not saving.moments:
-            raise
-        saving.interrupted = True
-    writer.end()
+        head, *agents = (orjson.loads(form.decompress(body, form.MAX_ANSWERS_BYTES)) for body in bodies)
+        return of_document({**head, "at_ns": at_ns, "agents": agents})
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordingError(f"it is damaged: a snapshot lacks {error}") from None
 
 
-def write_moments(file: IO[bytes], moments: Iterable[Moment]) -> bool:
-    """A recording of moments only, into an empty file; False where Ctrl-C has cut it short, which leaves it whole."""
-    writer = _Writer(file)
-    try:
-        for number, moment in enumerate(moments):
-            writer.add(encode(moment, number))
-    except KeyboardInterrupt:
-        return False
-    finally:
-        writer.end()
-    return True
+def of_document(document: Any) -> Moment:
+    """Inverse of `Moment.document`.
+
+    Raises:
+        KeyError, TypeError: the document lacks a field or has one of another type.
+    """
+    moment: Moment = _structured(Moment, document)
+    for agent in moment.agents:
+        if agent.hello.fault is None:
+            for name, kind in (("name", str), ("role", str), ("incarnation", str), ("now_ns", int)):
+                _structured(kind, agent.hello.data[name])
+    return moment
 
 
-class _Writer:
-    """Writes frames, counts them, and takes back what an interrupt has left half written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._frames = 0
-        self.nbytes = file.write(form.file_header())
-        self.add([form.encode_frame(form.HEAD, {"made_at_ns": time.time_ns(), "version": VERSION})])
-
-    def add(self, frames: Iterable[bytes]) -> int:
-        """Adds frames of which each needs the others; returns their bytes."""
-        whole = list(frames)
-        data = b"".join(whole)
-        self._file.write(data)
-        self._frames += len(whole)
-        self.nbytes += len(data)
-        return len(data)
-
-    def forget_half(self) -> None:
-        """Cuts off what `add` has not finished."""
-        self._file.seek(self.nbytes)
-        self._file.truncate()
-
-    def end(self) -> None:
-        self.forget_half()
-        self._file.write(form.encode_frame(form.DONE, {"frames": self._frames}))
+def _structured(kind: Any, value: Any) -> Any:
+    """JSON as an instance of `kind`: a dataclass, a list, an optional, a path or a scalar."""
+    arguments = get_args(kind)
+    if kind is Any or (value is None and NoneType in arguments):
+        return value
+    if arguments:
+        if get_origin(kind) is list:
+            return [_structured(arguments[0], each) for each in _structured(list, value)]
+        return _structured(arguments[0], value)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return kind(**{name: _structured(hint, value[name]) for name, hint in _hints(kind).items()})
+    if kind is Path:
+        return Path(_structured(str, value))
+    if type(value) is not kind:
+        raise TypeError(f"a {kind.__name__}, and has {value!r:.40}")
+    return value
 
 
-def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) -> None:
-    taker = SnapshotRecorder(fleet)
-    ends: int | None = None
-    while True:
-        began = time.monotonic_ns()
-        moment = taker.take()
-        writer.add(encode(moment, len(saving.moments)))
-        saving.moments.append(moment.at_ns)
-        saving.left_out = list(moment.left_out)  # a series makes up for what its first moments lack
-        ends = ends or time.monotonic_ns() + series.for_ns  # a slow first moment is none of the series' time
-        left_ns = ends - time.monotonic_ns()
-        series.told(len(saving.moments), writer.nbytes, max(0, left_ns))
-        if left_ns <= 0:
-            return
-        if writer.nbytes > MOST_MOMENTS_BYTES:
-            saving.left_out.append(f"the last {left_ns / 1e9:.0f} s: a recording takes {MOST_MOMENTS_BYTES >> 20} MiB")
-            return
-        time.sleep(max(0, min(left_ns, began + series.every_ns - time.monotonic_ns())) / 1e9)
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value, default=str)  # str is for paths
+
+
+def _fitting(agent: RecordedAgent) -> tuple[bytes, list[str]]:
+    """Removes answers until the rest fits a frame: answers about rooms first, then the largest. Returns both."""
+    removed: list[str] = []
+    name = agent.endpoint.name
+    while len(body := _json(agent)) > form.MAX_ANSWERS_BYTES:
+        rooms = {each.room for each in agent.answers if each.room is not None}
+        if rooms:
+            removed.append(f"{name}: timelines and layers of {len(rooms)} rooms, which were too large")
+            answers = [each for each in agent.answers if each.room is None]
+        else:
+            largest = max(agent.answers, key=lambda each: len(_json(each.data)))
+            text = f"its answer to {largest.command} was too large for a recording"
+            removed.append(f"{name}: {text}")
+            instead = Answer(largest.command, None, None, Fault(name, FaultCode.NOT_CAPTURED, text))
+            answers = [instead if each is largest else each for each in agent.answers]
+        agent = replace(agent, answers=answers)
+    return body, removed
 
 
 @dataclass(slots=True)
-class _Progress:
-    """How far one agent's pages have come."""
-
-    endpoint: Endpoint
-    number: int
-    saved: Saved
-    since: int | None = None
-    until: int | None = None
+class _Packed:
+    at_ns: int
+    expected: int
+    bodies: list[bytes] = field(default_factory=list)
 
 
-def _fetch_inputs(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
-    agents = zip(saving.survey.agents, saving.saved, strict=True)
-    waiting = [_Progress(agent.endpoint, number, saved) for number, (agent, saved) in enumerate(agents)]
-    while waiting:
-        requests = [(each.endpoint, Call(_COMMAND, {"since": each.since, "until": each.until})) for each in waiting]
-        unfinished: list[_Progress] = []
-        for each, reply in zip(waiting, fleet.ask(requests), strict=True):
-            fault = reply.fault or _take_page(each, reply, writer)
-            if fault is not None:
-                each.saved.refused = True
-                saving.faults.append(fault)
-            elif each.since != each.until:
-                unfinished.append(each)
-        waiting = unfinished
+class SnapshotReader:
+    """The snapshots of a file, decoded when they are accessed; `at_ns` has the time of each."""
+
+    def __init__(self, path: Path, packed: list[_Packed]) -> None:
+        self._path = path
+        self._packed = packed
+        self.at_ns = [each.at_ns for each in packed]
+        self._decoded = lru_cache(_DECODED_MOMENTS)(self._decode)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __getitem__(self, index: int) -> Moment:
+        """Decodes one snapshot; raises CliError if it is damaged."""
+        return self._decoded(index)
+
+    def _decode(self, index: int) -> Moment:
+        with readable(self._path):
+            return decode(self._packed[index].at_ns, self._packed[index].bodies)
 
 
-def _take_page(each: _Progress, reply: Reply, writer: _Writer) -> Fault | None:
-    """One page into the file."""
-    try:
-        page, header, saved = reply.data, reply.data["header"], each.saved
-        if each.since is None:
-            about = {"agent": each.number, "header": header, "dropped": page["dropped"]}
-            writer.add([form.encode_frame(form.AGENT, about)])
-        saved.missed, saved.fault = header["missed"], header["fault"]
-        saved.dropped += page["dropped"]
-        for blob in page["blobs"]:
-            data = base64.b64decode(blob["data"], validate=True)
-            about = {"agent": each.number, **{name: blob[name] for name in ("number", "kind", "first", "count")}}
-            saved.nbytes += writer.add([form.encode_frame(form.BLOB, about, data)])
-            saved.inputs += blob["count"]
-        if not isinstance(page["next"], int) or (each.since is not None and page["next"] <= each.since):
-            raise ValueError("its pages do not come to an end")
-        each.since, each.until = page["next"], page["end"]
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        text = f"answered {_COMMAND} with what this kvctl does not understand: {error}"
-        return Fault(each.endpoint.name, FaultCode.PROTOCOL, text)
-    return None
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file of ours alone that takes its name when all is written and on the disk, or goes.
+def load(path: Path) -> SnapshotReader:
+    """Opens a recording, or the one in a bundle.
 
     Raises:
-        OSError: it cannot be written, or its name is taken by what is no file.
+        CliError: the file is damaged or has no snapshot (exit 1), may not be read (5), or has another version (6).
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EEXIST, "something of that name is there, and it is no plain file")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with readable(path), path.open("rb") as file:
+        packed = _moments(io.BytesIO(bundles.recording(file)) if bundles.is_bundle(file) else file)
+    if not packed:
+        raise CliError(
+            f"{path}: it has inputs of state machines only and no snapshot of a fleet: kvctl replay reads it; "
+            "kvctl record of this version saves both"
+        )
+    return SnapshotReader(path, packed)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Converts errors of reading a file into CliErrors with their exit codes."""
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        yield
+    except RecordingVersionError as error:
+        raise CliError(f"{path}: {error}", ExitCode.PROTOCOL) from None
+    except RecordingError as error:
+        raise CliError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise CliError(f"{path}: there is no such file", ExitCode.USAGE) from None
+    except PermissionError:
+        raise CliError(f"{path}: you may not read it", ExitCode.NOT_PERMITTED) from None
+    except OSError as error:
+        raise CliError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+@contextmanager
+def understood(path: Path) -> Iterator[None]:
+    """Converts errors caused by answers of another form (another version, or edited by hand) into CliErrors."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        text = f"{path}: this kvctl cannot read its contents: {type(error).__name__} {error}"
+        raise CliError(text, ExitCode.PROTOCOL) from error
+
+
+def _moments(file: IO[bytes]) -> list[_Packed]:
+    found: list[_Packed] = []
+    nbytes = 0
+    for kind, about, body in form.read_frames(file):
+        if kind not in {form.MOMENT, form.ANSWERS}:
+            continue
+        nbytes += len(body)
+        if nbytes > _MAX_MOMENTS_BYTES:
+            raise RecordingError(f"its snapshots have more than {_MAX_MOMENTS_BYTES >> 20} MiB, more than kvctl writes")
+        if about.get("moment") != len(found) - (kind == form.ANSWERS):
+            raise RecordingError("it is damaged: its snapshots are not consecutive")
+        if kind == form.MOMENT:
+            version, at_ns, expected = about.get("form"), about.get("at_ns"), about.get("agents")
+            if version != form.MOMENT_VERSION:
+                raise RecordingVersionError(
+                    f"its snapshots have version {version!r:.20}, this kvctl reads version {form.MOMENT_VERSION}: "
+                    "read it with the kvctl that made it"
+                )
+            if type(at_ns) is not int or type(expected) is not int or not 0 <= at_ns < 1 << 63:
+                raise RecordingError("it is damaged: a snapshot has no valid time")
+            found.append(_Packed(at_ns, expected))
+        found[-1].bodies.append(body)
+    if any(len(each.bodies) != each.expected + 1 for each in found):
+        raise RecordingError("it is damaged: agents are missing in a snapshot")
+    return found
+
+
+_DEFAULT_ROWS = 1000  # of the agents
+
+
+class RecordingSource:
+    """Answers queries from one snapshot of a file; a `Source` like a live `Fleet`.
+
+    Args:
+        endpoints: names, globs or addresses of agents; empty means all agents in the file.
+        labels: as for `Fleet`.
+        at: index of the first snapshot to use.
+
+    Attributes:
+        moments: wall-clock time of each snapshot, ns.
+        moment: index of the current snapshot.
+
+    Raises:
+        CliError: the file cannot be read.
+    """
+
+    def __init__(
+        self, path: Path, endpoints: Sequence[str] = (), labels: Mapping[str, str] | None = None, *, at: int = -1
+    ) -> None:
+        self._path = path
+        self._endpoints = endpoints
+        self._labels = labels or {}
+        self._file = load(path)
+        self._histories: dict[tuple[Endpoint, str], _History] = {}
+        self._in_histories = 0  # number of snapshots
+        self.moments: Sequence[int] = self._file.at_ns
+        self.moment = 0
+        self.seek(at % len(self.moments))
+
+    def __enter__(self) -> RecordingSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def seek(self, index: int) -> None:
+        """Goes to the snapshot with this index.
+
+        Raises:
+            IndexError: there is none.
+        """
+        if not 0 <= index < len(self.moments):
+            raise IndexError(f"{self._path} has {len(self.moments)} moments, none with index {index}")
+        self.moment = index
+
+    def advance(self) -> bool:
+        """Goes to the next snapshot; returns False and stays if there is none."""
+        if self.moment + 1 == len(self.moments):
+            return False
+        self.moment += 1
+        return True
+
+    def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
+        """Returns the answers in the current snapshot, with the clock offsets measured then."""
+        moment = self._file[self.moment]
+        with understood(self._path):
+            survey = gather(self._select(moment), calls, self._labels, self._ask)
+            survey.at_ns = survey.tick_ns = moment.at_ns
+            survey.remarks.append(self._when())
+            for agent in survey.agents:
+                if any(not rank["timeline"] and not rank["timeline_dropped"] for rank in agent.data.get("room", ())):
+                    survey.remarks.append(f"{agent.name}: the timeline of this room was left out of {self._path.name}")
+        return survey
+
+    def _select(self, moment: Moment) -> Discovery:
+        """Finds the requested agents, in the order of the request, and faults for those that are missing."""
+        live = [agent.endpoint for agent in moment.agents]
+        if not self._endpoints:
+            return Discovery(moment.directory, live, list(moment.stale), list(moment.faults))
+        found = Discovery(moment.directory)
+        for wanted in self._endpoints:
+            named = [each for each in live if _named(each, wanted)]
+            stale = [each for each in moment.stale if _named(each, wanted)]
+            found.live += [each for each in named if each not in found.live]
+            found.stale += [each for each in stale if each not in found.stale]
+            if faults := [fault for fault in moment.faults if fault.agent == wanted]:
+                found.faults += faults
+            elif stale:
+                text = "the agent had ended and left its socket"
+                found.faults += [Fault(each.name, FaultCode.UNREACHABLE, text) for each in stale]
+            elif not named:
+                names = [each.name for each in live]
+                near = difflib.get_close_matches(wanted, names, n=1)
+                hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(names)}" if names else ""
+                text = f"{self._path} has no agent {wanted}{hint}"
+                found.faults.append(Fault(wanted, FaultCode.UNREACHABLE, text))
+        return found
+
+    def _ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
+        agents = {agent.endpoint: agent for agent in self._file[self.moment].agents}
+        return [self._reply(agents[endpoint], call) for endpoint, call in requests]
+
+    def _reply(self, agent: RecordedAgent, call: Call) -> Reply:
+        answer = self._answer(agent, call)
+        sent_at_ns = received_at_ns = 0
+        if call.command == "hello" and answer.fault is None:  # yields the clock offset of the snapshot
+            error_ns = agent.clock.error_ns
+            sent_at_ns = answer.data["now_ns"] - agent.clock.offset_ns - error_ns
+            received_at_ns = sent_at_ns + 2 * error_ns
+        return Reply(agent.endpoint, call, answer.data, answer.fault, sent_at_ns, received_at_ns, agent.rtt_ns)
+
+    def _answer(self, agent: RecordedAgent, call: Call) -> Answer:
+        if agent.hello.fault is not None:
+            return agent.hello
+        command, room = call.command, call.args.get("room")
+        stored = agent.find(command, room)
+        if stored is None and room is not None:
+            return self._history(agent).finished_room(agent, command, room)
+        if stored is None:
+            return _missing(agent, call, f"{command} was not asked when this was recorded")
+        if stored.fault is not None or not (command == "events" or command in _LISTS):
+            return stored
+        if command == "events":
+            return Answer(command, None, self._history(agent).events_page(stored.data["next"], call.args))
+        return Answer(command, None, _narrow(stored.data, call.args))
+
+    def _history(self, agent: RecordedAgent) -> _History:
+        """Returns the history of this agent process up to the current snapshot, perhaps with later entries."""
+        while self._in_histories <= self.moment:
+            for each in self._file[self._in_histories].agents:
+                if each.hello.fault is None:
+                    self._histories.setdefault(_process(each), _History()).add(each)
+            self._in_histories += 1
+        return self._histories[_process(agent)]
+
+    def _when(self) -> str:
+        at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.moments[self.moment] / 1e9))
+        count = len(self.moments)
+        place = f", moment {self.moment + 1} of {count}; -w shows them all" if count > 1 else ""
+        return f"{self._path.name} as of {at}{place}"
+
+
+class _History:
+    """Data of one agent process that later snapshots do not repeat: old events and finished rooms.
+
+    It may contain data of snapshots later than the current one; queries exclude that.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+        self._rooms: dict[tuple[str, str], Any] = {}  # by number and nonce
+        self._layers: dict[str, Answer] = {}  # by number
+
+    def add(self, agent: RecordedAgent) -> None:
+        """Adds the answers of the next snapshot."""
+        for answer in agent.answers:
+            if answer.fault is not None:
+                continue
+            if answer.command == "events":
+                self._events += answer.data["events"]
+            elif answer.command == "room" and answer.room is not None:
+                finished = [one for one in answer.data if one["finished_at_ns"] is not None]
+                self._rooms.update(((answer.room, one["nonce"]), one) for one in finished)
+                layers = agent.find("layers", answer.room)
+                if len(finished) == len(answer.data) and layers is not None:
+                    self._layers[answer.room] = layers
+
+    def events_page(self, following: int, args: Mapping[str, Any]) -> Any:
+        """Answers `events` as the agent did while its next event was number `following`."""
+        rows = [row for row in self._events if row["sequence"] < following]
+        since, limit = args.get("since"), args.get("limit", _DEFAULT_ROWS)
+        if since is None:
+            return {"events": rows[-limit:] if limit else [], "next": following, "dropped": 0}
+        if since >= following:
+            return {"events": [], "next": following, "dropped": 0}
+        oldest = rows[0]["sequence"] if rows else following
+        chosen = [row for row in rows if row["sequence"] >= since][:limit]
+        following = chosen[-1]["sequence"] + 1 if chosen else max(since, oldest)
+        return {"events": chosen, "next": following, "dropped": max(0, oldest - since)}
+
+    def finished_room(self, agent: RecordedAgent, command: str, room: str) -> Answer:
+        """Answers `room` or `layers` for a finished room that this snapshot does not repeat."""
+        data = {answer.command: answer.data for answer in agent.answers if answer.fault is None}
+        rows = [row for each in ("rooms", *FINISHED) for row in room_rows(data, each) if row["room"] == room]
+        rows = list({row["nonce"]: row for row in rows}.values())
+        call = Call(command, {"room": room})
+        if not rows:
+            text = f"{agent.endpoint.name} knows no room {room}, active or lately"
+            return _missing(agent, call, text, ErrorCode.UNKNOWN_ROOM)
+        if command == "layers":
+            if all(row["finished_at_ns"] is not None for row in rows) and room in self._layers:
+                return self._layers[room]
+            return _missing(agent, call, f"the layers of room {room} were left out when this was recorded")
+        # The row of a room is available even if its timeline was omitted.
+        bare = {"timeline": [], "timeline_dropped": 0}
+        known = {
+            row["nonce"]: self._rooms.get((room, row["nonce"])) for row in rows if row["finished_at_ns"] is not None
+        }
+        return Answer(command, room, [known.get(row["nonce"]) or {**row, **bare} for row in rows])
+
+
+def _narrow(data: Any, args: Mapping[str, Any]) -> Any:
+    """Applies the arguments `state` and `limit` as the agent does."""
+    rows = data["rooms"] if isinstance(data, Mapping) else data
+    rows = [row for row in rows if args.get("state") in {None, row["state"]}][: args.get("limit", _DEFAULT_ROWS)]
+    return {**data, "rooms": rows} if isinstance(data, Mapping) else rows
+
+
+def _missing(agent: RecordedAgent, call: Call, text: str, code: str = FaultCode.NOT_CAPTURED) -> Answer:
+    return Answer(call.command, call.args.get("room"), None, Fault(agent.endpoint.name, code, text))
+
+
+def _process(agent: RecordedAgent) -> tuple[Endpoint, str]:
+    """Identifies the agent process at an endpoint."""
+    return agent.endpoint, agent.hello.data["incarnation"]
+
+
+def _named(endpoint: Endpoint, wanted: str) -> bool:
+    if "/" in wanted:
+        return wanted in {endpoint.address, str(endpoint.path)}
+    return fnmatch.fnmatchcase(endpoint.name, wanted)

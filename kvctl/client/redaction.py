@@ -21,7 +21,7 @@ from typing import Any
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
-from kvctl.client.recording_reader import Answer, Moment, RecordedAgent, of_document
+from kvctl.client.recordings import Answer, Moment, RecordedAgent, of_document
 from kvctl_agent.contract import snapshots
 from kvctl_agent.contract.admin import socket_dir
 

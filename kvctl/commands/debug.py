@@ -8,11 +8,11 @@ from time import localtime, strftime
 
 import click
 
-from kvctl.client.bundle_reader import checked, is_bundle
+from kvctl.client.bundles import checked, is_bundle
 from kvctl.client.faults import exit_code, lines
 from kvctl.client.fleet import Fleet
-from kvctl.client.recording_reader import readable
-from kvctl.client.recordings import whole_file
+from kvctl.client.recorder import whole_file
+from kvctl.client.recordings import readable
 from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleRequest, BundleResult, write_bundle
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output

@@ -23,13 +23,12 @@ from typing import IO, Any
 import click
 import orjson
 
-from kvctl.client.bundle_reader import RECORDING, Archive, Entry
+from kvctl.client.bundles import RECORDING, Archive, Entry
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
-from kvctl.client.recording_reader import Moment, load, utf8
-from kvctl.client.recordings import Saving, Series, write_moments, write_recording
+from kvctl.client.recorder import Saving, Series, SnapshotRecorder, write_moments, write_recording
+from kvctl.client.recordings import Moment, load, utf8
 from kvctl.client.redaction import Redaction, redacted
-from kvctl.client.snapshot_recorder import SnapshotRecorder
 from kvctl.commands.registry import load as command_named
 from kvctl.exit_codes import ExitCode
 

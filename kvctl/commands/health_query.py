@@ -68,7 +68,7 @@ def earlier(settings: Settings, calls: Sequence[Call] = HEALTH_CALLS) -> Snapsho
 
 
 def _previous_moment(settings: Settings, calls: Sequence[Call]) -> Snapshot | None:
-    from kvctl.client.recording_source import RecordingSource
+    from kvctl.client.recordings import RecordingSource
 
     with source(settings) as file:
         if not isinstance(file, RecordingSource) or file.moment == 0:

@@ -32,7 +32,7 @@ def source(settings: Settings) -> Source:
     """
     if settings.from_file is None:
         return Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys)
-    from kvctl.client.recording_source import RecordingSource
+    from kvctl.client.recordings import RecordingSource
 
     first = 0 if settings.watch_ns is not None else -1
     return RecordingSource(settings.from_file, settings.endpoints, settings.labels, at=first)
@@ -136,7 +136,7 @@ def _understood(settings: Settings) -> AbstractContextManager[None]:
     """A file's answers may lack what this kvctl reads; a living agent's do so for a reason that we want to see."""
     if settings.from_file is None:
         return nullcontext()
-    from kvctl.client.recording_reader import understood
+    from kvctl.client.recordings import understood
 
     return understood(settings.from_file)
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvctl.client.fleet import Fleet
-from kvctl.client.recordings import Saved, Saving, Series, save_recording
+from kvctl.client.recorder import Saved, Saving, Series, save_recording
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, live_only

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from kvctl.client import bundle_reader
-from kvctl.client.recording_reader import readable
+from kvctl.client import bundles
+from kvctl.client.recordings import readable
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
@@ -137,7 +137,7 @@ class _Progress:
 def _recording(file: Path) -> Iterator[Path]:
     """The path of the recording: the file itself, or a copy of the recording in a bundle."""
     with readable(file), file.open("rb") as opened:
-        bundled = bundle_reader.recording(opened) if bundle_reader.is_bundle(opened) else None
+        bundled = bundles.recording(opened) if bundles.is_bundle(opened) else None
     if bundled is None:
         yield file
         return

@@ -17,8 +17,8 @@ from typing import Any
 
 import click
 
+from kvctl.client.endpoints import LABELS
 from kvctl.client.keys import KeyNames
-from kvctl.client.labels import LABELS
 from kvctl.render.units import parse_seconds
 
 OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv", "yaml")

@@ -1,4 +1,4 @@
-"""`kvctl wait`: for scripts that go on when a fleet is ready, drained, or done with a room."""
+"""`kvctl wait`: waits until a fleet is ready or drained, or a room has reached a state."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import click
 
-from kvctl.client.wait_conditions import Progress, WaitConditionError, parse
+from kvctl.client.calls import Call
+from kvctl.client.fleet import Survey
+from kvctl.client.room_timeline import join
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import live_only, source
@@ -18,10 +22,155 @@ from kvctl.commands.stdio import progress
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.render import units
+from kvctl_agent.contract.states import STATE_LABELS, RoomState
 
 _PAUSE_S = 0.25
-_MOST_NAMED = 5
+_MAX_NAMED = 5
+_MAX_ROOM = (1 << 64) - 1
 _GOALS = ("ready", "drained", "room=")
+_STATES = {label.lower(): label for label in STATE_LABELS}
+
+
+class WaitConditionError(ValueError):
+    """The text of a condition is not valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """State of a condition.
+
+    Attributes:
+        reached: describes the condition that holds; "" while it does not.
+        missing: descriptions of what is missing, the most important first.
+        impossible: why the condition can no longer be reached; "" while it can.
+    """
+
+    reached: str = ""
+    missing: Sequence[str] = ()
+    impossible: str = ""
+
+
+class WaitCondition(Protocol):
+    """A condition of `kvctl wait`."""
+
+    calls: tuple[Call, ...]
+
+    def progress(self, survey: Survey) -> Progress:
+        """Evaluates the condition on the latest survey."""
+        ...
+
+
+def parse(text: str, agents: int = 1) -> WaitCondition:
+    """Parses `ready`, `drained` or `room=R:STATE`.
+
+    Args:
+        agents: number of agents that must answer for `ready`.
+
+    Raises:
+        WaitConditionError: the text is none of them.
+    """
+    if text == "ready":
+        return Ready(agents)
+    if text == "drained":
+        return Drained()
+    kind, _, rest = text.partition("=")
+    number, _, state = rest.partition(":")
+    if kind != "room":
+        raise WaitConditionError(f"{text}: wait for ready, drained or room=NUMBER:STATE, as in room=7:Success")
+    if not number.isdecimal() or int(number) > _MAX_ROOM:
+        raise WaitConditionError(f"{text}: {number!r} is not a room number, 0 to {_MAX_ROOM}")
+    if state.lower() not in _STATES:
+        raise WaitConditionError(f"{text}: {state!r} is not a state of a room: write {', '.join(STATE_LABELS)}")
+    return RoomReached(str(int(number)), _STATES[state.lower()])
+
+
+class Ready:
+    """Enough agents answer, and each is connected to all the ranks that it needs."""
+
+    calls: tuple[Call, ...] = (Call("status"),)
+
+    def __init__(self, agents: int) -> None:
+        self._agents = agents
+
+    def progress(self, survey: Survey) -> Progress:
+        answers = survey.answers("status")
+        missing = [f"{fault.agent}: {fault.message}" for fault in survey.faults]
+        missing += [f"{agent.name}: {data['waiting_for']}" for agent, data in answers if data["waiting_for"]]
+        if len(answers) < self._agents:
+            missing.insert(
+                0, f"{len(answers)} of {_agents(self._agents)} there" if answers else "no agent is there yet"
+            )
+        return Progress(missing=missing) if missing else Progress(f"{_agents(len(answers))} ready")
+
+
+class Drained:
+    """Every agent is draining and has no active room; an agent that has ended meanwhile counts as drained."""
+
+    calls: tuple[Call, ...] = (Call("status"),)
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def progress(self, survey: Survey) -> Progress:
+        answers = survey.answers("status")
+        answered = {agent.name for agent, _ in answers}
+        silent = [f"{fault.agent}: {fault.message}" for fault in survey.faults if fault.agent not in self._known]
+        ended = self._known - answered
+        self._known |= answered
+        if not self._known:
+            return Progress(missing=silent or ["no agent is there"])
+        accepting = [agent.name for agent, data in answers if not data.get("draining")]
+        if accepting:
+            verb = "take" if len(accepting) > 1 else "takes"
+            text = f"{', '.join(accepting)} {verb} new rooms: kvctl drain {' '.join(accepting)}"
+            return Progress(impossible=text)
+        missing: list[str] = []
+        for agent, data in answers:
+            # Finished rooms are listed until their engine has asked for the last time.
+            active = sum(count for state, count in data["rooms"].items() if state not in {"Success", "Failed"})
+            if active:
+                missing.append(f"{agent.name}: {active} room{'s' * (active != 1)} active")
+        if missing or silent:
+            return Progress(missing=[*missing, *silent])
+        return Progress(f"{_agents(len(answered))} drained" + (f", {_agents(len(ended))} ended" if ended else ""))
+
+
+class RoomReached:
+    """A room has reached a state on all ranks that know it; the newest room counts if its number is reused."""
+
+    def __init__(self, number: str, state: str) -> None:
+        self._number = number
+        self._state = state
+        self.calls: tuple[Call, ...] = (Call("room", {"room": number}),)
+
+    def progress(self, survey: Survey) -> Progress:
+        details = [detail for _, data in survey.answers("room") for detail in data]
+        survey.set_unknown_rooms_aside()
+        rooms = join(details, {agent.name: agent.clock for agent in survey.agents})
+        name = f"room {self._number}"
+        if not rooms:
+            missing = [f"{fault.agent}: {fault.message}" for fault in survey.faults]
+            return Progress(missing=missing or [f"{name}: no agent knows it yet"])
+        room = rooms[0]
+        failed = RoomState.FAILED.label
+        passed = failed not in {room.state, self._state} and _order(room.state) > _order(self._state)
+        if room.state == self._state or passed:
+            return Progress(f"{name} is in {room.state}")
+        if room.state == failed:
+            cause = f": {room.failure['rank']}: {room.failure['text']}" if room.failure else ""
+            return Progress(impossible=f"{name} failed{cause}")
+        if self._state == failed and room.state == RoomState.SUCCESS.label:
+            return Progress(impossible=f"{name} has succeeded")
+        behind = ", ".join(f"{rank['agent']} in {rank['state']}" for rank in room.ranks if rank["state"] != self._state)
+        return Progress(missing=[f"{name}: {behind}"])
+
+
+def _order(state: str) -> int:
+    return STATE_LABELS.index(state)
+
+
+def _agents(number: int) -> str:
+    return f"{number} agent{'s' * (number != 1)}"
 
 
 @click.command(
@@ -53,7 +202,7 @@ _GOALS = ("ready", "drained", "room=")
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Agents that must answer to be ready: one that has not started is not missed otherwise.",
+    help="Number of agents that must answer to be ready; otherwise one that has not started is not missed.",
 )
 @pass_settings
 def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
@@ -69,28 +218,28 @@ def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
     """
     live_only(settings)
     try:
-        wanted = parse(goal, agents)
+        condition = parse(goal, agents)
     except WaitConditionError as error:
         raise click.UsageError(f"--for {error}") from error
     deadline = time.monotonic() + _seconds(patience)
     output = Output(settings)
     with source(settings) as fleet, _Line(settings.quiet) as line:
         while True:
-            progress = wanted.look(fleet.survey(wanted.calls))
+            state = condition.progress(fleet.survey(condition.calls))
             left = deadline - time.monotonic()
-            if progress.reached or progress.impossible or left <= 0:
+            if state.reached or state.impossible or left <= 0:
                 break
-            line.show(f"{_few(progress.missing)} ({left:.0f} s left)")
+            line.show(f"{_few(state.missing)} ({left:.0f} s left)")
             time.sleep(min(_PAUSE_S, left))
-    _conclude(output, progress, goal, patience)
+    _conclude(output, state, goal, patience)
 
 
-def _conclude(output: Output, progress: Progress, goal: str, patience: str) -> None:
-    if progress.impossible:
-        raise CliError(progress.impossible, ExitCode.FAILED)
-    if not progress.reached:
-        raise CliError(f"not {goal} within {patience}; missing: {_few(progress.missing)}", ExitCode.TIMEOUT)
-    output.note(progress.reached)
+def _conclude(output: Output, state: Progress, goal: str, patience: str) -> None:
+    if state.impossible:
+        raise CliError(state.impossible, ExitCode.FAILED)
+    if not state.reached:
+        raise CliError(f"not {goal} within {patience}; missing: {_few(state.missing)}", ExitCode.TIMEOUT)
+    output.note(state.reached)
 
 
 def _seconds(text: str) -> float:
@@ -101,25 +250,25 @@ def _seconds(text: str) -> float:
 
 
 def _few(missing: Sequence[str]) -> str:
-    more = len(missing) - _MOST_NAMED
-    return "; ".join(missing[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    more = len(missing) - _MAX_NAMED
+    return "; ".join(missing[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 class _Line:
-    """One line of progress on stderr that is written over, and gone in the end; nothing where that is no terminal."""
+    """Line of progress on stderr, overwritten in place and finally erased; nothing if stderr is not a terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self._shown = not quiet and sys.stderr.isatty()
-        self._dirty = False
+        self._written = False
 
     def __enter__(self) -> _Line:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._dirty:
+        if self._written:
             progress("")
 
     def show(self, text: str) -> None:
         if self._shown:
             progress(text[: shutil.get_terminal_size().columns - 1])
-            self._dirty = True
+            self._written = True

@@ -15,7 +15,7 @@ import orjson
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Fleet
-from kvctl.client.recordings import Series, save_recording
+from kvctl.client.recorder import Series, save_recording
 from kvctl.client.room_timeline import join
 from kvctl.errors import CliError
 from kvctl.lab.demo.fault_schedule import FaultRunner, ScheduledFault

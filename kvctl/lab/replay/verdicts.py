@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypedDict
 
-from kvctl.client.recording_reader import readable
+from kvctl.client.recordings import readable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.replay.invariants import INVARIANTS

@@ -16,9 +16,9 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvctl.client import bundle_reader
-from kvctl.client.bundle_reader import MANIFEST, RECORDING, Archive, checked, members
-from kvctl.client.recording_source import RecordingSource
+from kvctl.client import bundles
+from kvctl.client.bundles import MANIFEST, RECORDING, Archive, checked, members
+from kvctl.client.recordings import RecordingSource
 from kvctl.errors import CliError
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.recording import RecordingError
@@ -122,11 +122,11 @@ def test_what_is_no_whole_bundle_is_refused_in_one_line(made: Any, told: str, co
 
 
 def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle_reader, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(bundles, "_MOST_BYTES", 1 << 20)
     bomb = packed((info(RECORDING), bytes(64 << 20)))
     assert len(bomb) < 1 << 20
     assert "unpacks to more than 1 MiB" in str(refusal(bomb, tmp_path))
-    monkeypatch.setattr(bundle_reader, "_MOST_FILES", 3)
+    monkeypatch.setattr(bundles, "_MOST_FILES", 3)
     many = packed(*((info(f"{number}"), b"") for number in range(4)))
     assert "which none does" in str(refusal(many, tmp_path))
 
@@ -182,7 +182,7 @@ def test_an_interrupt_comes_before_or_after_a_file_and_never_within(monkeypatch:
 def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with bundle_reader.undisturbed():
+        with bundles.undisturbed():
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:

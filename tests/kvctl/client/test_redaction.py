@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
-from kvctl.client.recording_reader import Answer, Moment, RecordedAgent
+from kvctl.client.recordings import Answer, Moment, RecordedAgent
 from kvctl.client.redaction import Redaction, redacted
 
 KEY = "0123456789abcdef" * 4

@@ -323,4 +323,4 @@ def test_a_socket_directory_that_is_not_there_is_named(
         assert outcome.code == 3
         assert f"KVCTL_SOCKET_DIR names {tmp_path / 'gone'}, which does not exist" in outcome.err
     monkeypatch.setenv("KVCTL_SOCKET_DIR", __file__)
-    assert f"KVCTL_SOCKET_DIR names {__file__}, which is no directory" in kvctl("status").err
+    assert f"KVCTL_SOCKET_DIR names {__file__}, which is not a directory" in kvctl("status").err

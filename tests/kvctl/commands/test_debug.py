@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from kvctl.client import recordings, redaction
-from kvctl.client.bundle_reader import RECORDING, Archive
-from kvctl.client.recording_reader import load
+from kvctl.client import recorder, redaction
+from kvctl.client.bundles import RECORDING, Archive
+from kvctl.client.recordings import load
 from kvctl.commands import debug_bundle
 from kvctl.commands.output import Output
 from kvctl_agent.contract import recording as form
@@ -268,7 +268,7 @@ def test_ctrl_c_while_agents_are_asked_keeps_what_was_said(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recordings.time, "sleep", interrupted)
+    monkeypatch.setattr(recorder.time, "sleep", interrupted)
     monkeypatch.setattr(debug_bundle, "_APART_NS", 3600 * 10**9)
     path = tmp_path / "b.tar.zst"
     for redact in ((), ("--redact",)):
@@ -318,5 +318,5 @@ def test_what_cannot_be_written_leaves_nothing(fleet: Any, kvctl: Any, tmp_path:
     os.mkfifo(pipe)
     outcome = kvctl("debug", "bundle", str(pipe))
     assert outcome.code == 1
-    assert "it is no plain file" in outcome.err
+    assert "is not a regular file" in outcome.err
     assert [each.name for each in tmp_path.iterdir()] == ["pipe"]

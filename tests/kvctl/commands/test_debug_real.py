@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import zstandard
 
-from kvctl.client.bundle_reader import RECORDING
-from kvctl.client.recording_reader import load
+from kvctl.client.bundles import RECORDING
+from kvctl.client.recordings import load
 
 PATIENCE_S = 90.0
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.client import snapshot_recorder
-from kvctl.client.recording_source import RecordingSource
+from kvctl.client import recorder
+from kvctl.client.recordings import RecordingSource
 from kvctl.commands.settings import OUTPUTS
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
@@ -121,7 +121,7 @@ def test_a_room_that_nobody_knew_is_unknown(recording: Path, kvctl: Any) -> None
 def test_a_room_whose_timeline_was_left_out_says_so(
     fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_recorder, "_ROOMS_OF_ONE", 1)
+    monkeypatch.setattr(recorder, "_ROOMS_PER_AGENT", 1)
     path = tmp_path / "short.kvrec"
     told = kvctl("record", str(path)).err
     assert "not in the file: timelines of 12 of 16 rooms" in told
@@ -186,7 +186,7 @@ def _inputs_only(data: bytes) -> bytes:
         (lambda data: b"hello", 1, "it is not a kvctl recording"),
         (lambda data: data[:300] + b"\0" + data[301:], 1, "it is damaged"),
         (_newer_file, 6, "version 9, this kvctl reads version 1"),
-        (_newer_moment, 6, "moments are of version 3, this kvctl reads version 2"),
+        (_newer_moment, 6, "snapshots have version 3, this kvctl reads version 2"),
         (_inputs_only, 1, "it holds machine inputs only"),
     ],
 )
@@ -221,4 +221,4 @@ def test_answers_of_another_shape_are_told_in_one_line(start: Any, kvctl: Any, t
     assert kvctl("record", str(path)).code == 0
     outcome = kvctl("staging", "map", "--from", str(path))
     assert outcome.code == 6
-    assert "it does not hold what this kvctl reads: KeyError 'ring'" in outcome.err
+    assert "this kvctl cannot read its contents: KeyError 'ring'" in outcome.err

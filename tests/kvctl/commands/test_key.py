@@ -111,7 +111,7 @@ class TestAsking:
     def test_a_strangers_key_exits_5_and_names_it(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
         outcome = self.ask(kvctl, agent, "--server-key", str(home / "fleet.pub"), "--key", "stranger")
         assert outcome.code == ExitCode.NOT_PERMITTED
-        assert f"refuses our key {read_public(str(home / 'stranger.pub')).hex()}" in outcome.err
+        assert f"refuses this client's key {read_public(str(home / 'stranger.pub')).hex()}" in outcome.err
         assert "admin_clients" in outcome.err
 
     def test_a_wrong_server_key_exits_5(self, home: Path, kvctl: Any, agent: AdminServer) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.client import recordings
+from kvctl.client import recorder
 from kvctl.lab.replay import player
 from kvctl.lab.replay import verdicts as replay_verdicts
 from kvctl.lab.replay.recordings import Input
@@ -124,7 +124,7 @@ def test_an_agent_whose_pages_never_end_is_a_fault(start: Any, kvctl: Any, canne
     start("decode-0", {"inputs": lambda _: canned.inputs("decode-0", 0)})
     outcome = kvctl("record", str(tmp_path / "endless.kvrec"))
     assert outcome.code == 7
-    assert "its pages do not come to an end" in outcome.err
+    assert "its pages do not end" in outcome.err
 
 
 def test_a_file_that_cannot_be_made_is_an_error(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_neither_part_nor_loss(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(recordings.os, "fsync", full)
+    monkeypatch.setattr(recorder.os, "fsync", full)
     outcome = kvctl("record", str(path))
     assert outcome.code == 1
     assert f"cannot write {path}: No space left on device" in outcome.err

@@ -14,16 +14,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvctl.client import snapshot_recorder
+from kvctl.client import recorder
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
-from kvctl.client.recording_reader import Answer, Moment, RecordedAgent, decode, encode, text_endpoint, text_fault
-from kvctl.client.recording_source import RecordingSource
-from kvctl.client.recordings import write_moments
-from kvctl.client.snapshot_recorder import SnapshotRecorder
+from kvctl.client.recorder import SnapshotRecorder, write_moments
+from kvctl.client.recordings import (
+    Answer,
+    Moment,
+    RecordedAgent,
+    RecordingSource,
+    decode,
+    encode,
+    text_endpoint,
+    text_fault,
+)
 from kvctl.errors import CliError
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
@@ -176,7 +183,7 @@ def test_a_hanging_agent_is_a_fault_of_its_moment_and_holds_nobody_up(
 
 
 def test_many_agents_share_what_may_be_asked(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_recorder, "_ROOMS_OF_ALL", 4)
+    monkeypatch.setattr(recorder, "_ROOMS_IN_TOTAL", 4)
     with Fleet((), {}, 5 * S) as asked:
         found = SnapshotRecorder(asked).take()
     rooms = [{answer.room for answer in each.answers} - {None} for each in found.agents]
@@ -188,7 +195,7 @@ def test_many_agents_share_what_may_be_asked(fleet: Any, monkeypatch: pytest.Mon
 def test_an_agent_that_falls_silent_midway_costs_its_own_timelines(
     start: Any, canned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_recorder, "_AT_ONCE", 2)
+    monkeypatch.setattr(recorder, "_ROOMS_AT_ONCE", 1)
     released = threading.Event()
     asked: list[int] = []
 

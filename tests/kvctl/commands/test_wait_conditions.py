@@ -11,7 +11,7 @@ from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Survey
-from kvctl.client.wait_conditions import Drained, Ready, WaitConditionError, parse
+from kvctl.commands.wait import Drained, Ready, WaitConditionError, parse
 
 
 def survey(faults: tuple[str, ...] = (), **statuses: dict[str, Any]) -> Survey:
@@ -30,28 +30,28 @@ IDLE = {"draining": True, "rooms": {"Success": 2}}
 
 def test_who_ends_while_it_drains_is_drained() -> None:
     goal = Drained()
-    assert goal.look(survey(a=BUSY, b=BUSY)).missing == ["a: 1 room active", "b: 1 room active"]
-    assert goal.look(survey(b=BUSY)).missing == ["b: 1 room active"]
-    assert goal.look(survey()).reached == "0 agents drained, 2 agents ended"
+    assert goal.progress(survey(a=BUSY, b=BUSY)).missing == ["a: 1 room active", "b: 1 room active"]
+    assert goal.progress(survey(b=BUSY)).missing == ["b: 1 room active"]
+    assert goal.progress(survey()).reached == "0 agents drained, 2 agents ended"
 
 
 def test_who_never_answered_is_not_known_to_be_drained() -> None:
     goal = Drained()
-    assert goal.look(survey(("b",), a=IDLE)).missing == ["b: no answer"]
-    assert Drained().look(survey()).missing == ["no agent is there"]
+    assert goal.progress(survey(("b",), a=IDLE)).missing == ["b: no answer"]
+    assert Drained().progress(survey()).missing == ["no agent is there"]
 
 
 def test_an_agent_of_a_version_that_cannot_drain_takes_new_rooms() -> None:
-    assert Drained().look(survey(a={"rooms": {}})).impossible == "a takes new rooms: kvctl drain a"
+    assert Drained().progress(survey(a={"rooms": {}})).impossible == "a takes new rooms: kvctl drain a"
     both = survey(a={"rooms": {}}, b={"rooms": {}})
-    assert Drained().look(both).impossible == "a, b take new rooms: kvctl drain a b"
+    assert Drained().progress(both).impossible == "a, b take new rooms: kvctl drain a b"
 
 
 def test_ready_counts_those_that_should_be_there() -> None:
     ready = {"waiting_for": None}
-    assert Ready(1).look(survey(a=ready)).reached == "1 agent ready"
-    assert Ready(2).look(survey(a=ready)).missing == ["1 of 2 agents there"]
-    assert Ready(1).look(survey(("b",), a=ready)).missing == ["b: no answer"]
+    assert Ready(1).progress(survey(a=ready)).reached == "1 agent ready"
+    assert Ready(2).progress(survey(a=ready)).missing == ["1 of 2 agents there"]
+    assert Ready(1).progress(survey(("b",), a=ready)).missing == ["b: no answer"]
 
 
 @pytest.mark.parametrize("text", ["", "Ready", "room", "room=", "room=-1:Success", "room=7:", f"room={1 << 64}:Failed"])

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.client.endpoints import discover
-from kvctl.client.processes import stopped_pid
+from kvctl.client.endpoints import discover, stopped_pid
 
 AGENT = """
 import sys, time

@@ -1,0 +1,389 @@
+"""Records a fleet into one file: snapshots of everything the reading commands show, and inputs of state machines.
+
+The number of rooms whose timelines are recorded is limited; failed and active rooms come first. Each snapshot of a
+series holds the events and finished rooms that the earlier ones lack. The file appears under its name when it is
+complete; on failure nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from kvctl.client.calls import Call
+from kvctl.client.clock import ClockOffset
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.fanout import Reply
+from kvctl.client.faults import SILENT, Fault, FaultCode
+from kvctl.client.fleet import FINISHED, Fleet, Survey, room_rows
+from kvctl.client.recordings import Answer, Moment, RecordedAgent, encode, text_endpoint, text_fault, utf8
+from kvctl.errors import CliError
+from kvctl_agent.contract import VERSION
+from kvctl_agent.contract import recording as form
+from kvctl_agent.contract.commands import COMMANDS, Level
+
+MAX_SNAPSHOT_BYTES = 256 << 20
+"""Size of all snapshots of a series."""
+
+_INPUTS = "inputs"
+_CLOCK_ROUNDS = 3
+_ROWS = 1000
+_EVENTS = 4096  # default size of the agents' flight recorders
+_LIMITS = {"rooms": _ROWS, "history": _ROWS, "slow": _ROWS, "failed": _ROWS, "events": _EVENTS}
+_ROOMS_IN_TOTAL = 4000
+_ROOMS_PER_AGENT = 200
+_ROOMS_AT_ONCE = 12  # two requests each; an agent's socket queues 64 requests
+_NAMED = 5  # agents in one remark
+
+
+@dataclass(slots=True)
+class Saved:
+    """Row of `kvctl record`: the inputs recorded of one agent."""
+
+    agent: str
+    role: str
+    incarnation: str
+    inputs: int = 0
+    missed: int = 0
+    dropped: int = 0  # pieces that the agent no longer had
+    nbytes: int = 0  # size of its inputs in the file
+    fault: str = ""  # why the agent stopped recording
+    refused: bool = False  # it did not return all of its inputs
+
+
+@dataclass(slots=True)
+class Saving:
+    """Result of a recording.
+
+    Attributes:
+        saved: a row for each recorded agent.
+        moments: wall-clock time of each snapshot, ns.
+        left_out: descriptions of data that the snapshots lack.
+        interrupted: Ctrl-C ended it early; the file is valid.
+    """
+
+    survey: Survey
+    saved: list[Saved] = field(default_factory=list)
+    moments: list[int] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def faults(self) -> list[Fault]:
+        return self.survey.faults
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Schedule of snapshots.
+
+    Attributes:
+        for_ns: time from the first snapshot to the last; 0 takes a single one.
+        every_ns: time from one snapshot to the next; if the fleet takes longer to answer, the next follows at once.
+        progress: called after each snapshot with their number, the size of the file in bytes, and the remaining ns.
+    """
+
+    for_ns: int
+    every_ns: int
+    progress: Callable[[int, int, int], None]
+
+
+def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
+    """Records the fleet into `path`.
+
+    The inputs of an agent that fails midway are recorded as far as it returned them. If no agent answers, no file is
+    written and an existing one stays. Ctrl-C ends the series, a second Ctrl-C the fetching of inputs.
+
+    Raises:
+        CliError: the file cannot be written; nothing is left of it.
+    """
+    saving = Saving(fleet.survey())
+    if saving.survey.agents:
+        try:
+            with whole_file(path) as file:
+                write_recording(file, fleet, saving, series)
+        except OSError as error:
+            raise CliError(f"cannot write {path}: {error.strerror or error}") from error
+    return saving
+
+
+def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Series) -> None:
+    """Writes a recording of the agents in `saving.survey` into an empty file."""
+    saving.saved = [
+        Saved(agent.name, agent.hello["role"], agent.hello["incarnation"]) for agent in saving.survey.agents
+    ]
+    writer = _Writer(file)
+    try:
+        _take_series(fleet, saving, series, writer)
+    except KeyboardInterrupt:
+        saving.interrupted = True
+    writer.remove_incomplete()
+    try:
+        _fetch_inputs(fleet, saving, writer)
+    except KeyboardInterrupt:
+        if not saving.moments:
+            raise
+        saving.interrupted = True
+    writer.end()
+
+
+def write_moments(file: IO[bytes], moments: Iterable[Moment]) -> bool:
+    """Writes snapshots into an empty file; returns False if Ctrl-C ended it early, which leaves the file valid."""
+    writer = _Writer(file)
+    try:
+        for number, moment in enumerate(moments):
+            writer.add(encode(moment, number))
+    except KeyboardInterrupt:
+        return False
+    finally:
+        writer.end()
+    return True
+
+
+class _Writer:
+    """Writes frames, counts them, and removes a frame that an interrupt has left incomplete."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._frames = 0
+        self.nbytes = file.write(form.file_header())
+        self.add([form.encode_frame(form.HEAD, {"made_at_ns": time.time_ns(), "version": VERSION})])
+
+    def add(self, frames: Iterable[bytes]) -> int:
+        """Writes frames that are valid only together; returns their size."""
+        whole = list(frames)
+        data = b"".join(whole)
+        self._file.write(data)
+        self._frames += len(whole)
+        self.nbytes += len(data)
+        return len(data)
+
+    def remove_incomplete(self) -> None:
+        """Removes frames that `add` has not finished."""
+        self._file.seek(self.nbytes)
+        self._file.truncate()
+
+    def end(self) -> None:
+        self.remove_incomplete()
+        self._file.write(form.encode_frame(form.DONE, {"frames": self._frames}))
+
+
+def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) -> None:
+    recorder = SnapshotRecorder(fleet)
+    ends: int | None = None
+    while True:
+        began = time.monotonic_ns()
+        moment = recorder.take()
+        writer.add(encode(moment, len(saving.moments)))
+        saving.moments.append(moment.at_ns)
+        saving.left_out = list(moment.left_out)  # later snapshots add what the first ones lack
+        ends = ends or time.monotonic_ns() + series.for_ns  # the first snapshot, which may be slow, does not count
+        left_ns = ends - time.monotonic_ns()
+        series.progress(len(saving.moments), writer.nbytes, max(0, left_ns))
+        if left_ns <= 0:
+            return
+        if writer.nbytes > MAX_SNAPSHOT_BYTES:
+            saving.left_out.append(f"the last {left_ns / 1e9:.0f} s: a recording takes {MAX_SNAPSHOT_BYTES >> 20} MiB")
+            return
+        time.sleep(max(0, min(left_ns, began + series.every_ns - time.monotonic_ns())) / 1e9)
+
+
+@dataclass(slots=True)
+class _InputPages:
+    """Pages of inputs fetched from one agent so far."""
+
+    endpoint: Endpoint
+    number: int
+    saved: Saved
+    since: int | None = None
+    until: int | None = None
+
+
+def _fetch_inputs(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
+    agents = zip(saving.survey.agents, saving.saved, strict=True)
+    waiting = [_InputPages(agent.endpoint, number, saved) for number, (agent, saved) in enumerate(agents)]
+    while waiting:
+        requests = [(each.endpoint, Call(_INPUTS, {"since": each.since, "until": each.until})) for each in waiting]
+        unfinished: list[_InputPages] = []
+        for each, reply in zip(waiting, fleet.ask(requests), strict=True):
+            fault = reply.fault or _take_page(each, reply, writer)
+            if fault is not None:
+                each.saved.refused = True
+                saving.faults.append(fault)
+            elif each.since != each.until:
+                unfinished.append(each)
+        waiting = unfinished
+
+
+def _take_page(each: _InputPages, reply: Reply, writer: _Writer) -> Fault | None:
+    """Writes one page of inputs."""
+    try:
+        page, header, saved = reply.data, reply.data["header"], each.saved
+        if each.since is None:
+            about = {"agent": each.number, "header": header, "dropped": page["dropped"]}
+            writer.add([form.encode_frame(form.AGENT, about)])
+        saved.missed, saved.fault = header["missed"], header["fault"]
+        saved.dropped += page["dropped"]
+        for blob in page["blobs"]:
+            data = base64.b64decode(blob["data"], validate=True)
+            about = {"agent": each.number, **{name: blob[name] for name in ("number", "kind", "first", "count")}}
+            saved.nbytes += writer.add([form.encode_frame(form.BLOB, about, data)])
+            saved.inputs += blob["count"]
+        if not isinstance(page["next"], int) or (each.since is not None and page["next"] <= each.since):
+            raise ValueError("its pages do not end")
+        each.since, each.until = page["next"], page["end"]
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        text = f"answered {_INPUTS} with what this kvctl does not understand: {error}"
+        return Fault(each.endpoint.name, FaultCode.PROTOCOL, text)
+    return None
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Creates a private file that gets its name once it is complete and synced; on failure it is removed.
+
+    Raises:
+        OSError: it cannot be written, or `path` exists and is not a regular file.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it exists and is not a regular file")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(slots=True)
+class _Process:
+    """Data of one agent process that is in the file already.
+
+    Attributes:
+        next: number of the first event that is not.
+        finished: (room, nonce) of finished rooms whose timelines are.
+    """
+
+    next: int | None = None
+    finished: set[tuple[str, str]] = field(default_factory=set)
+
+
+class SnapshotRecorder:
+    """Takes the snapshots of one fleet for one file."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._processes: dict[tuple[Endpoint, str], _Process] = {}
+
+    def take(self) -> Moment:
+        """Takes one snapshot; an answer that an agent does not give is stored as a fault."""
+        survey = self._fleet.survey(clock_rounds=_CLOCK_ROUNDS)
+        at_ns = time.time_ns()
+        found = survey.discovery
+        silent = {fault.agent: fault for fault in survey.faults[len(found.faults) :]}
+        keys = {agent.endpoint: (agent.endpoint, agent.hello["incarnation"]) for agent in survey.agents}
+        self._processes = {key: self._processes.get(key, _Process()) for key in keys.values()}
+        processes = {endpoint: self._processes[key] for endpoint, key in keys.items()}
+        answers = {
+            endpoint: [Answer("hello", None, None, text_fault(silent[endpoint.name]))]
+            for endpoint in found.live
+            if endpoint not in keys and endpoint.name in silent
+        }
+        requests = [(endpoint, call) for endpoint, process in processes.items() for call in _calls(process)]
+        for reply in self._fleet.ask(requests):
+            answers.setdefault(reply.endpoint, []).append(_stored(reply))
+        left_out = self._add_rooms(answers, {each: _wanted(answers[each], processes[each]) for each in processes})
+        for endpoint, process in processes.items():
+            _remember(process, answers[endpoint])
+        measured = {agent.endpoint: (agent.rtt_ns, agent.clock) for agent in survey.agents}
+        agents = [
+            RecordedAgent(text_endpoint(endpoint), *measured.get(endpoint, (0, ClockOffset(0, 0))), answers[endpoint])
+            for endpoint in found.live
+            if endpoint in answers
+        ]
+        stale = [text_endpoint(endpoint) for endpoint in found.stale]
+        faults = [text_fault(fault) for fault in found.faults]
+        return Moment(at_ns, Path(utf8(str(found.directory))), stale, faults, agents, [utf8(text) for text in left_out])
+
+    def _add_rooms(self, answers: dict[Endpoint, list[Answer]], wanted: dict[Endpoint, list[str]]) -> list[str]:
+        """Adds the timelines and layers of rooms to the answers; returns descriptions of what is omitted."""
+        left_out: list[str] = []
+        most = min(_ROOMS_PER_AGENT, max(1, _ROOMS_IN_TOTAL // max(1, len(answers))))
+        if too_many := sum(max(0, len(rooms) - most) for rooms in wanted.values()):
+            known = sum(map(len, wanted.values()))
+            left_out.append(f"timelines of {too_many} of {known} rooms; failed and active ones come first")
+        waiting = {endpoint: rooms[:most] for endpoint, rooms in wanted.items() if rooms}
+        failed: list[str] = []
+        while waiting:
+            requests = [
+                (endpoint, Call(command, {"room": room}))
+                for endpoint, rooms in waiting.items()
+                for room in rooms[:_ROOMS_AT_ONCE]
+                for command in ("room", "layers")
+            ]
+            waiting = {each: rest for each, rooms in waiting.items() if (rest := rooms[_ROOMS_AT_ONCE:])}
+            for reply in self._fleet.ask(requests):
+                if reply.fault is None or reply.fault.code not in SILENT:
+                    answers[reply.endpoint].append(_stored(reply))
+                elif reply.endpoint.name not in failed:
+                    failed.append(reply.endpoint.name)
+                    waiting.pop(reply.endpoint, None)
+        if failed:
+            others = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
+            left_out.append(f"some timelines of rooms, for which {', '.join(failed[:_NAMED])}{others} took too long")
+        return left_out
+
+
+def _calls(process: _Process) -> Iterator[Call]:
+    """Yields every reading command without required arguments, for the data that the file lacks."""
+    for command in COMMANDS:
+        if command.level <= Level.READ and not any(arg.required for arg in command.args):
+            since = {"since": process.next} if command.name == "events" else {}
+            yield Call(command.name, {"limit": _LIMITS.get(command.name), **since})
+
+
+def _stored(reply: Reply) -> Answer:
+    fault = None if reply.fault is None else text_fault(reply.fault)
+    return Answer(reply.call.command, reply.call.args.get("room"), reply.data, fault)
+
+
+def _data(answers: Sequence[Answer]) -> dict[str, Any]:
+    return {each.command: each.data for each in answers if each.room is None and each.fault is None}
+
+
+def _wanted(answers: Sequence[Answer], process: _Process) -> list[str]:
+    """Returns rooms whose timelines the file lacks: failed rooms first, then active ones."""
+    data = _data(answers)
+    finished = [row for command in FINISHED for row in room_rows(data, command)]
+    new = [row for row in finished if (row["room"], row["nonce"]) not in process.finished]
+    ordered = [*(row for row in new if row["failure"] is not None), *data.get("rooms", ()), *new]
+    return list(dict.fromkeys(row["room"] for row in ordered))
+
+
+def _remember(process: _Process, answers: Sequence[Answer]) -> None:
+    data = _data(answers)
+    if "events" in data:
+        process.next = data["events"]["next"]
+    known = {(row["room"], row["nonce"]) for command in FINISHED for row in room_rows(data, command)}
+    stored = {
+        (answer.room, detail["nonce"])
+        for answer in answers
+        if answer.command == "room" and answer.room is not None and answer.fault is None
+        for detail in answer.data
+        if detail["finished_at_ns"] is not None
+    }
+    process.finished = (process.finished | stored) & known
