@@ -151,7 +151,7 @@ def _from_address(text: str) -> Endpoint:
             raise CliError(f"{text}: write tcp://host:port, as in the agent's admin_endpoint", ExitCode.USAGE)
         return Endpoint(rest, None, named=True, remote=text)
     if separator and scheme != "ipc":
-        raise CliError(f"{text}: {scheme}:// is not supported, agents have ipc:// and tcp:// addresses", ExitCode.USAGE)
+        raise CliError(f"{text}: {scheme}:// is not an address of an agent; use ipc:// or tcp://", ExitCode.USAGE)
     path = Path(rest if separator else text)
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise CliError(f"{path}: a Unix socket path takes at most {MAX_SOCKET_PATH_BYTES} bytes", ExitCode.USAGE)
