@@ -13,8 +13,8 @@ from kvctl.render.report import Block, Grid, Line, Span, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 
 _LABEL = 10
-_WIDEST = 110
-_SHORT = 2
+_MAX_WIDTH = 110
+_MAX_IN_SHORT = 2
 
 
 def _gigabytes(value: float) -> str:
@@ -62,12 +62,12 @@ def row(finding: Finding, muted_ns: int | None = None) -> dict[str, Any]:
 
 def overview(rows: Sequence[Row], agents: int, codes: int, muted: int) -> list[Block]:
     """Formats the headline and one line per finding."""
-    head = [headline(rows), (f"   {_many(agents, 'agent')}, {_many(codes, 'code')} looked at", "dim")]
+    head = [headline(rows), (f"   {_many(agents, 'agent')}, {_many(codes, 'code')} examined", "dim")]
     if muted:
         head.append((f", {muted} muted", "yellow"))
     if not rows:
         return [Text([head])]
-    hint = "kvctl health detail tells evidence and remedies, kvctl doctor what to do first"
+    hint = "kvctl health detail shows evidence and remedies, kvctl doctor the next command"
     return [Text([head]), Grid(HEALTH, rows), Text([[(hint, "dim")]])]
 
 
@@ -89,15 +89,15 @@ def headline(rows: Iterable[Row]) -> Span:
 def in_short(findings: Sequence[Finding], muted: int) -> list[Span]:
     """Formats the first few findings by code, for a line that also contains other information."""
     bad = [each for each in findings if each.severity > Severity.INFO]
-    spans: list[Span] = [] if bad else [("✓ nothing wrong in one reading", palette.VERDICTS["ok"])]
+    spans: list[Span] = [] if bad else [("✓ no problem in one reading", palette.VERDICTS["ok"])]
     if not bad and findings:
         spans.append((f", {len(findings)} info (kvctl health)", palette.VERDICTS["info"]))
-    for each in bad[:_SHORT]:
+    for each in bad[:_MAX_IN_SHORT]:
         label = each.severity.label
         spans.append((f"{palette.VERDICT_GLYPHS[label]} {each.code} {each.subject}", palette.VERDICTS[label]))
         spans.append(("  ", ""))
-    if len(bad) > _SHORT:
-        spans.append((f"and {len(bad) - _SHORT} more (kvctl health)  ", ""))
+    if len(bad) > _MAX_IN_SHORT:
+        spans.append((f"and {len(bad) - _MAX_IN_SHORT} more (kvctl health)  ", ""))
     if muted:
         spans.append((f"  {muted} muted", "dim"))
     return spans
@@ -133,7 +133,7 @@ def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> list[Li
     """Formats a text next to its label, wrapped with a hanging indent; returns no lines for an empty text."""
     wrapped = textwrap.wrap(
         " ".join(text.split()),
-        max(20, min(width, _WIDEST) - indent - 2),
+        max(20, min(width, _MAX_WIDTH) - indent - 2),
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -1,1 +1,1 @@
-"""The host that kvctl runs on: limits, devices, libraries and settings that a transfer engine depends on."""
+"""Checks of the host that kvctl runs on: limits, devices, libraries and settings that transfer engines depend on."""

@@ -1,14 +1,16 @@
-"""Transfer engines that are installed next to this kvctl, and what their environment says."""
+"""Checks of network devices, GPUs, installed transfer engines and their environment variables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvctl.health.finding import Severity
-from kvctl.health.host.devices import gpu_driver, rdma_devices
-from kvctl.health.host.fact import Fact
-from kvctl.health.host.view import HostView
+from kvctl.health.host.view import Fact, HostView
 
+Environments = Mapping[str, Mapping[str, str]]
+"""Environment variables of agents, by the agent's name."""
+
+_INFINIBAND = "/sys/class/infiniband"
 _MOONCAKE_CPU = "mooncake-transfer-engine-non-cuda"
 _MOONCAKE_CUDA = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 _DEBIAN = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
@@ -17,14 +19,99 @@ _RDMA_LANES = frozenset({"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "dc", "dc_
 _SHARED_LANES = frozenset({"sm", "shm", "cma", "posix", "sysv", "knem", "xpmem"})
 
 
-def facts(host: HostView, environments: Mapping[str, Mapping[str, str]]) -> Iterator[Fact]:
-    """
-    Args:
-        environments: what agents have in their environment, by name; empty means that none is known.
-    """
+# ---- devices ---------------------------------------------------------------------------------------------------
+
+
+def rdma_devices(host: HostView) -> list[str]:
+    return host.names(_INFINIBAND)
+
+
+def gpu_driver(host: HostView) -> str | None:
+    """Returns the version of NVIDIA's driver; None if there is none."""
+    text = host.text("/proc/driver/nvidia/version")
+    if text is None:
+        return None
+    return next((word for word in text.split() if word[:1].isdigit() and "." in word), "unknown")
+
+
+def device_facts(host: HostView, environments: Environments | None = None) -> Iterator[Fact]:
+    yield _rdma(host)
+    yield _gpu(host)
+    yield from _visible_gpus(host, environments or {})
+
+
+def _rdma(host: HostView) -> Fact:
+    devices = rdma_devices(host)
+    if not devices:
+        return Fact("RDMA", "no device", "transfers use shared memory on this host and TCP between hosts; this is fine")
+    states = {
+        f"{device}:{port}": (host.text(f"{_INFINIBAND}/{device}/ports/{port}/state") or "").rpartition(" ")[2]
+        for device in devices
+        for port in host.names(f"{_INFINIBAND}/{device}/ports")
+    }
+    active = [name for name, state in states.items() if state == "ACTIVE"]
+    if not any(name.startswith("uverbs") for name in host.names("/dev/infiniband")):
+        return Fact(
+            "RDMA",
+            f"{', '.join(devices)}, and no /dev/infiniband/uverbs*",
+            "the kernel has devices that this container may not open, so engines fall back to TCP",
+            Severity.WARNING,
+            "start the container with --device=/dev/infiniband --cap-add=IPC_LOCK",
+        )
+    if not active:
+        return Fact(
+            "RDMA",
+            ", ".join(f"{name} {state or 'unknown'}" for name, state in states.items()) or ", ".join(devices),
+            "no port is active, so engines fall back to TCP",
+            Severity.WARNING,
+            "`ibstat` shows why: cable, switch or subnet manager",
+        )
+    return Fact("RDMA", f"active: {', '.join(active)}", "lanes over RDMA are possible")
+
+
+def _gpu(host: HostView) -> Fact:
+    driver = gpu_driver(host)
+    if driver is None:
+        return Fact("GPU", "no NVIDIA driver", "KV is in host memory here")
+    if not rdma_devices(host):
+        return Fact("GPU", f"NVIDIA driver {driver}", "GPUs of this host copy to each other over NVLink or PCIe")
+    if "nvidia_peermem" in host.names("/sys/module"):
+        return Fact("GPU", f"NVIDIA driver {driver}, nvidia_peermem", "RDMA devices read and write GPU memory directly")
+    return Fact(
+        "GPU",
+        f"NVIDIA driver {driver}, nvidia_peermem not loaded",
+        "without it or dma-buf, GPU memory cannot be registered with the RDMA device (errno 14), or is copied through "
+        "host memory",
+        Severity.WARNING,
+        "`modprobe nvidia_peermem`; not necessary if kernel and driver have dma-buf",
+        "KV_REGISTER_FAILED",
+    )
+
+
+def _visible_gpus(host: HostView, environments: Environments) -> Iterator[Fact]:
+    """Compares the GPUs that agents see: only some drivers can map the memory of a GPU that is not visible."""
+    visible = {name: environment.get("CUDA_VISIBLE_DEVICES") for name, environment in environments.items()}
+    if gpu_driver(host) is None or len({frozenset(value.split(",")) for value in visible.values() if value}) < 2:
+        return
+    listed = ", ".join(f"{name} {value}" for name, value in sorted(visible.items()) if value)
+    yield Fact(
+        "GPU",
+        f"CUDA_VISIBLE_DEVICES differs: {listed}",
+        "whether a process can write over NVLink to a GPU that it does not see depends on the driver",
+        remedy="if KV_LANE_SLOW reports that it cannot, show every agent all GPUs of the host, its own first",
+    )
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------
+
+
+def engine_facts(host: HostView, environments: Environments) -> Iterator[Fact]:
+    """Checks the engines of this Python and their variables in the agents' environments, or in this shell's."""
+    environments = environments or {"this shell": host.environ}
     yield from _wheels(host)
-    yield from _lanes(host, environments or {"this shell": host.environ})
-    yield from _mooncake_settings(environments or {"this shell": host.environ})
+    for (tls, devices), owners in _grouped(environments, ("UCX_TLS", "UCX_NET_DEVICES")).items():
+        yield _ucx(host, tls, devices, owners)
+    yield from _mooncake_settings(environments)
 
 
 def _wheels(host: HostView) -> Iterator[Fact]:
@@ -44,155 +131,143 @@ def _wheels(host: HostView) -> Iterator[Fact]:
         yield from _mooncake(host, mooncake)
 
 
-def _mooncake(host: HostView, wheels: Iterable[str]) -> Iterator[Fact]:
-    found = list(wheels)
+def _mooncake(host: HostView, wheels: Sequence[str]) -> Iterator[Fact]:
+    if len(wheels) > 1:
+        yield Fact(
+            "Mooncake",
+            " and ".join(wheels),
+            "they use the same folder: the last one installed wins, and removing one removes it for all",
+            Severity.WARNING,
+            f"`pip uninstall -y {' '.join(wheels)}`, then install the right one",
+        )
+    elif wheels[0] in _MOONCAKE_CUDA and gpu_driver(host) is None:
+        yield Fact(
+            "Mooncake",
+            f"{wheels[0]}, and no NVIDIA driver",
+            "this wheel loads CUDA when it is imported, which fails here",
+            Severity.WARNING,
+            f"`pip uninstall -y {wheels[0]} && pip install {_MOONCAKE_CPU}`",
+        )
+    elif wheels[0] == _MOONCAKE_CPU and gpu_driver(host) is not None:
+        yield Fact(
+            "Mooncake",
+            f"{wheels[0]}, with an NVIDIA driver",
+            "this wheel transfers host memory only and refuses pools on GPUs",
+            remedy=f"for those, `pip uninstall -y {wheels[0]} && pip install {_MOONCAKE_CUDA[-1]}`",
+        )
     missing = [library for library in _DEBIAN if not _has_library(host, library)]
-    if len(found) > 1:
-        yield Fact(
-            "Mooncake",
-            " and ".join(found),
-            "they own the same folder: the last one installed wins, and removing one removes it for all",
-            Severity.WARNING,
-            f"`pip uninstall -y {' '.join(found)}`, then install the one that fits",
-        )
-    elif found[0] in _MOONCAKE_CUDA and gpu_driver(host) is None:
-        yield Fact(
-            "Mooncake",
-            f"{found[0]}, and no NVIDIA driver",
-            "this wheel loads CUDA while it is imported, and cannot here",
-            Severity.WARNING,
-            f"`pip uninstall -y {found[0]} && pip install {_MOONCAKE_CPU}`",
-        )
-    elif found[0] == _MOONCAKE_CPU and gpu_driver(host) is not None:
-        yield Fact(
-            "Mooncake",
-            f"{found[0]}, beside an NVIDIA driver",
-            "this wheel moves host memory only: pools on GPUs are refused with it",
-            remedy=f"for those, `pip uninstall -y {found[0]} && pip install {_MOONCAKE_CUDA[-1]}`",
-        )
     if missing:
         yield Fact(
             "Mooncake",
             f"libraries missing: {', '.join(missing)}",
-            "its wheel needs them, and says so only when the engine starts",
+            "its wheel needs them, and reports it only when the engine starts",
             Severity.WARNING,
             f"`apt-get install {' '.join(_DEBIAN[each] for each in missing)}`",
         )
 
 
 def _has_library(host: HostView, library: str) -> bool:
-    """Looks where the loader looks, as far as files tell; asking the loader itself would load it."""
+    """Looks in the loader's directories; asking the loader itself would load the library."""
     own = [folder for folder in host.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    told = [
+    configured = [
         line.strip()
         for name in host.names("/etc/ld.so.conf.d")
         for line in (host.text(f"/etc/ld.so.conf.d/{name}") or "").splitlines()
         if line.strip().startswith("/")
     ]
-    return any(host.path(f"{folder}/{library}").exists() for folder in (*own, *told, *_LIBRARIES))
+    return any(host.path(f"{folder}/{library}").exists() for folder in (*own, *configured, *_LIBRARIES))
 
 
-def _lanes(host: HostView, environments: Mapping[str, Mapping[str, str]]) -> Iterator[Fact]:
-    for (tls, devices), whose in _grouped(environments, ("UCX_TLS", "UCX_NET_DEVICES")).items():
-        found = [f"{name}={value}" for name, value in (("UCX_TLS", tls), ("UCX_NET_DEVICES", devices)) if value]
-        if not found:
-            yield Fact("UCX", f"not told ({whose})", "UCX takes the fastest lane that it finds for each pair")
-            continue
-        text = f"{' '.join(found)} ({whose})"
-        unknown = [device for device in _devices(devices) if not _is_device(host, device)]
-        if unknown:
-            yield Fact(
-                "UCX",
-                text,
-                f"this host has no network device {', '.join(unknown)}, so UCX finds no lane between hosts",
-                Severity.WARNING,
-                f"set UCX_NET_DEVICES to some of {', '.join(_known_devices(host)) or 'the devices of its host'}, "
-                "or unset it",
-            )
-        elif tls:
-            yield _meaning(host, text, {lane.strip() for lane in tls.split(",") if lane.strip()})
-        else:
-            yield Fact("UCX", text, "UCX uses these devices only")
-
-
-def _meaning(host: HostView, text: str, lanes: set[str]) -> Fact:
-    if next(iter(lanes)).startswith("^") or any(lane.startswith("^") for lane in lanes):
-        return Fact("UCX", text, "UCX takes the fastest lane that is not excluded")
-    if "all" in lanes:
-        return Fact("UCX", text, "UCX takes the fastest lane that it finds for each pair")
-    if lanes & _RDMA_LANES and not rdma_devices(host) and not lanes & {"tcp"}:
+def _ucx(host: HostView, tls: str, devices: str, owners: str) -> Fact:
+    settings = [f"{name}={value}" for name, value in (("UCX_TLS", tls), ("UCX_NET_DEVICES", devices)) if value]
+    if not settings:
+        return Fact("UCX", f"not configured ({owners})", "UCX uses the fastest lane that it finds for each pair")
+    found = f"{' '.join(settings)} ({owners})"
+    interfaces = [name for name in host.names("/sys/class/net") if name != "lo"]
+    unknown = [
+        device
+        for device in _device_names(devices)
+        if device not in rdma_devices(host) and device not in host.names("/sys/class/net")
+    ]
+    if unknown:
+        choices = ", ".join([*rdma_devices(host), *interfaces])
         return Fact(
             "UCX",
-            text,
-            "these lanes need an RDMA device, and this host has none: pairs on different hosts find no lane",
+            found,
+            f"this host has no network device {', '.join(unknown)}, so UCX finds no lane between hosts",
             Severity.WARNING,
-            "add tcp to UCX_TLS, or unset it",
+            f"set UCX_NET_DEVICES to some of {choices or 'the devices of its host'}, or unset it",
         )
-    if gpu_driver(host) is not None and not any(lane.startswith(("cuda", "gdr")) for lane in lanes):
-        return Fact(
-            "UCX",
-            text,
-            "GPU memory cannot be moved without a CUDA lane",
-            Severity.WARNING,
+    if not tls:
+        return Fact("UCX", found, "UCX uses these devices only")
+    means, remedy, code = _ucx_lanes(host, {lane.strip() for lane in tls.split(",") if lane.strip()})
+    return Fact("UCX", found, means, Severity.WARNING if remedy else Severity.INFO, remedy, code)
+
+
+def _ucx_lanes(host: HostView, lanes: set[str]) -> tuple[str, str, str]:
+    """Returns consequence, remedy and health code of a value of UCX_TLS."""
+    gpu = gpu_driver(host) is not None
+    if any(lane.startswith("^") for lane in lanes):
+        return "UCX uses the fastest lane that is not excluded", "", ""
+    if "all" in lanes:
+        return "UCX uses the fastest lane that it finds for each pair", "", ""
+    if lanes & _RDMA_LANES and not rdma_devices(host) and "tcp" not in lanes:
+        return (
+            "these lanes need an RDMA device, and this host has none: pairs on different hosts find no lane",
+            "add tcp to UCX_TLS, or unset it",
+            "",
+        )
+    if gpu and not any(lane.startswith(("cuda", "gdr")) for lane in lanes):
+        return (
+            "GPU memory cannot be transferred without a CUDA lane",
             "add cuda_copy and cuda_ipc to UCX_TLS, or unset it",
             "KV_LANE_SLOW",
         )
-    if gpu_driver(host) is not None and not lanes & {"cuda", "cuda_ipc"}:
-        return Fact(
-            "UCX",
-            text,
+    if gpu and not lanes & {"cuda", "cuda_ipc"}:
+        return (
             "GPUs of this host write to each other through host memory, a hundred times slower",
-            Severity.WARNING,
             "add cuda_ipc to UCX_TLS, or unset it",
             "KV_LANE_SLOW",
         )
     if not lanes & (_RDMA_LANES | _SHARED_LANES):
-        return Fact("UCX", text, "TCP everywhere, also between processes of one host: some 4 GB/s at most")
-    return Fact("UCX", text, "UCX takes the fastest of these for each pair")
+        return "TCP everywhere, also between processes of one host: at most about 4 GB/s", "", ""
+    return "UCX uses the fastest of these for each pair", "", ""
 
 
-def _devices(text: str) -> list[str]:
-    """Names without ports; "all" and exclusions name nothing that has to be there."""
+def _device_names(text: str) -> list[str]:
+    """Returns the names without ports; "all" and exclusions name no device that must exist."""
     if text.startswith("^"):
         return []
     return [name for each in text.split(",") if (name := each.strip().partition(":")[0]) and name != "all"]
 
 
-def _known_devices(host: HostView) -> list[str]:
-    return [*rdma_devices(host), *(name for name in host.names("/sys/class/net") if name != "lo")]
-
-
-def _is_device(host: HostView, name: str) -> bool:
-    return name in rdma_devices(host) or name in host.names("/sys/class/net")
-
-
-def _mooncake_settings(environments: Mapping[str, Mapping[str, str]]) -> Iterator[Fact]:
-    for (folder, framing), whose in _grouped(environments, ("MC_LOG_DIR", "MC_TCP_PROTO")).items():
+def _mooncake_settings(environments: Environments) -> Iterator[Fact]:
+    for (folder, framing), owners in _grouped(environments, ("MC_LOG_DIR", "MC_TCP_PROTO")).items():
         if folder:
             yield Fact(
                 "Mooncake",
-                f"MC_LOG_DIR={folder} ({whose})",
-                "ends the process while the engine is imported",
+                f"MC_LOG_DIR={folder} ({owners})",
+                "ends the process when the engine is imported",
                 Severity.WARNING,
                 "`unset MC_LOG_DIR`",
             )
         if framing == "1":
             yield Fact(
                 "Mooncake",
-                f"MC_TCP_PROTO=1 ({whose})",
-                "nobody acknowledges bytes with it, so the agent refuses to start",
+                f"MC_TCP_PROTO=1 ({owners})",
+                "received bytes are not acknowledged with it, so the agent refuses to start",
                 Severity.WARNING,
                 "`unset MC_TCP_PROTO`",
             )
 
 
-def _grouped(environments: Mapping[str, Mapping[str, str]], names: tuple[str, str]) -> dict[tuple[str, str], str]:
-    """Values -> whose they are, so that agents that agree share a line."""
+def _grouped(environments: Environments, names: tuple[str, str]) -> dict[tuple[str, str], str]:
+    """Returns the owners of each pair of values, so that agents with the same values share a line."""
     owners: dict[tuple[str, str], list[str]] = {}
     for owner, environment in environments.items():
         values = (str(environment.get(names[0]) or ""), str(environment.get(names[1]) or ""))
         owners.setdefault(values, []).append(owner)
     return {
-        values: ", ".join(own) if len(own) <= 2 else f"{own[0]} and {len(own) - 1} others"
-        for values, own in owners.items()
+        values: ", ".join(group) if len(group) <= 2 else f"{group[0]} and {len(group) - 1} others"
+        for values, group in owners.items()
     }

@@ -1,48 +1,26 @@
-"""Everything there is to say about this host, given the agents that answered."""
+"""All checks of this host, given the agents that answered, and the reasons why agents here do not answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
 from kvctl.health.finding import Severity
-from kvctl.health.host import devices, engines, limits, surroundings
-from kvctl.health.host.fact import Fact
-from kvctl.health.host.view import HostView, LocalAgent, listener_pid
+from kvctl.health.host import engines, system
+from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
 from kvctl.health.snapshot import Snapshot
 from kvctl_agent.contract import VERSION
 
-
-def version_facts(agents: Mapping[str, str]) -> Iterator[Fact]:
-    """Differences between the versions of kvctl and of the agents, whose versions are given by name."""
-    others = {name: version for name, version in agents.items() if version != VERSION}
-    if not others:
-        if agents:
-            all_of = f"all {len(agents)} agents" if len(agents) > 1 else "the agent"
-            yield Fact("versions", f"kvctl {VERSION}, as {all_of}", "they understand each other")
-        else:
-            yield Fact("versions", f"kvctl {VERSION}", "agents of the same version understand it")
-        return
-    found = ", ".join(f"{name} {version}" for name, version in sorted(others.items()))
-    mixed = len(set(agents.values())) > 1
-    yield Fact(
-        "versions",
-        f"kvctl {VERSION}; {found}",
-        "agents of different versions may not fit each other"
-        if mixed
-        else "what the newer one knows, the older one cannot tell or show",
-        Severity.WARNING if mixed else Severity.INFO,
-        "bring all agents to one version, prefill and decode" if mixed else "",
-        "KV_COMPAT_MISMATCH" if mixed else "",
-    )
-
-
-_PORTS = ("KVCTL_ADMIN_ENDPOINT", "KVCTL_METRICS_ENDPOINT")
+_FIXED_PORTS = ("KVCTL_ADMIN_ENDPOINT", "KVCTL_METRICS_ENDPOINT")
+_FIND_STOPPER = "find out what stopped it (a debugger, job control, a freezer)"
 
 
 def local_agents(snapshot: Snapshot) -> tuple[LocalAgent, ...]:
-    """Agents that were asked over a Unix socket."""
+    """Returns the agents that answered over a Unix socket."""
     return tuple(
         LocalAgent(agent.name, listener_pid(path), int(number(agent.status, "pid") or 0))
         for agent in snapshot.agents.values()
@@ -51,30 +29,105 @@ def local_agents(snapshot: Snapshot) -> tuple[LocalAgent, ...]:
 
 
 def inspect(host: HostView, directory: Path, snapshot: Snapshot | None = None) -> list[Fact]:
-    """What is so on this host; what has to be done comes first, otherwise by topic.
+    """Returns the results of all checks, those with a remedy first.
 
     Args:
-        directory: where agents' sockets are.
+        host: the host.
+        directory: directory of agents' sockets.
+        snapshot: answers of the agents, if there are any.
     """
     agents = {} if snapshot is None else snapshot.agents
-    told = {agent.name: texts(inner(agent.status, "transport"), "environment") for agent in agents.values()}
     environments = {
-        name: {key: value for key, _, value in (each.partition("=") for each in variables)}
-        for name, variables in told.items()
-        if variables
+        agent.name: {key: value for key, _, value in (each.partition("=") for each in variables)}
+        for agent in agents.values()
+        if (variables := texts(inner(agent.status, "transport"), "environment"))
     }
     found = [
-        *devices.facts(host, environments),
-        *limits.facts(host),
-        *engines.facts(host, environments),
-        *surroundings.facts(host, directory, dict(_fixed_ports(host))),
-        *version_facts({agent.name: text(agent.status, "version") for agent in agents.values()}),
+        *engines.device_facts(host, environments),
+        *system.limit_facts(host),
+        *engines.engine_facts(host, environments),
+        *system.environment_facts(host, directory, dict(_fixed_ports(host))),
+        version_fact({agent.name: text(agent.status, "version") for agent in agents.values()}),
     ]
-    return sorted(found, key=lambda fact: -fact.severity if fact.severity > Severity.INFO else 0)
+    return sorted(found, key=lambda fact: -fact.severity)
+
+
+def version_fact(agents: Mapping[str, str]) -> Fact:
+    """Compares the versions of kvctl and of the agents, which are given by name."""
+    others = {name: version for name, version in agents.items() if version != VERSION}
+    if not agents:
+        return Fact("versions", f"kvctl {VERSION}", "compatible with agents of the same version")
+    if not others:
+        same = f"all {len(agents)} agents" if len(agents) > 1 else "the agent"
+        return Fact("versions", f"kvctl {VERSION}, as {same}", "they are compatible")
+    found = f"kvctl {VERSION}; {', '.join(f'{name} {version}' for name, version in sorted(others.items()))}"
+    if len(set(agents.values())) == 1:
+        return Fact("versions", found, "the older one lacks the data and commands that the newer one has added")
+    return Fact(
+        "versions",
+        found,
+        "agents of different versions may be incompatible",
+        Severity.WARNING,
+        "install one version for all agents, prefill and decode",
+        "KV_COMPAT_MISMATCH",
+    )
 
 
 def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:
-    for name in _PORTS:
+    for name in _FIXED_PORTS:
         port = host.environ.get(name, "").rpartition(":")[2]
         if port.isdecimal() and 0 < int(port) < 1 << 16:
             yield name, int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class NoAnswer:
+    """An agent that did not answer, or not completely; `code` is the fault's."""
+
+    agent: str
+    code: str
+    text: str
+    remedy: str
+
+
+def explain_faults(survey: Survey, host: HostView | None) -> list[NoAnswer]:
+    """Explains each fault by the state of the agent's process.
+
+    Args:
+        survey: the faults.
+        host: host of the agents' processes; None if the survey comes from a file.
+    """
+    paths = {endpoint.name: endpoint.path for endpoint in survey.discovery.live}
+    found = []
+    for fault in survey.faults:
+        path = paths.get(fault.agent)
+        pid = listener_pid(path) if host and path and fault.code == FaultCode.TIMEOUT else None
+        found.append(_explain(fault, pid, _process_state(host, pid) if host and pid else None))
+    return found
+
+
+def _explain(fault: Fault, pid: int | None, state: str | None) -> NoAnswer:
+    text, remedy = fault.message, "`kvctl agents` shows which agents answer"
+    if fault.code == FaultCode.NOT_PERMITTED:
+        remedy = "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)"
+    elif fault.code == FaultCode.STOPPED:
+        reason, _, resume = fault.message.partition("; ")
+        text, remedy = f"does not answer: {reason}", f"{resume}; {_FIND_STOPPER}"
+    elif state in {"T", "t"}:
+        text, remedy = (
+            f"does not answer: its process {pid} is stopped",
+            f"`kill -CONT {pid}` lets it go on; {_FIND_STOPPER}",
+        )
+    elif state == "D":
+        text = f"does not answer: its process {pid} waits in the kernel and cannot be interrupted (a driver, a disk)"
+        remedy = f"`cat /proc/{pid}/stack` shows where, and dmesg what has happened"
+    elif state is not None:
+        text = f"{fault.message}; its process {pid} runs"
+        remedy = f"`kvctl agents --timeout 10s` shows whether it is only slow; py-spy dump --pid {pid} where it hangs"
+    return NoAnswer(fault.agent, fault.code, text, remedy)
+
+
+def _process_state(host: HostView, pid: int) -> str | None:
+    """Returns R, S, D, T, …; None if the process is not visible."""
+    words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return words[0] if words else None

@@ -1,4 +1,4 @@
-"""What can be read of a host: files under a root, the environment, limits. Tests give another root."""
+"""Read-only view of a host (files below a root, environment, limits), and the type of a check's result."""
 
 from __future__ import annotations
 
@@ -6,16 +6,32 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvctl.health.finding import Severity
 
-def _packages() -> dict[str, str]:
-    """Installed distributions by name; nothing of them is imported."""
-    import importlib.metadata
 
-    return {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions() if found.name}
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Result of one check of the host.
+
+    Attributes:
+        topic: subject, the same on every host.
+        found: state of the host, in a few words.
+        means: consequence for transfers, one sentence.
+        severity: INFO if nothing needs to be done.
+        remedy: the next command or setting; "" if nothing needs to be done.
+        code: health code whose page has more details.
+    """
+
+    topic: str
+    found: str
+    means: str
+    severity: Severity = Severity.INFO
+    remedy: str = ""
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +39,7 @@ class LocalAgent:
     """An agent whose socket is on this host.
 
     Attributes:
-        pid: as this process sees it; None where it cannot: the agent is in another PID namespace, or gone.
+        pid: as this process sees it; None if the agent is in another PID namespace, or gone.
         own_pid: as the agent itself sees it.
     """
 
@@ -32,9 +48,16 @@ class LocalAgent:
     own_pid: int
 
 
+def _packages() -> dict[str, str]:
+    """Returns the versions of installed distributions by name, without importing them."""
+    import importlib.metadata
+
+    return {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions() if found.name}
+
+
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """Where to look."""
+    """The host as checks read it; tests pass another root, environment and limits."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -47,31 +70,39 @@ class HostView:
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
-        """What stands in a file; None where it cannot be read."""
+        """Returns the content of a file; None if it cannot be read."""
         try:
             return self.path(path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return None
 
     def names(self, path: str) -> list[str]:
-        """What is in a directory; nothing where it cannot be read."""
+        """Returns the names in a directory; none if it cannot be read."""
         try:
             return sorted(entry.name for entry in self.path(path).iterdir())
         except OSError:
             return []
 
     def target(self, path: str) -> str | None:
-        """Where a link points."""
+        """Returns the target of a symbolic link."""
         try:
             return os.readlink(self.path(path))  # noqa: PTH115 - "pid:[4026531836]" is no path
         except OSError:
             return None
 
+    def tcp_sockets(self) -> Iterator[tuple[int, str, str]]:
+        """Yields local port, state (hexadecimal) and inode of all TCP sockets."""
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for line in (self.text(table) or "").splitlines()[1:]:
+                words = line.split()
+                state, inode = (words[3], words[9]) if len(words) > 9 else ("", "")
+                yield int(words[1].rpartition(":")[2], 16), state, inode
+
 
 def listener_pid(path: Path) -> int | None:
-    """Who listens on a Unix socket, as this process sees it; None where nobody does, or it cannot see them."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as knock:
-        if knock.connect_ex(os.fspath(path)) != 0:
+    """Returns the process that listens on a Unix socket; None if there is none, or it is not visible here."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+        if client.connect_ex(os.fspath(path)) != 0:
             return None
-        pid: int = struct.unpack("3i", knock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        pid: int = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     return pid or None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvctl.health.finding import Severity
-from kvctl.health.host.fact import Fact
+from kvctl.health.host.view import Fact
 
 FACTS = [
     Fact(

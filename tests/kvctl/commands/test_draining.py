@@ -29,7 +29,7 @@ def drained(start: Any, canned: Any, *names: str) -> None:
 def test_one_of_two_decode_ranks(start: Any, canned: Any, kvctl: Any) -> None:
     drained(start, canned, "decode-1")
     status = kvctl("status", "-o", "table").out
-    assert "✓ nothing wrong in one reading, 1 info (kvctl health)" in status
+    assert "✓ no problem in one reading, 1 info (kvctl health)" in status
     assert f"draining decode-1 for 42 s, no new rooms: {RESUME}" in status
     rows = {row["agent"]: row["state"] for row in json.loads(kvctl("agents", "-o", "json").out)["data"]}
     assert (rows["decode-0"], rows["decode-1"]) == ("ok", "draining")

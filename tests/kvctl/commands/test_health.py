@@ -62,7 +62,7 @@ def test_json_has_the_numbers(fleet: Any, kvctl: Any) -> None:
 def test_a_healthy_fleet_is_one_line(start: Any, kvctl: Any) -> None:
     start("prefill-0")
     outcome = kvctl("health", "-o", "table", "--filter", "severity!=info")
-    assert outcome.out == "✓ healthy   1 agent, 2 codes looked at\n"
+    assert outcome.out == "✓ healthy   1 agent, 2 codes examined\n"
     assert kvctl("health", "detail", "KV_RING_FULL").err == "kvctl: KV_RING_FULL is not raised\n"
 
 
@@ -100,7 +100,7 @@ class TestMutes:
         assert [row["subject"] for row in data(outcome.out)] == ["decode-1 ring", "fleet"]
         assert outcome.err == "kvctl: 1 muted (kvctl health mutes)\n"
         table = kvctl("health", "-o", "table").out
-        assert "✗ 1 critical, 1 info   4 agents, 2 codes looked at, 1 muted" in table
+        assert "✗ 1 critical, 1 info   4 agents, 2 codes examined, 1 muted" in table
         assert "decode-0 ring" not in table
         (muted,) = [row for row in data(kvctl("health", "--muted", "-o", "json").out) if row["muted_ns"]]
         assert muted["subject"] == "decode-0 ring"
@@ -197,7 +197,7 @@ class TestStatus:
     def test_what_is_muted_is_a_count_here_too(self, fleet: Any, kvctl: Any) -> None:
         kvctl("health", "mute", "KV_RING_FULL", "1h")
         assert kvctl("status", "-o", "table").out.startswith(
-            "fleet    ✓ nothing wrong in one reading  2 muted   4 agents\n"
+            "fleet    ✓ no problem in one reading  2 muted   4 agents\n"
         )
 
     def test_an_agent_that_refuses_what_only_health_reads_has_answered(self, start: Any, kvctl: Any) -> None:

@@ -17,11 +17,9 @@ from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.health.finding import Severity
-from kvctl.health.host import devices, engines, limits, surroundings
-from kvctl.health.host.fact import Fact
-from kvctl.health.host.inspection import inspect, version_facts
-from kvctl.health.host.silence import silences
-from kvctl.health.host.view import HostView, LocalAgent, listener_pid
+from kvctl.health.host import engines, system
+from kvctl.health.host.inspection import explain_faults, inspect, version_fact
+from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
 from kvctl_agent.contract import VERSION
 
 INFINITE = resource.RLIM_INFINITY
@@ -62,7 +60,7 @@ IB = {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE", "/dev/infiniban
 
 class TestDevices:
     def test_without_rdma_and_gpu_all_is_well(self, host: Host) -> None:
-        found = list(devices.facts(host()))
+        found = list(engines.device_facts(host()))
         assert {fact.severity for fact in found} == {Severity.INFO}
         assert "shared memory on this host and TCP between hosts" in only(found, "RDMA").means
 
@@ -75,54 +73,57 @@ class TestDevices:
         ],
     )
     def test_rdma(self, files: dict[str, str], found: str, remedy: str, host: Host) -> None:
-        fact = only(devices.facts(host(files)), "RDMA")
+        fact = only(engines.device_facts(host(files)), "RDMA")
         assert found in fact.found
         assert (remedy in fact.remedy) is (fact.severity is Severity.WARNING or not remedy)
 
     def test_a_gpu_beside_rdma_wants_peermem(self, host: Host) -> None:
         driver = {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.10  Thu"}
-        assert only(devices.facts(host(driver)), "GPU").found == "NVIDIA driver 570.86.10"
-        fact = only(devices.facts(host({**driver, **IB})), "GPU")
+        assert only(engines.device_facts(host(driver)), "GPU").found == "NVIDIA driver 570.86.10"
+        fact = only(engines.device_facts(host({**driver, **IB})), "GPU")
         assert (fact.severity, fact.code) == (Severity.WARNING, "KV_REGISTER_FAILED")
         assert "modprobe nvidia_peermem" in fact.remedy
         loaded = host({**driver, **IB, "/sys/module/nvidia_peermem/refcnt": "0"})
-        assert only(devices.facts(loaded), "GPU").severity is Severity.INFO
+        assert only(engines.device_facts(loaded), "GPU").severity is Severity.INFO
 
     def test_agents_that_do_not_see_each_others_gpus(self, host: Host) -> None:
         gpus = host({"/proc/driver/nvidia/version": "570.1"})
         told = {"a": {"CUDA_VISIBLE_DEVICES": "0"}, "b": {"CUDA_VISIBLE_DEVICES": "1"}}
-        *_, fact = devices.facts(gpus, told)
+        *_, fact = engines.device_facts(gpus, told)
         assert (fact.topic, fact.found) == ("GPU", "CUDA_VISIBLE_DEVICES differs: a 0, b 1")
         assert "show every agent all GPUs" in fact.remedy
         alike = {"a": {"CUDA_VISIBLE_DEVICES": "0,1"}, "b": {"CUDA_VISIBLE_DEVICES": "1,0"}, "c": {}}
-        assert not any("VISIBLE" in fact.found for fact in devices.facts(gpus, alike))
+        assert not any("VISIBLE" in fact.found for fact in engines.device_facts(gpus, alike))
 
 
 class TestLimits:
     def test_locked_memory_matters_to_rdma_only(self, host: Host) -> None:
         few = {"limit": lambda _: (8 << 20, 8 << 20)}
-        assert only(limits.facts(host(**few)), "locked memory").severity is Severity.INFO
-        fact = only(limits.facts(host(IB, **few)), "locked memory")
+        assert only(system.limit_facts(host(**few)), "locked memory").severity is Severity.INFO
+        fact = only(system.limit_facts(host(IB, **few)), "locked memory")
         assert (fact.severity, fact.found) == (Severity.WARNING, "8 MiB (this shell)")
         assert "ulimit -l unlimited" in fact.remedy
-        assert only(limits.facts(host(IB)), "locked memory").severity is Severity.INFO
+        assert only(system.limit_facts(host(IB)), "locked memory").severity is Severity.INFO
 
     def test_limits_are_those_of_the_agents_where_they_can_be_seen(self, host: Host) -> None:
         def told(locked: str) -> str:
             return f"Limit    Soft Limit   Hard Limit   Units\nMax locked memory     {locked}     {locked}    bytes\n"
 
         files = {"/proc/10/limits": told("unlimited"), "/proc/11/limits": told("65536")}
-        fact = only(limits.facts(host({**IB, **files}, agents=AGENTS)), "locked memory")
+        fact = only(system.limit_facts(host({**IB, **files}, agents=AGENTS)), "locked memory")
         assert fact.found == "64 KiB (decode-0)"
         same = {"/proc/10/limits": told("65536"), "/proc/11/limits": told("65536")}
-        assert only(limits.facts(host({**IB, **same}, agents=AGENTS)), "locked memory").found == "64 KiB (every agent)"
+        assert (
+            only(system.limit_facts(host({**IB, **same}, agents=AGENTS)), "locked memory").found
+            == "64 KiB (every agent)"
+        )
         free = {"/proc/10/limits": told("unlimited"), "/proc/11/limits": told("unlimited")}
-        assert only(limits.facts(host({**IB, **free}, agents=AGENTS)), "locked memory").found == (
+        assert only(system.limit_facts(host({**IB, **free}, agents=AGENTS)), "locked memory").found == (
             "unlimited (every agent)"
         )
 
     def test_few_descriptors(self, host: Host) -> None:
-        fact = only(limits.facts(host(limit=lambda _: (256, 256))), "file descriptors")
+        fact = only(system.limit_facts(host(limit=lambda _: (256, 256))), "file descriptors")
         assert (fact.severity, fact.code) == (Severity.WARNING, "KV_FDS_LOW")
 
     @pytest.mark.parametrize(("used", "severity"), [(7, Severity.INFO), (8, Severity.WARNING)])
@@ -132,17 +133,17 @@ class TestLimits:
             "/proc/sys/net/ipv4/ip_local_port_range": "1000\t1009",
             "/proc/net/tcp": "\n".join(["header", *lines, *lines, "   9: 0100007F:0016 0:0 0A"]),
         }
-        fact = only(limits.facts(host(files)), "ephemeral ports")
+        fact = only(system.limit_facts(host(files)), "ephemeral ports")
         assert fact.severity is severity
         assert fact.found.startswith(f"{used} of 10 in use")
 
     def test_shared_memory_that_is_missing(self, tmp_path: Path) -> None:
         bare = HostView(tmp_path, environ={}, limit=lambda _: (INFINITE, INFINITE), packages=dict, cores=lambda: 1)
-        assert only(limits.facts(bare), "/dev/shm").severity is Severity.WARNING
+        assert only(system.limit_facts(bare), "/dev/shm").severity is Severity.WARNING
 
     def test_agents_that_share_processors(self, host: Host) -> None:
-        assert "take turns" in only(limits.facts(host(cores=lambda: 1, agents=AGENTS)), "processors").means
-        assert "take turns" not in only(limits.facts(host(agents=AGENTS)), "processors").means
+        assert "take turns" in only(system.limit_facts(host(cores=lambda: 1, agents=AGENTS)), "processors").means
+        assert "take turns" not in only(system.limit_facts(host(agents=AGENTS)), "processors").means
 
 
 MOONCAKE = {"mooncake-transfer-engine-non-cuda": "0.3.13"}
@@ -157,7 +158,7 @@ OWN = {"LD_LIBRARY_PATH": "/opt/own"}
 
 class TestEngines:
     def said(self, host: HostView, **environments: Mapping[str, str]) -> list[Fact]:
-        return list(engines.facts(host, environments))
+        return list(engines.engine_facts(host, environments))
 
     def test_without_an_engine(self, host: Host) -> None:
         assert "loopback" in only(self.said(host()), "engines").means
@@ -224,7 +225,7 @@ class TestEngines:
 
 class TestSurroundings:
     def said(self, host: HostView, directory: Path, **ports: int) -> list[Fact]:
-        return list(surroundings.facts(host, directory, ports))
+        return list(system.environment_facts(host, directory, ports))
 
     @pytest.mark.parametrize(
         ("agents", "severity", "words"),
@@ -232,7 +233,7 @@ class TestSurroundings:
             ((), Severity.INFO, "workers of one host need one"),
             (AGENTS, Severity.INFO, "they can share memory"),
             ((AGENTS[0], LocalAgent("decode-0", None, 7)), Severity.WARNING, "neither copy"),
-            ((LocalAgent("decode-0", 400, 7),), Severity.INFO, "which is all"),
+            ((LocalAgent("decode-0", 400, 7),), Severity.INFO, "transfers are unaffected"),
         ],
     )
     def test_pid_namespaces(
@@ -253,7 +254,7 @@ class TestSurroundings:
 
     def test_the_socket_directory(self, host: Host, tmp_path: Path) -> None:
         directory = tmp_path / "run"
-        assert "is not there" in only(self.said(host(), directory), "socket directory").found
+        assert "does not exist" in only(self.said(host(), directory), "socket directory").found
         directory.mkdir(mode=0o700)
         assert only(self.said(host(), directory), "socket directory").severity is Severity.INFO
         directory.chmod(0o777)
@@ -287,7 +288,7 @@ class TestSurroundings:
     ],
 )
 def test_versions(agents: dict[str, str], severity: Severity, words: str) -> None:
-    (fact,) = version_facts(agents)
+    fact = version_fact(agents)
     assert fact.severity is severity
     assert words in fact.found
 
@@ -333,10 +334,10 @@ class TestSilence:
     )
     def test_why_it_does_not_answer(self, state: str, words: str, remedy: str, hung: Survey, host: Host) -> None:
         files = {f"/proc/{os.getpid()}/stat": f"{os.getpid()} (a) b) {state} 1 1"} if state else {}
-        (silence,) = silences(hung, host(files))
+        (silence,) = explain_faults(hung, host(files))
         assert words in silence.text
         assert remedy in silence.remedy
 
     def test_a_file_knows_no_processes(self, hung: Survey) -> None:
-        (silence,) = silences(hung, None)
+        (silence,) = explain_faults(hung, None)
         assert silence.text == "no answer within 2 s"
