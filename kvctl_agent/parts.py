@@ -510,10 +510,12 @@ def machine_of(
             local,
             timing,
             telemetry,
-            choose=inputs.asked(
+            choose=inputs.recording_paths(
                 lambda who, share, n, pages: chooser.choose(who.ring_bytes, share, n, pages, reaches(who.name))
             ),
-            fallback=inputs.asked(lambda who, share, n, pages: chooser.without_ring(share, reaches(who.name))),
+            fallback=inputs.recording_paths(
+                lambda who, share, n, pages: chooser.without_ring(share, reaches(who.name))
+            ),
             early_send=settings["pp_early_send"],
         )
     )

@@ -1,13 +1,14 @@
-"""The last inputs of a machine, so that what it did can be run again: `kvctl replay`.
+"""Records the latest inputs of a protocol machine, so that `kvctl replay` can run them again.
 
-A machine does no I/O, so its state at one moment and every (time, event) since are all there is to know. Inputs are
-appended as they are and encoded some hundreds at a time, which costs less than keeping the objects alive would cost
-the garbage collector. They are kept in two generations, each of which begins with a checkpoint of the machine, so that
-the oldest inputs can go and what is left can still be run.
+A machine does no I/O, so its state at one moment and every later (time, event) determine what it does. Inputs are kept
+as objects and encoded several hundred at a time; keeping the objects alive would cost the garbage collector more. They
+are kept in two generations, each of which begins with a checkpoint of the machine: the older generation can be dropped,
+and the rest can still be replayed.
 
-A checkpoint copies what the rooms in flight hold. It is taken when no room is, if such a moment comes in time; else
-when the generation is full, if it can be had within `BUDGET_NS`. If it cannot, the generation grows into the other
-one's place, and then recording stops until a checkpoint can be had: the recording has a gap, and says so.
+A checkpoint copies the state of the rooms in flight. It is taken while no room is open, if that happens in time;
+otherwise when the generation is full, if copying takes less than `BUDGET_NS`. If it takes longer, the generation grows
+into the space of the other one; when that is full too, inputs are missed until a checkpoint succeeds, and the recording
+has a gap, which it reports.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from kvctl_agent.protocol.machine import Machine
 
 BATCH = 512
 BUDGET_NS = 2_000_000
-MAX_BYTES = 32 << 20  # of both generations, encoded
-AGAIN_AFTER = 8 * BATCH  # inputs, after a checkpoint that took too long although no room was open
+MAX_BYTES = 32 << 20  # both generations, encoded
+AGAIN_AFTER = 8 * BATCH  # inputs until the next attempt, if a checkpoint took too long without open rooms
 PAGE_BYTES = 4 << 20
 
-REFUSED = "!"  # the engine broke the order of calls
-RAISED = "X"  # the machine has a bug
-UNWRITTEN = ""  # in place of an event's name
+REFUSED = "!"  # outcome: LocalProtocolError, a call of the engine out of order
+RAISED = "X"  # outcome: any other exception, a bug of the machine
+UNWRITTEN = ""  # name of an event that could not be encoded
 ACTIONS: dict[type, str] = {
     ev.Send: "s",
     ev.Transfer: "t",
@@ -48,7 +49,7 @@ ACTIONS: dict[type, str] = {
     ev.FindInstance: "?",
     ev.Answered: "a",
 }
-"""What an input led to, in letters: a replay that does otherwise is told from one that does the same."""
+"""Letters of the actions in an outcome; a replay compares outcomes to detect that it diverges."""
 
 _F = TypeVar("_F", bound=Callable[..., str])
 _M = TypeVar("_M", bound=Machine)
@@ -58,34 +59,34 @@ encode = msgspec.msgpack.Encoder(enc_hook=lambda pages: pages.astype("<i4", copy
 
 
 def outcome(actions: Sequence[ev.Action] | str) -> str:
-    """What an input led to."""
+    """Encodes the actions of an input as letters; `REFUSED` and `RAISED` are returned unchanged."""
     return actions if isinstance(actions, str) else "".join([ACTIONS.get(type(action), "~") for action in actions])
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Inputs that are not encoded yet, what each led to, and what was asked of the path chooser meanwhile."""
+    """Inputs that are not encoded yet, their outcomes, and the path chooser's answers while they were handled."""
 
     number: int
     first: int
     inputs: list[tuple[int, ev.Event]] = field(default_factory=list)
     outcomes: list[Sequence[ev.Action] | str] = field(default_factory=list)
-    asked: list[tuple[int, str]] = field(default_factory=list)  # (place of the input, path)
+    paths: list[tuple[int, str]] = field(default_factory=list)  # (index of the input, path)
 
     def encoded(self) -> tuple[int, bytes]:
-        """How many inputs, and those; from any thread, so it copies first."""
-        asked, outcomes, inputs = self.asked[:], self.outcomes[:], self.inputs[:]
-        told = [outcome(actions) for actions in outcomes[: len(inputs)]]
-        told += [""] * (len(inputs) - len(told))  # the one that is being handled
-        rows = [(now_ns, _NAMES[type(event)], event, told[place]) for place, (now_ns, event) in enumerate(inputs)]
+        """Returns the number of inputs and their encoding; may run on any thread, therefore it copies the lists."""
+        paths, outcomes, inputs = self.paths[:], self.outcomes[:], self.inputs[:]
+        letters = [outcome(actions) for actions in outcomes[: len(inputs)]]
+        letters += [""] * (len(inputs) - len(letters))  # the input being handled has no outcome yet
+        rows = [(now_ns, _NAMES[type(event)], event, letters[index]) for index, (now_ns, event) in enumerate(inputs)]
         try:
-            return len(rows), encode((asked, rows))
+            return len(rows), encode((paths, rows))
         except (TypeError, ValueError, OverflowError):
-            return len(rows), encode((asked, list(map(_sound, rows))))
+            return len(rows), encode((paths, list(map(_encodable, rows))))
 
 
-def _sound(row: tuple[int, str, ev.Event, str]) -> tuple[int, str, ev.Event | None, str]:
-    """The row, or a gap in its place: what an engine gave us may hold what cannot be written."""
+def _encodable(row: tuple[int, str, ev.Event, str]) -> tuple[int, str, ev.Event | None, str]:
+    """Replaces an input that cannot be encoded with a gap: the engine may pass any value."""
     try:
         encode(row)
     except (TypeError, ValueError, OverflowError):
@@ -94,14 +95,14 @@ def _sound(row: tuple[int, str, ev.Event, str]) -> tuple[int, str, ev.Event | No
 
 
 class Blob(NamedTuple):
-    """One piece of a recording, as `InputBlob` says; a checkpoint is packed when somebody wants it."""
+    """One piece of a recording, see `InputBlob`; a checkpoint is packed when the piece is requested."""
 
     number: int
     first: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not needed here
     data: bytes | Checkpoint
 
-    def told(self) -> InputBlob:
+    def packed(self) -> InputBlob:
         checkpoint = isinstance(self.data, Checkpoint)
         data = pack(self.data) if isinstance(self.data, Checkpoint) else self.data
         return {
@@ -115,7 +116,7 @@ class Blob(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Generation:
-    """A checkpoint and what followed it."""
+    """A checkpoint and the inputs after it."""
 
     blobs: list[Blob]
     count: int = 0
@@ -123,7 +124,7 @@ class _Generation:
 
 
 class Pieces(NamedTuple):
-    """Some pieces of a recording, in order; see `InputPage`."""
+    """Consecutive pieces of a recording, see `InputPage`."""
 
     blobs: list[InputBlob]
     next: int
@@ -132,63 +133,68 @@ class Pieces(NamedTuple):
 
 
 class InputLog:
-    """Inputs of one machine: the thread that owns it calls `begin`, `take` and `told`, any thread may call `pieces`.
+    """Latest inputs of one machine. Its thread calls the methods, except `pieces`, which any thread may call.
 
     Args:
-        capacity: inputs kept, in both generations together; 0: none.
+        capacity: number of inputs kept in both generations together; 0: none.
+
+    Attributes:
+        taken: inputs of the machine so far.
+        missed: inputs that were not recorded.
+        fault: why recording has stopped; "" while it runs.
     """
 
     def __init__(self, capacity: int) -> None:
         self.taken = 0
         self.missed = 0
-        self.fault = ""  # why nothing is recorded any more
+        self.fault = ""
         self._full = -(-capacity // 2)
         self._machine: Machine | None = None
         self._batch_size = min(BATCH, self._full)
-        self._numbers = 0  # pieces made
-        self._generations: tuple[_Generation, ...] = ()  # replaced as a whole, for those who read
+        self._next_number = 0  # of a piece
+        self._generations: tuple[_Generation, ...] = ()  # replaced, never changed: other threads read it
         self._batch = _Batch(0, 0)
-        self._due = True  # a new generation would be welcome
-        self._crowd = 1 << 62  # open rooms with which a checkpoint is worth a try
-        self._again = 0  # number of the input from which on one is, without open rooms
+        self._due = True  # a new generation should begin
+        self._max_rooms = 1 << 62  # open rooms up to which a checkpoint is tried
+        self._retry_at = 0  # number of the input from which one is tried without open rooms
 
     def begin(self, machine: _M) -> _M:
-        """From now on the inputs of this machine are taken; a new one, which is copied at once."""
+        """Starts recording the inputs of a new machine with a checkpoint; returns the machine."""
         if self._full:
             self._machine = machine
             self._checkpoint(machine)
         return machine
 
-    def asked(self, choose: _F) -> _F:
-        """A path chooser whose answers are recorded: they depend on what was measured, not on the inputs."""
+    def recording_paths(self, choose: _F) -> _F:
+        """Wraps a path chooser to record its answers, which depend on measurements and not on the inputs alone."""
 
-        def chosen(*of: Any) -> str:
-            path = choose(*of)
+        def choose_and_record(*args: Any) -> str:
+            path = choose(*args)
             batch = self._batch
-            if len(batch.outcomes) < len(batch.inputs):  # else what is being handled is not recorded
-                batch.asked.append((len(batch.inputs) - 1, path))
+            if len(batch.outcomes) < len(batch.inputs):  # the input being handled is recorded
+                batch.paths.append((len(batch.inputs) - 1, path))
             return path
 
-        return chosen  # type: ignore[return-value]
+        return choose_and_record  # type: ignore[return-value]
 
-    def take(self, event: ev.Event, now_ns: int) -> None:
-        """One input, before the machine gets it: one that it never comes back from is in the recording."""
-        if (self._due or len(self._batch.inputs) >= self._batch_size) and not self._turn():
+    def record(self, event: ev.Event, now_ns: int) -> None:
+        """Records an input before the machine handles it, so that one that hangs the machine is in the recording."""
+        if (self._due or len(self._batch.inputs) >= self._batch_size) and not self._make_room():
             self.taken += 1
             self.missed += 1
             return
         self.taken += 1
         self._batch.inputs.append((now_ns, event))
 
-    def told(self, actions: Sequence[ev.Action] | str) -> None:
-        """What came of the input that was taken last."""
+    def record_outcome(self, actions: Sequence[ev.Action] | str) -> None:
+        """Records the actions of the latest input, or `REFUSED` or `RAISED`."""
         batch = self._batch
         if len(batch.outcomes) < len(batch.inputs):
             batch.outcomes.append(actions)
 
     def pieces(self, since: int | None, until: int | None, page_bytes: int = PAGE_BYTES) -> Pieces:
-        """Pieces from number `since` (the oldest) up to `until` (now), as many as go into `page_bytes`."""
-        batch = self._batch  # before the rest: one that is sealed meanwhile is then among the others
+        """Returns the pieces from `since` (None: the oldest) up to `until` (None: now) that fit into `page_bytes`."""
+        batch = self._batch  # read first: if it is sealed meanwhile, it is among the generations
         kept = [blob for generation in self._generations for blob in generation.blobs[:]]
         end = max(batch.number, kept[-1].number + 1 if kept else 0)
         if end == batch.number and batch.inputs:
@@ -203,17 +209,17 @@ class InputLog:
         for blob in kept:
             if not wanted <= blob.number < end:
                 continue
-            found.append(blob.told())
+            found.append(blob.packed())
             size += len(found[-1]["data"])
             if size >= page_bytes:
                 break
         following = found[-1]["number"] + 1 if found else end
         return Pieces(found, following, end, max(0, min(oldest, end) - wanted))
 
-    # ---- the owner's side -------------------------------------------------------------------------------------
+    # ---- the machine's thread ---------------------------------------------------------------------------------
 
-    def _turn(self) -> bool:
-        """Make room for one more input; False when it is to be missed."""
+    def _make_room(self) -> bool:
+        """Makes room for one more input; returns False if it must be missed."""
         machine = self._machine
         if machine is None:
             return False
@@ -222,26 +228,26 @@ class InputLog:
         if not self._due:
             return True
         generation = self._generations[-1] if self._generations else None
-        room = self._room(generation)
+        space = self._space(generation)
         rooms = machine.open_rooms
-        welcome = room <= 0.5 and rooms <= self._crowd if rooms else self.taken >= self._again
-        if welcome and self._checkpoint(machine):
+        worthwhile = space <= 0.5 and rooms <= self._max_rooms if rooms else self.taken >= self._retry_at
+        if worthwhile and self._checkpoint(machine):
             return True
-        if generation is None or room <= 0:
+        if generation is None or space <= 0:
             return False
-        if room <= 0.5 and len(self._generations) > 1:
+        if space <= 0.5 and len(self._generations) > 1:
             self._generations = (generation,)
         return True
 
-    def _room(self, generation: _Generation | None) -> float:
-        """The share of all the place there is that is left when only this generation is kept: 0.5 when it is full."""
+    def _space(self, generation: _Generation | None) -> float:
+        """Returns the share of the capacity that is free if only this generation is kept: 0.5 once it is full."""
         if generation is None:
             return 0.0
         count = generation.count + len(self._batch.inputs)
         return 1 - max(count / (2 * self._full), generation.nbytes / MAX_BYTES)
 
     def _seal(self) -> None:
-        """Encode the batch and begin the next one."""
+        """Encodes the batch and begins the next one."""
         batch = self._batch
         if batch.inputs:
             count, data = batch.encoded()
@@ -249,32 +255,32 @@ class InputLog:
             generation.blobs.append(Blob(batch.number, batch.first, count, data))
             generation.count += count
             generation.nbytes += len(data)
-            self._numbers = batch.number + 1
-            # Half full: the next moment without rooms is a good one for the next generation.
-            self._due = self._room(generation) <= 0.75
-        self._batch = _Batch(self._numbers, self.taken)
+            self._next_number = batch.number + 1
+            # Half full: the next generation should begin as soon as no room is open.
+            self._due = self._space(generation) <= 0.75
+        self._batch = _Batch(self._next_number, self.taken)
 
     def _checkpoint(self, machine: Machine) -> bool:
-        """Begin a new generation; False when the machine holds too much to be copied now."""
+        """Begins a new generation; returns False if copying the machine's state takes too long."""
         rooms = machine.open_rooms
         try:
             taken = take(machine, BUDGET_NS)
         except TooSlow:
-            self._crowd = rooms // 2
-            if not rooms:  # there may be thousands that our engine has announced and nobody has opened
-                self._again = self.taken + AGAIN_AFTER
+            self._max_rooms = rooms // 2
+            if not rooms:  # the engine may have announced thousands that no decode rank has opened
+                self._retry_at = self.taken + AGAIN_AFTER
             return False
-        except Exception as error:  # a bug in here must not cost the agent anything but its recording
+        except Exception as error:  # a bug here may end the recording, but not the agent
             self.fault = f"{type(error).__name__}: {error}"
             self._machine = None
             return False
-        self._crowd = max(self._crowd, 2 * rooms)
+        self._max_rooms = max(self._max_rooms, 2 * rooms)
         self._due = False
         if self._generations:
             self._seal()
             self._due = False
-        blob = Blob(self._numbers, self.taken, 0, taken)
-        self._numbers += 1
+        blob = Blob(self._next_number, self.taken, 0, taken)
+        self._next_number += 1
         self._generations = (*self._generations[-1:], _Generation([blob]))
-        self._batch = _Batch(self._numbers, self.taken)
+        self._batch = _Batch(self._next_number, self.taken)
         return True

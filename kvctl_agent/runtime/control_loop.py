@@ -265,7 +265,7 @@ class ControlLoop:
     def _feed(self, event: ev.Event) -> None:
         inputs, now_ns = self._inputs, time.monotonic_ns()
         if inputs is not None:
-            inputs.take(event, now_ns)
+            inputs.record(event, now_ns)
         led_to: Sequence[ev.Action] | str = RAISED
         try:
             actions = led_to = self._machine.handle(event, now_ns)
@@ -280,7 +280,7 @@ class ControlLoop:
             return
         finally:
             if inputs is not None:
-                inputs.told(led_to)
+                inputs.record_outcome(led_to)
         for action in actions:
             try:
                 self.executors[type(action)](action)

@@ -27,8 +27,8 @@ class Idle:
 
 def tick_all(log: InputLog, count: int, first: int = 0) -> None:
     for now_ns in range(first, first + count):
-        log.take(ev.Tick(), now_ns)
-        log.told([])
+        log.record(ev.Tick(), now_ns)
+        log.record_outcome([])
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def test_inputs_come_back_with_what_they_led_to() -> None:
     log = InputLog(1000)
     machine = log.begin(World().d())
     opened = ev.OpenRoom(7, 8, np.arange(3, dtype=np.int32), 0, 3, -1, "registry-9")
-    log.take(opened, 5)
-    log.told(machine.handle(opened, 5))
-    log.take(ev.Tick(), 6)  # being handled
+    log.record(opened, 5)
+    log.record_outcome(machine.handle(opened, 5))
+    log.record(ev.Tick(), 6)  # being handled
     checkpoint, inputs = log.pieces(None, None).blobs
     assert (checkpoint["kind"], inputs["kind"]) == ("checkpoint", "inputs")
     _, rows = msgspec.msgpack.decode(zlib.decompress(base64.b64decode(inputs["data"])))
@@ -137,13 +137,13 @@ def test_paths_are_kept_of_recorded_inputs_only(capacity: int, copies: list[Any]
     machine = Idle()
     log.begin(machine)  # type: ignore[type-var]
     machine.open_rooms = 11
-    choose = log.asked(lambda: "staged")
+    choose = log.recording_paths(lambda: "staged")
     for now_ns in range(500):
-        log.take(ev.Tick(), now_ns)
+        log.record(ev.Tick(), now_ns)
         assert choose() == "staged"
-        log.told([])
+        log.record_outcome([])
     assert log.missed == 500 - capacity
-    assert len(log._batch.asked) <= len(log._batch.inputs)
+    assert len(log._batch.paths) <= len(log._batch.inputs)
 
 
 def test_bytes_bound_it_too(copies: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +151,8 @@ def test_bytes_bound_it_too(copies: list[Any], monkeypatch: pytest.MonkeyPatch) 
     log = InputLog(1 << 16)
     log.begin(Idle())  # type: ignore[type-var]
     for number in range(4096):
-        log.take(ev.SendPages(1, np.arange(number, number + 1000, dtype=np.int32), False, 0), number)
-        log.told([])
+        log.record(ev.SendPages(1, np.arange(number, number + 1000, dtype=np.int32), False, 0), number)
+        log.record_outcome([])
     kept = sum(len(blob.data) for generation in log._generations for blob in generation.blobs)
     assert kept < (1 << 20) + recording.BATCH * 4100
     assert log.missed == 0
@@ -182,8 +182,8 @@ def test_none_are_kept_where_none_are_wanted() -> None:
 def test_what_cannot_be_written_leaves_a_gap_and_harms_nobody() -> None:
     log = InputLog(1000)
     log.begin(World().d())
-    log.take(ev.AbortRoom(1 << 70, "no such number"), 1)
-    log.told([])
+    log.record(ev.AbortRoom(1 << 70, "no such number"), 1)
+    log.record_outcome([])
     tick_all(log, 1)
     _, inputs = log.pieces(None, None).blobs
     _, rows = msgspec.msgpack.decode(zlib.decompress(base64.b64decode(inputs["data"])))
@@ -223,8 +223,8 @@ def test_a_reader_on_another_thread_sees_whole_pieces_in_order() -> None:
     try:
         for number in range(20_000):
             event = ev.Tick()
-            log.take(event, SECOND + number)
-            log.told(machine.handle(event, SECOND + number))
+            log.record(event, SECOND + number)
+            log.record_outcome(machine.handle(event, SECOND + number))
     finally:
         done.set()
         reader.join(60)

@@ -27,7 +27,7 @@ class Recorded:
         return getattr(self.machine, name)
 
     def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
-        self.log.take(event, now_ns)
+        self.log.record(event, now_ns)
         led_to: Any = RAISED
         try:
             actions = led_to = self.machine.handle(event, now_ns)
@@ -35,7 +35,7 @@ class Recorded:
             led_to = REFUSED
             raise
         finally:
-            self.log.told(led_to)
+            self.log.record_outcome(led_to)
         return actions
 
 
@@ -49,7 +49,7 @@ class RecordedWorld(World):  # type: ignore[misc]
 
     def _machine(self, local: LocalInfo) -> Any:
         log = InputLog(self.capacity)
-        machine = self._build(local, asked=log.asked)
+        machine = self._build(local, asked=log.recording_paths)
         self.logs.setdefault(local.name, []).append(log)
         return Recorded(machine, log)
 
