@@ -1,7 +1,7 @@
-"""The archive of `kvctl debug bundle`: written so that an interrupt leaves a readable one, and read in memory.
+"""Reads and writes the archive of `kvctl debug bundle`: tar compressed with zstd, with a manifest of its files.
 
-A bundle is sent about, so it is read as what a stranger made: only plain files of the names that bundles have, within
-bounds, each as its manifest says. Nothing of it is ever written to disk.
+An interrupt while it is written leaves a valid archive. Bundles are untrusted input: they may contain only regular
+files within size limits, each with the checksum in the manifest, and nothing is ever written to disk.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ BUNDLE_VERSION = 1
 MANIFEST = "manifest.json"
 RECORDING = "recording.kvrec"
 
-_MOST_BYTES = 1 << 30  # of all that is in it, unpacked
-_MOST_FILES = 10_000
-_MOST_MANIFEST_BYTES = 8 << 20
-_MOST_HEADER_BYTES = 1 << 16  # tarfile takes seconds for a few megabytes of attributes
+_MAX_BYTES = 1 << 30  # all files, decompressed
+_MAX_FILES = 10_000
+_MAX_MANIFEST_BYTES = 8 << 20
+_MAX_HEADER_BYTES = 1 << 16  # tarfile takes seconds for a few megabytes of attributes
 _LEVEL = 10
-_BROKEN = (tarfile.TarError, ValueError, EOFError, IndexError, KeyError, OverflowError, struct.error, zlib.error)
+_DAMAGED = (tarfile.TarError, ValueError, EOFError, IndexError, KeyError, OverflowError, struct.error, zlib.error)
 
 
 def is_bundle(file: IO[bytes]) -> bool:
-    """Whether it begins as one; leaves the file at its beginning."""
-    begins = file.read(len(MAGIC))
+    """Whether the file begins like a bundle; leaves its position at the beginning."""
+    magic = file.read(len(MAGIC))
     file.seek(0)
-    return begins == MAGIC
+    return magic == MAGIC
 
 
 def recording(file: IO[bytes]) -> bytes:
-    """The recording in a bundle.
+    """Returns the recording in a bundle.
 
     Raises:
-        RecordingError: it is no bundle, is damaged, cut short, or holds no recording.
-        RecordingVersionError: it is of another version.
+        RecordingError: the file is not a bundle, is damaged or truncated, or has no recording.
+        RecordingVersionError: the bundle has another version.
     """
     return _checked(file, RECORDING)[1]
 
 
 def checked(file: IO[bytes]) -> dict[str, Any]:
-    """The manifest of a bundle in which everything is as it says.
+    """Verifies the checksums of a bundle; returns its manifest.
 
     Raises:
-        RecordingError: it is not.
-        RecordingVersionError: it is of another version.
+        RecordingError: a file differs from the manifest, or the bundle is damaged.
+        RecordingVersionError: the bundle has another version.
     """
     return _checked(file)[0]
 
 
 def _checked(file: IO[bytes], wanted: str | None = None) -> tuple[dict[str, Any], bytes]:
-    """The manifest, and the contents of the file that is wanted."""
+    """Verifies the checksums; returns the manifest and the contents of the wanted file."""
     checksums: dict[str, str] = {}
     manifest: dict[str, Any] | None = None
     found = b""
@@ -76,22 +76,22 @@ def _checked(file: IO[bytes], wanted: str | None = None) -> tuple[dict[str, Any]
             found = data
         checksums[name] = hashlib.sha256(data).hexdigest()
     if manifest is None:
-        raise RecordingError("it is no bundle of kvctl: it has no manifest")
+        raise RecordingError("it is not a bundle of kvctl: it has no manifest")
     if wanted is not None and wanted not in checksums:
-        raise RecordingError("this bundle holds no recording: its manifest says why (kvctl debug show)")
+        raise RecordingError("this bundle has no recording: kvctl debug show gives the reason")
     listed = {each["name"]: each["sha256"] for each in manifest["files"]}
     for name in (*listed, *((wanted,) if wanted is not None else ())):
         if checksums.get(name) != listed.get(name):
-            raise RecordingError(f"it is damaged: {name!r:.60} is not what its manifest says")
+            raise RecordingError(f"it is damaged: {name!r:.60} differs from the manifest")
     return manifest, found
 
 
 def _manifest(data: bytes) -> dict[str, Any]:
-    """The manifest, its version checked."""
+    """Decodes the manifest and checks its version."""
     try:
         manifest = orjson.loads(data)
         version, files = manifest["bundle"], manifest["files"]
-        well = isinstance(files, list) and all(
+        well_formed = isinstance(files, list) and all(
             isinstance(each["name"], str) and isinstance(each["sha256"], str) and type(each["bytes"]) is int
             for each in files
         )
@@ -99,19 +99,19 @@ def _manifest(data: bytes) -> dict[str, Any]:
         raise RecordingError("it is damaged: its manifest cannot be read") from None
     if version != BUNDLE_VERSION:
         raise RecordingVersionError(
-            f"its form is version {version!r:.20}, this kvctl reads version {BUNDLE_VERSION}: "
+            f"its format is version {version!r:.20}, this kvctl reads version {BUNDLE_VERSION}: "
             "read it with the kvctl that made it"
         )
-    if not well:
-        raise RecordingError("it is damaged: its manifest does not say what is in it")
+    if not well_formed:
+        raise RecordingError("it is damaged: its manifest does not list the files")
     return cast(dict[str, Any], manifest)
 
 
 def members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files of a bundle.
+    """Yields the name and contents of each file.
 
     Raises:
-        RecordingError: it is no archive, is cut short, or holds what no bundle does.
+        RecordingError: the file is not an archive, is truncated, or has members that no bundle has.
     """
     import zstandard
 
@@ -123,42 +123,42 @@ def members(file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
         ):
             for info in archive:
                 count += 1
-                if count > _MOST_FILES or not info.isreg() or info.issparse() or "/../" in f"/{info.name}/":
-                    raise RecordingError(f"it is no bundle of kvctl: it holds {info.name!r:.60}, which none does")
-                if info.name == MANIFEST and info.size > _MOST_MANIFEST_BYTES:
+                if count > _MAX_FILES or not info.isreg() or info.issparse() or "/../" in f"/{info.name}/":
+                    raise RecordingError(f"it is not a bundle of kvctl: it has {info.name!r:.60}, which no bundle has")
+                if info.name == MANIFEST and info.size > _MAX_MANIFEST_BYTES:
                     raise RecordingError(f"it is damaged: its manifest claims {info.size} bytes")
                 reader = archive.extractfile(info)
                 data = reader.read() if reader else b""
                 if len(data) != info.size:
-                    raise RecordingError("it was cut short: a file in it has no end")
+                    raise RecordingError("it is truncated: the end of a file is missing")
                 yield info.name, data
     except zstandard.ZstdError:
-        raise RecordingError("it is damaged, or was cut short: it cannot be unpacked") from None
-    except _BROKEN as error:
-        raise RecordingError(f"it is damaged, or was cut short: {error}") from None
+        raise RecordingError("it is damaged or truncated: it cannot be decompressed") from None
+    except _DAMAGED as error:
+        raise RecordingError(f"it is damaged or truncated: {error}") from None
 
 
 class _Header(tarfile.TarInfo):
-    """A member's header; one with a long name or attributes of its own is refused before they are read."""
+    """Header of a member; large extended headers are refused before they are read."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         header = super().frombuf(buf, encoding, errors)
-        if not header.isreg() and header.size > _MOST_HEADER_BYTES:
-            raise RecordingError(f"it is no bundle of kvctl: a header in it has {header.size} bytes, which none does")
+        if not header.isreg() and header.size > _MAX_HEADER_BYTES:
+            raise RecordingError(f"it is not a bundle of kvctl: its headers are too large ({header.size} bytes)")
         return header
 
 
 class _Bounded:
-    """Reads no more of an archive than any that is written has, however much it becomes."""
+    """Limits the decompressed size of an archive."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
-        self._left = _MOST_BYTES
+        self._left = _MAX_BYTES
 
     def read(self, size: int) -> bytes:
         if size > self._left:
-            raise RecordingError(f"it unpacks to more than {_MOST_BYTES >> 20} MiB, which no bundle does")
+            raise RecordingError(f"it decompresses to more than {_MAX_BYTES >> 20} MiB, which no bundle does")
         data: bytes = self._plain.read(size)
         self._left -= len(data)
         return data
@@ -166,7 +166,7 @@ class _Bounded:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file of the bundle, as its manifest lists it."""
+    """Entry of one file in the manifest; `what` describes it."""
 
     name: str
     bytes: int
@@ -175,7 +175,7 @@ class Entry:
 
 
 class Archive:
-    """A bundle that is being written. What is added is in it as a whole, and Ctrl-C comes before or after."""
+    """A bundle being written; Ctrl-C takes effect before or after a file is added, never in between."""
 
     def __init__(self, file: IO[bytes]) -> None:
         import zstandard
@@ -187,18 +187,18 @@ class Archive:
         self.entries: list[Entry] = []
 
     def add(self, name: str, data: bytes | IO[bytes], what: str) -> None:
-        """A file; one that is open is read from its beginning."""
+        """Adds a file; an open file is read from its beginning."""
         file = io.BytesIO(data) if isinstance(data, bytes) else data
         file.seek(0)
         checksum = hashlib.file_digest(cast(io.BytesIO, file), "sha256").hexdigest()
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
-        with undisturbed():
+        with _delayed_interrupt():
             self._write(name, file, size)
             self.entries.append(Entry(name, size, checksum, what))
 
     def end(self, about: dict[str, Any]) -> None:
-        """Adds the manifest, which says `about` besides what is in the bundle, and closes it."""
+        """Adds the manifest, with `about` and the list of files, and closes the archive."""
         manifest = {
             "bundle": BUNDLE_VERSION,
             "kvctl": VERSION,
@@ -206,7 +206,7 @@ class Archive:
             "files": [asdict(entry) for entry in self.entries],
         }
         data = orjson.dumps(manifest, option=orjson.OPT_INDENT_2)
-        with undisturbed():
+        with _delayed_interrupt():
             self._write(MANIFEST, io.BytesIO(data), len(data))
             self._tar.close()
             self._packer.close()
@@ -218,21 +218,21 @@ class Archive:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ctrl-C waits until what is inside is done."""
-    came: list[int] = []
+def _delayed_interrupt() -> Iterator[None]:
+    """Delays Ctrl-C until the end of the block."""
+    received: list[int] = []
 
-    def later(number: int, _: FrameType | None) -> None:
-        came.append(number)
+    def delay(number: int, _: FrameType | None) -> None:
+        received.append(number)
 
     before = signal.getsignal(signal.SIGINT)
-    if not callable(before):  # whoever ignores it, as what a shell runs in the background does, goes on doing so
+    if not callable(before):  # ignored, as by background jobs of a shell; it stays so
         yield
         return
-    signal.signal(signal.SIGINT, later)
+    signal.signal(signal.SIGINT, delay)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came:
+    if received:
         raise KeyboardInterrupt

@@ -224,6 +224,9 @@ class SnapshotReader:
     def __len__(self) -> int:
         return len(self._packed)
 
+    def __iter__(self) -> Iterator[Moment]:
+        return map(self._decoded, range(len(self)))
+
     def __getitem__(self, index: int) -> Moment:
         """Decodes one snapshot; raises CliError if it is damaged."""
         return self._decoded(index)

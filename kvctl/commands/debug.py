@@ -1,4 +1,4 @@
-"""`kvctl debug`: everything that somebody else needs to look into a fleet's trouble, in one file."""
+"""`kvctl debug`: saves everything about a fleet in one file, for somebody else to diagnose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvctl.client.faults import exit_code, lines
 from kvctl.client.fleet import Fleet
 from kvctl.client.recorder import whole_file
 from kvctl.client.recordings import readable
-from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleRequest, BundleResult, write_bundle
+from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleResult, write_bundle
 from kvctl.commands.options import KvctlGroup, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
@@ -38,7 +38,7 @@ BUNDLE = View(
 
 @click.group(cls=KvctlGroup)
 def debug() -> None:
-    """Bundles: everything that is known of a fleet in one file, to send to somebody."""
+    """Bundles: everything about a fleet in one file, to send to somebody."""
 
 
 @debug.command(
@@ -54,11 +54,11 @@ def debug() -> None:
 @click.option("--list", "listed", is_flag=True, help="Only list the files that it would hold.")
 @pass_settings
 def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) -> None:
-    """Save to FILE (.tar.zst) the output of every reading command, stacks, metrics, health and facts of this machine.
+    """Save to FILE (.tar.zst) the output of every reading command, stacks, metrics, health and host facts.
 
-    Agents that hang or refuse are named in it and do not delay it. Ctrl-C leaves a readable file with what there is so
-    far. Reading commands take a bundle with --from FILE like a recording, kvctl debug show lists it, tar --zstd -xf
-    FILE unpacks it. An existing FILE is replaced. It holds names and addresses, and no KV.
+    Agents that hang or refuse are named in it and do not delay it. Ctrl-C leaves a valid file with the data collected
+    so far. Reading commands take a bundle with --from FILE like a recording, kvctl debug show lists it, tar --zstd -xf
+    FILE unpacks it. An existing FILE is replaced. It contains names and addresses, and no KV.
 
     With --redact each host, user, address, path and key gets another name (host-1, path-3), the same everywhere; names
     of agents stay, and the inputs of their state machines are left out. With --from an older recording or bundle is
@@ -68,7 +68,7 @@ def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) ->
     output.selection(BUNDLE)
     if listed:
         rows = [
-            {"file": "recording.kvrec", "what": "moments of the fleet, for --from"},
+            {"file": "recording.kvrec", "what": "snapshots of the fleet, for --from"},
             *({"file": text.name, "what": f"{text.what}: kvctl {' '.join(text.args)}"} for text in TEXTS),
             {"file": HOST_TEXT.name, "what": f"{HOST_TEXT.what}: kvctl {' '.join(HOST_TEXT.args)}"},
             {"file": HOST, "what": "the same machine in numbers"},
@@ -80,34 +80,33 @@ def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) ->
         raise click.UsageError("FILE is missing: kvctl debug bundle FILE.tar.zst")
     try:
         with whole_file(file) as opened:
+            directory = file.resolve().parent
             if settings.from_file is not None:
-                wish = BundleRequest(None, settings.from_file, redact, output.detail)
-                made = write_bundle(opened, file.resolve().parent, wish)
+                result = write_bundle(opened, directory, settings.from_file, redact, output.detail)
             else:
                 with Fleet(settings.endpoints, settings.labels, settings.timeout_ns, settings.keys) as fleet:
-                    wish = BundleRequest(fleet, None, redact, output.detail)
-                    made = write_bundle(opened, file.resolve().parent, wish)
+                    result = write_bundle(opened, directory, fleet, redact, output.detail)
     except OSError as error:
         raise CliError(f"cannot write {file}: {error.strerror or error}") from error
-    rows = [{"file": entry.name, **asdict(entry)} for entry in made.entries]
-    output.emit(Report(BUNDLE, rows, made.agents, made.faults))
-    raise click.exceptions.Exit(_conclude(output, file, made))
+    rows = [{"file": entry.name, **asdict(entry)} for entry in result.entries]
+    output.emit(Report(BUNDLE, rows, result.agents, result.faults))
+    raise click.exceptions.Exit(_conclude(output, file, result))
 
 
-def _conclude(output: Output, path: Path, made: BundleResult) -> ExitCode:
-    for line in lines(made.faults):
+def _conclude(output: Output, path: Path, result: BundleResult) -> ExitCode:
+    for line in lines(result.faults):
         complain(line)
-    for text in made.failed:
+    for text in result.failed:
         complain(f"not in the bundle: {text}")
-    for text in made.left_out:
+    for text in result.left_out:
         output.note(f"left out: {text}")
-    if not made.agents:
-        complain("no agent answered: what is in the bundle is of this machine and of those that were looked for")
-    if made.partial:
-        complain(f"interrupted: {path} holds what there was so far")
+    if not result.agents:
+        complain("no agent answered: the bundle has facts about this machine only")
+    if result.partial:
+        complain(f"interrupted: {path} has the data collected so far")
         return ExitCode.INTERRUPTED
     output.note(f"saved to {path}: kvctl status --from {path}, kvctl debug show {path}")
-    return exit_code(made.agents, made.faults)
+    return exit_code(result.agents, result.faults)
 
 
 @debug.command(
@@ -122,7 +121,7 @@ def show(settings: Settings, file: Path) -> None:
     output.selection(BUNDLE)
     with readable(file), file.open("rb") as opened:
         if not is_bundle(opened):
-            raise RecordingError("it is no bundle of kvctl: kvctl debug bundle makes one")
+            raise RecordingError("it is not a bundle of kvctl: create one with kvctl debug bundle")
         manifest = checked(opened)
     output.emit(Report(BUNDLE, [{"file": each["name"], **each} for each in manifest["files"]], answered=1))
     for key, text in (("failed", "not in the bundle"), ("left_out", "left out")):

@@ -1,7 +1,7 @@
-"""Makes a debug bundle: what was captured, and what the reading commands make of it, in files that people can read.
+"""Writes a debug bundle: a recording of the fleet, and the output of the reading commands on that recording.
 
-The texts are the commands' own, run on the recording that is in the bundle: they show what `--from` would show, and
-where names were taken out of the recording there are none in them.
+The commands run on the recording in the bundle, so their output is what `--from` shows later, and a redacted recording
+yields redacted output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +39,7 @@ _WIDTH = "160"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A file made by a command: its arguments, and what it shows."""
+    """A file with the output of a command, and a description of it."""
 
     name: str
     args: tuple[str, ...]
@@ -72,13 +72,14 @@ HOST_TEXT = Text("host.txt", ("doctor", "--host-only"), "what this machine means
 
 @dataclass(slots=True)
 class BundleResult:
-    """What came of it.
+    """Contents of a written bundle, and what it lacks.
 
     Attributes:
-        agents: how many answered.
-        faults: of agents that did not, or not all.
-        failed: files that could not be made, and why.
-        entries: the files in it.
+        entries: files in the bundle.
+        agents: number of agents that answered.
+        faults: agents that did not answer, or not everything.
+        left_out: descriptions of omitted data.
+        failed: files that could not be made, with the reason.
         partial: Ctrl-C ended it early.
     """
 
@@ -90,146 +91,139 @@ class BundleResult:
     partial: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BundleRequest:
-    """What goes into the bundle.
+def write_bundle(
+    file: IO[bytes], directory: Path, source: Fleet | Path, redact: bool, report: Callable[[str], None]
+) -> BundleResult:
+    """Writes a bundle into an empty file.
 
-    Attributes:
-        fleet: whom to ask; None where `source` is given.
-        source: a recording or bundle whose moments are taken over.
-        say: told what is done next.
+    Args:
+        directory: directory of a temporary copy of the recording.
+        source: the fleet to record, or a recording or bundle whose snapshots are used.
+        redact: whether to replace names, addresses, paths and keys.
+        report: called with the name of each step.
     """
-
-    fleet: Fleet | None
-    source: Path | None
-    redact: bool
-    say: Callable[[str], None]
+    return _Bundle(file, directory, source, redact, report).write()
 
 
-def write_bundle(file: IO[bytes], directory: Path, wish: BundleRequest) -> BundleResult:
-    """A whole bundle, into an empty file; `directory` takes the recording while it is being made."""
-    made = BundleResult()
-    archive = Archive(file)
-    redaction = Redaction.of_this_machine() if wish.redact else None
-    about: dict[str, Any] = {"made_at_ns": time.time_ns(), "redacted": wish.redact}
-    try:
-        _fill(archive, directory, wish, redaction, made)
-    except KeyboardInterrupt:
-        made.partial = True
-    failed = [utf8(redaction.text(text) if redaction else text) for text in made.failed]
-    left_out = [utf8(redaction.text(text) if redaction else text) for text in made.left_out]
-    faults = [{"agent": utf8(fault.agent), "code": fault.code, "message": utf8(fault.message)} for fault in made.faults]
-    about |= {
-        "partial": made.partial,
-        "agents": made.agents,
-        "failed": failed,
-        "left_out": left_out,
-        "errors": redaction.document(faults) if redaction else faults,
-    }
-    try:
-        archive.end(about)
-    except KeyboardInterrupt:  # it came late: all is in the file
-        made.partial = True
-    made.entries = archive.entries
-    return made
+class _Bundle:
+    """A bundle that is being written."""
 
+    def __init__(
+        self, file: IO[bytes], directory: Path, source: Fleet | Path, redact: bool, report: Callable[[str], None]
+    ) -> None:
+        self._archive = Archive(file)
+        self._directory = directory
+        self._source = source
+        self._redaction = Redaction.of_this_machine() if redact else None
+        self._report = report
+        self._result = BundleResult()
 
-def _fill(
-    archive: Archive, directory: Path, wish: BundleRequest, redaction: Redaction | None, made: BundleResult
-) -> None:
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvctl-", suffix=".kvrec") as recording:
-        wish.say("asking the agents")
-        what = _record(recording, wish, redaction, made)
-        recording.flush()
-        archive.add(RECORDING, recording, what)
-        if made.partial:
-            return
-        # Of a fleet that did not answer no command has anything to show.
-        for text in TEXTS if made.agents else ():
-            _add_text(archive, text, ("--from", recording.name), wish, redaction, made)
-    if wish.source is None:
-        _add_text(archive, HOST_TEXT, (), wish, redaction, made)
-        wish.say(HOST)
-        found = facts()
-        known = redaction.document(found) if redaction else found
-        archive.add(HOST, orjson.dumps(known, option=orjson.OPT_INDENT_2), "the same machine in numbers")
+    def write(self) -> BundleResult:
+        result = self._result
+        about: dict[str, Any] = {"made_at_ns": time.time_ns(), "redacted": self._redaction is not None}
+        try:
+            self._add_files()
+        except KeyboardInterrupt:
+            result.partial = True
+        faults = [
+            {"agent": utf8(fault.agent), "code": fault.code, "message": utf8(fault.message)} for fault in result.faults
+        ]
+        about |= {
+            "partial": result.partial,
+            "agents": result.agents,
+            "failed": [self._redact(text) for text in result.failed],
+            "left_out": [self._redact(text) for text in result.left_out],
+            "errors": self._redaction.document(faults) if self._redaction else faults,
+        }
+        try:
+            self._archive.end(about)
+        except KeyboardInterrupt:  # after the last file was written
+            result.partial = True
+        result.entries = self._archive.entries
+        return result
 
+    def _add_files(self) -> None:
+        with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".kvctl-", suffix=".kvrec") as recording:
+            self._report("asking the agents")
+            contents = self._record(recording)
+            recording.flush()
+            self._archive.add(RECORDING, recording, contents)
+            if self._result.partial:
+                return
+            # Without agents no command has anything to show.
+            for text in TEXTS if self._result.agents else ():
+                self._add_text(text, "--from", recording.name)
+        if not isinstance(self._source, Path):
+            self._add_text(HOST_TEXT)
+            self._report(HOST)
+            facts = host_facts()
+            known = self._redaction.document(facts) if self._redaction else facts
+            self._archive.add(HOST, orjson.dumps(known, option=orjson.OPT_INDENT_2), "the same machine in numbers")
 
-def _add_text(
-    archive: Archive,
-    text: Text,
-    where: tuple[str, ...],
-    wish: BundleRequest,
-    redaction: Redaction | None,
-    made: BundleResult,
-) -> None:
-    wish.say(text.name)
-    shown = _shown(text, where, made)
-    if shown:
-        archive.add(text.name, utf8(redaction.text(shown) if redaction else shown).encode(), text.what)
+    def _record(self, file: IO[bytes]) -> str:
+        """Writes the recording; returns a description of its contents."""
+        result = self._result
+        if not isinstance(self._source, Path) and self._redaction is None:
+            saving = Saving(self._source.survey())
+            write_recording(file, self._source, saving, Series(_APART_NS, _APART_NS, lambda *_: None))
+            result.agents, result.faults = len(saving.saved), saving.faults
+            result.left_out += saving.left_out
+            result.partial = saving.interrupted
+            return "snapshots of the fleet, for --from, and inputs of its state machines, for kvctl replay"
+        moments = self._moments()
+        result.partial = not write_moments(file, redacted(moments, self._redaction) if self._redaction else moments)
+        reason = ": they contain addresses" if self._redaction else ""
+        result.left_out.append(f"inputs of the state machines{reason}")
+        return "snapshots of the fleet, for --from"
 
+    def _moments(self) -> Iterator[Moment]:
+        """Yields the snapshots of the source, and counts its agents and faults."""
+        result = self._result
+        for moment in load(self._source) if isinstance(self._source, Path) else _taken(self._source):
+            result.agents = max(result.agents, len(moment.agents) - len(moment.silent))
+            result.faults = [*moment.faults, *moment.silent]
+            result.left_out = list(moment.left_out)  # later snapshots add what the first ones lack
+            yield moment
 
-def _record(file: IO[bytes], wish: BundleRequest, redaction: Redaction | None, made: BundleResult) -> str:
-    """Writes the recording; returns what it holds."""
-    if wish.fleet is not None and redaction is None:
-        saving = Saving(wish.fleet.survey())
-        write_recording(file, wish.fleet, saving, Series(_APART_NS, _APART_NS, lambda *_: None))
-        made.agents, made.faults = len(saving.saved), saving.faults
-        made.left_out += saving.left_out
-        made.partial = saving.interrupted
-        return "moments of the fleet, for --from, and what its machines were told, for kvctl replay"
-    moments: Iterable[Moment] = _taken(wish.fleet) if wish.fleet is not None else _loaded(wish.source)
-    counted = _counted(moments, made)
-    made.partial = not write_moments(file, counted if redaction is None else redacted(counted, redaction))
-    made.left_out.append("what the machines were told: it holds addresses" if redaction else "machine inputs")
-    return "moments of the fleet, for --from"
+    def _add_text(self, text: Text, *options: str) -> None:
+        self._report(text.name)
+        if output := self._output_of(text, options):
+            self._archive.add(text.name, self._redact(output).encode(), text.what)
+
+    def _output_of(self, text: Text, options: tuple[str, ...]) -> str:
+        """Runs the command in this process; returns its stdout."""
+        command = command_named(text.args[0])
+        assert command is not None, text.name
+        out, err = io.StringIO(), io.StringIO()
+        layout = [] if "-o" in text.args else ["-o", "wide"]
+        args = [*text.args[1:], *layout, *options, "--color", "never", "-q"]
+        code: Any = ExitCode.OK
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _fixed_width():
+            try:
+                code = command.main(args, prog_name=f"kvctl {text.args[0]}", standalone_mode=False)
+            except click.Abort:  # click's exception for Ctrl-C
+                raise KeyboardInterrupt from None
+            except Exception as error:  # an error of one command costs only its own file
+                err.write(f"{type(error).__name__}: {error}")
+                code = ExitCode.FAILED
+        if not out.getvalue() and code not in {ExitCode.OK, None}:
+            self._result.failed.append(f"{text.name}: {err.getvalue().strip() or f'exit code {code}'}")
+        return out.getvalue()
+
+    def _redact(self, text: str) -> str:
+        return utf8(self._redaction.text(text) if self._redaction else text)
 
 
 def _taken(fleet: Fleet) -> Iterator[Moment]:
-    taker = SnapshotRecorder(fleet)
-    yield taker.take()
+    recorder = SnapshotRecorder(fleet)
+    yield recorder.take()
     time.sleep(_APART_NS / 1e9)
-    yield taker.take()
-
-
-def _loaded(source: Path | None) -> Iterator[Moment]:
-    assert source is not None
-    moments = load(source)
-    return (moments[index] for index in range(len(moments)))
-
-
-def _counted(moments: Iterable[Moment], made: BundleResult) -> Iterator[Moment]:
-    for moment in moments:
-        made.agents = max(made.agents, len(moment.agents) - len(moment.silent))
-        made.faults = [*moment.faults, *moment.silent]
-        made.left_out = list(moment.left_out)  # a series makes up for what its first moments lack
-        yield moment
-
-
-def _shown(text: Text, where: tuple[str, ...], made: BundleResult) -> str:
-    """What the command prints of the recording that `where` names."""
-    command = command_named(text.args[0])
-    assert command is not None, text.name
-    out, err = io.StringIO(), io.StringIO()
-    human = [] if "-o" in text.args else ["-o", "wide"]
-    args = [*text.args[1:], *human, *where, "--color", "never", "-q"]
-    code: Any = ExitCode.OK
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _columns():
-        try:
-            code = command.main(args, prog_name=f"kvctl {text.args[0]}", standalone_mode=False)
-        except click.Abort:  # is what Ctrl-C becomes inside a command
-            raise KeyboardInterrupt from None
-        except Exception as error:  # one command's mistake must not cost the others' answers
-            err.write(f"{type(error).__name__}: {error}")
-            code = ExitCode.FAILED
-    if not out.getvalue() and code not in {ExitCode.OK, None}:
-        made.failed.append(f"{text.name}: {err.getvalue().strip() or f'exit code {code}'}")
-    return out.getvalue()
+    yield recorder.take()
 
 
 @contextlib.contextmanager
-def _columns() -> Iterator[None]:
-    """The width of pictures is the terminal's; a bundle looks the same whoever makes it."""
+def _fixed_width() -> Iterator[None]:
+    """Sets the width of pictures, which is otherwise the terminal's."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = _WIDTH
     try:
@@ -250,8 +244,8 @@ _LIMITS = {
 }
 
 
-def facts() -> dict[str, Any]:
-    """JSON-ready; a fact that cannot be had is None."""
+def host_facts() -> dict[str, Any]:
+    """Returns facts about this machine as JSON values; unknown ones are None."""
     system = platform.uname()
     return {
         "at_ns": time.time_ns(),
@@ -291,7 +285,7 @@ def _free(path: str) -> int | None:
 
 
 def _limit(which: int) -> list[int | None]:
-    """Soft and hard; None is no limit."""
+    """Returns the soft and the hard limit; None means unlimited."""
     return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)]
 
 

@@ -93,7 +93,7 @@ def test_show_lists_it_and_finds_what_was_changed(fleet: Any, kvctl: Any, tmp_pa
     kvctl("record", str(recording))
     refused = kvctl("debug", "show", str(recording))
     assert (refused.code, refused.out) == (1, "")
-    assert "it is no bundle of kvctl: kvctl debug bundle makes one" in refused.err
+    assert "it is not a bundle of kvctl: create one with kvctl debug bundle" in refused.err
     path.write_bytes(path.read_bytes()[:500])
     assert kvctl("debug", "show", str(path)).code == 1
 
@@ -175,7 +175,7 @@ def test_redaction_leaves_no_name_of_a_machine_a_person_a_place_or_a_key(
     assert all(f"{kind}-1" in text for kind in ("host", "user", "path", "key", "address"))
     with io.BytesIO(unpacked(path)[RECORDING]) as file:
         assert form.BLOB not in {frame.kind for frame in form.read_frames(file)}
-    assert "left out: what the machines were told" in outcome.err
+    assert "left out: inputs of the state machines" in outcome.err
     shown = kvctl("agents", "--from", str(path), "--columns", "agent,state", "-o", "tsv")
     assert (shown.code, shown.out) == (0, "agent\tstate\ndecode-0\tok\nhost-2-prefill-0\tok\n")
     for args in (("rooms", "-o", "tsv"), ("staging", "-o", "csv"), ("metrics", "-o", "yaml")):
