@@ -1,9 +1,9 @@
-# Completion of kvctl for bash, printed by `kvctl completion bash`. For all shells of yours, once:
+# Completion of kvctl for bash, printed by `kvctl completion bash`. To install it:
 #   kvctl completion bash > ~/.local/share/bash-completion/completions/kvctl
 _kvctl() {
     local line="${COMP_LINE:0:COMP_POINT}" word ahead="" type value help
     word="${line##*[[:space:]]}"
-    # bash splits words at = and : and wants only what stands behind the last of them.
+    # bash splits words at = and : and expects only the text after the last of them.
     [[ $word == *[=:]* ]] && ahead="${word%"${word##*[=:]}"}"
     COMPREPLY=()
     while IFS=$'\t' read -r type value help; do

@@ -1,4 +1,4 @@
-# Completion of kvctl for fish, printed by `kvctl completion fish`. For all shells of yours, once:
+# Completion of kvctl for fish, printed by `kvctl completion fish`. To install it:
 #   kvctl completion fish > ~/.config/fish/completions/kvctl.fish
 function __kvctl_complete
     set -l words (commandline -opc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-# Not imported from typing: Ctrl-C during imports before `main` prints a traceback, so this module imports little.
+# Not imported from typing: this module imports little, because Ctrl-C before `main` prints a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType

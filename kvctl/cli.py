@@ -1,4 +1,4 @@
-"""Root command of `kvctl`; converts every exception to an error message and an exit code."""
+"""Root command of `kvctl`; converts exceptions to an error message and an exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 from kvctl.commands.options import KvctlGroup, global_options, write_options
 from kvctl.commands.registry import COMMANDS, SECTIONS, load
-from kvctl.commands.stdio import complain, silence_stdout, stand_in_for_closed_streams, tell, unwritable
+from kvctl.commands.stdio import complain, open_missing_streams, silence_stdout, tell, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract import VERSION
@@ -19,13 +19,13 @@ from kvctl_agent.contract import VERSION
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# Errors of writing to stdout other than a closed pipe. Errors of files that commands write contain the file name.
+# Errors of writes to stdout, other than a closed pipe. Errors of other files contain the file name.
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT})
 _COMPLETE = "_KVCTL_COMPLETE"  # set by the scripts of `kvctl completion`
 
 
 class _Root(KvctlGroup):
-    """Lists the commands of the registry and imports only the one that is called."""
+    """Group of the registry's commands; imports only the one that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -34,7 +34,7 @@ class _Root(KvctlGroup):
         return load(cmd_name)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Completes from the registry, because getting the help from the commands would import all of them."""
+        """Completes from the registry, since reading the help from the commands would import all of them."""
         from click.shell_completion import CompletionItem
 
         if incomplete.startswith("-"):
@@ -57,19 +57,19 @@ class _Root(KvctlGroup):
 @click.command(
     cls=_Root,
     invoke_without_command=True,
-    short_help="see, measure and check KV-cache transfer",
+    short_help="observe, measure and check KV cache transfers",
     examples=[
-        ("A small fleet with traffic on this machine, to try the other commands on", "kvctl demo"),
+        ("A small fleet with traffic on this machine, to try the other commands", "kvctl demo"),
         ("The fleet on one screen", "kvctl status"),
         ("Rooms older than five seconds, the oldest first", "kvctl rooms --filter 'age>5s' --sort-by -age"),
-        ("What is wrong, and the next command", "kvctl doctor"),
+        ("Problems, with the next command for each", "kvctl doctor"),
         ("Help for one command", "kvctl help rooms show"),
     ],
 )
 @click.version_option(VERSION, prog_name="kvctl", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """See, measure and check KV-cache transfer between prefill and decode workers.
+    """Observe, measure and check KV cache transfers between prefill and decode workers.
 
     Data goes to stdout, messages to stderr. Exit codes: 0 ok, 1 failed, 2 usage, 3 no agent, 4 timeout,
     5 not permitted, 6 protocol mismatch, 7 partial (some agents answered), 130 interrupted.
@@ -85,7 +85,7 @@ def main(args: list[str] | None = None) -> NoReturn:
 
 def run(args: list[str]) -> int:
     """Runs `kvctl` and returns the exit code."""
-    stand_in_for_closed_streams()
+    open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         # On a terminal without UTF-8, print a question mark for unencodable characters instead of raising an error.
         reconfigure = getattr(stream, "reconfigure", None)
@@ -109,7 +109,7 @@ def run(args: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # Output.write handles a closed pipe of a command that only prints; here the command had more to do.
+        # Output.write handles the pipe of a command that only prints; this command was not finished.
         silence_stdout()
         return ExitCode.FAILED
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Exception with which a command ends: an error message and an exit code.
+"""Exception that ends a command with an error message and an exit code.
 
 `kvctl` imports only `kvctl_agent.contract` of the agent, so its errors are separate from `kvctl_agent.errors`. Usage
 errors are `click.UsageError` (exit code 2), for which click also prints the usage line.

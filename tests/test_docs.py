@@ -22,6 +22,7 @@ from kvctl.commands.options import GlobalOptions, KvctlGroup
 from kvctl.health.check import parse_thresholds
 from kvctl.health.codes import CODES_BY_NAME
 from kvctl.health.finding import AREAS
+from kvctl.render.rooms import ROOMS
 from kvctl.render.view import View
 from kvctl_agent.contract.config import KEYS
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
@@ -145,10 +146,11 @@ def parse(words: list[str], *, whole: bool) -> tuple[click.Context, View | None]
         except click.exceptions.Exit:  # --help, --version, and a group alone that has no default
             return click.Context(at), None
         if not isinstance(at, click.Group):
-            return context, at.filter_view if isinstance(at, GlobalOptions) else None
+            assert isinstance(at, GlobalOptions)
+            return context, ROOMS if at.name == "abort" else at.view  # rooms abort filters the rows of kvctl rooms
         left = [*context._protected_args, *context.args]
         if not left:
-            return context, at.default_view(context) if isinstance(at, KvctlGroup) else None
+            return context, at.shown_view(context) if isinstance(at, KvctlGroup) else None
         found, command, rest = at.resolve_command(context, left)
         assert command is not None
         assert found is not None

@@ -1,4 +1,4 @@
-"""`kvctl agents`: who is there, who left only a socket behind, and how far away they are."""
+"""`kvctl agents`: the agents that answer and the sockets that killed agents left, with round trips and clocks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,13 @@ from kvctl_agent.contract import sockets
 from kvctl_agent.contract.admin import socket_dir
 
 _CLOCK_ROUNDS = 3
-_TURN_TIMEOUT_S = 5.0
+_LOCK_TIMEOUT_S = 5.0
 
 AGENTS = View(
     "agents",
     (
         Column("agent"),
-        Column(
-            "state",
-            styles=palette.AGENT_STATES,
-            help="ok, stale (the process of the socket has ended), or the reason for a missing answer.",
-        ),
+        Column("state", styles=palette.AGENT_STATES, help="ok, draining, stale (its process has ended), or an error."),
         Column("role", styles=palette.ROLES),
         Column("rtt", kind=Kind.DURATION),
         Column("uptime", kind=Kind.DURATION),
@@ -44,9 +40,7 @@ AGENTS = View(
         Column("clock_error", kind=Kind.DURATION, width=Width.WIDE),
         Column("protocol", kind=Kind.LIST, width=Width.WIDE),
         Column("level", width=Width.WIDE, help="Permission of this client: read, operate or admin."),
-        Column(
-            "capabilities", kind=Kind.LIST, width=Width.WIDE, help="Features of the agent's build and configuration."
-        ),
+        Column("capabilities", kind=Kind.LIST, width=Width.WIDE, help="Features of its build and configuration."),
         Column("endpoint", width=Width.WIDE),
     ),
     sort=("agent",),
@@ -59,43 +53,43 @@ AGENTS = View(
     view=AGENTS,
     examples=[
         ("Agents of this machine", "kvctl agents"),
-        ("Remove the sockets that killed agents left", "kvctl agents --prune"),
+        ("Remove the sockets of killed agents", "kvctl agents --prune"),
         ("Agents on other machines", "kvctl agents -e tcp://node-1:7000 --key ops --server-key fleet.pub"),
     ],
 )
-@click.option("--prune", is_flag=True, help="First remove the sockets of agents whose process has provably ended.")
+@click.option("--prune", is_flag=True, help="First remove the sockets of agents whose process has ended.")
 @pass_settings
 def agents(settings: Settings, prune: bool) -> None:
-    """Who is there: state, round trip, uptime, version, incarnation, clock offset with its bound.
+    """List the agents: state, round trip, uptime, version, incarnation, clock offset and its error bound.
 
-    The socket of an agent that was killed is listed as stale, and the exit code is then 7. --prune removes it, and so
-    does the next agent that starts here.
+    An agent that was killed leaves its socket, which is listed as stale; the exit code is then 7. --prune removes such
+    sockets, and so does the next agent that starts on this machine.
     """
     if prune:
         live_only(settings)
         removed = _prune(socket_dir())
-        Output(settings).note(f"removed what {', '.join(removed)} left" if removed else "nothing to remove")
+        Output(settings).note(f"removed the sockets of {', '.join(removed)}" if removed else "no stale sockets")
     run(settings, AGENTS, (), _read, clock_rounds=_CLOCK_ROUNDS)
 
 
 def _prune(directory: Path) -> list[str]:
-    """Names of the agents whose leftovers were removed; empty where there is no directory.
+    """Removes stale sockets and returns the names of their agents; none if there is no directory.
 
     Raises:
-        CliError: the directory cannot be used, or another process keeps it locked.
+        CliError: the directory cannot be opened, or another process keeps it locked.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CliError(f"{directory}: {error.strerror}", ExitCode.NOT_PERMITTED) from None
+        raise CliError(f"cannot open {directory}: {error.strerror}", ExitCode.NOT_PERMITTED) from None
     try:
-        with sockets.directory_lock(descriptor, _TURN_TIMEOUT_S):
+        with sockets.directory_lock(descriptor, _LOCK_TIMEOUT_S):
             return sockets.prune(directory)
     except TimeoutError:
         raise CliError(
-            f"another process holds the lock on {directory} for over {_TURN_TIMEOUT_S:g} s: see `fuser {directory}`",
+            f"{directory} has been locked by another process for {_LOCK_TIMEOUT_S:g} s: find it with fuser {directory}",
             ExitCode.TIMEOUT,
         ) from None
     finally:
@@ -116,12 +110,10 @@ def _read(survey: Survey) -> Report:
         for agent in survey.agents
     ]
     answered = len(rows)
-    gone = {endpoint.name for endpoint in survey.discovery.stale}
-    rows += [
-        {"agent": endpoint.name, "state": "stale", "endpoint": endpoint.address} for endpoint in survey.discovery.stale
-    ]
-    rows += [{"agent": fault.agent, "state": fault.code} for fault in survey.faults if fault.agent not in gone]
-    named = {fault.agent for fault in survey.faults}
-    left = "its process is gone and left its socket: kvctl agents --prune removes it"
-    faults = [*survey.faults, *(Fault(name, FaultCode.UNREACHABLE, left) for name in sorted(gone - named))]
+    stale = {endpoint.name: endpoint.address for endpoint in survey.discovery.stale}
+    failed = {fault.agent for fault in survey.faults}
+    rows += [{"agent": name, "state": "stale", "endpoint": address} for name, address in stale.items()]
+    rows += [{"agent": fault.agent, "state": fault.code} for fault in survey.faults if fault.agent not in stale]
+    text = "its process has ended and left its socket: kvctl agents --prune removes it"
+    faults = [*survey.faults, *(Fault(name, FaultCode.UNREACHABLE, text) for name in sorted(stale.keys() - failed))]
     return Report(AGENTS, rows, answered, faults)

@@ -1,8 +1,9 @@
-"""`kvctl bootstrap`: what the registries of the prefill instances say, the first question about a fleet that waits."""
+"""`kvctl bootstrap`: the ranks that each bootstrap registry expects, and those that are missing or not connected."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -11,11 +12,44 @@ from kvctl.client.fleet import Survey
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
-from kvctl.render.bootstrap import BOOTSTRAP, RANKS, instances
 from kvctl.render.report import Block, Grid, Report, Text
-from kvctl.render.view import Row
+from kvctl.render.view import Column, Kind, Row, View, Width
 
 _MOST_RANKS = 32
+_REGISTRY_STATES = {"complete": "green", "waiting": "yellow", "refused": "bold red", "silent": "bold red"}
+
+RANKS = View(
+    "bootstrap.ranks",
+    (
+        Column("rank", help="Coordinates in the instance."),
+        Column("agent"),
+        Column("state", styles={"registered": "green", "missing": "bold red"}, help="registered or missing."),
+        Column("connected", "", Kind.COUNT, header="DECODE RANKS", help="Decode ranks connected to this prefill rank."),
+        Column("endpoint"),
+        Column("incarnation", width=Width.NORMAL),
+    ),
+)
+
+BOOTSTRAP = View(
+    "bootstrap",
+    (
+        Column("registry", help="Address of the bootstrap registry."),
+        Column("state", styles=_REGISTRY_STATES, help="complete, waiting, refused or silent."),
+        Column("expected", kind=Kind.COUNT, help="Prefill ranks of the instance."),
+        Column("registered", kind=Kind.COUNT, help="Number of prefill ranks that have registered."),
+        Column("missing", kind=Kind.LIST, help="Coordinates of prefill ranks that have not registered."),
+        Column("decode_ranks", kind=Kind.COUNT, header="DECODE", help="Decode ranks that queried this registry."),
+        Column("decode_connected", "", Kind.COUNT, header="CONNECTED", help="Decode ranks connected to all of them."),
+        Column("unanswered", "", Kind.LIST, Width.NORMAL, help="Registered prefill ranks that do not answer kvctl."),
+        Column("sizes", kind=Kind.MAP, width=Width.NORMAL, help="Ranks along each axis: dp, pp, cp, tp."),
+        Column("text", width=Width.WIDE, help="The registry's description of the ranks that are missing or refused."),
+        Column("names", kind=Kind.LIST, width=Width.WIDE, help="Prefill ranks that have registered."),
+        Column("asked_by", kind=Kind.LIST, width=Width.WIDE, help="Agents that queried this registry."),
+    ),
+    sort=("registry",),
+    empty="no prefill instance is known",
+    also=("Ranks of each instance", RANKS),
+)
 
 
 @click.command(
@@ -25,10 +59,10 @@ _MOST_RANKS = 32
 )
 @pass_settings
 def bootstrap(settings: Settings) -> None:
-    """Per prefill instance: expected, registered and missing ranks, and the decode ranks that are connected to all.
+    """List per prefill instance the expected, registered and missing ranks, and the connected decode ranks.
 
-    On a terminal the ranks are listed below. `waiting`: the registry lacks ranks; `silent`: it does not answer;
-    `unanswered`: ranks that are registered but do not answer kvctl.
+    On a terminal the ranks are listed below. `waiting`: ranks have not registered yet; `silent`: the registry does not
+    answer; `unanswered`: registered ranks that do not answer kvctl.
     """
     run(settings, BOOTSTRAP, (Call("bootstrap"), Call("peers"), Call("status")), _read)
 
@@ -41,16 +75,89 @@ def _read(survey: Survey) -> Report:
     waiting = [(agent.name, data["waiting_for"]) for agent, data in survey.answers("status") if data["waiting_for"]]
 
     def blocks(kept: Sequence[Row], width: int) -> list[Block]:
-        picture: list[Block] = [Grid(BOOTSTRAP, kept)]
+        tables = [Grid(BOOTSTRAP, kept)]
         for row in kept:
-            # What is missing stands last and is what was asked for; of the rest there can be hundreds.
+            # Missing ranks come last and matter most; there can be hundreds of the others.
             cut = max(0, len(row["ranks"]) - _MOST_RANKS)
-            picture.append(
-                Grid(RANKS, row["ranks"][cut:], f"ranks of {row['registry']}" + f", the last {_MOST_RANKS}" * (cut > 0))
-            )
-        if waiting:
-            lines = [[(f"{name} ", "bold"), (f"waits: {text}", "yellow")] for name, text in waiting]
-            picture.append(Text(lines))
-        return picture
+            note = f", the last {_MOST_RANKS}" if cut else ""
+            tables.append(Grid(RANKS, row["ranks"][cut:], f"ranks of {row['registry']}{note}"))
+        lines = [[(f"{name} ", "bold"), (f"waits: {text}", "yellow")] for name, text in waiting]
+        return [*tables, *([Text(lines)] if lines else [])]
 
     return Report(BOOTSTRAP, rows, len(answers), survey.faults, blocks=blocks)
+
+
+def instances(
+    answers: Iterable[Mapping[str, Any]], peers: Iterable[Mapping[str, Any]], roles: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Returns one row per registry, from the most recent state that any agent reports: the one with the most ranks.
+
+    Args:
+        answers: rows of `bootstrap`.
+        peers: rows of `peers`.
+        roles: roles of the agents that answered, by name.
+    """
+    by_registry: dict[str, list[Mapping[str, Any]]] = {}
+    for row in answers:
+        by_registry.setdefault(row["registry"], []).append(row)
+    links = {(row["agent"], row["peer"]) for row in peers if row["state"] == "ready"}
+    return [_instance(registry, answers, links, roles) for registry, answers in by_registry.items()]
+
+
+def _instance(
+    registry: str, answers: list[Mapping[str, Any]], links: Collection[tuple[str, str]], roles: Mapping[str, str]
+) -> dict[str, Any]:
+    latest = max(answers, key=lambda row: (len(row["registered"]), row["expected"] or 0))
+    names = [rank["name"] for rank in latest["registered"]]
+    asked_by = sorted(row["agent"] for row in answers)
+    decode = [name for name in asked_by if roles.get(name) == "decode"]
+    connected = [name for name in decode if names and all((name, each) in links for each in names)]
+    return {
+        "registry": registry,
+        "state": _state(latest),
+        "expected": latest["expected"],
+        "registered": len(names),
+        "missing": [_coordinates(rank, latest["sizes"]) for rank in latest["missing"]],
+        "sizes": latest["sizes"],
+        "decode_ranks": len(decode),
+        "decode_connected": len(connected),
+        # Registered ranks that did not answer have ended, or run outside the places that kvctl searches.
+        "unanswered": [name for name in names if name not in roles],
+        "text": latest["text"],
+        "names": names,
+        "asked_by": asked_by,
+        "ranks": _ranks(latest, decode, links),
+    }
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    if row["expected"] is None:
+        return "silent" if row["text"].startswith("no answer") else "waiting"
+    if row["missing"]:
+        return "waiting"
+    return "refused" if row["text"] else "complete"
+
+
+def _ranks(row: Mapping[str, Any], decode: list[str], links: Collection[tuple[str, str]]) -> list[dict[str, Any]]:
+    registered = [
+        {
+            "rank": _coordinates(rank["rank"], row["sizes"]),
+            "agent": rank["name"],
+            "state": "registered",
+            "connected": sum((name, rank["name"]) in links for name in decode),
+            "endpoint": rank["endpoint"],
+            "incarnation": rank["incarnation"],
+        }
+        for rank in row["registered"]
+    ]
+    unknown = {"connected": None, "endpoint": None, "incarnation": None}
+    return registered + [
+        {"rank": _coordinates(rank, row["sizes"]), "agent": None, "state": "missing", **unknown}
+        for rank in row["missing"]
+    ]
+
+
+def _coordinates(rank: Mapping[str, int], sizes: Mapping[str, int] | None) -> str:
+    """Formats coordinates as `tp=2` or `dp=1 tp=0`: only the axes of size 2 or more."""
+    axes = [f"{axis}={number}" for axis, number in rank.items() if sizes is None or sizes.get(axis, 0) > 1]
+    return " ".join(axes) or "the only rank"

@@ -16,7 +16,7 @@ from kvctl.client.fleet import Survey
 from kvctl.commands.health_query import HealthQuery, earlier
 from kvctl.commands.options import KvctlCommand, KvctlGroup, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.queries import nobody, source
+from kvctl.commands.queries import no_agent, source
 from kvctl.commands.settings import OUTPUTS, PROMETHEUS, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import CheckState
@@ -272,7 +272,7 @@ def _run(
         while True:
             survey = fleet.survey(HEALTH_CALLS)
             reading = query(survey)
-            found = verdicts(areas, reading.snapshot, reading.judged, thresholds, nobody(settings, survey).message)
+            found = verdicts(areas, reading.snapshot, reading.judged, thresholds, no_agent(settings, survey).message)
             if chosen == _NAGIOS:
                 output.write(plugin(name, found, thresholds))
             else:

@@ -1,7 +1,8 @@
-"""`kvctl completion`: the scripts by which shells ask `kvctl` what may stand where the cursor is.
+"""Shell completion: the scripts of `kvctl completion`, and the values that the scripts request from `kvctl`.
 
-The scripts know no command and no option, so they stay right when kvctl changes:
-`kvctl.commands.completion` answers.
+The scripts contain no commands or options, so that they remain valid when kvctl changes. They run `kvctl` with
+`_KVCTL_COMPLETE` set at every press of the completion key. The answer is therefore quick and never an error: if the
+command line, a file or an agent is invalid, there are simply no completions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem, ShellComplete, split_arg_string
 
-from kvctl.commands.options import KvctlCommand, KvctlGroup
+from kvctl.commands.options import GlobalOptions, KvctlCommand
 from kvctl.commands.settings import resolve
 from kvctl.commands.stdio import silence_stdout
 from kvctl.render.sanitize import one_line
@@ -23,12 +24,12 @@ from kvctl.render.sanitize import one_line
 if TYPE_CHECKING:
     from kvctl.client.calls import Call
 
-_BASH = r"""# Completion of kvctl for bash, printed by `kvctl completion bash`. For all shells of yours, once:
+_BASH = r"""# Completion of kvctl for bash, printed by `kvctl completion bash`. To install it:
 #   kvctl completion bash > ~/.local/share/bash-completion/completions/kvctl
 _kvctl() {
     local line="${COMP_LINE:0:COMP_POINT}" word ahead="" type value help
     word="${line##*[[:space:]]}"
-    # bash splits words at = and : and wants only what stands behind the last of them.
+    # bash splits words at = and : and expects only the text after the last of them.
     [[ $word == *[=:]* ]] && ahead="${word%"${word##*[=:]}"}"
     COMPREPLY=()
     while IFS=$'\t' read -r type value help; do
@@ -47,7 +48,7 @@ complete -o nosort -F _kvctl kvctl
 """
 
 _ZSH = r"""#compdef kvctl
-# Completion of kvctl for zsh, printed by `kvctl completion zsh`. For all shells of yours, once, in a folder of $fpath:
+# Completion of kvctl for zsh, printed by `kvctl completion zsh`. To install it, in a folder of $fpath:
 #   kvctl completion zsh > ~/.zfunc/_kvctl
 _kvctl() {
     local -a plain described
@@ -73,7 +74,7 @@ else
 fi
 """
 
-_FISH = r"""# Completion of kvctl for fish, printed by `kvctl completion fish`. For all shells of yours, once:
+_FISH = r"""# Completion of kvctl for fish, printed by `kvctl completion fish`. To install it:
 #   kvctl completion fish > ~/.config/fish/completions/kvctl.fish
 function __kvctl_complete
     set -l words (commandline -opc)
@@ -96,7 +97,7 @@ complete -c kvctl -f -k -a '(__kvctl_complete)'
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A shell's script and the name of its file, as that shell wants it."""
+    """Completion script of a shell, and the file name that this shell requires."""
 
     text: str
     file: str
@@ -115,9 +116,9 @@ SCRIPTS = {"bash": Script(_BASH, "kvctl.bash"), "zsh": Script(_ZSH, "_kvctl"), "
 )
 @click.argument("shell", type=click.Choice(tuple(SCRIPTS)))
 def completion(shell: str) -> None:
-    """Print the script that makes SHELL complete commands, options, their values, live agents and rooms.
+    """Print the script with which SHELL completes commands, options, their values, agents and rooms.
 
-    To try it in this shell: source <(kvctl completion bash), source <(kvctl completion zsh).
+    To try it in the current shell: source <(kvctl completion bash) or source <(kvctl completion zsh).
     """
     try:
         sys.stdout.write(SCRIPTS[shell].text)
@@ -128,8 +129,8 @@ def completion(shell: str) -> None:
 
 VARIABLE = "_KVCTL_COMPLETE"
 LINE = "_KVCTL_LINE"
-# Of the 200 ms that a person does not notice, the interpreter takes the rest. Where nobody at all answers so soon, the
-# machine is a busy one, and a late answer is better than none.
+# Time limits for agents. 80 ms plus the start of the interpreter is about 200 ms, which a person does not notice. If no
+# agent answers in this time, the machine is busy, and a late answer is better than none.
 _ANSWER_NS = (80_000_000, 400_000_000)
 _MOST_ROOMS = 64
 
@@ -137,11 +138,12 @@ Items = list[CompletionItem[str]]
 
 
 def answer(root: click.Command, words: Sequence[str]) -> int:
-    """Prints a line `type TAB value TAB help` for each possibility; type is plain, file or dir.
+    """Prints a line `type TAB value TAB help` for each completion; type is plain, file or dir.
 
     Args:
-        words: after `kvctl`, the one under the cursor last; instead of them the variable LINE may hold the whole line
-            as it was typed, for shells whose words are not those of the command.
+        root: the command `kvctl`.
+        words: words after `kvctl`, the last one incomplete. The variable LINE, if set, contains the whole command line
+            instead, for shells that split words differently from the command.
     """
     line = os.environ.get(LINE)
     if line is not None:
@@ -151,17 +153,17 @@ def answer(root: click.Command, words: Sequence[str]) -> int:
     sys.stdout.write(
         "".join(
             f"{item.type}\t{item.value}\t{_help(item)}\n"
-            for item in _items(root, before, incomplete)
+            for item in _completions(root, before, incomplete)
             if item.value.isprintable()
         )
     )
     return 0
 
 
-def _items(root: click.Command, words: list[str], incomplete: str) -> Items:
+def _completions(root: click.Command, words: list[str], incomplete: str) -> Items:
     try:
         return ShellComplete(root, {}, "kvctl", VARIABLE).get_completions(words, incomplete)
-    except (Exception, SystemExit):  # see above: whatever is wrong
+    except (Exception, SystemExit):  # see the module's docstring
         return []
 
 
@@ -170,34 +172,33 @@ def _help(item: CompletionItem[str]) -> str:
 
 
 def agents(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Agents of this machine that are alive."""
+    """Completes the live agents of this machine."""
     from kvctl.client.endpoints import discover
 
-    return _beginning(((endpoint.name, "") for endpoint in discover().live), incomplete)
+    return _matching(((endpoint.name, "") for endpoint in discover().live), incomplete)
 
 
 def contexts(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Contexts in the user file."""
+    """Completes the contexts in the user file."""
     from kvctl.commands.settings import user_file
 
-    return _beginning(((name, "") for name in user_file().contexts), incomplete)
+    return _matching(((name, "") for name in user_file().contexts), incomplete)
 
 
 def columns(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Columns of the command's view, after those that stand there already."""
-    command = ctx.command
-    view = command.default_view(ctx) if isinstance(command, KvctlGroup) else getattr(command, "view", None)
+    """Completes the last of a list of column names, with those that the list does not contain yet."""
+    view = ctx.command.shown_view(ctx) if isinstance(ctx.command, GlobalOptions) else None
     if view is None:
         return []
     before, comma, last = incomplete.rpartition(",")
-    there = {name.lstrip("-") for name in before.split(",")}
+    present = {name.lstrip("-") for name in before.split(",")}
     minus = "-" if last.startswith("-") else ""
-    names = ((f"{before}{comma}{minus}{name}", "") for name in view.names() if name not in there)
-    return _beginning(names, incomplete)
+    names = ((f"{before}{comma}{minus}{name}", "") for name in view.names() if name not in present)
+    return _matching(names, incomplete)
 
 
 def rooms(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Rooms that the agents have now or had lately, the latest first."""
+    """Completes active and recently finished rooms, the latest first."""
     from kvctl.client.calls import Call
 
     found: dict[str, tuple[int, str]] = {}
@@ -207,7 +208,7 @@ def rooms(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
         if row["room"] not in found or found[row["room"]][0] < opened:
             found[row["room"]] = (opened, text)
     latest = sorted(found.items(), key=lambda each: each[1][0], reverse=True)
-    return _beginning(((room, text) for room, (_, text) in latest), incomplete)[:_MOST_ROOMS]
+    return _matching(((room, text) for room, (_, text) in latest), incomplete)[:_MOST_ROOMS]
 
 
 def _answers(ctx: click.Context, calls: Sequence[Call]) -> list[dict[str, Any]]:
@@ -216,12 +217,12 @@ def _answers(ctx: click.Context, calls: Sequence[Call]) -> list[dict[str, Any]]:
 
     settings = resolve(ctx.ensure_object(dict))
     for timeout_ns in _ANSWER_NS:
-        with source(replace(settings, timeout_ns=timeout_ns)) as asked:
-            survey = asked.survey(calls)
+        with source(replace(settings, timeout_ns=timeout_ns)) as fleet:
+            survey = fleet.survey(calls)
         if survey.agents or not survey.discovery.live:
             break
     return [row for call in calls for agent in survey.agents for row in room_rows(agent.data, call.command)]
 
 
-def _beginning(items: Iterable[tuple[str, str]], incomplete: str) -> Items:
+def _matching(items: Iterable[tuple[str, str]], incomplete: str) -> Items:
     return [CompletionItem(value, help=text or None) for value, text in items if value.startswith(incomplete)]

@@ -1,16 +1,17 @@
-"""`kvctl drain` and `kvctl resume`: whether agents accept new rooms."""
+"""`kvctl drain` and `kvctl resume`: make agents refuse or accept new rooms."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import click
 
 from kvctl.client.calls import Call
-from kvctl.client.fleet import AgentAnswer, Fleet
+from kvctl.client.fleet import Fleet
 from kvctl.commands.mutations import DONE, act, named, once_and_live, yes_option
-from kvctl.commands.options import AgentName, KvctlCommand, pass_settings
+from kvctl.commands.options import KvctlCommand, completed_by, pass_settings
 from kvctl.commands.settings import Settings
+
+_agents = click.argument("agents", nargs=-1, shell_complete=completed_by("agents"))
+_all = click.option("--all", "everyone", is_flag=True, help="All agents that kvctl agents lists.")
 
 
 @click.command(
@@ -22,64 +23,60 @@ from kvctl.commands.settings import Settings
         ("The whole fleet", "kvctl drain --all"),
     ],
 )
-@click.argument("agents", nargs=-1, type=AgentName())
-@click.option("--all", "everyone", is_flag=True, help="All agents that kvctl agents lists.")
+@_agents
+@_all
 @yes_option
 @pass_settings
 def drain(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool) -> None:
     """Make AGENTS accept no new rooms; rooms in flight finish.
 
-    Name the agents, choose them with -e or -l, or say --all. Take the engine out of its router first: it gets an error
-    for each new room. kvctl wait --for drained waits for the rooms in flight, kvctl resume undoes it. Level: operate.
+    Name the agents, select them with -e or -l, or use --all. First take the engine out of its router: every new room
+    fails with an error. Wait for the rooms in flight with kvctl wait --for drained; undo with kvctl resume. Level:
+    operate.
     """
-    _check_chosen(settings, agents, everyone, draining=False)
-    act(
-        settings,
-        Call("drain"),
-        lambda found: f"Drain {named(found)} ({_they(found)} will accept no new rooms)",
-        yes=yes,
-        names=agents,
-    )
+    _act(settings, Call("drain"), agents, everyone, yes)
 
 
 @click.command(
     cls=KvctlCommand,
     view=DONE,
-    examples=[("One agent", "kvctl resume decode-0"), ("All that were drained", "kvctl resume --all")],
+    examples=[("One agent", "kvctl resume decode-0"), ("All drained agents", "kvctl resume --all")],
 )
-@click.argument("agents", nargs=-1, type=AgentName())
-@click.option("--all", "everyone", is_flag=True, help="All agents that kvctl agents lists.")
+@_agents
+@_all
 @yes_option
 @pass_settings
 def resume(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool) -> None:
     """Make drained AGENTS accept new rooms again.
 
-    Name the agents, choose them with -e or -l, or say --all. Level: operate.
+    Name the agents, select them with -e or -l, or use --all. Level: operate.
     """
-    _check_chosen(settings, agents, everyone, draining=True)
+    _act(settings, Call("resume"), agents, everyone, yes)
+
+
+def _act(settings: Settings, call: Call, agents: tuple[str, ...], everyone: bool, yes: bool) -> None:
+    resuming = call.command == "resume"
+    _check_selected(settings, agents, everyone, draining=resuming)
+    effect = "will accept new rooms again" if resuming else "will accept no new rooms"
     act(
         settings,
-        Call("resume"),
-        lambda found: f"Resume {named(found)} ({_they(found)} will accept new rooms again)",
+        call,
+        lambda found: f"{call.command.title()} {named(found)} ({'it' if len(found) == 1 else 'they'} {effect})",
         yes=yes,
         names=agents,
     )
 
 
-def _they(agents: Sequence[AgentAnswer]) -> str:
-    return "it" if len(agents) == 1 else "they"
+def _check_selected(settings: Settings, agents: tuple[str, ...], everyone: bool, draining: bool) -> None:
+    """Raises click.UsageError unless the command line selects agents, or all of them.
 
-
-def _check_chosen(settings: Settings, agents: tuple[str, ...], everyone: bool, draining: bool) -> None:
-    """Raises click.UsageError unless the command line says which agents, or all of them.
-
-    Endpoints of a context or the environment say where the fleet is, not which of it is meant.
+    Endpoints of a context or of the environment name the fleet, so they do not count as a selection.
 
     Args:
-        draining: of the agents that the error names.
+        draining: whether the error lists the agents that drain, or those that do not.
     """
     if agents and everyone:
-        raise click.UsageError("name agents or say --all, not both")
+        raise click.UsageError("name agents or use --all, not both")
     flags = click.get_current_context().ensure_object(dict)
     if agents or everyone or flags.get("endpoint") or flags.get("labels"):
         return
@@ -88,4 +85,4 @@ def _check_chosen(settings: Settings, agents: tuple[str, ...], everyone: bool, d
         answers = fleet.survey((Call("status"),)).answers("status")
     found = [agent for agent, data in answers if bool(data.get("draining")) is draining]
     those = f"{'draining' if draining else 'not draining'}: {named(found) if found else 'none'}"
-    raise click.UsageError(f"name the agents, or say --all{f' ({those})' if answers else ''}")
+    raise click.UsageError(f"name the agents, or use --all{f' ({those})' if answers else ''}")

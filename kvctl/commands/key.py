@@ -1,4 +1,4 @@
-"""`kvctl key`: key pairs for fleets and for the people who ask them over the network."""
+"""`kvctl key`: key pairs (CURVE) for fleets and for operators who query agents over the network."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ KEY = View("key", (Column("key"), Column("public"), Column("secret_file"), Colum
 
 @click.group(cls=KvctlGroup)
 def key() -> None:
-    """Key pairs (CURVE): for a fleet, and for operators who reach it over the network."""
+    """Key pairs (CURVE): for a fleet, and for operators who query it over the network."""
 
 
 @key.command(
-    short_help="Make a key pair.",
+    short_help="Create a key pair.",
     examples=[
-        ("A key of your own, in the configuration directory", "kvctl key new"),
-        ("A key for a fleet, as files here", "kvctl key new ./fleet.key"),
+        ("Your own key, in the configuration directory", "kvctl key new"),
+        ("A key for a fleet, as files in this directory", "kvctl key new ./fleet.key"),
     ],
 )
 @click.argument("name", default=DEFAULT_NAME)
 @pass_settings
 def new(settings: Settings, name: str) -> None:
-    """Make a key pair, NAME.key (secret, keep it) and NAME.pub (public, give it away), and print the public key.
+    """Create a key pair, NAME.key (secret) and NAME.pub (public), and print the public key.
 
-    NAME is a name in $XDG_CONFIG_HOME/kvctl/keys or a path ending in .key. Existing files are never overwritten. For a
-    fleet: copy NAME.key to its machines and set fleet_key. For yourself: have `LEVEL` and the line in NAME.pub added to
-    the agents' admin_clients.
+    NAME is a name in $XDG_CONFIG_HOME/kvctl/keys or a path that ends in .key. Existing files are never overwritten. Key
+    of a fleet: copy NAME.key to its machines and set fleet_key. Your own key: ask for `LEVEL` and the line in NAME.pub
+    to be added to the agents' admin_clients.
     """
     secret = secret_path(name)
     if secret.suffix != SECRET_SUFFIX:
@@ -50,7 +50,7 @@ def new(settings: Settings, name: str) -> None:
     pair = KeyPair(*(z85.decode(half) for half in zmq.curve_keypair()))
     for path in (secret, public):
         if path.exists():
-            raise CliError(f"{path} exists and is not overwritten: choose another name, or remove it yourself")
+            raise CliError(f"{path} exists and is not overwritten: choose another name, or remove it first")
     try:
         secret.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _create(secret, 0o600, secret_text(secret.stem, pair))
@@ -62,10 +62,10 @@ def new(settings: Settings, name: str) -> None:
 
 
 def _create(path: Path, mode: int, text: str) -> None:
-    """A new file of exactly this mode, on disk when this returns."""
+    """Creates a file with exactly this mode, and returns when it is on disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "w") as file:
-        os.fchmod(descriptor, mode)  # whatever the umask
+        os.fchmod(descriptor, mode)  # independent of the umask
         file.write(text)
         file.flush()
         os.fsync(descriptor)

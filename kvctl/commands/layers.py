@@ -1,4 +1,4 @@
-"""`kvctl layers`: the waterfall of stages by layer group, how much of it compute hid, and what was pipelined why."""
+"""`kvctl layers`: stage times by layer group, the share that compute hid, and the decisions to pipeline forwards."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from kvctl.render.view import Row
     view=LAYERS,
     examples=[
         ("Stage times of all layer groups", "kvctl layers"),
-        ("One room, with its own times", "kvctl layers --room 7"),
+        ("The times of one room", "kvctl layers --room 7"),
     ],
 )
-@click.option("--room", type=RoomNumber(), help="Only this room, with its own times.")
+@click.option("--room", type=RoomNumber(), help="Only the times of this room.")
 @pass_settings
 def layers(settings: Settings, room: str | None) -> None:
-    """Transfer times by layer group (ready, gate, gather, post, wire, arrive, scatter), and how much compute hid.
+    """Show transfer times by layer group and stage, and the share of the transfer time that compute hid.
 
-    Times are medians over the group's parts; ready is how much later than the first group it was computed. Below the
-    table: how many forwards were pipelined, and why the others were not.
+    The stages are ready, gate, queue, gather, post, wire, arrive and scatter. Times are medians over the group's parts;
+    ready counts from the first layer group of the chunk. Below the table: the number of pipelined forwards, and the
+    reasons for not pipelining the others.
     """
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("layers")
-        strangers = survey.set_unknown_rooms_aside()
+        without_room = survey.set_unknown_rooms_aside()
         rows = [row for _, data in answers for row in data]
         decisions = PipelineDecisions(data for _, data in survey.answers("status"))
 
         def blocks(kept: Sequence[Row], width: int) -> list[Block]:
-            picture: list[Block] = [Text(draw_waterfall(kept, width))] if kept else []
+            waterfall: list[Block] = [Text(draw_waterfall(kept, width))] if kept else []
             reasons = [Text(lines)] if room is None and (lines := decisions.lines()) else []
-            return [*picture, Grid(LAYERS, kept), *reasons]
+            return [*waterfall, Grid(LAYERS, kept), *reasons]
 
-        report = Report(LAYERS, rows, len(answers) + strangers, survey.faults, blocks=blocks)
-        if strangers and not answers and not survey.faults:
+        report = Report(LAYERS, rows, len(answers) + without_room, survey.faults, blocks=blocks)
+        if without_room and not answers and not survey.faults:
             report.failure = f"no agent knows room {room}; see kvctl rooms, and kvctl rooms history for finished ones"
         return report
 

@@ -1,4 +1,4 @@
-"""`kvctl metrics`: the counters, gauges and histograms of all agents."""
+"""`kvctl metrics`: counters, gauges and histograms of the agents, also in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvctl.render.sanitize import one_line, printable
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.metrics import METRICS as DECLARED
 
-_NOT_IN_NAMES = re.compile("[^a-zA-Z0-9_:]")
+_INVALID_IN_NAMES = re.compile("[^a-zA-Z0-9_:]")
 
 
 def _mean(row: Row) -> float | None:
@@ -75,7 +75,7 @@ def exposition(rows: Sequence[Row]) -> str:
     """Formats rows as Prometheus text format 0.0.4: each family once, with an `agent` label on every sample."""
     families: dict[str, list[Row]] = {}
     for row in rows:
-        families.setdefault(_NOT_IN_NAMES.sub("_", row["name"]), []).append(row)
+        families.setdefault(_INVALID_IN_NAMES.sub("_", row["name"]), []).append(row)
     lines: list[str] = []
     for name, samples in sorted(families.items()):
         help_text = printable(samples[0]["help"].replace("\\", "\\\\").replace("\n", "\\n"))
@@ -103,7 +103,7 @@ def _histogram(name: str, labels: Mapping[str, str], row: Row) -> list[str]:
 
 def _labels(labels: Mapping[str, str]) -> str:
     escaped = (
-        (_NOT_IN_NAMES.sub("_", key), str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
+        (_INVALID_IN_NAMES.sub("_", key), str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
         for key, value in labels.items()
     )
     return "{" + ",".join(f'{key}="{printable(value)}"' for key, value in escaped) + "}"
@@ -115,12 +115,12 @@ def _number(value: float) -> str:
 
 @click.group(cls=KvctlGroup, default="show")
 def metrics() -> None:
-    """Counters, gauges and histograms of the agents; `kvctl metrics` alone shows them."""
+    """Counters, gauges and histograms of the agents; without a subcommand, like `kvctl metrics show`."""
 
 
 @metrics.command(
     view=METRICS,
-    short_help="Every sample; -o prom prints the Prometheus text format.",
+    short_help="List all samples; -o prom prints the Prometheus text format.",
     examples=[
         ("Samples of one metric", "kvctl metrics --filter 'name~rooms_finished'"),
         ("The Prometheus text format", "kvctl metrics -o prom"),
@@ -128,21 +128,27 @@ def metrics() -> None:
 )
 @pass_settings
 def show(settings: Settings) -> None:
-    """Counters, gauges and histograms, one row per sample; -o prom prints the Prometheus text format."""
+    """List counters, gauges and histograms, one row per sample; -o prom prints the Prometheus text format."""
     run(settings, METRICS, (Call("metrics"),), _read)
 
 
 @metrics.command(
     view=SCHEMA,
-    short_help="Every metric: kind, unit, labels, meaning.",
-    examples=[("Names, units and meaning of all metrics", "kvctl metrics schema -o wide")],
+    short_help="List the metrics: kind, unit, labels, meaning.",
+    examples=[("Names, units and meanings of all metrics", "kvctl metrics schema -o wide")],
 )
 @pass_settings
 def schema(settings: Settings) -> None:
-    """Every metric that an agent of this version has, with its kind, unit and labels; asks no agent."""
+    """List the metrics of an agent of this version, with kind, unit and labels; queries no agent."""
     rows = [
-        {"name": one.name, "kind": one.kind, "unit": one.unit, "labels": list(one.labels), "help": one.help}
-        for one in DECLARED
+        {
+            "name": metric.name,
+            "kind": metric.kind,
+            "unit": metric.unit,
+            "labels": list(metric.labels),
+            "help": metric.help,
+        }
+        for metric in DECLARED
     ]
     Output(settings).emit(Report(SCHEMA, rows, answered=0))
 

@@ -1,4 +1,4 @@
-"""How every command that acts runs: see whom it concerns, ask the person, tell the agents, report what each did."""
+"""Runs commands that change agents: selects them, asks for confirmation, sends the calls, reports each result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvctl.client.calls import Call
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.output import Output
-from kvctl.commands.queries import conclude, live_only, nobody
+from kvctl.commands.queries import conclude, live_only, no_agent
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import complain, tell
 from kvctl.exit_codes import ExitCode
@@ -35,16 +35,16 @@ DONE = View(
     empty="nothing was done",
 )
 
-Concerned = Callable[[Fleet, Survey], "Sequence[AgentAnswer] | str"]
-"""From the answers to the agents that are to be told; or why that is impossible; or "" where there is nothing to do."""
+Select = Callable[[Fleet, Survey], "Sequence[AgentAnswer] | str"]
+"""Selects the agents to call; or returns an error text, or "" if there is nothing to do."""
 Rounds = Iterable[Sequence[tuple[AgentAnswer, Call]]]
-"""Calls to agents; the next round begins when the one before is answered."""
+"""Calls to agents; a round begins when the previous one is answered."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def yes_option(function: _Function) -> _Function:
-    """`--yes`, which a command that acts needs where nobody can be asked."""
-    return click.option("-y", "--yes", is_flag=True, help="Do not ask first; needed in scripts.")(function)
+    """Adds the option `--yes`."""
+    return click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation; needed in scripts.")(function)
 
 
 def act(
@@ -55,21 +55,25 @@ def act(
     yes: bool,
     names: Sequence[str] = (),
     look: Sequence[Call] = (),
-    concerned: Concerned = lambda fleet, survey: survey.agents,
+    select: Select = lambda fleet, survey: survey.agents,
     rounds: Callable[[Sequence[AgentAnswer]], Rounds] | None = None,
     listing: Callable[[], Sequence[str]] = tuple,
 ) -> NoReturn:
-    """Tells agents `call` and prints what each has done.
+    """Sends `call` to the selected agents and prints the result of each.
 
     Args:
-        question: what the person is asked, ending without a question mark.
-        names: agents as `-e` takes them, beside those of `-e`.
-        look: what is read first, for `question` and `concerned`.
-        rounds: other calls of the same command; an agent that has not answered one is asked no more.
-        listing: lines above the question.
+        settings: the global options.
+        call: the command; its level determines whether the user may run it.
+        question: builds the question for the user, without a question mark.
+        yes: do not ask.
+        names: further agents, in the form that `-e` accepts.
+        look: queries sent first, for `question` and `select`.
+        select: selects the agents.
+        rounds: builds the calls if they differ by agent; an agent that times out gets no further calls.
+        listing: builds the lines above the question.
 
     Raises:
-        click.UsageError: it cannot be asked and was not told --yes, or it should act on a file or again and again.
+        click.UsageError: there is no terminal to ask on and no `--yes`, or `--from` or `--watch` is set.
         click.exceptions.Exit: always otherwise, with the exit code.
     """
     once_and_live(settings)
@@ -82,30 +86,36 @@ def act(
     with Fleet((*settings.endpoints, *names), settings.labels, settings.timeout_ns, settings.keys) as fleet:
         survey = fleet.survey(look)
         survey.set_unknown_rooms_aside()
-        chosen = concerned(fleet, survey) if survey.agents else []
-        report = Report(DONE, [], 0, survey.faults, blocks=lambda kept, width: done_lines(kept))
-        if isinstance(chosen, str):
-            report.failure, report.answered = chosen or None, 0 if chosen else len(survey.agents)
-            if output.document:
-                output.emit(report)
-            raise click.exceptions.Exit(conclude(output, settings, survey, report))
-        agents = permitted(chosen, call, survey.faults)
+        selected = select(fleet, survey) if survey.agents else []
+        report = Report(DONE, [], 0, survey.faults, blocks=lambda kept, width: _result_lines(kept))
+        if isinstance(selected, str):
+            report.failure, report.answered = selected or None, 0 if selected else len(survey.agents)
+            raise click.exceptions.Exit(_finish(output, settings, survey, report))
+        agents = permitted(selected, call, survey.faults)
         if not agents:
-            raise click.exceptions.Exit(_none_to_tell(output, settings, survey, report))
+            code = _finish(output, settings, survey, report)
+            if code is ExitCode.OK:  # agents answered, but none was selected
+                complain(no_agent(settings, survey).message)
+                code = ExitCode.NO_AGENT
+            raise click.exceptions.Exit(code)
         for line in () if yes else listing():
             tell(printable(line))
         if not yes and not click.confirm(f"{printable(question(agents))}?", default=False, err=True):
             complain("nothing was done")
             raise click.exceptions.Exit(ExitCode.FAILED)
-        interrupted = _ask(fleet, rounds(agents) if rounds else [[(agent, call) for agent in agents]], report)
-    if report.rows or output.document:
-        output.emit(report)
-    code = conclude(output, settings, survey, report)
+        interrupted = _send(fleet, rounds(agents) if rounds else [[(agent, call) for agent in agents]], report)
+    code = _finish(output, settings, survey, report)
     raise click.exceptions.Exit(ExitCode.INTERRUPTED if interrupted else code)
 
 
-def _ask(fleet: Fleet, rounds: Rounds, report: Report) -> bool:
-    """Asks round by round and puts what came of it into the report; whether Ctrl-C ended it early."""
+def _finish(output: Output, settings: Settings, survey: Survey, report: Report) -> ExitCode:
+    if report.rows or output.document:
+        output.emit(report)
+    return conclude(output, settings, survey, report)
+
+
+def _send(fleet: Fleet, rounds: Rounds, report: Report) -> bool:
+    """Sends the calls round by round and adds the answers to the report; returns whether Ctrl-C ended it early."""
     faults = list(report.faults)
     rows: list[dict[str, Any]] = []
     silent: set[str] = set()
@@ -127,44 +137,34 @@ def _ask(fleet: Fleet, rounds: Rounds, report: Report) -> bool:
 
 
 def once_and_live(settings: Settings) -> None:
-    """Raises click.UsageError where a command that acts should do so on a file, or again and again."""
+    """Raises click.UsageError if `--from` or `--watch` is set, for commands that change agents."""
     live_only(settings)
     if settings.watch_ns is not None:
-        raise click.UsageError(f"--watch: {click.get_current_context().command_path} acts once")
+        raise click.UsageError(f"--watch: {click.get_current_context().command_path} acts once; omit --watch")
 
 
 def permitted(agents: Sequence[AgentAnswer], call: Call, faults: list[Fault]) -> list[AgentAnswer]:
-    """Those that let us do this; the others go to the faults, before anything is done anywhere."""
-    needs = COMMANDS_BY_NAME[call.command].level
+    """Returns the agents that permit the call; adds a fault for each of the others, before any call is sent."""
+    needed = COMMANDS_BY_NAME[call.command].level
     able: list[AgentAnswer] = []
     for agent in agents:
         level = agent.hello["level"]
-        if Level[level.upper()] >= needs:
+        if Level[level.upper()] >= needed:
             able.append(agent)
         else:
-            text = f"{call.command} needs level {needs.label}, and you have {level} there"
+            text = f"{call.command} needs level {needed.label}, but your level is {level}"
             faults.append(Fault(agent.name, FaultCode.NOT_PERMITTED, text))
     return able
 
 
 def named(agents: Sequence[AgentAnswer]) -> str:
-    """Agents in a question, not too many of them."""
+    """Lists agents in a question, at most eight of them."""
     names = [agent.name for agent in agents]
     return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:7])} and {len(names) - 7} more"
 
 
-def _none_to_tell(output: Output, settings: Settings, survey: Survey, report: Report) -> ExitCode:
-    if output.document:
-        output.emit(report)
-    code = conclude(output, settings, survey, report)
-    if code is ExitCode.OK:  # agents answered, and none of them is concerned
-        complain(nobody(settings, survey).message)
-        return ExitCode.NO_AGENT
-    return code
-
-
-def done_lines(rows: Sequence[Row]) -> list[Block]:
-    """Formats the results of actions, one per line and never truncated."""
+def _result_lines(rows: Sequence[Row]) -> list[Block]:
+    """Formats the results, one per line and never truncated."""
     widths = {name: max((len(row[name]) for row in rows), default=0) for name in ("agent", "subject", "result")}
     lines: list[Line] = [
         [

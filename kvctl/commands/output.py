@@ -1,4 +1,4 @@
-"""Puts reports on stdout in the format that was asked for, and everything else on stderr."""
+"""Prints reports on stdout in the selected format, and messages on stderr; redraws watched reports in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -30,21 +29,26 @@ _PIPE_WIDTH = 120
 _HEADER_EVERY = 20
 _HUMAN = frozenset({"table", "wide"})
 _DOCUMENTS = frozenset({"json", "yaml"})
-_NONE_PASSES = Text([[("no rows match --filter", "dim")]])
+_NO_MATCH = Text([[("no rows match --filter", "dim")]])
+
+# Control sequences of the alternate screen: without a cursor; too long lines are truncated instead of wrapped.
+_ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
+_LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
+_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 class Output:
-    """Where one command prints; knows the format, the colour and the width."""
+    """Output of one command, with its format, colour and width."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.format = settings.output
-        self.colour = _wants_colour(settings.color)
         self._terminal = to_terminal()
+        self.colour = settings.color == "always" or (settings.color == "auto" and _colour_supported())
         self._printed = 0
         self._screen: Screen | None = None
-        self._messages: list[str] = []  # for the next drawing
-        self._last: tuple[str, tuple[str, ...]] = "", ()  # the drawing and its messages
+        self._messages: list[str] = []  # printed with the next drawing
+        self._last: tuple[str, tuple[str, ...]] = "", ()  # the last drawing and its messages
 
     @property
     def human(self) -> bool:
@@ -52,12 +56,12 @@ class Output:
 
     @property
     def document(self) -> bool:
-        """True for the formats that say by themselves that there is nothing, and who did not answer."""
+        """Whether the format contains the errors and is therefore printed even if there are no rows."""
         return self.format in _DOCUMENTS
 
     @property
     def width(self) -> int | None:
-        """Columns to fit tables into; None where nothing may be cut off: with `-o wide`, and away from a terminal."""
+        """Maximum width of tables; None for unlimited, with `-o wide` and if stdout is not a terminal."""
         return self._picture_width if self._terminal and self.format != "wide" else None
 
     @property
@@ -65,10 +69,10 @@ class Output:
         return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
 
     def selection(self, view: View) -> Selection:
-        """The columns, filters and order that the user wants of `view`.
+        """Returns the columns, filters and order that the user selected.
 
         Raises:
-            click.UsageError: they do not fit the view.
+            click.UsageError: they are not valid for this view.
         """
         settings = self._settings
         try:
@@ -77,54 +81,59 @@ class Output:
             raise click.UsageError(str(error)) from error
 
     def emit(self, report: Report, compact: bool = False) -> None:
-        """Prints a whole report.
-
-        Args:
-            compact: JSON on one line, as a stream of documents wants it.
-        """
+        """Prints a report; `compact` prints JSON on one line, for streams of documents."""
         self.write(self.text(report, compact))
 
     def text(self, report: Report, compact: bool = False) -> str:
-        """The whole report in the chosen format."""
-        view = report.view
-        selection = self.selection(view)
+        """Formats a report in the selected format."""
+        selection = self.selection(report.view)
         rows = selection.rows(report.rows)
+        if self.human:
+            return self._tables(report, selection, rows)
+        if self.format == "prom" and report.prometheus is not None:
+            return report.prometheus(rows)
+        objects = report.objects if selection.columns is None else None
+        return self._data(report.view, selection, rows, objects, report.faults, report.at_ns, compact)
+
+    def _data(
+        self,
+        view: View,
+        selection: Selection,
+        rows: Sequence[Row],
+        objects: Callable[[Sequence[Row]], Sequence[Any]] | None = None,
+        faults: Sequence[Fault] = (),
+        at_ns: int | None = None,
+        compact: bool = True,
+        header: bool = True,
+    ) -> str:
+        """Formats rows for programs."""
         match self.format:
             case "tsv":
-                return tsv(data_columns(view, selection), rows)
+                return tsv(data_columns(view, selection), rows, header)
             case "csv":
-                return comma_separated(data_columns(view, selection), rows)
-            case "json" | "jsonl" | "yaml":
-                whole = report.objects is not None and selection.columns is None
-                data = report.objects(rows) if whole and report.objects else projected(selection.columns, rows)
-                if self.format == "jsonl":
-                    return json_lines(data)
-                return self._document(view, data, report.faults, report.at_ns, compact)
+                return comma_separated(data_columns(view, selection), rows, header)
             case "prom":
-                if report.prometheus is None:
-                    raise click.UsageError("-o prom is for metrics: kvctl metrics -o prom")
-                return report.prometheus(rows)
-        return self._for_people(report, selection, rows)
-
-    def _document(
-        self, view: View, data: Sequence[Any], faults: Sequence[Fault], at_ns: int | None, compact: bool
-    ) -> str:
+                raise click.UsageError("-o prom is for metrics: kvctl metrics -o prom")
+        data = objects(rows) if objects is not None else projected(selection.columns, rows)
+        if self.format == "jsonl":
+            return json_lines(data)
         now_ns = at_ns or time.time_ns()
         if self.format == "yaml":
             return yaml_document(view, data, faults, now_ns)
         return json_document(view, data, faults, now_ns, indent=not compact)
 
-    def _for_people(self, report: Report, selection: Selection, rows: Sequence[Row]) -> str:
+    def _tables(self, report: Report, selection: Selection, rows: Sequence[Row]) -> str:
         from kvctl.render.terminal import render
 
-        picture = report.blocks is not None and selection.columns is None
-        blocks = report.blocks(rows, self._picture_width) if picture and report.blocks else [Grid(report.view, rows)]
-        if report.rows and not rows:  # there is something, only nothing like that
-            blocks = [_NONE_PASSES if isinstance(each, Grid) and each.view is report.view else each for each in blocks]
+        view = report.view
+        custom = report.blocks is not None and selection.columns is None
+        blocks = report.blocks(rows, self._picture_width) if custom and report.blocks else [Grid(view, rows)]
+        if report.rows and not rows:
+            blocks = [_NO_MATCH if isinstance(each, Grid) and each.view is view else each for each in blocks]
         wide = self.format == "wide"
-        plain = Selection(None, (), ())
+        everything = Selection(None, (), ())
         columns: list[Sequence[Column]] = [
-            table_columns(block.view, selection if block.view is report.view else plain, wide)
+            table_columns(block.view, selection if block.view is view else everything, wide)
             if isinstance(block, Grid)
             else ()
             for block in blocks
@@ -132,40 +141,31 @@ class Output:
         return render(blocks, columns, self.width, self.colour)
 
     def stream(self, view: View, rows: Sequence[Row], at_ns: int | None = None) -> None:
-        """Prints rows that follow earlier ones of the same stream; headers come once, on terminals every 20 lines.
+        """Prints further rows of a stream; the header is printed once, on terminals every 20 lines.
 
         Args:
+            view: view of the rows.
+            rows: the new rows.
             at_ns: wall clock of the answers; None means now.
         """
         selection = self.selection(view)
-        kept = selection.rows(rows)
-        columns = data_columns(view, selection)
-        for row in kept:
-            match self.format:
-                case "tsv":
-                    self.write(tsv(columns, [row], header=self._printed == 0))
-                case "csv":
-                    self.write(comma_separated(columns, [row], header=self._printed == 0))
-                case "jsonl":
-                    self.write(json_lines(projected(selection.columns, [row])))
-                case "json" | "yaml":
-                    self.write(self._document(view, projected(selection.columns, [row]), (), at_ns, compact=True))
-                case "prom":
-                    raise click.UsageError("-o prom is for metrics: kvctl metrics -o prom")
-                case _:
-                    self._stream_line(table_columns(view, selection, self.format == "wide"), row)
+        for row in selection.rows(rows):
+            if self.human:
+                self._stream_line(table_columns(view, selection, self.format == "wide"), row)
+            else:
+                self.write(self._data(view, selection, [row], at_ns=at_ns, header=self._printed == 0))
             self._printed += 1
 
     def _stream_line(self, columns: Sequence[Column], row: Row) -> None:
         from kvctl.render.terminal import stream_header, stream_line
 
-        gap = " " if self._terminal else "  "  # lines fit 80 cells of a terminal; elsewhere fields are to be told apart
+        gap = " " if self._terminal else "  "  # lines fit 80 cells of a terminal; scripts split at two spaces
         due = self._printed % _HEADER_EVERY == 0 if self._terminal else self._printed == 0
         header = f"{stream_header(columns, gap)}\n" if due else ""
         self.write(f"{header}{stream_line(columns, row, self.colour, gap)}\n")
 
     def redraw(self, report: Report, title: str) -> None:
-        """Prints the report in place of the one before it, on terminals that can."""
+        """Prints the report, in place of the previous one if the terminal supports it."""
         text = self.text(report, compact=True)
         if not self.human:
             if self._printed and self.format in {"tsv", "csv"}:
@@ -180,12 +180,10 @@ class Output:
             self.write(f"{title}\n\n{text}\n")
         self._printed += 1
 
-    @contextmanager
+    @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """While this lasts, `redraw` draws on the alternate screen of a terminal that has one; the last drawing is
-        printed on the normal screen at the end.
-        """
-        if not (self.human and on_terminal()):
+        """Lets `redraw` use the terminal's alternate screen; at the end prints the last drawing on the normal one."""
+        if not (self.human and self._terminal and os.environ.get("TERM") not in {None, "", "dumb"}):
             yield
             return
         self._screen = Screen(self._put)
@@ -200,7 +198,7 @@ class Output:
                 complain(message)
 
     def write(self, text: str) -> None:
-        """Writes data, unprintable characters replaced. A reader that closes early, as `head` does, ends it quietly."""
+        """Writes data with unprintable characters replaced; exits quietly if the reader has closed the pipe."""
         self._put(printable_lines(text, styled=self.colour))
 
     def _put(self, text: str) -> None:
@@ -215,17 +213,17 @@ class Output:
             raise CliError(unwritable(error)) from error
 
     def note(self, text: str) -> None:
-        """A remark on stderr, which `-q` silences."""
+        """Prints a remark on stderr, except with `-q`."""
         if not self._settings.quiet:
             self.complain(text)
 
     def detail(self, text: str) -> None:
-        """Something that only `-v` wants to know."""
+        """Prints a detail on stderr, only with `-v`."""
         if self._settings.verbose:
             self.complain(text)
 
     def complain(self, text: str) -> None:
-        """An error on stderr; on the screen that `redraw` draws, if there is one."""
+        """Prints an error on stderr, or below the next drawing of `redraw`."""
         if self._screen is not None and sys.stderr.isatty():
             self._messages.append(text)
         else:
@@ -233,33 +231,19 @@ class Output:
 
 
 def to_terminal() -> bool:
-    """Whether data goes to a terminal, as against a pipe or a file."""
+    """Whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
-def _wants_colour(wish: str) -> bool:
-    if wish != "auto":
-        return wish == "always"
+def _colour_supported() -> bool:
     return to_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-# Alternate screen; no cursor; lines that are too long are cut off and not wrapped.
-_ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
-_LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
-_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-_ENDS = (signal.SIGTERM, signal.SIGHUP)
-
-
-def on_terminal() -> bool:
-    """Whether stdout is a terminal that can be drawn on."""
-    return sys.stdout.isatty() and os.environ.get("TERM") not in {None, "", "dumb"}
-
-
 class Screen:
-    """Draws on the alternate screen, so that the normal screen and its scrollback stay as they were.
+    """The alternate screen of a terminal, which leaves the normal screen and its scrollback unchanged.
 
     Args:
-        write: puts text on stdout as it is.
+        write: writes text to stdout unchanged.
     """
 
     def __init__(self, write: Callable[[str], None]) -> None:
@@ -268,28 +252,28 @@ class Screen:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Restores the terminal at the end, also on Ctrl-C, SIGTERM and SIGHUP, and while it is stopped (Ctrl-Z).
+        """Restores the terminal at the end, also on Ctrl-C, SIGTERM and SIGHUP, and while stopped by Ctrl-Z.
 
-        The alternate screen is entered by the first drawing. A signal ends the process with 128 and its number.
+        The first drawing enters the alternate screen. A signal ends the process with exit code 128 + its number.
         """
-        handlers = dict.fromkeys(_ENDS, self._end) | {signal.SIGTSTP: self._stop}
-        # What a parent has set to be ignored, as nohup does, stays ignored.
-        taken = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]
-        for number in taken:
+        handlers = {signal.SIGTERM: self._exit, signal.SIGHUP: self._exit, signal.SIGTSTP: self._stop}
+        # Signals that the parent process set to be ignored, as nohup does, stay ignored.
+        installed = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]
+        for number in installed:
             signal.signal(number, handlers[number])
         try:
             yield
         finally:
             self._leave()
-            for number in taken:
+            for number in installed:
                 signal.signal(number, signal.SIG_DFL)
 
     def draw(self, text: str, messages: Sequence[str]) -> None:
-        """Draws text from the top, and messages below it; what does not fit the height is cut off the text's end."""
+        """Draws text from the top and messages below it; truncates the text to the height of the terminal."""
         lines = text.rstrip("\n").split("\n")
-        room = shutil.get_terminal_size().lines - len(messages)
-        if len(lines) > room:
-            kept = max(room - 1, 0)
+        height = shutil.get_terminal_size().lines - len(messages)
+        if len(lines) > height:
+            kept = max(height - 1, 0)
             lines = [*lines[:kept], f"... {len(lines) - kept} more lines: use --filter, or a taller terminal"]
         entering = "" if self._drawing else _ENTER
         self._drawing = _HOME + "\n".join(f"{line}{_CLEAR_LINE}" for line in (*lines, *messages)) + _CLEAR_BELOW
@@ -297,22 +281,22 @@ class Screen:
 
     def _leave(self) -> None:
         if self._drawing:
-            _put(_LEAVE)
+            _write_unbuffered(_LEAVE)
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
+    def _exit(self, number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Stops the process with the normal screen shown; goes on with the drawing."""
+        """Stops the process on the normal screen; draws again when it continues."""
         self._leave()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._stop)
         if self._drawing:
-            _put(_ENTER + self._drawing)
+            _write_unbuffered(_ENTER + self._drawing)
 
 
-def _put(text: str) -> None:
-    """Writes past the buffer of stdout, which a signal may have interrupted; the terminal may be gone."""
+def _write_unbuffered(text: str) -> None:
+    """Writes past the buffer of stdout, which a signal may have interrupted; the terminal may no longer exist."""
     with contextlib.suppress(OSError):
         os.write(sys.stdout.fileno(), text.encode())

@@ -1,4 +1,4 @@
-"""How every reading command runs: ask the fleet, print, name what went wrong, and end with the right exit code."""
+"""Runs reading commands: queries the agents, prints the report and the errors, and ends with the exit code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from kvctl.render.view import View
 from kvctl_agent.contract.admin import socket_dir
 
 Read = Callable[[Survey], Report]
-_START = "kvctl demo"
 
 
 def source(settings: Settings) -> Source:
-    """Whom the user wants to ask: living agents, or the file of `--from`.
+    """Returns the source of the answers: the live agents, or the file of `--from`.
 
     Raises:
         CliError: the file cannot be read.
@@ -39,31 +38,31 @@ def source(settings: Settings) -> Source:
 
 
 def live_only(settings: Settings) -> None:
-    """Where a command acts: raises click.UsageError if it should act on a file."""
+    """Raises click.UsageError if `--from` is set, for commands that need live agents."""
     if settings.from_file is not None:
         name = click.get_current_context().command_path
-        raise click.UsageError(f"--from {settings.from_file}: {name} acts on living agents, and a file only remembers")
+        raise click.UsageError(f"--from {settings.from_file}: {name} needs live agents; omit --from")
 
 
 def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock_rounds: int = 1) -> NoReturn:
-    """Asks `calls` of every agent and prints what `read` makes of the answers, once or with `-w` again and again.
+    """Sends `calls` to every agent and prints the report that `read` builds, once or, with `-w`, repeatedly.
 
     Raises:
         click.exceptions.Exit: always, with the exit code.
     """
     output = Output(settings)
-    output.selection(view)  # a wrong column is an error before anybody is asked
+    output.selection(view)  # reports a wrong column before the agents are queried
     with source(settings) as fleet, output.watching() if settings.watch_ns is not None else nullcontext():
         while True:
             survey = fleet.survey(calls, clock_rounds)
-            with _understood(settings):
+            with _missing_data_explained(settings):
                 report = read(survey)
                 report.at_ns = survey.at_ns
                 if settings.watch_ns is None and (report.answered or report.rows or output.document):
                     output.emit(report)
             code = conclude(output, settings, survey, report)
             if settings.watch_ns is not None:
-                with _understood(settings):
+                with _missing_data_explained(settings):
                     output.redraw(report, _title(settings, survey))
             if settings.watch_ns is None or not fleet.advance():
                 raise click.exceptions.Exit(code)
@@ -71,24 +70,24 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
 
 
 def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callable[[Output, Survey], None]) -> NoReturn:
-    """Asks again and again, and leaves the printing of what is new to `step`; ends with Ctrl-C, or with the file.
+    """Queries the agents repeatedly and passes each survey to `step`, which prints it; ends with Ctrl-C or the file.
 
     Raises:
         click.exceptions.Exit: the file has no more moments.
     """
     output = Output(settings)
     pause_ns = settings.watch_ns or 0
-    complained: tuple[Fault, ...] | None = None
+    reported: tuple[Fault, ...] | None = None
     with source(settings) as fleet:
         while True:
             started = time.monotonic_ns()
             survey = fleet.survey(calls())
-            faults = tuple(survey.faults) or ((nobody(settings, survey),) if not survey.agents else ())
-            if faults != complained:
+            faults = tuple(survey.faults) or ((no_agent(settings, survey),) if not survey.agents else ())
+            if faults != reported:
                 for line in lines(faults):
                     output.note(line)
-                complained = faults
-            with _understood(settings):
+                reported = faults
+            with _missing_data_explained(settings):
                 step(output, survey)
             if not fleet.advance():
                 raise click.exceptions.Exit(exit_code(len(survey.agents), faults))
@@ -96,7 +95,7 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
 
 
 def conclude(output: Output, settings: Settings, survey: Survey, report: Report) -> ExitCode:
-    """Says on stderr what went wrong and what was remarkable; returns the exit code."""
+    """Prints errors and notes on stderr; returns the exit code."""
     for agent in survey.agents:
         output.detail(f"{agent.name}: answered in {agent.rtt_ns / 1e6:.2f} ms ({agent.endpoint.address})")
     for endpoint in survey.discovery.stale:
@@ -110,30 +109,30 @@ def conclude(output: Output, settings: Settings, survey: Survey, report: Report)
         return ExitCode.FAILED
     code = exit_code(report.answered, report.faults)
     if code is ExitCode.NO_AGENT and not report.faults:
-        output.complain(nobody(settings, survey).message)
+        output.complain(no_agent(settings, survey).message)
     if report.wrong and code in {ExitCode.OK, ExitCode.PARTIAL}:
         return ExitCode.FAILED
     return code
 
 
-def nobody(settings: Settings, survey: Survey) -> Fault:
-    """Why there is nobody to ask, and what to do about it."""
+def no_agent(settings: Settings, survey: Survey) -> Fault:
+    """Returns the error for a survey without agents, with the reason and the next step."""
     if survey.filtered:
-        wanted = ",".join(f"{key}={value}" for key, value in settings.labels.items())
-        text = f"no agent is {wanted}; {survey.filtered} answered: kvctl agents"
+        labels = ",".join(f"{key}={value}" for key, value in settings.labels.items())
+        text = f"no agent has the labels {labels}; {survey.filtered} others answered: kvctl agents lists them"
     elif settings.from_file is not None:
-        text = f"no agent was there when {settings.from_file} was made"
+        text = f"{settings.from_file} contains no agent: no agent was running when it was recorded"
     else:
         stale = len(survey.discovery.stale)
-        gone = f" ({stale} stale socket{'s' * (stale != 1)}: kvctl agents)" if stale else ""
-        start = f"Start some here: {_START}"
-        wrong = missing(socket_dir())
-        text = f"no agent found. {start} ({wrong})" if wrong else f"no agent found in {socket_dir()}{gone}. {start}"
+        note = f" ({stale} stale socket{'s' * (stale != 1)}: kvctl agents)" if stale else ""
+        start = "Start some here: kvctl demo"
+        problem = missing(socket_dir())
+        text = f"no agent found. {start} ({problem})" if problem else f"no agent found in {socket_dir()}{note}. {start}"
     return Fault("", FaultCode.UNREACHABLE, text)
 
 
-def _understood(settings: Settings) -> AbstractContextManager[None]:
-    """A file's answers may lack what this kvctl reads; a living agent's do so for a reason that we want to see."""
+def _missing_data_explained(settings: Settings) -> AbstractContextManager[None]:
+    """Reports a value that a file lacks as an error of the file; with live agents such a value is a bug and raises."""
     if settings.from_file is None:
         return nullcontext()
     from kvctl.client.recordings import understood

@@ -1,4 +1,4 @@
-"""`kvctl rooms`: active rooms, finished rooms, and one room over all the ranks that know it."""
+"""`kvctl rooms`: active, finished and failed rooms; the timeline of one room on all its ranks; abort."""
 
 from __future__ import annotations
 
@@ -43,31 +43,36 @@ _CLOCK_ROUNDS = 3
 _ALL = 1000
 _FEW = 20
 _FAILED = 100
-_EVERY = 20_000  # rows that fit well into one answer, and more than agents keep of finished rooms unless told to
+_EVERY = 20_000  # rows; fits well into one answer, and by default agents keep fewer finished rooms
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _LONGEST_REASON = 500
 Found = dict[str, dict[str, dict[str, Any]]]
-"""Rooms to abort: room number, agent, its row of that room."""
+"""Rooms to abort: row of each agent, by room number and agent name."""
 
 
 @click.group(cls=KvctlGroup, default="ls")
 def rooms() -> None:
-    """Active and finished rooms, one row per room and rank; `kvctl rooms` alone lists the active ones."""
+    """Active, finished and failed rooms; without a subcommand, like `kvctl rooms ls`."""
 
 
 def _limit(default: int) -> Callable[[_Function], _Function]:
     return click.option(
-        "-n", "--limit", type=click.IntRange(min=1), default=default, show_default=True, help="Rows per agent at most."
+        "-n",
+        "--limit",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=True,
+        help="Maximum number of rows per agent.",
     )
 
 
 @rooms.command(
     "ls",
     view=ROOMS,
-    short_help="Active rooms, the oldest first.",
+    short_help="List active rooms, the oldest first.",
     examples=[
-        ("Active rooms, read again every two seconds", "kvctl rooms -w"),
-        ("Rooms older than five seconds, each once", "kvctl rooms --filter 'age>5s' -l role=decode"),
+        ("Active rooms, updated every two seconds", "kvctl rooms -w"),
+        ("Rooms older than five seconds, one row each", "kvctl rooms --filter 'age>5s' -l role=decode"),
         ("Room numbers for a script", "kvctl rooms -o json | jq -r '.data[].room'"),
     ],
 )
@@ -75,58 +80,58 @@ def _limit(default: int) -> Callable[[_Function], _Function]:
 @_limit(_ALL)
 @pass_settings
 def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
-    """Active rooms, the oldest first.
+    """List active rooms, the oldest first.
 
-    Every rank that takes part in a room has its own row: -l role=decode shows each room once.
+    There is a row for every rank of a room; with -l role=decode each room appears once per decode rank.
     """
     _table(settings, ROOMS, Call("rooms", {"state": state, "limit": limit}))
 
 
 @rooms.command(
     view=HISTORY,
-    short_help="Rooms that finished last.",
+    short_help="List the rooms that finished last.",
     examples=[
         ("Rooms that finished last", "kvctl rooms history"),
-        ("All rooms that the agents remember, as CSV", "kvctl rooms history -n 1000 -o csv > rooms.csv"),
+        ("All finished rooms that the agents keep, as CSV", "kvctl rooms history -n 1000 -o csv > rooms.csv"),
     ],
 )
 @_limit(_FEW)
 @pass_settings
 def history(settings: Settings, limit: int) -> None:
-    """Rooms that finished last, the latest first."""
+    """List finished rooms, the latest first."""
     _table(settings, HISTORY, Call("history", {"limit": limit}))
 
 
 @rooms.command(
     view=SLOW,
-    short_help="Slowest finished rooms.",
+    short_help="List the slowest finished rooms.",
     examples=[("The five slowest rooms of each decode rank", "kvctl rooms slow -n 5 -l role=decode")],
 )
 @_limit(_FEW)
 @pass_settings
 def slow(settings: Settings, limit: int) -> None:
-    """Slowest finished rooms, the slowest first."""
+    """List finished rooms, the slowest first."""
     _table(settings, SLOW, Call("slow", {"limit": limit}))
 
 
 @rooms.command(
     view=FAILED,
-    short_help="Rooms that failed, with the first cause of each.",
+    short_help="List failed rooms, with the first cause of each.",
     examples=[
-        ("Rooms that failed, the latest first", "kvctl rooms failed"),
-        ("Those that failed because a rank was lost", "kvctl rooms failed --filter code=KV_PEER_LOST"),
+        ("Failed rooms, the latest first", "kvctl rooms failed"),
+        ("Rooms that failed because a rank was lost", "kvctl rooms failed --filter code=KV_PEER_LOST"),
         ("Failures of the last ten minutes, as CSV", "kvctl rooms failed --filter 'ago<10m' -o csv > failed.csv"),
     ],
 )
 @click.option(
-    "-n", "--limit", type=click.IntRange(min=1), default=_FAILED, show_default=True, help="Rooms at most, the latest."
+    "-n", "--limit", type=click.IntRange(min=1), default=_FAILED, show_default=True, help="Maximum number of rooms."
 )
 @pass_settings
 def failed(settings: Settings, limit: int) -> None:
-    """Rooms that failed, the latest first: one row for each, with the first cause, whichever ranks tell of it.
+    """List failed rooms, the latest first, one row per room with its first cause on any rank.
 
-    Agents keep them apart from other finished rooms (failed_rooms in their configuration). `waits_for` are agents that
-    have not confirmed the end of a room, whose memory is kept until they do.
+    Agents keep failed rooms separately from other finished rooms (configuration key failed_rooms). `waits_for` lists
+    the agents that have not confirmed the end of the room; its memory is not reused until they do.
     """
     output = Output(settings)
     selection = output.selection(FAILED)
@@ -152,47 +157,49 @@ def failed(settings: Settings, limit: int) -> None:
 
 
 def _table(settings: Settings, view: View, call: Call) -> None:
-    """Rows of all agents, `limit` of each: of those that pass the filters, in the order that is wanted."""
+    """Prints rooms of all agents: of each the first `limit` rows that pass the filters, in the selected order."""
     limit = call.args["limit"]
     selection = Output(settings).selection(view)
-    chosen = bool(settings.filters or settings.sort_by)
-    if chosen:
-        state = _state_wanted(selection) if call.command == "rooms" else None
+    selected = bool(settings.filters or settings.sort_by)
+    if selected:
+        state = _filtered_state(selection) if call.command == "rooms" else None
         call = Call(call.command, {"state": state, **call.args, "limit": max(limit, _EVERY)})
-    asked = call.args["limit"]
+    requested = call.args["limit"]
 
     def read(survey: Survey) -> Report:
         answers = survey.answers(call.command)
-        wanted = [(agent, selection.rows(data) if chosen else data) for agent, data in answers]
+        matching = [(agent, selection.rows(data) if selected else data) for agent, data in answers]
         notes = []
-        if call.command == "rooms":  # of finished rooms everybody expects the latest alone
+        if call.command == "rooms":  # finished rooms are expected to be incomplete
             notes += [
-                f"{agent.name}: only {limit} rooms shown, raise --limit" for agent, data in wanted if len(data) >= limit
+                f"{agent.name}: only {limit} rooms shown; raise --limit"
+                for agent, data in matching
+                if len(data) >= limit
             ]
             notes += [
-                f"{agent.name}: only its {asked:,} oldest rooms were looked at"
+                f"{agent.name}: only its {requested:,} oldest rooms were read"
                 for agent, data in answers
-                if len(data) >= asked > limit
+                if len(data) >= requested > limit
             ]
-        kept = [row for _, data in wanted for row in data[:limit]]
+        kept = [row for _, data in matching for row in data[:limit]]
         everything = [row for _, data in answers for row in data]
         return Report(view, kept or everything, len(answers), survey.faults, notes=notes)
 
     run(settings, view, (call,), read)
 
 
-def _state_wanted(selection: Selection) -> str | None:
-    """The state that a filter names, which agents can look for themselves."""
+def _filtered_state(selection: Selection) -> str | None:
+    """Returns the state that a filter requires, so that the agents select the rooms; None if there is none."""
     named = {each.text.casefold() for each in selection.filters if each.column.name == "state" and each.operator == "="}
     return next((label for label in STATE_LABELS if label.casefold() in named), None)
 
 
 @rooms.command(
     view=TIMELINE,
-    short_help="One room on all its ranks: timeline, and the rank that failed first.",
+    short_help="Show one room on all its ranks: timeline, and the rank that failed first.",
     examples=[
         ("Room 7 on all its ranks", "kvctl rooms show 7"),
-        ("The same as a trace for ui.perfetto.dev", "kvctl rooms show 7 --perfetto room-7.json"),
+        ("Also as a trace for ui.perfetto.dev", "kvctl rooms show 7 --perfetto room-7.json"),
     ],
 )
 @click.argument("room", type=RoomNumber())
@@ -200,11 +207,11 @@ def _state_wanted(selection: Selection) -> str | None:
     "--perfetto",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also write it as a trace for ui.perfetto.dev; of a number used again, the use shown first.",
+    help="Also write a trace for ui.perfetto.dev; if the number was reused, of the room shown first.",
 )
 @pass_settings
 def show(settings: Settings, room: str, perfetto: Path | None) -> None:
-    """One room, active or finished lately: all its ranks on one timeline, and the rank that failed first."""
+    """Show one active or recently finished room: the timeline of all its ranks, and the rank that failed first."""
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("room")
@@ -214,7 +221,7 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
         report = _room_report(room, joined, answered, survey.faults)
         if perfetto is not None and joined:
             _export(perfetto, joined[0])
-            report.notes.append(f"written to {perfetto}: open it in ui.perfetto.dev")
+            report.notes.append(f"wrote {perfetto}: open it in ui.perfetto.dev")
         return report
 
     run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)
@@ -238,8 +245,8 @@ def _room_report(number: str, joined: Sequence[RoomTimeline], answered: int, fau
 
     def split(kept: Sequence[Row]) -> list[tuple[RoomTimeline, list[Row]]]:
         passed = {id(row) for row in kept}
-        split = [[row for row in timeline if id(row) in passed] for timeline in timelines]
-        return list(zip(joined, split, strict=True))
+        filtered = [[row for row in timeline if id(row) in passed] for timeline in timelines]
+        return list(zip(joined, filtered, strict=True))
 
     report = Report(
         TIMELINE,
@@ -257,7 +264,7 @@ def _room_report(number: str, joined: Sequence[RoomTimeline], answered: int, fau
         report.notes.append(f"room number {number} was used {len(joined)} times")
     dropped = sum(rank["timeline_dropped"] for room in joined for rank in room.ranks)
     if dropped:
-        report.notes.append(f"{dropped} timeline events were not kept (timeline_events in the agents' configuration)")
+        report.notes.append(f"{dropped} timeline events were dropped: raise timeline_events of the agents to keep more")
     return report
 
 
@@ -304,29 +311,28 @@ def _document(room: RoomTimeline, timeline: Sequence[Row]) -> dict[str, Any]:
 
 @rooms.command(
     view=DONE,
-    filter_view=ROOMS,
-    short_help="Fail rooms on all their ranks.",
+    short_help="Abort rooms on all their ranks.",
     examples=[
-        ("One room", "kvctl rooms abort 7 --reason 'client is gone'"),
-        ("Rooms older than a minute, after a look at the list", "kvctl rooms abort --filter 'age>1m'"),
+        ("One room", "kvctl rooms abort 7 --reason 'client disconnected'"),
+        ("Rooms older than a minute, after confirming the list", "kvctl rooms abort --filter 'age>1m'"),
         ("Rooms that wait for prefill-0, from a script", "kvctl rooms abort --filter 'missing=prefill-0' --yes"),
     ],
 )
 @click.argument("room", nargs=-1, type=RoomNumber())
-@click.option("--reason", default="", metavar="TEXT", help="Is added to the room's failure on every rank.")
+@click.option("--reason", default="", metavar="TEXT", help="Text that is added to the room's failure on every rank.")
 @yes_option
 @pass_settings
 def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> None:
-    """Fail each ROOM on every rank that knows it, or all active rooms that match --filter.
+    """Abort each ROOM on all its ranks, or all active rooms that match --filter.
 
-    The requests fail; pages are free once their writers have drained. --filter takes what kvctl rooms takes: a room is
-    aborted on all its ranks where the row of one of them matches. The rooms are listed before you are asked. Exit code
-    0 also when no room matches. Level: operate.
+    The requests fail; pages become free when their writers have drained. --filter takes the columns of kvctl rooms: if
+    the row of one rank matches, the room is aborted on all ranks. The rooms are listed before the confirmation. The
+    exit code is 0 even if no room matches. Level: operate.
     """
     if len(reason) > _LONGEST_REASON:
-        raise click.UsageError(f"--reason has {len(reason)} characters, at most {_LONGEST_REASON} are kept")
+        raise click.UsageError(f"--reason has {len(reason)} characters; at most {_LONGEST_REASON} are allowed")
     if bool(room) == bool(settings.filters):
-        raise click.UsageError("name rooms, or choose them with --filter 'age>5s', not both")
+        raise click.UsageError("name rooms, or select them with --filter 'age>5s', but not both")
     try:
         matching = select(ROOMS, filters=settings.filters)
     except ExpressionError as error:
@@ -350,14 +356,14 @@ def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> 
 
     def filtered(fleet: Fleet, survey: Survey) -> Sequence[AgentAnswer] | str:
         answers = survey.answers("rooms")
-        chosen = {row["room"] for row in matching.rows(row for _, data in answers for row in data)}
+        selected = {row["room"] for row in matching.rows(row for _, data in answers for row in data)}
         for agent, data in answers:
             for row in data:
-                if row["room"] in chosen:
+                if row["room"] in selected:
                     found.setdefault(row["room"], {})[agent.name] = row
         cut = [agent.name for agent, data in answers if len(data) >= _ALL]
         if cut:
-            survey.remarks.append(f"{', '.join(cut)}: only {_ALL} rooms were looked at; run it again for the rest")
+            survey.remarks.append(f"{', '.join(cut)}: only {_ALL} rooms were read; repeat the command for the others")
         if not found and answers:
             survey.remarks.append("no rooms match --filter: nothing was aborted")
             return ""
@@ -365,22 +371,22 @@ def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> 
 
     def rounds(agents: Sequence[AgentAnswer]) -> Rounds:
         for number, ranks in found.items():
-            call = _call(number, reason)
+            call = _abort(number, reason)
             yield [(agent, call) for agent in agents if agent.name in ranks]
 
     act(
         replace(settings, filters=()),
-        _call("0", reason),
+        _abort("0", reason),
         lambda agents: _question(found),
         yes=yes,
         look=() if room else (Call("rooms", {"limit": _ALL}),),
-        concerned=named if room else filtered,
+        select=named if room else filtered,
         rounds=rounds,
         listing=lambda: _listing(found),
     )
 
 
-def _call(room: str, reason: str) -> Call:
+def _abort(room: str, reason: str) -> Call:
     return Call("abort", {"room": room, "reason": reason or None})
 
 
@@ -395,7 +401,7 @@ def _question(found: Found) -> str:
 
 
 def _listing(found: Found) -> list[str]:
-    """A line for each of several rooms; one room is described by the question."""
+    """Returns one line per room if there are several; the question itself describes a single room."""
     ages = {room: duration(max(row["age_ns"] for row in ranks.values())) for room, ranks in found.items()}
     width = max(map(len, found))
     lines = [f"  {room:>{width}}  {ages[room]:>7}  {_states(ranks)}" for room, ranks in found.items()]

@@ -1,9 +1,9 @@
-"""What the user wants of every command: flags over environment over project file over user file.
+"""Values of the global options, merged from flags, environment, project file and user file, in this order.
 
-A context (see `files`) counts right above what chose it: one of `--context` beats the environment, the one in use by
-the user file does not even beat the project file.
-
-A wrong value names where it comes from, because an old line in a file is the last place people look.
+The files also select a context: a named fleet, `[contexts.NAME]` in the user file. The context takes precedence over
+the source that selected it if that is a file, and directly follows it otherwise: a flag or variable beside the one that
+selected the context overrides it. An error names the source of the value, since an old line in a file is easily
+forgotten.
 """
 
 from __future__ import annotations
@@ -27,16 +27,22 @@ PROMETHEUS = "prom"
 COLOURS = ("auto", "always", "never")
 DEFAULT_TIMEOUT = "2s"
 
+PROJECT_FILE = ".kvctl.toml"
+CONTEXT = "context"
+CONTEXTS = "contexts"
+FILE_KEYS = ("output", "timeout", "endpoint", "color", "key", "server_key")
+CONTEXT_KEYS = ("endpoint", "key", "server_key", "timeout", "labels")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Global options, resolved.
+    """Global options of one call.
 
     Attributes:
         output: one of OUTPUTS, "prom" or "nagios".
         watch_ns: time between readings; None reads once.
-        keys: what names the keys for agents on other machines; files are read once there is one to ask.
-        from_file: the recording or bundle to ask in place of live agents.
+        keys: names of the keys for remote agents; the key files are read when such an agent is queried.
+        from_file: recording or bundle that is read instead of live agents.
     """
 
     output: str
@@ -58,47 +64,47 @@ def resolve(flags: Mapping[str, Any]) -> Settings:
     """Merges the sources.
 
     Raises:
-        click.UsageError: a value that is not allowed, with its source.
+        click.UsageError: a value is not allowed; the message names its source.
     """
-    source = _Sources.read(flags)
+    sources = _Sources.read(flags)
     from_file = flags.get("from_file")
     return Settings(
-        output=source.get("output", DEFAULT_OUTPUT, _one_of((*OUTPUTS, PROMETHEUS))),
+        output=sources.get("output", DEFAULT_OUTPUT, _one_of((*OUTPUTS, PROMETHEUS))),
         columns=flags.get("columns"),
         sort_by=flags.get("sort_by"),
         filters=tuple(flags.get("filters", ())),
-        # Configured endpoints and labels name living agents: of a file only flags choose.
-        endpoints=source.get("endpoint", (), _words) if from_file is None else tuple(flags.get("endpoint", ())),
-        labels=source.labels() if from_file is None else _labels(flags.get("labels", ()), "--label"),
-        keys=KeyNames(source.get("key", None, _text), source.get("server_key", None, _text)),
-        timeout_ns=source.get("timeout", parse_seconds(DEFAULT_TIMEOUT), _positive),
-        watch_ns=source.get("watch", None, _positive),
+        # Endpoints and labels in the environment and in files select live agents; only flags select from a file.
+        endpoints=sources.get("endpoint", (), _names) if from_file is None else tuple(flags.get("endpoint", ())),
+        labels=sources.labels() if from_file is None else _labels(flags.get("labels", ()), "--label"),
+        keys=KeyNames(sources.get("key", None, _text), sources.get("server_key", None, _text)),
+        timeout_ns=sources.get("timeout", parse_seconds(DEFAULT_TIMEOUT), _duration_ns),
+        watch_ns=sources.get("watch", None, _duration_ns),
         quiet=bool(flags.get("quiet")),
         verbose=bool(flags.get("verbose")),
-        color=source.get("color", "auto", _one_of(COLOURS)),
+        color=sources.get("color", "auto", _one_of(COLOURS)),
         from_file=from_file,
     )
 
 
 def chosen_context(flags: Mapping[str, Any]) -> str | None:
-    """Name of the context that counts here, whether there is one of that name or not.
+    """Returns the name of the selected context, which may not exist.
 
     Raises:
         click.UsageError: one of the files cannot be read.
     """
-    return next((str(layer.values[CONTEXT]) for layer in _said(flags, user_file()) if CONTEXT in layer.values), None)
+    return next((str(layer.values[CONTEXT]) for layer in _layers(flags, user_file()) if CONTEXT in layer.values), None)
 
 
 def check_context(flags: Mapping[str, Any]) -> None:
-    """Whether these flags make sense as a context.
+    """Checks flags that are to be saved as a context.
 
     Raises:
-        click.UsageError: a value that is not allowed.
+        click.UsageError: a value is not allowed.
     """
-    source = _Sources(flags, None, (_Layer(_flag_name, flags),))
-    source.get("endpoint", (), _words)
-    source.get("timeout", 0, _positive)
-    source.labels()
+    sources = _Sources(flags, None, (_Layer(_flag, flags),))
+    sources.get("endpoint", (), _names)
+    sources.get("timeout", 0, _duration_ns)
+    sources.labels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +112,19 @@ class _Layer:
     """Values of one source.
 
     Attributes:
-        name: says which key of which source is meant.
-        file: it holds defaults, so a context that it chooses is more than the rest of it.
+        origin: formats a key and this source for an error message.
+        values: the values by key.
+        file: whether the source is a file.
     """
 
-    name: Callable[[str], str]
+    origin: Callable[[str], str]
     values: Mapping[str, Any]
     file: bool = False
 
 
-def _flag_name(key: str) -> str:
-    return f"--{key.replace('_', '-')}"
-
-
-def _variable(key: str) -> str:
-    return f"KVCTL_{key.upper()}"
-
-
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """Everything that was said, the strongest first."""
+    """All sources, in order of precedence."""
 
     flags: Mapping[str, Any]
     context: _Layer | None
@@ -134,75 +133,82 @@ class _Sources:
     @classmethod
     def read(cls, flags: Mapping[str, Any]) -> _Sources:
         user = user_file()
-        said = _said(flags, user)
-        chooser = next((layer for layer in said if CONTEXT in layer.values), None)
+        layers = _layers(flags, user)
+        chooser = next((layer for layer in layers if CONTEXT in layer.values), None)
         if chooser is None:
-            return cls(flags, None, tuple(said))
+            return cls(flags, None, tuple(layers))
         name = chooser.values[CONTEXT]
-        chosen = context_of(user, name, chooser.name(CONTEXT))
-        context = _Layer(lambda key: f"{key} of context {name} in {user.path}", chosen)
-        # A flag or a variable beside the one that chose the context is meant to depart from it.
-        said.insert(said.index(chooser) + (not chooser.file), context)
-        return cls(flags, context, tuple(said))
+        values = context_of(user, name, chooser.origin(CONTEXT))
+        context = _Layer(lambda key: f"{key} of context {name} in {user.path}", values)
+        layers.insert(layers.index(chooser) + (not chooser.file), context)
+        return cls(flags, context, tuple(layers))
 
-    def get(self, key: str, default: Any, read: Callable[[Any], Any]) -> Any:
+    def get(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
         for layer in self.layers if key in FILE_KEYS else self.layers[:1]:
             value = layer.values.get(key)
             if value is None or value == ():
                 continue
             try:
-                return read(value)
+                return convert(value)
             except ValueError as error:
-                raise click.UsageError(f"{layer.name(key)}: {error}") from error
+                raise click.UsageError(f"{layer.origin(key)}: {error}") from error
         return default
 
     def labels(self) -> dict[str, str]:
-        """Those of the context, narrowed further by the flags."""
+        """Returns the labels of the context, and those of the flags, which take precedence."""
         labels = {}
-        if self.context is not None and (wanted := self.context.values.get("labels")):
-            origin = self.context.name("labels")
+        if self.context is not None and (value := self.context.values.get("labels")):
+            origin = self.context.origin("labels")
             try:
-                labels = _labels(_words(wanted), origin)
+                labels = _labels(_names(value), origin)
             except ValueError:
-                raise click.UsageError(f"{origin}: {wanted!r} is not a list of KEY=VALUE") from None
+                raise click.UsageError(f"{origin}: {value!r} is not a list of KEY=VALUE") from None
         return {**labels, **_labels(self.flags.get("labels", ()), "--label")}
 
 
-def _said(flags: Mapping[str, Any], user: File) -> list[_Layer]:
-    """Every source but the context, the strongest first."""
+def _layers(flags: Mapping[str, Any], user: File) -> list[_Layer]:
+    """Returns all sources other than the context."""
     environment = {key: value for key in (*FILE_KEYS, CONTEXT) if (value := os.environ.get(_variable(key)))}
     files = [file for file in (project_file(), user) if file is not None]
     return [
-        _Layer(_flag_name, flags),
+        _Layer(_flag, flags),
         _Layer(lambda key: f"{_variable(key)} (environment)", environment),
         *(_Layer(lambda key, path=file.path: f"{key} in {path}", file.values, file=True) for file in files),  # type: ignore[misc]
     ]
 
 
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
+
+
+def _variable(key: str) -> str:
+    return f"KVCTL_{key.upper()}"
+
+
 def _one_of(allowed: tuple[str, ...]) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
+    def convert(value: Any) -> str:
         if value not in allowed:
             raise ValueError(f"{value!r} is not one of {', '.join(allowed)}")
         return str(value)
 
-    return read
+    return convert
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{value!r} is not a non-empty string")
     return value
 
 
-def _words(value: Any) -> tuple[str, ...]:
-    """A flag gives a tuple, the environment words or a comma list, the file a string or a list."""
-    pieces = value.replace(",", " ").split() if isinstance(value, str) else value
-    if not isinstance(pieces, list | tuple) or not all(isinstance(piece, str) for piece in pieces):
+def _names(value: Any) -> tuple[str, ...]:
+    """Converts the tuple of a flag, the words or comma list of a variable, or the string or list of a file."""
+    names = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{value!r} is not a list of agent names")
-    return tuple(pieces)
+    return tuple(names)
 
 
-def _positive(value: Any) -> int:
+def _duration_ns(value: Any) -> int:
     ns = parse_seconds(str(value))
     if ns < 1_000_000:
         raise ValueError(f"{value!r} is shorter than a millisecond")
@@ -211,24 +217,17 @@ def _positive(value: Any) -> int:
 
 def _labels(texts: tuple[str, ...], origin: str) -> dict[str, str]:
     labels: dict[str, str] = {}
-    for piece in (piece.strip() for text in texts for piece in text.split(",")):
-        key, separator, value = piece.partition("=")
+    for label in (label.strip() for text in texts for label in text.split(",")):
+        key, separator, value = label.partition("=")
         if not separator or not value or key not in LABELS:
-            raise click.UsageError(f"{origin} {piece}: write KEY=VALUE with a key of {', '.join(LABELS)}")
+            raise click.UsageError(f"{origin} {label}: write KEY=VALUE with a key of {', '.join(LABELS)}")
         labels[key] = value
     return labels
 
 
-PROJECT_FILE = ".kvctl.toml"
-CONTEXT = "context"
-CONTEXTS = "contexts"
-FILE_KEYS = ("output", "timeout", "endpoint", "color", "key", "server_key")
-CONTEXT_KEYS = ("endpoint", "key", "server_key", "timeout", "labels")
-
-
 @dataclass(frozen=True, slots=True)
 class File:
-    """What one of the files says; empty where there is none."""
+    """Content of the user file or a project file; empty if the file does not exist."""
 
     path: Path
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -240,39 +239,40 @@ class File:
 
 
 def user_path() -> Path:
-    """Where the user file is, or would be."""
+    """Returns the path of the user file, which may not exist."""
     home = os.environ.get("XDG_CONFIG_HOME")
     if not home:
         try:
             home = str(Path("~/.config").expanduser())
-        except RuntimeError:  # a uid without a name and without HOME, as in some containers
+        except RuntimeError:  # in some containers the user id has no name and HOME is not set
             home = "/etc"
     return Path(home) / "kvctl" / "config.toml"
 
 
 def user_file() -> File:
-    """The user file.
+    """Reads the user file.
 
     Raises:
-        click.UsageError: it cannot be read, or says what nobody understands.
+        click.UsageError: it cannot be read, or has an unknown key.
     """
     return _read(user_path(), (*FILE_KEYS, CONTEXT, CONTEXTS))
 
 
 def project_file() -> File | None:
-    """The nearest `.kvctl.toml` from here up to the root of the repository; outside of one, only the one here.
+    """Reads the nearest `.kvctl.toml` between the working directory and the root of its git repository.
 
-    One that belongs to neither us nor root does not count: anybody may write in /tmp.
+    Outside of a repository only the working directory is searched. A file that belongs to another user than the current
+    one and root is ignored, since anyone can write to /tmp.
 
     Raises:
-        click.UsageError: as `user_file`.
+        click.UsageError: it cannot be read, or has an unknown key.
     """
     try:
         here = Path.cwd()
-    except FileNotFoundError:  # the directory was removed under our feet
+    except FileNotFoundError:  # the working directory was removed
         return None
-    within = next((index for index, each in enumerate((here, *here.parents)) if (each / ".git").exists()), 0)
-    for directory in (here, *here.parents)[: within + 1]:
+    depth = next((index for index, each in enumerate((here, *here.parents)) if (each / ".git").exists()), 0)
+    for directory in (here, *here.parents)[: depth + 1]:
         path = directory / PROJECT_FILE
         if path.is_file() and path.stat().st_uid in {os.getuid(), 0}:
             return _read(path, (*FILE_KEYS, CONTEXT))
@@ -280,10 +280,10 @@ def project_file() -> File | None:
 
 
 def context_of(user: File, name: object, origin: str) -> Mapping[str, Any]:
-    """The context of that name.
+    """Returns the values of a context.
 
     Raises:
-        click.UsageError: there is none; `origin` says who asked for it.
+        click.UsageError: it does not exist; the message begins with `origin`, the source of its name.
     """
     found = user.contexts.get(str(name))
     if found is None:
@@ -303,16 +303,16 @@ def _read(path: Path, known: tuple[str, ...]) -> File:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise click.UsageError(f"{path} cannot be read: {error}") from error
-    _check(values, known, str(path))
+    _check_keys(values, known, str(path))
     contexts = values.get(CONTEXTS, {})
     for name, context in contexts.items() if isinstance(contexts, dict) else [("", None)]:
         if not isinstance(context, dict):
-            raise click.UsageError(f"{path}: {CONTEXTS} holds tables, [{CONTEXTS}.{name or 'NAME'}]")
-        _check(context, CONTEXT_KEYS, f"{path}, context {name}")
+            raise click.UsageError(f"{path}: {CONTEXTS} must be tables, [{CONTEXTS}.{name or 'NAME'}]")
+        _check_keys(context, CONTEXT_KEYS, f"{path}, context {name}")
     return File(path, values)
 
 
-def _check(values: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+def _check_keys(values: Mapping[str, Any], known: tuple[str, ...], origin: str) -> None:
     unknown = values.keys() - set(known)
     if unknown:
-        raise click.UsageError(f"{where}: unknown key {sorted(unknown)[0]!r}; known: {', '.join(known)}")
+        raise click.UsageError(f"{origin}: unknown key {sorted(unknown)[0]!r}; known: {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""`kvctl stacks`: what every thread of the agents does right now, the first question about one that hangs."""
+"""`kvctl stacks`: the Python stack of every thread of the agents, to diagnose one that hangs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from kvctl.commands.settings import Settings
 from kvctl.render.report import Line, Report, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 
+
+def _innermost(row: Row) -> str | None:
+    return row["frames"][-1] if row["frames"] else None
+
+
 STACKS = View(
     "stacks",
     (
@@ -22,28 +27,12 @@ STACKS = View(
         Column("ident", kind=Kind.ID, width=Width.WIDE, help="Identifier of the thread."),
         Column("daemon", kind=Kind.FLAG, width=Width.WIDE, help="Whether the thread is a daemon thread."),
         Column("depth", lambda row: len(row["frames"]), Kind.COUNT, help="Number of frames."),
-        Column("at", lambda row: row["frames"][-1] if row["frames"] else None, help="Innermost frame."),
+        Column("at", _innermost, help="Innermost frame."),
         Column("frames", kind=Kind.LIST, width=Width.WIDE, help="All frames, outermost first."),
     ),
     sort=("agent", "thread"),
     empty="no threads",
 )
-
-
-def traceback(rows: Sequence[Row]) -> list[Line]:
-    """Formats threads and their frames as a Python traceback, innermost frame last."""
-    lines: list[Line] = []
-    for row in rows:
-        if lines:
-            lines.append([("", "")])
-        kind = "daemon thread" if row["daemon"] else "thread"
-        lines.append([(row["agent"], "bold"), (f"  {kind} ", ""), (row["name"], "bold"), (f"  {row['ident']}", "dim")])
-        for frame in row["frames"]:
-            place, _, code = frame.partition(": ")
-            lines.append([("  ", ""), (place, "" if frame is row["frames"][-1] else "dim")])
-            if code:
-                lines.append([("      ", ""), (code, "cyan")])
-    return lines
 
 
 @click.command(
@@ -53,9 +42,9 @@ def traceback(rows: Sequence[Row]) -> list[Line]:
 )
 @pass_settings
 def stacks(settings: Settings) -> None:
-    """The Python stack of every thread of every agent, the innermost frame last.
+    """Print the Python stack of every thread of every agent, the innermost frame last.
 
-    The admin thread that answers is among them. Native frames are not: for those, `py-spy dump --native --pid PID`.
+    The admin thread, which answers this command, is included. For native frames use `py-spy dump --native --pid PID`.
     """
     run(settings, STACKS, (Call("stacks"),), _read)
 
@@ -63,4 +52,20 @@ def stacks(settings: Settings) -> None:
 def _read(survey: Survey) -> Report:
     answers = survey.answers("stacks")
     rows = [{"agent": agent.name, **thread} for agent, data in answers for thread in data]
-    return Report(STACKS, rows, len(answers), survey.faults, blocks=lambda kept, width: [Text(traceback(kept))])
+    return Report(STACKS, rows, len(answers), survey.faults, blocks=lambda kept, width: [Text(_traceback(kept))])
+
+
+def _traceback(rows: Sequence[Row]) -> list[Line]:
+    """Formats threads and their frames like a Python traceback."""
+    lines: list[Line] = []
+    for row in rows:
+        if lines:
+            lines.append([("", "")])
+        kind = "daemon thread" if row["daemon"] else "thread"
+        lines.append([(row["agent"], "bold"), (f"  {kind} ", ""), (row["name"], "bold"), (f"  {row['ident']}", "dim")])
+        for frame in row["frames"]:
+            location, _, code = frame.partition(": ")
+            lines.append([("  ", ""), (location, "" if frame is row["frames"][-1] else "dim")])
+            if code:
+                lines.append([("      ", ""), (code, "cyan")])
+    return lines

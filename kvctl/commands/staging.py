@@ -1,4 +1,4 @@
-"""`kvctl staging`: rings, buffers, who is gated on what; and a picture of each ring."""
+"""`kvctl staging`: staging rings and buffers, gated parts, a map of each ring, and the release of ring memory."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, allocation_legend,
 from kvctl.render.units import duration, size
 from kvctl.render.view import Row
 
-_FORCE = "by force: what their writers still write may land in memory of another room"
+_FORCE = "by force: writes that are still in flight may corrupt another room"
 _CALLS = (Call("staging"),)
 
 
 @click.group(cls=KvctlGroup, default="show")
 def staging() -> None:
-    """Staging rings of decode ranks and staging buffers of prefill ranks; `kvctl staging` alone shows them."""
+    """Staging rings of decode ranks and staging buffers of prefill ranks; without a subcommand, like show."""
 
 
 @staging.command(
     view=STAGING,
-    short_help="Rings, buffers, oldest allocation, gated parts.",
-    examples=[("Rings of decode ranks, read again every second", "kvctl staging -l role=decode -w 1")],
+    short_help="List rings, buffers, oldest allocations, gated parts.",
+    examples=[("Rings of decode ranks, updated every second", "kvctl staging -l role=decode -w 1")],
 )
 @pass_settings
 def show(settings: Settings) -> None:
-    """Rings and their use, the oldest allocation with its room, staging buffers, and which parts are gated on what."""
+    """List rings and their use, the oldest allocation with its room, staging buffers, and gated parts."""
     run(settings, STAGING, _CALLS, _read_show)
 
 
 @staging.command(
     "map",
     view=ALLOCATIONS,
-    short_help="A picture of each ring.",
+    short_help="Draw each ring.",
     examples=[
         ("The ring of one decode rank", "kvctl staging map -e decode-0"),
         ("Allocations older than a second, for a script", "kvctl staging map --filter 'age>1s' -o json"),
@@ -49,9 +49,9 @@ def show(settings: Settings) -> None:
 )
 @pass_settings
 def draw_map(settings: Settings) -> None:
-    """A picture of each decode rank's ring: allocations by state, head, watermark.
+    """Draw each decode rank's ring: allocations by state, head, watermark.
 
-    Formats for programs list the allocations.
+    The other formats (tsv, csv, json, yaml) contain the allocations.
     """
     run(settings, ALLOCATIONS, _CALLS, _read_map)
 
@@ -86,36 +86,40 @@ class _Allocation(NamedTuple):
 
 
 class AllocationName(click.ParamType[_Allocation]):
-    """An allocation as the map and the health codes write it: AGENT:SERIAL."""
+    """An allocation in the notation of the map and the health codes: AGENT:SERIAL."""
 
     name = "allocation"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> _Allocation:
         agent, separator, serial = str(value).rpartition(":")
         if not separator or not agent or not serial.isdecimal() or len(serial) > 18 or int(serial) == 0:
-            self.fail(f"{value!r} is not AGENT:SERIAL, as in decode-0:17: kvctl staging map lists them", param, ctx)
+            self.fail(
+                f"{value!r} is not AGENT:SERIAL, such as decode-0:17; kvctl staging map lists the allocations",
+                param,
+                ctx,
+            )
         return _Allocation(agent, int(serial))
 
 
 @staging.command(
     view=DONE,
-    short_help="Free ring memory that a lost or stuck writer holds.",
+    short_help="Free ring memory of a lost or stuck writer.",
     examples=[
-        ("One allocation: kvctl staging map lists them", "kvctl staging release decode-0:17"),
-        ("Everything that failed room 7 holds, its pages included", "kvctl staging release --room 7"),
+        ("One allocation of kvctl staging map", "kvctl staging release decode-0:17"),
+        ("All ring memory and pages of the failed room 7", "kvctl staging release --room 7"),
     ],
 )
 @click.argument("allocation", type=AllocationName(), required=False)
-@click.option("--room", type=RoomNumber(), help="Free all that this failed room holds, its pages included.")
-@click.option("--force", is_flag=True, help="Also where nothing proves that its writer has ended: make sure first.")
+@click.option("--room", type=RoomNumber(), help="Free all ring memory and pages of this failed room.")
+@click.option("--force", is_flag=True, help="Free memory even if the writer may still write to it.")
 @yes_option
 @pass_settings
 def release(settings: Settings, allocation: _Allocation | None, room: str | None, force: bool, yes: bool) -> None:
-    """Free one ALLOCATION (AGENT:SERIAL) of a decode rank's ring, or with --room all that a failed room holds.
+    """Free one ALLOCATION (AGENT:SERIAL) of a decode rank's ring, or with --room all memory of a failed room.
 
-    A live writer is asked to give back what it has not written, and asks for another place. What a lost writer may
-    still write to is freed only with --force: make sure first that its process is gone, because what it writes would
-    land in memory of another room. Level: operate.
+    A live writer returns an allocation that it has not written, and requests another one. Memory to which a lost writer
+    may still write is freed only with --force: first make sure that the writer's process has ended, because its writes
+    would corrupt another room. Level: operate.
     """
     if (allocation is None) == (room is None):
         raise click.UsageError("name one allocation (AGENT:SERIAL), or a room with --room")
@@ -128,35 +132,32 @@ def release(settings: Settings, allocation: _Allocation | None, room: str | None
 def _release_allocation(settings: Settings, wanted: _Allocation, force: bool, yes: bool) -> None:
     def holders(fleet: Fleet, survey: Survey) -> Sequence[AgentAnswer] | str:
         found = [agent for agent in survey.agents if agent.name == wanted.agent]
-        return found or f"no agent named {wanted.agent} answers; there are: {', '.join(_names(survey))}"
+        names = ", ".join(agent.name for agent in survey.agents)
+        return found or f"no agent named {wanted.agent} answers; there are: {names}"
 
     def question(agents: Sequence[AgentAnswer]) -> str:
         ring = agents[0].data["staging"]["ring"] if "staging" in agents[0].data else None
         rows = ring["allocations"] if ring else []
-        held = next((row for row in rows if row["serial"] == wanted.serial), None)
-        what = f"Release allocation {wanted.serial} of {wanted.agent}"
-        if held is not None:
-            nbytes, age = size(held["end"] - held["offset"]), duration(held["age_ns"])
-            what += f" ({nbytes}, room {held['room']}, {held['state']} for {age}, writer {held['writer']})"
-        return f"{what} {_FORCE}" if force else what
+        row = next((row for row in rows if row["serial"] == wanted.serial), None)
+        text = f"Release allocation {wanted.serial} of {wanted.agent}"
+        if row is not None:
+            nbytes, age = size(row["end"] - row["offset"]), duration(row["age_ns"])
+            text += f" ({nbytes}, room {row['room']}, {row['state']} for {age}, writer {row['writer']})"
+        return f"{text} {_FORCE}" if force else text
 
     names = () if settings.endpoints else (wanted.agent,)
     call = Call("release", {"serial": wanted.serial, "force": force})
-    act(settings, call, question, yes=yes, names=names, look=(Call("staging"),), concerned=holders)
+    act(settings, call, question, yes=yes, names=names, look=(Call("staging"),), select=holders)
 
 
 def _release_room(settings: Settings, room: str, force: bool, yes: bool) -> None:
     def holders(fleet: Fleet, survey: Survey) -> Sequence[AgentAnswer] | str:
         found = [agent for agent, _ in survey.answers("room") if agent.hello["role"] == "decode"]
-        return found or f"no decode rank knows room {room}; kvctl rooms shows those that are active"
+        return found or f"no decode rank knows room {room}; kvctl rooms lists the active rooms"
 
     def question(agents: Sequence[AgentAnswer]) -> str:
-        what = f"Release all that room {room} holds on {', '.join(agent.name for agent in agents)}"
-        return f"{what} {_FORCE}" if force else what
+        text = f"Release all memory of room {room} on {', '.join(agent.name for agent in agents)}"
+        return f"{text} {_FORCE}" if force else text
 
     call = Call("release", {"room": room, "force": force})
-    act(settings, call, question, yes=yes, look=(Call("room", {"room": room}),), concerned=holders)
-
-
-def _names(survey: Survey) -> list[str]:
-    return [agent.name for agent in survey.agents]
+    act(settings, call, question, yes=yes, look=(Call("room", {"room": room}),), select=holders)

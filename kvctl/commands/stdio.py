@@ -1,4 +1,4 @@
-"""The two ends every command shares: a line on stderr, and a stdout that nobody reads any more."""
+"""Messages on stderr, and standard streams that the caller has closed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 from kvctl.render.sanitize import printable, printable_lines
 
 
-def stand_in_for_closed_streams() -> None:
-    """Opens the null device for each of the three that our caller has closed (`>&-`): nobody wants to hear of it.
+def open_missing_streams() -> None:
+    """Opens the null device for each standard stream that the caller has closed (`>&-`).
 
-    Otherwise the next file or socket that is opened would get its number, and somebody's output.
+    Otherwise the next file or socket would get the stream's descriptor, and with it output meant for the stream.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -23,17 +23,17 @@ def stand_in_for_closed_streams() -> None:
 
 
 def unwritable(error: OSError) -> str:
-    """Why data could not be written."""
-    return f"cannot write to stdout: {error.strerror}; what was printed is incomplete"
+    """Returns the error text for a failed write to stdout."""
+    return f"cannot write to stdout: {error.strerror}; the output is incomplete"
 
 
 def complain(text: str) -> None:
-    """A line on stderr in our name."""
+    """Prints a message on stderr, with the prefix `kvctl: `."""
     tell(f"kvctl: {text}")
 
 
 def tell(text: str) -> None:
-    """A line on stderr, as long as it can be written there; unprintable characters are replaced."""
+    """Prints a line on stderr, with unprintable characters replaced; ignores a closed stderr."""
     try:
         sys.stderr.write(f"{printable_lines(text)}\n")
         sys.stderr.flush()
@@ -42,13 +42,13 @@ def tell(text: str) -> None:
 
 
 def progress(text: str) -> None:
-    """Writes over the last line of a terminal's stderr; "" clears it."""
+    """Replaces the last line on a terminal's stderr; "" clears it."""
     sys.stderr.write(f"\r\x1b[K{printable(text)}")
     sys.stderr.flush()
 
 
 def silence_stdout() -> None:
-    """Points stdout at nothing, so that the interpreter's own last flush does not complain about the closed pipe."""
+    """Redirects stdout to the null device, so that the interpreter's flush at exit does not report a closed pipe."""
     sink = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(sink, sys.stdout.fileno())

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvctl.commands.options import KvctlCommand, pass_settings
-from kvctl.commands.queries import nobody, source
+from kvctl.commands.queries import no_agent, source
 from kvctl.commands.settings import DEFAULT_TIMEOUT, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
@@ -125,7 +125,7 @@ def top(
     timeout_ns = min(settings.timeout_ns, interval) if usual else settings.timeout_ns
     asked = source(replace(settings, watch_ns=watched, timeout_ns=timeout_ns))
     name = "" if settings.from_file is None else settings.from_file.name
-    mode = Mode(source=name, readonly=readonly, nobody=lambda survey: nobody(settings, survey).message)
+    mode = Mode(source=name, readonly=readonly, nobody=lambda survey: no_agent(settings, survey).message)
     app = TopApp(SourceFeed(asked, interval), mode, view, wish=wish)
     if snapshot is not None:
         from kvctl.tui.snapshot import snapshot as take
@@ -133,7 +133,7 @@ def top(
         take(app, snapshot, size, settings.timeout_ns + 2 * interval)
         if not app.store.agents:
             survey = app.store.survey
-            why = app.store.problem or (nobody(settings, survey).message if survey else "nobody answered in time")
+            why = app.store.problem or (no_agent(settings, survey).message if survey else "nobody answered in time")
             raise CliError(f"{snapshot} shows an empty fleet: {why}", ExitCode.NO_AGENT)
         return
     from kvctl.tui.terminal import TerminalWatch

@@ -1,4 +1,4 @@
-"""`kvctl version`: what this tool is, and with `--agents` what it would talk to."""
+"""`kvctl version`: versions of this tool and, with `--agents`, of the running agents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvctl.render.view import Column, Kind, View, Width
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
 
-VERSION_VIEW = View(
+VERSIONS = View(
     "version",
     (
         Column("component", help="kvctl, or the name of the agent."),
@@ -31,16 +31,16 @@ VERSION_VIEW = View(
 
 @click.command(
     cls=KvctlCommand,
-    view=VERSION_VIEW,
+    view=VERSIONS,
     examples=[
         ("This tool", "kvctl version"),
         ("This tool and the running agents", "kvctl version --agents"),
     ],
 )
-@click.option("--agents", is_flag=True, help="Versions of the running agents, too.")
+@click.option("--agents", is_flag=True, help="Also the versions of the running agents.")
 @pass_settings
 def version(settings: Settings, agents: bool) -> None:
-    """Version of this tool and the admin protocols that it speaks."""
+    """Version of this tool and the admin protocols that it supports."""
     own = {
         "component": "kvctl",
         "version": VERSION,
@@ -48,26 +48,16 @@ def version(settings: Settings, agents: bool) -> None:
         "python": platform.python_version(),
         "endpoint": None,
     }
-    if not agents:
-        Output(settings).emit(Report(VERSION_VIEW, [own], answered=1))
-        return
+    if agents:
+        run(settings, VERSIONS, (), lambda survey: _read(survey, own))
+    Output(settings).emit(Report(VERSIONS, [own], answered=1))
 
-    def read(survey: Survey) -> Report:
-        rows: list[dict[str, Any]] = [
-            own,
-            *(
-                {
-                    "component": agent.name,
-                    "version": agent.hello["version"],
-                    "protocol": agent.hello["protocol"],
-                    "python": None,
-                    "endpoint": agent.endpoint.address,
-                }
-                for agent in survey.agents
-            ),
-        ]
-        others = sorted({agent.hello["version"] for agent in survey.agents} - {VERSION})
-        notes = [f"agents of another version than this kvctl: {', '.join(others)}"] if others else []
-        return Report(VERSION_VIEW, rows, len(survey.agents), survey.faults, notes=notes)
 
-    run(settings, VERSION_VIEW, (), read)
+def _read(survey: Survey, own: dict[str, Any]) -> Report:
+    rows = [own]
+    for agent in survey.agents:
+        reported = {"version": agent.hello["version"], "protocol": agent.hello["protocol"], "python": None}
+        rows.append({"component": agent.name, **reported, "endpoint": agent.endpoint.address})
+    others = sorted({agent.hello["version"] for agent in survey.agents} - {VERSION})
+    notes = [f"agents of another version than this kvctl: {', '.join(others)}"] if others else []
+    return Report(VERSIONS, rows, len(survey.agents), survey.faults, notes=notes)

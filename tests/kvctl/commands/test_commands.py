@@ -117,7 +117,7 @@ def test_states_are_asked_of_the_agent(fleet: Any, kvctl: Any) -> None:
 
 
 def test_a_cut_list_says_so(fleet: Any, kvctl: Any) -> None:
-    assert "decode-0: only 1 rooms shown, raise --limit" in kvctl("rooms", "-n", "1").err
+    assert "decode-0: only 1 rooms shown; raise --limit" in kvctl("rooms", "-n", "1").err
     assert kvctl("rooms", "-n", "1", "-q").err == ""
 
 
@@ -171,7 +171,7 @@ def test_stale_sockets_are_marked_and_harm_nobody(socket_directory: Path, start:
     start("decode-0")
     outcome = kvctl("agents", "-o", "json")
     assert outcome.code == 7
-    assert "dead: its process is gone and left its socket: kvctl agents --prune removes it" in outcome.err
+    assert "dead: its process has ended and left its socket: kvctl agents --prune removes it" in outcome.err
     assert [(row["agent"], row["state"]) for row in data(outcome.out)] == [("dead", "stale"), ("decode-0", "ok")]
     assert kvctl("status").code == 0
     assert kvctl("status", "-e", "dead").code == 3
@@ -181,7 +181,7 @@ def test_stale_sockets_are_marked_and_harm_nobody(socket_directory: Path, start:
 def test_labels_that_match_nobody_exit_3_and_say_who_answered(fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("status", "-l", "role=decode,tp=7")
     assert outcome.code == 3
-    assert "no agent is role=decode,tp=7; 4 answered" in outcome.err
+    assert "no agent has the labels role=decode,tp=7; 4 others answered" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_prune_removes_what_the_dead_left_and_nothing_else(socket_directory: Pat
         living.bind(os.fspath(socket_directory / "unlocked.sock"))
         living.listen()
         (socket_directory / "unlocked.lock").touch()
-        assert "removed what killed left" in kvctl("agents", "--prune", "--timeout", "100ms").err
+        assert "removed the sockets of killed" in kvctl("agents", "--prune", "--timeout", "100ms").err
         left = sorted(path.name for path in socket_directory.iterdir())
     assert left == [
         *("decode-0.lock", "decode-0.sock", "foreign.lock", "foreign.sock", "held.lock", "held.sock"),

@@ -103,7 +103,7 @@ def test_who_is_not_in_the_file_is_told(recording: Path, kvctl: Any) -> None:
     assert f"{recording} has no agent decode-7; did you mean decode-" in outcome.err
     outcome = kvctl("rooms", "--from", str(recording), "-l", "tp=9")
     assert (outcome.code, outcome.out) == (3, "")
-    assert "no agent is tp=9; 4 answered" in outcome.err
+    assert "no agent has the labels tp=9; 4 others answered" in outcome.err
 
 
 def test_configured_endpoints_name_living_agents(recording: Path, kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_watching_a_file_plays_its_moments_once(fleet: Any, kvctl: Any, tmp_path
 def test_what_acts_refuses_a_file(args: tuple[str, ...], recording: Path, kvctl: Any) -> None:
     outcome = kvctl(*args, "--from", str(recording))
     assert outcome.code == 2
-    assert "acts on living agents" in outcome.err
+    assert "needs live agents" in outcome.err
     assert not Path("x.kvrec").exists()
 
 

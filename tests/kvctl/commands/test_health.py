@@ -206,6 +206,6 @@ class TestStatus:
 
         start("decode-0", {"staging": refuse})
         outcome = kvctl("status", "-o", "json")
-        assert (outcome.code, outcome.err) == (0, "kvctl: decode-0: health is not told in full: boom\n")
+        assert (outcome.code, outcome.err) == (0, "kvctl: decode-0: health is incomplete: boom\n")
         assert data(outcome.out)[0]["health"] == ["KV_RING_FULL"]
         assert json.loads(outcome.out)["errors"] == []

@@ -149,7 +149,7 @@ def test_help_alone_lists_the_commands(kvctl: Any) -> None:
     [
         (("stauts",), "did you mean 'kvctl status'?"),
         (("rooms", "shwo"), "did you mean 'kvctl rooms show'?"),
-        (("status", "more"), "kvctl status has no commands under it, so there is no 'more'"),
+        (("status", "more"), "kvctl status has no subcommands, so there is no 'more'"),
     ],
 )
 def test_help_for_what_is_not_there(words: tuple[str, ...], wanted: str, kvctl: Any) -> None:
@@ -181,5 +181,5 @@ def test_o_is_the_format_everywhere(path: tuple[str, ...]) -> None:
 def test_a_file_after_o_is_answered_with_the_right_line(command: tuple[str, ...], kvctl: Any) -> None:
     outcome = kvctl(*command, "-o", "fleet.kvrec")
     assert (outcome.code, outcome.out) == (2, "")
-    assert f"a file is an argument: kvctl {' '.join(command)} fleet.kvrec" in outcome.err
+    assert f"pass the file as: kvctl {' '.join(command)} fleet.kvrec" in outcome.err
     assert not Path("fleet.kvrec").exists()

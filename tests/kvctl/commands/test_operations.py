@@ -68,7 +68,7 @@ def test_nobody_is_told_where_nobody_can_be_asked(start: Any, kvctl: Any, args: 
 def test_neither_on_a_file_nor_again_and_again(kvctl: Any, tmp_path: Path, args: tuple[str, ...]) -> None:
     file = tmp_path / "recording"
     file.touch()
-    for more, wanted in ((("--from", str(file)), "acts on living agents"), (("-w", "1"), "acts once")):
+    for more, wanted in ((("--from", str(file)), "needs live agents"), (("-w", "1"), "acts once")):
         outcome = kvctl(*args, "--yes", *more)
         assert outcome.code == ExitCode.USAGE
         assert wanted in outcome.err
@@ -110,7 +110,7 @@ def test_those_that_give_no_leave_are_known_before_anybody_is_told() -> None:
     answers = [Agent(name, {"level": level}) for name, level in (("a", "read"), ("b", "operate"), ("c", "admin"))]
     able = permitted(answers, Call("drain"), faults)  # type: ignore[arg-type]
     assert [agent.name for agent in able] == ["b", "c"]
-    assert faults == [Fault("a", "not-permitted", "drain needs level operate, and you have read there")]
+    assert faults == [Fault("a", "not-permitted", "drain needs level operate, but your level is read")]
     change = Call("set", {"key": "pipeline", "value": "on"})
     assert [agent.name for agent in permitted(answers, change, [])] == ["c"]  # type: ignore[arg-type]
 
@@ -140,7 +140,7 @@ def test_what_an_agent_refuses(fleet: Any, kvctl: Any) -> None:
             "no agent named decode-1 answers; there are: decode-0",
         ),
         (("drain", "decode-7"), 3, "did you mean"),
-        (("drain", "-l", "role=decode,tp=9"), 3, "no agent is role=decode,tp=9"),
+        (("drain", "-l", "role=decode,tp=9"), 3, "no agent has the labels role=decode,tp=9"),
     ],
 )
 def test_what_makes_no_sense(fleet: Any, kvctl: Any, args: tuple[str, ...], code: int, wanted: str) -> None:
@@ -246,8 +246,8 @@ class TestAbortSeveral:
     @pytest.mark.parametrize(
         ("args", "wanted"),
         [
-            ((), "name rooms, or choose them with --filter"),
-            (("1", "--filter", "age>5s"), "name rooms, or choose them with --filter"),
+            ((), "name rooms, or select them with --filter"),
+            (("1", "--filter", "age>5s"), "name rooms, or select them with --filter"),
             (("--filter", "age"), "is not COLUMN OPERATOR VALUE"),
             (("--filter", "result=done"), "no column 'result' here"),
         ],
@@ -285,7 +285,7 @@ class TestWhoIsMeant:
         outcome = kvctl(command, "--yes")
         assert (outcome.code, outcome.out) == (2, "")
         those = {"drain": "not draining: prefill-0, prefill-1", "resume": "draining: decode-0"}[command]
-        assert f"name the agents, or say --all ({those})\n" in outcome.err
+        assert f"name the agents, or use --all ({those})\n" in outcome.err
 
     def test_nothing_is_left_to_do(self, start: Any, canned: ModuleType, kvctl: Any, command: str) -> None:
         start("decode-0", {"status": lambda _: canned.status("decode-0") | {"draining": command == "drain"}})
@@ -294,7 +294,7 @@ class TestWhoIsMeant:
     def test_nobody_is_there(self, kvctl: Any, socket_directory: Path, command: str) -> None:
         outcome = kvctl(command, "--yes")
         assert outcome.code == 2
-        assert "name the agents, or say --all\n" in outcome.err
+        assert "name the agents, or use --all\n" in outcome.err
 
     def test_a_configured_fleet_is_not_a_choice(
         self, fleet: Any, kvctl: Any, command: str, monkeypatch: pytest.MonkeyPatch
@@ -313,7 +313,7 @@ class TestWhoIsMeant:
     def test_names_and_all(self, fleet: Any, kvctl: Any, command: str) -> None:
         outcome = kvctl(command, "decode-0", "--all", "--yes")
         assert outcome.code == 2
-        assert "name agents or say --all, not both" in outcome.err
+        assert "name agents or use --all, not both" in outcome.err
 
 
 def on_terminal(socket_directory: Path, answer: str, *args: str) -> tuple[int, str]:

@@ -137,7 +137,7 @@ def test_the_project_ends_at_the_root_of_its_repository(
     [
         (CONTEXTS, "--context: no context 'prdo' in .*; did you mean prod"),
         ("", "there are none: kvctl context add"),
-        ("contexts = 3", r"holds tables, \[contexts.NAME\]"),
+        ("contexts = 3", r"must be tables, \[contexts.NAME\]"),
         ("[contexts.x]\nendpiont = 'a'", "context x: unknown key 'endpiont'"),
         ("[contexts.prdo]\nendpoint = 3", "endpoint of context prdo in .*: 3 is not a list"),
         ("[contexts.prdo]\nlabels = 'colour=red'", "labels of context prdo in .* colour=red: write KEY=VALUE"),

@@ -138,7 +138,7 @@ def test_an_agent_that_does_not_say_is_missing(start: Any, kvctl: Any) -> None:
         (("--for", "room=7:Done"), "not a state of a room"),
         (("--for", "room=7"), "not a state of a room"),
         (("--for", "ready", "--timeout", "soon"), "--timeout: 'soon' is not a duration"),
-        (("--for", "ready", "--from", __file__), "acts on living agents"),
+        (("--for", "ready", "--from", __file__), "needs live agents"),
     ],
 )
 def test_wrong_usage(args: tuple[str, ...], words: str, kvctl: Any) -> None:
