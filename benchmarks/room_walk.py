@@ -4,8 +4,10 @@
 
 Two prefill ranks and one decode rank run in this process over the loopback transport, and every thread is traced. A
 crossing is a call of a function of one module by another module; a call through the standard library counts for the
-caller behind it. Loops that look for work count, too, so the number of crossings varies with timing: the median of
-several rooms is printed. The distinct pairs of calling and called function, and the modules, vary little.
+caller behind it. Threads also poll for work, and how often they do so depends on timing only: a call of one of the
+functions in `_POLLS` that finds nothing is not counted, nor are the calls that it makes. A poll that finds something
+counts like any other call. The number of crossings still varies a little with timing, for example when two messages
+share one turn of a control loop, so the median of several rooms is printed.
 """
 
 from __future__ import annotations
@@ -29,6 +31,13 @@ _PAGES, _PAGE_SIZE, _ROOMS, _WARM_UP = 8, 4, 9, 3
 _SETTLE_S = 0.25  # grants are there and nothing is under way
 _SHAPE = ModelShape(2, 8, 8, 8, 2)
 _PACKAGE = "kvctl_agent."
+_POLLS = {
+    ("kvctl_agent.transport.loopback.transport", "arrivals"),
+    ("kvctl_agent.transport.loopback.transport", "poll"),
+    ("kvctl_agent.transport.loopback.transport", "progress"),
+    ("kvctl_agent.security.unix_router", "recv_multipart"),
+}
+"""Module and function of each poll; its result is false, or it raises, if it finds nothing."""
 
 Call = tuple[str, str, str, str]  # module and function, of the caller and of the called
 
@@ -39,17 +48,29 @@ class Tracer:
     def __init__(self) -> None:
         self.on = False
         self.calls: Counter[Call] = Counter()
+        self._polls = threading.local()  # `running`: one counter for each running poll of the thread
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
 
-    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
-        if not self.on or event != "call" or not (called := _module(frame)).startswith(_PACKAGE):
+    def _profile(self, frame: FrameType, event: str, result: Any) -> None:
+        if not self.on or not (called := _module(frame)).startswith(_PACKAGE):
             return
+        running: list[Counter[Call]] = self._polls.__dict__.setdefault("running", [])
+        poll = (called, frame.f_code.co_name) in _POLLS
+        if event == "return" and poll and running:
+            found = running.pop()
+            if result:
+                (running[-1] if running else self.calls).update(found)
+        if event != "call":
+            return
+        if poll:
+            running.append(Counter())
         caller = frame.f_back
         while caller is not None and not _module(caller).startswith(_PACKAGE):
             caller = caller.f_back
         if caller is not None and _module(caller) != called:
-            self.calls[_module(caller), caller.f_code.co_name, called, frame.f_code.co_name] += 1
+            call = _module(caller), caller.f_code.co_name, called, frame.f_code.co_name
+            (running[-1] if running else self.calls)[call] += 1
 
 
 def _module(frame: FrameType) -> str:

@@ -1,4 +1,4 @@
-"""The agent a worker embeds: the engine's interface in front of the parts, which it starts and ends in order."""
+"""`Agent`, the interface of an engine's worker to KV transfer; starts and closes the parts of `kvctl_agent.parts`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from kvctl_agent.admin.actions import AdminActions
+from kvctl_agent.admin.endpoints import remote_endpoint
 from kvctl_agent.admin.queries import AdminQueries
-from kvctl_agent.admin.remote_endpoint import remote_endpoint
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.connection_cost import ConnectionCost
@@ -30,8 +30,6 @@ from kvctl_agent.parts import (
     build_parts,
     check_arguments,
     check_path,
-    close_all,
-    copies_ended,
     instances_of,
 )
 from kvctl_agent.protocol import events as ev
@@ -39,36 +37,46 @@ from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime import control_endpoints
-from kvctl_agent.runtime.handles import OnState, PoolLimits, Receive, Send, check_flag, check_room, check_timeout
-from kvctl_agent.runtime.page_owners import written
+from kvctl_agent.runtime.handles import (
+    OnState,
+    PoolLimits,
+    Receive,
+    Send,
+    check_flag,
+    check_room,
+    check_timeout,
+    written,
+)
 from kvctl_agent.security.curve import load_fleet_key
 from kvctl_agent.telemetry.hub import Telemetry
 
+_SHORTEST_STOP_S = 0.1  # for each thread, even if the deadline has passed
+
 
 class Agent:
-    """One rank's agent. One per process in a worker; several per process work.
+    """Agent of one rank. A worker process usually has one; several in one process work, too.
 
     Args:
         role: "prefill" or "decode".
-        rank: where this worker stands in its instance.
-        pool: its KV pool, registered as it is.
-        name: unique on this host; the admin socket's name.
-        bootstrap: endpoint of the registry (`ipc:///path` or `tcp://address:port`); the first prefill rank serves it.
-            A decode rank may be given those of several prefill instances; `receive` may name more.
-        model: the whole model's KV; needed where this rank's pool is not all of its layers.
-        on_state: called on the control thread at each change of a room's state (of a fake room, by the call that makes
-            it); it must only enqueue.
-        factories: makers of the parts that a test or a fault injector replaces.
-        config: any key of `contract.config`, with origin "argument".
+        rank: coordinates of this worker in its instance.
+        pool: the worker's KV pool; it is registered in place.
+        name: name of the agent and of its admin socket, unique on this host.
+        bootstrap: endpoint of the registry (`ipc:///path` or `tcp://address:port`), which the first prefill rank
+            serves. A decode rank may have several, one for each prefill instance; `receive` may name more.
+        model: shape of the whole model's KV; required if this rank's pool does not have all layers.
+        on_state: called on the control thread at each change of a room's state (for a fake room, by the call that
+            creates it); it must only enqueue.
+        factories: replacements of parts, for tests and fault injection.
+        config: configuration keys of `contract.config`; their origin is shown as "argument".
 
     Attributes:
-        parts: what the agent is built of; for tests and tools that look inside.
-        admin: the admin socket.
+        parts: the parts of the agent, for tests and debugging.
+        admin: the admin server.
         observe: answers of the admin commands that read.
 
     Raises:
-        ConfigError, MemoryLayoutError, LayoutError: something given is wrong; says what.
-        TransportUnavailable: the engine is not installed; says how to get it.
+        ConfigError, MemoryLayoutError, LayoutError: an argument is invalid.
+        TransportUnavailable: the transfer engine is not installed.
     """
 
     def __init__(
@@ -100,20 +108,24 @@ class Agent:
             self._check_endpoint(endpoint)
         make = factories or PartFactories()
         self.parts = build_parts(name, role, rank, pool, instances, model, on_state, settings, keys, make)
-        self.observe = AdminQueries(self.parts)
-        operator = AdminActions(self.parts, lambda: self.admin.asker)
-        telemetry = self.telemetry
-        self.admin = AdminServer(
-            name,
-            {**self.observe.handlers(), **operator.handlers()},
-            self.observe.hello,
-            metrics=telemetry.metrics,
-            recorder=telemetry.recorder,
-            clock=telemetry.clock,
-            remote=remote,
-        )
-        # An engine that forgets to close still exits cleanly. The reference is weak, so that this keeps no agent alive
-        # that was never started; the admin thread, whose handlers hold `self`, keeps one that was.
+        try:
+            self.observe = AdminQueries(self.parts)
+            operator = AdminActions(self.parts, lambda: self.admin.client)
+            telemetry = self.telemetry
+            self.admin = AdminServer(
+                name,
+                {**self.observe.handlers(), **operator.handlers()},
+                self.observe.hello,
+                metrics=telemetry.metrics,
+                recorder=telemetry.recorder,
+                clock=telemetry.clock,
+                remote=remote,
+            )
+        except BaseException:
+            self.parts.release(ended=self.parts.stop(lambda: _SHORTEST_STOP_S))
+            raise
+        # An engine that does not close its agent still exits cleanly. The reference is weak so that an agent that was
+        # never started can be collected; one that was is referenced by the handlers of its admin thread.
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -124,17 +136,17 @@ class Agent:
 
     @property
     def incarnation(self) -> int:
-        """Random id of this life of the agent."""
+        """Random id of this agent object; a restarted agent has another one."""
         return self.parts.local.incarnation
 
     @property
     def telemetry(self) -> Telemetry:
-        """Counters, rooms, and the flight recorder."""
+        """Metrics, room records and the flight recorder."""
         return self.parts.telemetry
 
     @property
     def machine(self) -> PrefillMachine | DecodeMachine:
-        """The protocol's state machine, which the control thread owns; to be read only, for tests and debugging."""
+        """The protocol's state machine, owned by the control thread; read-only, for tests and debugging."""
         return self.parts.machine
 
     @property
@@ -142,14 +154,14 @@ class Agent:
         """This rank's layers, by their global ids."""
         return self.parts.local.layers
 
-    # ---- life -------------------------------------------------------------------------------------------------
+    # ---- lifecycle -------------------------------------------------------------------------------------------------
 
     def start(self) -> Agent:
-        """Start the threads and the admin socket; returns at once, `wait_ready` waits for the peers.
+        """Starts the threads and the admin socket; returns at once, `wait_ready` waits for the peers.
 
         Raises:
             ConfigError: an address is taken or must not be bound.
-            AdminError: another agent of this name is alive, or the socket's path is too long.
+            AdminError: another agent with this name is running, or the path of the socket is too long.
         """
         parts = self.parts
         parts.lifecycle.start()
@@ -157,7 +169,7 @@ class Agent:
             self.admin.start()
             parts.exports.start(self.observe.metrics, parts.telemetry)
             parts.control.open(parts.lifecycle.instances)
-            parts.crew.start()
+            parts.copy_pool.start()
             for thread in parts.threads:
                 thread.start()
             parts.control.start()
@@ -167,53 +179,53 @@ class Agent:
         return self
 
     def wait_ready(self, timeout: float) -> None:
-        """Prefill: until registered. Decode: until every prefill rank of the instance has said hello.
+        """Waits until the rank is registered (prefill) or connected to every rank of its instances (decode).
 
         Raises:
-            DeadlineExceeded: names who is missing.
-            ConfigError: the registry or a peer refuses us; names the differing factor.
+            DeadlineExceeded: the message names the missing ranks.
+            ConfigError: the registry or a peer refuses this agent; the message names the differing factor.
         """
         self.parts.lifecycle.wait_ready(check_timeout(timeout))
 
     def waiting_for(self) -> str | None:
-        """What keeps this agent from serving, in words; None when nothing does."""
+        """Returns the reason why this agent cannot serve yet, as text; None if it can."""
         return self.parts.lifecycle.waiting_for()
 
     def serving(self) -> list[str]:
-        """Decode: endpoints of the prefill instances whose ranks have all been met, so that rooms come from there."""
+        """Decode: returns the endpoints of the prefill instances whose ranks are all connected."""
         return self.parts.lifecycle.serving()
 
     @property
     def accepting(self) -> bool:
-        """Whether the engine may begin rooms."""
+        """Whether the agent takes new rooms."""
         return self.parts.lifecycle.accepting
 
     @property
     def draining(self) -> bool:
-        """Whether it was told to take no new rooms."""
+        """Whether the agent was told to take no new rooms."""
         return self.parts.lifecycle.draining
 
     def begin_drain(self) -> None:
-        """Take no new rooms from now on; rooms that a decode rank has opened here already are not new.
+        """Stops taking new rooms; rooms that a decode rank has already opened here are not new.
 
         Raises:
-            LocalProtocolError: it is not running.
+            LocalProtocolError: the agent is not running.
         """
         self.parts.lifecycle.begin_drain()
 
     def resume(self) -> None:
-        """Take new rooms again after `begin_drain`.
+        """Takes new rooms again after `begin_drain`.
 
         Raises:
-            LocalProtocolError: its engine has called `drain`, and is about to close it; or it is not running.
+            LocalProtocolError: the engine has called `drain` and is about to close the agent, or it is not running.
         """
         self.parts.lifecycle.resume()
 
     def drain(self, timeout: float) -> None:
-        """Take no new rooms and wait until those in flight have ended.
+        """Stops taking new rooms and waits until those in flight have ended.
 
         Raises:
-            DeadlineExceeded: names the rooms still in flight.
+            DeadlineExceeded: the message names the rooms still in flight.
         """
         deadline = time.monotonic() + check_timeout(timeout)
         self.parts.lifecycle.leave()
@@ -224,9 +236,9 @@ class Agent:
             time.sleep(0.002)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Fail what is in flight with a cause, stop all threads, release everything; idempotent, never hangs.
+        """Fails the rooms in flight, stops all threads and releases all resources; idempotent, never hangs.
 
-        In a process that was forked off it does nothing: all of it is the parent's.
+        In a forked child it does nothing: everything belongs to the parent.
         """
         timeout = check_timeout(timeout)
         parts = self.parts
@@ -236,38 +248,18 @@ class Agent:
         if before == "closed":
             return
         deadline = time.monotonic() + timeout
-
-        def left_s() -> float:
-            return max(0.1, deadline - time.monotonic())
-
         if before != "new":
             for room in parts.handles.rooms:
                 parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
             while parts.handles.rooms and time.monotonic() < deadline - timeout / 2:
                 time.sleep(0.002)
-        ended = True
-        for thread in parts.threads:
-            ended &= thread.close(left_s())
-        parts.mailbox.put(ev.Shutdown(ended and all(worker.drained for worker in parts.workers)))
-        ended &= parts.control.close(left_s())
-        parts.handles.close()
+        ended = parts.stop(lambda: max(_SHORTEST_STOP_S, deadline - time.monotonic()))
         try:
             self.admin.close()
-        except DeadlineExceeded as error:  # it goes when it has answered
+        except DeadlineExceeded as error:  # a handler is still running; the thread ends after it
             parts.telemetry.recorder.record("admin", str(error), "warning")
-        parts.exports.close()
-        parts.transport.close()
-        parts.mailbox.close()
         atexit.unregister(self._at_exit)
-        if ended:
-            copied = copies_ended(parts.copiers, parts.telemetry.recorder)
-            if copied:
-                parts.connections.close()
-            parts.crew.close()
-            parts.context.destroy(0)  # not term: it would wait for sockets of a loop that was never started
-            # Memory goes last, and only when no thread can touch it any more.
-            if copied:
-                close_all((parts.buffers, parts.ring))
+        parts.release(ended=ended)
 
     def __enter__(self) -> Agent:
         return self
@@ -280,27 +272,27 @@ class Agent:
     # ---- the engine's calls -----------------------------------------------------------------------------------
 
     def layer_groups(self, forward: ForwardInfo) -> Grouping:
-        """Prefill: how the layers of one forward are to be sent; the reason is counted.
+        """Prefill: returns the layer groups in which to send one forward; the reason for them is counted.
 
-        No groups: call `send.pages`. Else give the groups to `send.prefetch` and call `send.layers` for each of them.
+        Without groups call `send.pages`. Otherwise pass the groups to `send.prefetch` and call `send.layers` for each.
         """
         if not isinstance(forward, ForwardInfo):
             raise LayoutError(f"forward is {shown(forward)}: it must be a ForwardInfo")
         return self.parts.pipelining.decide(forward)
 
     def send(self, room: int, *, fake: bool = False) -> Send:
-        """Prefill: take part in sending `room`; may come before or after the decode side opens it.
+        """Prefill: begins to send `room`, before or after decode ranks open it.
 
         Args:
-            fake: an engine's warm-up or health check: nothing moves, and the room has succeeded at once.
+            fake: for an engine's warm-up or health check: nothing is transferred, and the room succeeds at once.
 
         Raises:
-            LocalProtocolError: the room is no unsigned 64-bit number or in use here, or this is no running prefill
-                agent.
+            LocalProtocolError: the room is not an unsigned 64-bit number or is in use here, or this is not a running
+                prefill agent.
         """
         room, fake = check_room(room), check_flag("fake", fake)
         self._check_running("prefill", begun=fake or self.parts.machine.knows(room))
-        handle = Send(room, _discard if fake else self.parts.mailbox.put, self._bounds(), self.parts.forwards)
+        handle = Send(room, _discard if fake else self.parts.mailbox.put, self._limits(), self.parts.forwards)
         self._begin(handle, ev.SendRoom(room), fake)
         return handle
 
@@ -316,24 +308,24 @@ class Agent:
         prefill_only: bool = False,
         fake: bool = False,
     ) -> Receive:
-        """Decode: receive `room` into `pages`.
+        """Decode: receives `room` into `pages`.
 
         Args:
-            room: its bootstrap_room, an unsigned 64-bit number.
+            room: the request's bootstrap_room, an unsigned 64-bit number.
             pages: page numbers in this rank's pool for the prompt after its cached prefix, in prompt order.
-            prefill: endpoint of the registry of the prefill instance that computes it; None: the agent's first one.
-            prefix_tokens: tokens that this rank has cached already; whole pages.
-            aux_index: row of the pool's aux tensor that receives the room's aux row; None for none.
-            state_indices: for each state component, in the model's order, the items of this room in this rank's pool.
-            prefill_only: the answer is complete after prefill: no KV is wanted, only what `finish` sends.
+            prefill: registry endpoint of the prefill instance that computes the room; None: the agent's first one.
+            prefix_tokens: tokens that this rank has cached; a multiple of the page size.
+            aux_index: row of the pool's aux tensor that receives the room's aux row; None without one.
+            state_indices: for each state component, in the model's order, the room's items in this rank's pool.
+            prefill_only: the answer is complete after prefill: no KV is transferred, only aux row and state.
             fake: as for `send`.
 
         Raises:
-            LocalProtocolError: the room is no unsigned 64-bit number or in use here; a page, item or aux row lies
-                outside the pool, is given twice, or belongs to another room that may still be written to; or this is
-                no running decode agent.
+            LocalProtocolError: the room is not an unsigned 64-bit number or is in use here; a page, item or aux row is
+                outside the pool, given twice, or belongs to another room that may still be written to; or this is not
+                a running decode agent.
             LayoutError: the prefix is not page-aligned, or prefix and pages together are too many.
-            ConfigError: `prefill` is no endpoint, or one that needs keys.
+            ConfigError: `prefill` is not an endpoint, or needs keys.
         """
         room, fake = check_room(room), check_flag("fake", fake)
         self._check_running("decode", begun=fake)
@@ -341,13 +333,13 @@ class Agent:
             self._check_endpoint(prefill)
         prefix = prefix_pages(prefix_tokens, self.pool.page_size)
         wanted = pages, prefix, aux_index, state_indices, prefill_only
-        opening = self._bounds().opening(room, prefill or self.parts.lifecycle.instances[0], *wanted)
+        opening = self._limits().opening(room, prefill or self.parts.lifecycle.instances[0], *wanted)
         handle = Receive(room, _discard if fake else self.parts.mailbox.put, self.pool.device)
         self._begin(handle, opening, fake, written(opening))
         return handle
 
     def _check_running(self, role: str, *, begun: bool) -> None:
-        """`begun`: it is no new room, and may come while draining; nor is a health check."""
+        """Raises LocalProtocolError unless rooms of this role are taken; `begun` ones are while draining, too."""
         if self.role != role or not (self.accepting or (self.draining and begun)):
             raise LocalProtocolError(
                 f"agent {self.name} ({self.role}, {self.parts.lifecycle.state}) takes no {role} rooms"
@@ -360,25 +352,25 @@ class Agent:
             self.parts.handles.add(handle, written)
             self.parts.mailbox.put(event)
 
-    def _bounds(self) -> PoolLimits:
+    def _limits(self) -> PoolLimits:
         slots = tuple(memory.num_slots for memory in self.pool.segments if memory.shard.segment.state)
         return PoolLimits(self.pool.num_pages, self.pool.aux_slots, self.layers, slots)
 
     def set_pipeline(self, mode: str) -> None:
-        """Change how forwards are cut from now on: off, on, measured, or a number of layers per group."""
+        """Changes the layer grouping of later forwards: off, on, measured, or a number of layers per group."""
         self.parts.pipelining.set(mode)
 
     def set_path(self, path: str) -> None:
-        """Change how parts move from now on: a value of the key `path`."""
+        """Changes the path of later parts; `path` is a value of the configuration key `path`."""
         check_path(path, self.pool)
         self.parts.chooser.path = path
         self.parts.connections.calibrate_once()
 
     def measure_connection(self) -> ConnectionCost:
-        """Prefill: measure the connection to the first connected peer, between parts.
+        """Prefill: measures the connection to the first connected peer, between parts.
 
         Raises:
-            LocalProtocolError: no peer is connected, or it offers no memory to measure with.
+            LocalProtocolError: no peer is connected, or the peer offers no scratch memory.
             DeadlineExceeded: the transfer worker was too busy.
         """
         if not (self.accepting or self.draining) or not self.parts.workers:
@@ -387,7 +379,7 @@ class Agent:
 
 
 def _discard(event: ev.Event) -> None:
-    """What a fake room's handle tells nobody."""
+    """Drops the events of a fake room."""
 
 
 def _close_if_alive(reference: weakref.ref[Agent]) -> None:

@@ -1,7 +1,6 @@
-"""The parts of an agent, and how they are built from its configuration.
+"""The parts of an agent: builds them from the configuration, stops their threads and releases what they hold.
 
-`build_parts` is the one place that knows all of them. What it builds has no running thread and no bound socket:
-`Agent.start` starts them, `Agent.close` ends them.
+`build_parts` starts no thread and binds no socket; `Agent.start` does.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from kvctl_agent.paths.path_chooser import AUTO, PathChooser
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
+from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.messages import MAX_SHARED, MAX_TEXT, SharedMemory
 from kvctl_agent.protocol.peer import LocalInfo, Timing
@@ -52,43 +52,41 @@ from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.arrival_loop import ArrivalLoop
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
-from kvctl_agent.runtime.control_loop import ControlLoop
+from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox
 from kvctl_agent.runtime.event_poller import EventPoller
-from kvctl_agent.runtime.handles import HandleRegistry, OnState
+from kvctl_agent.runtime.handles import HandleRegistry, OnState, PageOwners
 from kvctl_agent.runtime.lifecycle import Lifecycle
 from kvctl_agent.runtime.liveness import host_identity
-from kvctl_agent.runtime.mailbox import Mailbox
-from kvctl_agent.runtime.page_owners import Destinations
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.transfer_worker import TransferWorker
-from kvctl_agent.security.rejected_keys import RejectedKeys
-from kvctl_agent.security.zap_authenticator import ZapAuthenticator
+from kvctl_agent.security.curve import RefusedConnections, ZapAuthenticator
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.registry import open_transport, parse_params
 
-_SCRATCH_BYTES = 64 << 20  # behind the ring, larger than the caches: where writers measure their connection
+_SCRATCH_BYTES = 64 << 20  # after the ring, for writers that measure their connection; larger than the caches
 _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 512
 _MAX_NAME_BYTES = 255  # of a ZMQ identity
-# One agent has about 30 with the loopback transport and 40 with NIXL on two cores; libzmq and UCX abort without.
+# An agent uses about 30 descriptors with the loopback transport and 40 with NIXL on two cores; libzmq and UCX abort
+# the process if there are too few.
 _DESCRIPTORS = 64
 _PATHS = (AUTO, BULK, SLICE, STAGED, DIRECT)
 _MOST_WORKERS = 4
-_FEW_CORES = 4  # up to here, ranks that share a host have no core to spare
+_FEW_CORES = 4  # with no more than these, ranks that share a host have no core to spare
 
 
 class Closable(Protocol):
-    """Holds memory or a stream of a device until it is closed."""
+    """Owner of memory or of a device's stream until it is closed."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class PartFactories:
-    """Makers of the parts that tests and fault injection replace; the defaults are what ships."""
+    """Factories of the parts that tests and fault injection replace."""
 
     clock: Callable[[], Clock] = Clock
     transport: Callable[..., Transport] = open_transport
@@ -99,10 +97,10 @@ class PartFactories:
 
 @dataclass(frozen=True)
 class AgentParts:
-    """All parts of one agent but its admin endpoint, which reads these.
+    """All parts of one agent except its admin server, which reads them.
 
-    A prefill rank has staging buffers, workers and, where its pool is on a device, a thread that waits for the engine's
-    events; a decode rank has a ring (unless staging is off) and an arrival loop.
+    A prefill rank has staging buffers, workers and, if its pool is on a device, a poller of the engine's events; a
+    decode rank has a ring (unless staging is off) and an arrival loop.
     """
 
     name: str
@@ -116,7 +114,7 @@ class AgentParts:
     transport: Transport
     buffers: StagingBuffers | None
     ring: RingMemory | None
-    crew: CopyPool
+    copy_pool: CopyPool
     copiers: tuple[Closable, ...]
     forwards: EventPoller | None
     workers: tuple[TransferWorker, ...]
@@ -134,8 +132,37 @@ class AgentParts:
 
     @property
     def threads(self) -> tuple[EventPoller | TransferWorker | ArrivalLoop, ...]:
-        """The threads that move parts, in the order in which they start and end."""
+        """The threads that transfer parts, in the order in which they are started and stopped."""
         return tuple(each for each in (self.forwards, *self.workers, self.arrivals) if each is not None)
+
+    def stop(self, left_s: Callable[[], float]) -> bool:
+        """Stops all threads and fails the open rooms; returns whether all threads have ended.
+
+        Args:
+            left_s: returns the seconds that the next thread may take.
+        """
+        ended = True
+        for thread in self.threads:
+            ended &= thread.close(left_s())
+        self.mailbox.put(ev.Shutdown(ended and all(worker.drained for worker in self.workers)))
+        ended &= self.control.close(left_s())
+        self.handles.close()
+        return ended
+
+    def release(self, *, ended: bool) -> None:
+        """Closes exporters, transport and sockets; frees memory only if all threads have `ended` and no copy runs."""
+        self.exports.close()
+        self.transport.close()
+        self.mailbox.close()
+        if not ended:
+            return
+        copied = copies_ended(self.copiers, self.telemetry.recorder)
+        if copied:
+            self.connections.close()
+        self.copy_pool.close()
+        self.context.destroy(0)  # not term: it would wait for the sockets of a loop that was never started
+        if copied:
+            close_all((self.buffers, self.ring))
 
 
 def build_parts(
@@ -150,17 +177,17 @@ def build_parts(
     keys: KeyPair | None,
     make: PartFactories,
 ) -> AgentParts:
-    """Build all parts of an agent; raises as `Agent`, and holds nothing then.
+    """Builds all parts of an agent; raises as `Agent`, after it has released the parts built so far.
 
     Args:
         instances: endpoints of the registries.
         keys: the fleet's key pair, for control sockets over TCP.
-        make: makers of the parts that may be replaced.
+        make: factories of the replaceable parts.
     """
     # Identity and telemetry.
     clock = make.clock()
     born = clock.wall_ns(clock.now_ns())
-    incarnation = born >> 20 << 20 | secrets.randbits(20) | 1  # grows from life to life
+    incarnation = born >> 20 << 20 | secrets.randbits(20) | 1  # increases with each start
     exports = Exports(settings, name, role)
     telemetry = Telemetry(
         name,
@@ -172,13 +199,13 @@ def build_parts(
         clock=clock,
     )
     if model is None and rank.pp_size > 1:
-        raise ConfigError("with pipeline stages a rank's pool is not the whole model: give the agent model=")
+        raise ConfigError("with pipeline stages a rank's pool is not the whole model: pass model= to the agent")
     shape = model or pool.shape()
     pool.assign_shards(layout_of(shape, pool.page_size, rank.parallel_config, rank.coord))
     check_settings(settings, pool)
 
     with contextlib.ExitStack() as undo:
-        # The transport, and the memory that it registers.
+        # The transport and the memory that it registers.
         memory: list[Closable | None] = []
         undo.callback(close_all, memory)
         params = parse_params(settings["transport_params"])
@@ -191,8 +218,8 @@ def build_parts(
         transport.register(regions(pool, buffers or ring))
         local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring)
 
-        # The threads that move parts.
-        crew = CopyPool(thread_count(settings["copy_threads"], 2), f"{name}-copy")
+        # The threads that transfer parts.
+        copy_pool = CopyPool(thread_count(settings["copy_threads"], 2), f"{name}-copy")
         copiers: list[Closable] = []
         undo.callback(close_all, copiers)
         by_peer: dict[str, PeerConnection] = {}
@@ -204,7 +231,7 @@ def build_parts(
             workers = tuple(
                 TransferWorker(
                     f"{name}-transfer-{number}",
-                    paths_of(pool.device, crew, buffers, direct_sms, copiers),
+                    paths_of(pool.device, copy_pool, buffers, direct_sms, copiers),
                     AuxPath(),
                     by_peer,
                     transport.progress,
@@ -217,10 +244,10 @@ def build_parts(
             )
             forwards = EventPoller(f"{name}-forwards", pool.device) if pool.device is not None else None
         else:
-            copier = copier_of(pool.device, crew, copiers)
+            copier = copier_of(pool.device, copy_pool, copiers)
             arrivals = make.arrival_loop(f"{name}-arrivals", transport, pool, ring, copier, mailbox.put, telemetry)
 
-        # The machine, and the costs and forwards that its choices depend on.
+        # The machine, and the connections whose costs determine its choice of paths.
         chooser = PathChooser(shape, pool.page_size, settings["path"], settings["staging"])
         connections = PeerConnections(
             name,
@@ -238,16 +265,16 @@ def build_parts(
         machine = machine_of(local, settings, telemetry, chooser, inputs, connections)
 
         # The engine's handles, the control channel and its loop.
-        handles = HandleRegistry(name, on_state, destinations_of(pool) if role == "decode" else None)
+        handles = HandleRegistry(name, on_state, page_owners_of(pool) if role == "decode" else None)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # takes no descriptor before its first socket
         channel = make.control_channel(context, name, incarnation, telemetry, keys)
         registries = Registries(context, Lookup(name), keys)
-        server = guard = None
+        server = authenticator = None
         if role == "prefill" and local.unique_rank == 0:
             server = RegistryServer(context, instances[0], keys)
         if keys is not None:
-            public, refused = keys.public, RejectedKeys(telemetry.metrics, telemetry.recorder).refused
-            guard = partial(ZapAuthenticator, context, f"{name}-keys", lambda key: key == public, refused)
+            public, refused = keys.public, RefusedConnections(telemetry.metrics, telemetry.recorder).add
+            authenticator = partial(ZapAuthenticator, context, f"{name}-keys", lambda key: key == public, refused)
         control = ControlLoop(
             local,
             machine,
@@ -261,7 +288,7 @@ def build_parts(
             workers=workers,
             arrivals=arrivals,
             server=server,
-            guard=guard,
+            authenticator=authenticator,
             inputs=inputs if settings["record_inputs"] else None,
         )
         lifecycle = Lifecycle(local, instances, registries, machine, telemetry, mailbox)
@@ -278,7 +305,7 @@ def build_parts(
         transport=transport,
         buffers=buffers,
         ring=ring,
-        crew=crew,
+        copy_pool=copy_pool,
         copiers=tuple(copiers),
         forwards=forwards,
         workers=workers,
@@ -297,7 +324,7 @@ def build_parts(
 
 
 def check_arguments(role: object, rank: object, pool: object, name: object, model: object, on_state: object) -> None:
-    """Raises ConfigError for an argument of `Agent` that is of the wrong type, or a name that nobody could type."""
+    """Raises ConfigError for an argument of `Agent` of the wrong type, or an unusable name."""
     if not isinstance(role, str) or role not in ("prefill", "decode"):
         raise ConfigError(f"role {shown(role)}: must be 'prefill' or 'decode'")
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
@@ -310,7 +337,7 @@ def check_arguments(role: object, rank: object, pool: object, name: object, mode
 
 
 def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
-    """Endpoints of the registries; raises ConfigError for no list, none, or several of a prefill agent."""
+    """Returns the endpoints of the registries; raises ConfigError unless there is one, or on a decode rank several."""
     if not isinstance(bootstrap, str | Sequence):
         raise ConfigError(f"bootstrap is {shown(bootstrap)}: it must be an endpoint or a list of endpoints")
     found = (bootstrap,) if isinstance(bootstrap, str) else tuple(bootstrap)
@@ -319,57 +346,57 @@ def instances_of(role: str, bootstrap: object) -> tuple[str, ...]:
     return found
 
 
-def destinations_of(pool: KVPool) -> Destinations:
-    """A decode rank's memory that rooms are received into, in the order of `runtime.page_owners.written`."""
+def page_owners_of(pool: KVPool) -> PageOwners:
+    """Returns the owners of a decode rank's memory, with the kinds in the order of `runtime.handles.written`."""
     states = [memory for memory in pool.segments if memory.shard.segment.state]
     kinds = [(f"item of state {memory.shard.segment.name}", memory.num_slots) for memory in states]
-    return Destinations([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])
+    return PageOwners([("page", pool.num_pages), ("aux row", pool.aux_slots), *kinds])
 
 
 def worker_count(settings: Settings, device: Device | None) -> int:
-    """Transfer workers of a prefill rank: one where a device does the copying."""
+    """Returns the number of transfer workers of a prefill rank; one by default if a device does the copying."""
     return thread_count(settings["workers"], _MOST_WORKERS if device is None else 1)
 
 
 def check_settings(settings: Settings, pool: KVPool) -> None:
-    """Raises ConfigError for what does not go with where the pool is, or with what the process may open."""
+    """Raises ConfigError for settings that do not suit the pool's device, or too low a descriptor limit."""
     if (text := shortage(_DESCRIPTORS)) is not None:
         raise ConfigError(f"this process cannot hold an agent: {text}")
     check_path(settings["path"], pool)
     if pool.device is not None and settings["checksum"]:
         raise ConfigError(
-            "checksum: on a GPU parts have none, because it would read every byte back; set checksum = false"
+            "checksum: not available for pools on a GPU, since it would read every byte back; set checksum = false"
         )
 
 
 def thread_count(configured: int | None, most: int) -> int:
-    """As many as configured; else 1 on few cores, or `most`."""
+    """Returns the configured number; if it is None, 1 on few cores and `most` otherwise."""
     if configured is not None:
         return configured
     return 1 if len(os.sched_getaffinity(0)) <= _FEW_CORES else most
 
 
 def check_path(path: str, pool: KVPool) -> None:
-    """Raises ConfigError for a path that there is not, or not for this pool."""
+    """Raises ConfigError for an unknown path, or one that this pool does not support."""
     if not isinstance(path, str) or path not in _PATHS:
         raise ConfigError(f"path {shown(path)}: must be {', '.join(_PATHS)}")
     if path == DIRECT and pool.device is None:
-        raise ConfigError("path direct needs a pool on a GPU, and this one is host memory; auto serves both")
+        raise ConfigError("path direct needs a pool on a GPU, and this pool is host memory; auto works with both")
 
 
 def staging_memory(
     role: str, settings: Settings, device: Device | None, make_ring: Callable[..., RingMemory]
 ) -> tuple[StagingBuffers | None, RingMemory | None]:
-    """A writer's buffers, or a reader's ring (None where staging is off), where the pool is.
+    """Allocates a prefill rank's staging buffers or a decode rank's ring (None if staging is off) on the pool's device.
 
     Raises:
-        DeviceError, MemoryLayoutError: they cannot be had; says how much was asked for.
+        DeviceError, MemoryLayoutError: the memory cannot be allocated; the message has the size.
     """
     mem_pool = settings["mem_pool"]
     if role == "prefill":
         copier = HostCopier if device is None else DeviceCopier
         budget = (settings["staging_buffer_mb"] or (_BUFFER_MB if device is None else _DEVICE_BUFFER_MB)) << 20
-        piece_bytes = min(copier.piece_bytes, budget // 2)  # two at least: one is gathered while one is on the wire
+        piece_bytes = min(copier.piece_bytes, budget // 2)  # at least two: one is filled while another is sent
         pieces = worker_count(settings, device) * (budget // piece_bytes)
         return StagingBuffers(pieces, piece_bytes, device, mem_pool), None
     if settings["staging"] == "off":
@@ -377,16 +404,16 @@ def staging_memory(
     return None, make_ring((settings["staging_ring_mb"] << 20) + _SCRATCH_BYTES, device, mem_pool)
 
 
-def close_all(held: Iterable[Closable | None]) -> None:
-    """All that is there, also on a device that is lost: nothing runs there any more, and rooms have said why."""
-    for each in held:
+def close_all(parts: Iterable[Closable | None]) -> None:
+    """Closes the parts that exist; ignores errors of a lost device, on which nothing runs any more."""
+    for each in parts:
         if each is not None:
             with contextlib.suppress(DeviceError):
                 each.close()
 
 
 def copies_ended(copiers: Iterable[Closable], recorder: FlightRecorder) -> bool:
-    """Close what copies; False where a copy does not end, and may still touch staging, the ring or a peer's memory."""
+    """Closes the copiers; returns False if a copy does not end and may still access staging or a peer's memory."""
     try:
         close_all(copiers)
     except DeadlineExceeded as error:
@@ -395,18 +422,18 @@ def copies_ended(copiers: Iterable[Closable], recorder: FlightRecorder) -> bool:
     return True
 
 
-def copier_of(device: Device | None, crew: CopyPool, copiers: list[Closable]) -> Copier:
-    """A copier for one thread: by the crew in host memory, else by a stream of the device. Appended to `copiers`."""
-    copier = HostCopier(crew) if device is None else DeviceCopier(device.copies())
+def copier_of(device: Device | None, copy_pool: CopyPool, copiers: list[Closable]) -> Copier:
+    """Creates a copier for one thread, and appends it to `copiers`."""
+    copier = HostCopier(copy_pool) if device is None else DeviceCopier(device.copies())
     copiers.append(copier)
     return copier
 
 
 def paths_of(
-    device: Device | None, crew: CopyPool, buffers: StagingBuffers, direct_sms: int | None, copiers: list[Closable]
+    device: Device | None, copy_pool: CopyPool, buffers: StagingBuffers, direct_sms: int | None, copiers: list[Closable]
 ) -> dict[str, Path]:
-    """Paths of one worker, by name. What copies for them is appended to `copiers`."""
-    staged = StagedPath(buffers, copier_of(device, crew, copiers))
+    """Returns the transfer paths of one worker by name; their copiers are appended to `copiers`."""
+    staged = StagedPath(buffers, copier_of(device, copy_pool, copiers))
     paths: dict[str, Path] = {BULK: BulkPath(), SLICE: SlicePath(), STAGED: staged}
     if device is not None:
         copies = device.copies()
@@ -416,7 +443,7 @@ def paths_of(
 
 
 def regions(pool: KVPool, staging: StagingBuffers | RingMemory | None) -> list[Region]:
-    """All memory that the transport must know."""
+    """Returns all memory that the transport registers."""
     found = [Region(*region) for region in pool.regions()]
     return found if staging is None else [*found, Region(*staging.region())]
 
@@ -432,7 +459,7 @@ def local_of(
     transport: Transport,
     ring: RingMemory | None,
 ) -> LocalInfo:
-    """The agent's identity: its place, its memory, its addresses."""
+    """Returns the information about this rank that the protocol uses and sends to peers."""
     ring_bytes = ring.nbytes - _SCRATCH_BYTES if ring else 0
     shared, unshared = _shared(pool, ring) if role == "decode" else ((), "")
     return LocalInfo(
@@ -461,7 +488,7 @@ def local_of(
 
 
 def _shared(pool: KVPool, ring: RingMemory | None) -> tuple[tuple[SharedMemory, ...], str]:
-    """What writers may map of a decode rank's memory on a device; or why they cannot."""
+    """Returns the device memory of a decode rank that writers may map, or the reason why they cannot."""
     device = pool.device
     if device is None:
         return (), ""
@@ -470,13 +497,13 @@ def _shared(pool: KVPool, ring: RingMemory | None) -> tuple[tuple[SharedMemory, 
         exports = device.export(found)
     except DeviceError as error:
         return (), encodable(str(error))[:MAX_TEXT]
-    if len(exports) > MAX_SHARED:  # a Hello with more of them would be refused as a whole
-        return (), f"its memory is {len(exports)} allocations, and writers map {MAX_SHARED} at most: make it one"
+    if len(exports) > MAX_SHARED:  # peers would reject a Hello with more of them
+        return (), f"its memory consists of {len(exports)} allocations, and writers map {MAX_SHARED} at most: use one"
     return tuple(SharedMemory(*export) for export in exports), ""
 
 
 def timing_of(settings: Settings) -> Timing:
-    """Every period and deadline."""
+    """Returns the protocol's periods and deadlines."""
     return Timing(
         heartbeat_ns=_ns(settings["heartbeat_s"]),
         suspect_ns=_ns(settings["suspect_s"]),
@@ -499,10 +526,10 @@ def machine_of(
     inputs: InputLog,
     connections: PeerConnections,
 ) -> PrefillMachine | DecodeMachine:
-    """The rank's machine, recorded from its first moment on; what it asks of the chooser is recorded, too."""
+    """Creates the rank's machine; its inputs and the answers of the path chooser are recorded from the start."""
     timing, reaches = timing_of(settings), connections.reaches
     if local.unshared:
-        telemetry.recorder.record("direct", f"no writer can map our memory: {local.unshared}", "warning")
+        telemetry.recorder.record("direct", f"writers cannot map this rank's memory: {local.unshared}", "warning")
     if local.role == "decode":
         return inputs.begin(DecodeMachine(local, timing, telemetry))
     return inputs.begin(

@@ -487,7 +487,7 @@ class _History:
         rows = list({row["nonce"]: row for row in rows}.values())
         call = Call(command, {"room": room})
         if not rows:
-            text = f"{agent.endpoint.name} knows no room {room}, active or lately"
+            text = f"{agent.endpoint.name} knows no room {room}, active or recent"
             return _missing(agent, call, text, ErrorCode.UNKNOWN_ROOM)
         if command == "layers":
             if all(row["finished_at_ns"] is not None for row in rows) and room in self._layers:

@@ -1,3 +1,3 @@
-"""The admin socket: how an operator's tool asks a living agent, without ever slowing it down."""
+"""Admin server of an agent: answers requests of operators' tools without slowing down transfers."""
 
 from __future__ import annotations

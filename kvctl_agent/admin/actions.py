@@ -1,7 +1,7 @@
-"""Answers of the admin commands that act: they ask the control loop's machine, and say what was done, and to what.
+"""Admin commands that change something: abort, release, drain, resume, set and probe.
 
-Runs on the admin thread and holds nobody up for long: what takes its time goes on, and the same request asks how far it
-is. Everything here may be asked again; whatever is so already is said to be so.
+Runs on the admin thread, so no command takes long: a long measurement continues in the background, and the same request
+asks for its result. All commands are idempotent and report "unchanged" if there is nothing to do.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from kvctl_agent.runtime.peer_connections import CostMeasurement
 
 _ANSWER_S = 1.5
 _MOST_PROBED_BYTES = 64 << 20
-_UNCLAIMED_NS = 10_000_000_000  # whoever asked for a measurement that was done so long ago has gone
+_UNCLAIMED_NS = 10_000_000_000  # a result that nobody has asked for since then is dropped
 _WAITS = ("bootstrap_timeout_s", "waiting_timeout_s")
 
 
 class AdminActions:
-    """One method per admin command that acts, with its arguments as keywords."""
+    """Methods that execute admin commands; the arguments of the command are keyword arguments."""
 
-    def __init__(self, parts: AgentParts, asker: Callable[[], str]) -> None:
-        """`asker`: returns who asks right now, for the record."""
+    def __init__(self, parts: AgentParts, client: Callable[[], str]) -> None:
+        """`client` returns the origin of the present request, for the flight recorder."""
         self._parts = parts
-        self._asker = asker
+        self._client = client
         self._probes: dict[tuple[str, int | None], CostMeasurement] = {}
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
-        """What the admin server serves of it."""
+        """Returns the handlers for the admin server."""
         acts: tuple[Callable[..., Any], ...] = (
             self.abort,
             self.release,
@@ -50,17 +50,17 @@ class AdminActions:
         answer = self._ask(lambda ticket: ev.AbortRoom(room, text, ticket))
         if answer.result == "unknown":
             return [self._done(f"room {room}", "unchanged", self._ended(room))]
-        return [self._told(f"room {room}", answer, room)]
+        return [self._answered(f"room {room}", answer, room)]
 
     def release(self, serial: int | None = None, room: int | None = None, force: bool = False) -> list[ActionResult]:
         if self._parts.role != "decode":
             raise self._refusal(f"{self._parts.name} is a prefill rank: rings are on decode ranks")
         if (serial is None) == (room is None):
-            raise RequestRefused(ErrorCode.BAD_ARGUMENT, "release takes serial or room, one of them")
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, "release takes either serial or room")
         answer = self._ask(lambda ticket: ev.ReleaseHeld(ticket, serial or 0, room, force))
         if answer.result == "unknown" and room is not None:
             return [self._done(f"room {room}", "unchanged", self._ended(room))]
-        return [self._told(f"allocation {serial}" if room is None else f"room {room}", answer, room)]
+        return [self._answered(f"allocation {serial}" if room is None else f"room {room}", answer, room)]
 
     def drain(self) -> list[ActionResult]:
         before = self._parts.lifecycle.draining
@@ -84,11 +84,11 @@ class AdminActions:
         parts = self._parts
         settings = parts.settings
         try:
-            before, now = settings.change(key, value, f"admin {self._asker()}")
+            before, now = settings.change(key, value, f"admin {self._client()}")
         except ConfigError as error:
             raise RequestRefused(ErrorCode.BAD_ARGUMENT, str(error)) from None
         if before == now:
-            return [self._done(key, "unchanged", f"{key} is {_shown(now)} already")]
+            return [self._done(key, "unchanged", f"{key} is already {_shown(now)}")]
         if key in _WAITS:
             self._parts.mailbox.put(ev.SetTimeouts(*(int(settings[wait] * 1e9) for wait in _WAITS)))
         else:
@@ -96,38 +96,36 @@ class AdminActions:
         return [self._done(key, "set", f"{key} = {_shown(now)}, was {_shown(before)}; until the agent ends")]
 
     def probe(self, peer: str | None = None, bytes: int | None = None, busy: bool = False) -> Probe:
-        """Measure a lane between parts; what is not done in time is asked for again with the same arguments."""
+        """Measures a connection between parts; if it takes longer, the same request asks again for the result."""
         parts = self._parts
         if parts.role != "prefill" or not parts.workers:
-            raise self._refusal(
-                f"{self._parts.name} is a decode rank: a lane is measured by its writer, a prefill rank"
-            )
+            raise self._refusal(f"{self._parts.name} is a decode rank: connections are measured by prefill ranks")
         if bytes is not None and not 1 << 20 <= bytes <= _MOST_PROBED_BYTES:
             raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"bytes is from {1 << 20} to {_MOST_PROBED_BYTES}")
         since_ns = time.monotonic_ns() - _UNCLAIMED_NS
-        for key, left in list(self._probes.items()):
-            if 0 < left.ended_ns <= since_ns:
-                del self._probes[key]
-        asked = peer or "", bytes
-        running = self._probes.get(asked)
+        for old, measurement in list(self._probes.items()):
+            if 0 < measurement.ended_ns <= since_ns:
+                del self._probes[old]
+        key = peer or "", bytes
+        running = self._probes.get(key)
         if running is None:
             rooms = parts.machine.open_rooms
             if rooms and not busy:
-                open_now = f"{rooms} room{'s' * (rooms != 1)} open"
-                consequence = "whose parts would wait for the probe: --busy does it all the same"
-                text = f"{parts.name} has {open_now}, {consequence}"
-                raise self._refusal(text)
+                raise self._refusal(
+                    f"{parts.name} has {rooms} open room{'s' * (rooms != 1)}, whose parts would wait for the probe: "
+                    "--busy probes all the same"
+                )
             self._check_lease(peer or next(iter(list(parts.connections.by_peer)), ""))
             try:
                 running = parts.connections.begin(peer, bytes)
             except KvctlError as error:
                 raise self._refusal(str(error)) from None
-            self._probes[asked] = running
+            self._probes[key] = running
             self._record(f"the connection to {running.peer} is probed")
         try:
             cost = running.wait(_ANSWER_S)
         except KvctlError as error:
-            del self._probes[asked]
+            del self._probes[key]
             raise self._refusal(str(error)) from None
         answer: Probe = {
             "agent": self._parts.name,
@@ -137,7 +135,7 @@ class AdminActions:
             "rows": [],
         }
         if cost is not None:
-            del self._probes[asked]
+            del self._probes[key]
             answer["rows"] = self._rows(running.peer, cost)
         return answer
 
@@ -165,36 +163,36 @@ class AdminActions:
         ]
 
     def _check_lease(self, name: str) -> None:
-        """What a silent peer has registered may be gone with it, so a probe needs the lease that a part needs."""
+        """Refuses to write to a peer without a valid lease: its registered memory may no longer exist."""
         peer, now_ns = self._parts.machine.peers.get(name), time.monotonic_ns()
         if peer is not None and not peer.may_post(now_ns):
             silent_s = (now_ns - peer.heard_ns) / 1e9
-            raise self._refusal(f"nothing is written to {name}, which has been silent for {silent_s:.1f} s")
+            raise self._refusal(f"{name} has been silent for {silent_s:.1f} s, so nothing may be written to it")
 
     def _ask(self, make: Callable[[int], ev.Event]) -> ev.Answered:
-        """Have the machine do something; its answer.
+        """Passes a request to the machine and returns its answer.
 
         Raises:
             RequestRefused: the machine refuses, or has not answered in time.
         """
         answer = self._parts.control.requests.ask(make, _ANSWER_S)
         if answer is None:
-            text = f"the control loop of {self._parts.name} has not answered within {_ANSWER_S:g} s and may do it yet"
+            text = f"the control loop of {self._parts.name} has not answered within {_ANSWER_S:g} s and may still do it"
             raise RequestRefused(ErrorCode.TIMEOUT, text)
         if answer.result == "refused":
             raise self._refusal(answer.text)
         return answer
 
     def _ended(self, room: int) -> str:
-        """How a room that the machine has forgotten ended."""
+        """Returns a text about the end of a room that the machine no longer knows."""
         telemetry = self._parts.telemetry
         for record in telemetry.rooms.find(room):
             if record.finished_at is not None:
                 ago_s = (time.monotonic_ns() - record.finished_at) / 1e9
                 return f"room {room} ended {ago_s:.1f} s ago as {record.state_now.label}"
-        raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or lately")
+        raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or recent")
 
-    def _told(self, subject: str, answer: ev.Answered, room: int | None) -> ActionResult:
+    def _answered(self, subject: str, answer: ev.Answered, room: int | None) -> ActionResult:
         return self._done(subject, answer.result, answer.text, room)  # type: ignore[arg-type]
 
     def _done(self, subject: str, result: Result, text: str, room: int | None = None) -> ActionResult:
@@ -206,7 +204,7 @@ class AdminActions:
         return RequestRefused(ErrorCode.REFUSED, text)
 
     def _record(self, text: str, room: int | None = None) -> None:
-        self._parts.telemetry.recorder.record("operator", f"{text} (asked by {self._asker()})", "warning", room)
+        self._parts.telemetry.recorder.record("operator", f"{text} (asked by {self._client()})", "warning", room)
 
 
 def _shown(value: object) -> str:

@@ -1,66 +1,98 @@
-"""The two sockets of the admin server, on a Unix path and over TCP: who asks by them, and with what right."""
+"""Sockets of the admin server: a Unix socket for this user, and optionally a TCP socket for clients with keys.
+
+Each request arrives with the client's level and a description of the client for the flight recorder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import zmq
 
 from kvctl_agent.contract.admin import MAX_REQUEST_BYTES
 from kvctl_agent.contract.commands import Level
+from kvctl_agent.contract.keys import KeyFileError, KeyPair
+from kvctl_agent.errors import AdminError, ConfigError
+from kvctl_agent.security.curve import Clients, ZapAuthenticator, configure_server
 from kvctl_agent.security.unix_router import UnixRouter
 
 SEND_TIMEOUT_MS = 250
-# Per client: few queued replies and requests, so that one that does not read holds little of our memory.
+# Queued replies and requests per client: a client that does not read must not use much of the agent's memory.
 _SEND_QUEUE = 64
 _RECEIVE_QUEUE = 64
-# Between the limit and this a request is refused with words; above it libzmq drops the connection.
+# A request between MAX_REQUEST_BYTES and this limit is refused with an error; a larger frame closes the connection.
 FRAME_LIMIT = 2 * MAX_REQUEST_BYTES
 _MOST_STALLED = 1024
-_MOST_FRAMES = 4  # as many as tell a request of three frames from a longer one
-# A stranger's half-open handshake, and a client whose machine has gone, hold a descriptor of ours so long.
+_MOST_FRAMES = 4  # one more than a request has, so that a longer one is recognised
+# Limits how long a half-open handshake, or a client whose machine is down, occupies a descriptor.
 _HANDSHAKE_MS = 10_000
 _PING_MS = 10_000
 _PONG_MS = 30_000
 
 
 class ClientRequest(NamedTuple):
-    """One request; `level` is None where the client is not let in any more, `who` says how it came in."""
+    """One request of a client.
+
+    Attributes:
+        level: the client's level; None if the client is no longer permitted.
+        origin: "socket", or "key" and the first digits of the client's key.
+    """
 
     identity: bytes
     frames: list[bytes]
     level: Level | None
-    who: str
+    origin: str
 
 
-class AdminEndpoint(Protocol):
-    """One socket of the admin server; used by one thread.
+class AdminEndpoint(ABC):
+    """One socket of the admin server; used by one thread."""
 
-    Attributes:
-        poll_key: what to register with a poller, and what the poller returns where there is something to do.
-    """
+    def __init__(self) -> None:
+        self._stalled: set[bytes] = set()
 
     @property
-    def poll_key(self) -> zmq.Socket[bytes] | int: ...
+    @abstractmethod
+    def poll_key(self) -> zmq.Socket[bytes] | int:
+        """Socket or descriptor to register with a poller."""
 
     @property
     def max_wait_ms(self) -> int | None:
-        """How long `receive` may stay uncalled although nothing arrives; None: for ever."""
+        """Longest time between calls of `receive`, even if nothing arrives; None: no limit."""
+        return None
 
+    @abstractmethod
     def receive(self) -> ClientRequest | None:
-        """A request, if one is there; frames beyond what a request can have are dropped."""
+        """Returns the next request, or None; frames beyond the number that a request can have are dropped."""
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        """Sends a reply, or drops it; False when with it the client is found not to read any more."""
+        """Sends a reply, or drops it; returns False if the client turns out to have stopped reading."""
+        # A client gets one chance to catch up; after that its full queue delays no other client.
+        try:
+            self._send([identity, *frames], 0 if identity in self._stalled else SEND_TIMEOUT_MS)
+        except zmq.Again:
+            if len(self._stalled) >= _MOST_STALLED:
+                self._stalled.clear()
+            known = identity in self._stalled
+            self._stalled.add(identity)
+            return known
+        except zmq.ZMQError:  # the client has disconnected
+            pass
+        self._stalled.discard(identity)
+        return True
+
+    @abstractmethod
+    def _send(self, frames: list[bytes], timeout_ms: int) -> None: ...
 
 
-class UnixEndpoint:
-    """Clients on this machine: mode 0600 lets in our own user only, who may do everything."""
+class UnixEndpoint(AdminEndpoint):
+    """Unix socket for clients on this machine: its mode 0600 admits only the agent's user, who has every permission."""
 
     def __init__(self, router: UnixRouter) -> None:
+        super().__init__()
         self._router = router
-        self._stalled: set[bytes] = set()
 
     @property
     def poll_key(self) -> int:
@@ -77,34 +109,23 @@ class UnixEndpoint:
             return None
         return ClientRequest(identity, frames[:_MOST_FRAMES], Level.ADMIN, "socket")
 
-    def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        # A client gets one chance to catch up; from then on its full queue costs nobody else time.
-        timeout_ms = 0 if identity in self._stalled else SEND_TIMEOUT_MS
-        try:
-            self._router.send_multipart([identity, *frames], timeout_ms=timeout_ms)
-            self._stalled.discard(identity)
-        except zmq.Again:
-            return not _mark(self._stalled, identity)
-        except zmq.ZMQError:  # it is gone
-            self._stalled.discard(identity)
-        return True
+    def _send(self, frames: list[bytes], timeout_ms: int) -> None:
+        self._router.send_multipart(frames, timeout_ms=timeout_ms)
 
 
-class CurveEndpoint:
-    """Clients on other machines, known by their keys."""
-
-    max_wait_ms = None
+class CurveEndpoint(AdminEndpoint):
+    """TCP socket for clients on other machines, identified by their CURVE keys."""
 
     def __init__(self, socket: zmq.Socket[bytes], level: Callable[[bytes], Level | None]) -> None:
-        """Takes a ROUTER that is not bound yet; `level`: what the owner of a public key may do."""
+        """Configures a ROUTER that is not bound yet; `level` returns the level of a public key."""
+        super().__init__()
         self.socket = socket
         self._level = level
-        self._stalled: set[bytes] = set()
         socket.linger = 0
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_LIMIT)
         socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
         socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
-        # Without it a full queue would drop replies silently and a stalled client could not be told.
+        # Without it a full queue drops replies silently, and a client that does not read is not noticed.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
@@ -128,22 +149,68 @@ class CurveEndpoint:
                 frames.append(frame.bytes)
         return ClientRequest(identity, frames, self._level(bytes.fromhex(user)), f"key {user[:8]}")
 
-    def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        self.socket.setsockopt(zmq.SNDTIMEO, 0 if identity in self._stalled else SEND_TIMEOUT_MS)
-        try:
-            self.socket.send_multipart([identity, *frames])
-            self._stalled.discard(identity)
-        except zmq.Again:
-            return not _mark(self._stalled, identity)
-        except zmq.ZMQError:  # it is gone
-            self._stalled.discard(identity)
-        return True
+    def _send(self, frames: list[bytes], timeout_ms: int) -> None:
+        self.socket.setsockopt(zmq.SNDTIMEO, timeout_ms)
+        self.socket.send_multipart(frames)
 
 
-def _mark(stalled: set[bytes], identity: bytes) -> bool:
-    """Remembers a client that does not read; True the first time."""
-    if len(stalled) >= _MOST_STALLED:
-        stalled.clear()
-    found = identity not in stalled
-    stalled.add(identity)
-    return found
+class RemoteEndpoint(NamedTuple):
+    """Configuration of the TCP admin endpoint: its address, the fleet's keys, and the client file."""
+
+    endpoint: str
+    keys: KeyPair
+    clients: Path
+
+
+def remote_endpoint(settings: Mapping[str, Any], keys: KeyPair | None) -> RemoteEndpoint | None:
+    """Reads the configuration of the TCP endpoint; returns None if there is none.
+
+    Raises:
+        ConfigError: the address is not tcp://, or keys or clients are missing. `insecure` does not replace them here:
+            a client of this socket may stop the service.
+    """
+    endpoint: str = settings["admin_endpoint"]
+    if not endpoint:
+        return None
+    if not endpoint.startswith("tcp://"):
+        raise ConfigError(f"admin_endpoint = {endpoint!r}: write tcp://address:port; the Unix socket is always there")
+    if keys is None:
+        raise ConfigError(f"admin_endpoint = {endpoint} needs fleet_key: create one with kvctl key new")
+    if not settings["admin_clients"]:
+        raise ConfigError(
+            f"admin_endpoint = {endpoint} needs admin_clients, a file with the keys of the permitted clients"
+        )
+    return RemoteEndpoint(endpoint, keys, Path(settings["admin_clients"]).expanduser())
+
+
+def open_remote_endpoint(
+    context: zmq.Context[zmq.Socket[bytes]],
+    remote: RemoteEndpoint,
+    name: str,
+    refused: Callable[[str], None],
+    complain: Callable[[str], None],
+) -> tuple[CurveEndpoint, ZapAuthenticator]:
+    """Binds the TCP endpoint; the caller closes the authenticator, then destroys the context.
+
+    Raises:
+        AdminError: the address cannot be bound, or the client file cannot be used.
+    """
+    try:
+        clients = Clients(remote.clients, complain)
+    except KeyFileError as error:
+        raise AdminError(f"admin_clients: {error}") from None
+    authenticator = ZapAuthenticator(
+        context, f"kvctl-admin-keys-{name}", lambda key: clients.level(key) is not None, refused
+    )
+    try:
+        endpoint = CurveEndpoint(context.socket(zmq.ROUTER), clients.level)
+        endpoint.socket.ipv6 = "[" in remote.endpoint
+        configure_server(endpoint.socket, remote.keys)
+        endpoint.socket.bind(remote.endpoint)
+    except zmq.ZMQError as error:
+        authenticator.close()
+        raise AdminError(f"cannot bind admin_endpoint {remote.endpoint}: {error.strerror}") from None
+    except BaseException:
+        authenticator.close()
+        raise
+    return endpoint, authenticator

@@ -1,20 +1,21 @@
-"""Answers of the admin commands, built from what the agent's parts know.
+"""Answers of the admin commands that read: one method per command.
 
-Runs on the admin thread. It copies and never locks anything the hot path takes; a value may be one update old.
+Runs on the admin thread. It copies data and takes no lock that the hot path takes, so a value may be one update old.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kvctl_agent.admin.process import process_use
-from kvctl_agent.admin.registries import instances
-from kvctl_agent.admin.room_diagnosis import add_diagnosis, owed_parts
-from kvctl_agent.admin.staging import gated_parts, ring_use, ring_view, since
+from kvctl_agent.admin.machine_views import add_diagnosis, gated_parts, owed_parts, ring_use, ring_view, since
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.choices import HOST, REASONS
@@ -30,6 +31,8 @@ from kvctl_agent.contract.snapshots import (
     MetricFamily,
     PeerRow,
     PipelineUse,
+    ProcessUse,
+    RegisteredRank,
     Role,
     RoomDetail,
     RoomRow,
@@ -37,8 +40,8 @@ from kvctl_agent.contract.snapshots import (
     Status,
 )
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import RequestRefused
-from kvctl_agent.layout.parallel import RankCoord
+from kvctl_agent.errors import LayoutError, RequestRefused
+from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.parts import AgentParts
@@ -46,21 +49,26 @@ from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
 from kvctl_agent.protocol.prefill import PrefillMachine
+from kvctl_agent.protocol.registry import Rank, Roster
 from kvctl_agent.runtime.peer_connections import PeerConnections
-from kvctl_agent.telemetry.stage_times import room_rows
+from kvctl_agent.telemetry.hub import room_rows
 from kvctl_agent.transport.environment import has_infiniband
 from kvctl_agent.transport.interconnect import Interconnect, interconnect_of
 
 _ROWS = 1000
-_DESCRIPTOR_BYTES = 512  # of lane_descriptor_ns: a token row of few heads
+_MOST_MISSING = 256  # ranks listed in `bootstrap`
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_DESCRIPTOR_BYTES = 512  # size in lane_descriptor_ns: a token row of few heads
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Cheap figures of one agent, for tools in its own process that sample often.
+    """Figures of one agent that are cheap to compute, for tools in its own process that sample often.
 
-    `rooms` are those the machine knows, `open_rooms` those of them that have not ended, once for each peer on a prefill
-    rank; `peers` has the state of each peer by name.
+    Attributes:
+        rooms: rooms that the machine knows.
+        open_rooms: rooms that have not ended; on a prefill rank counted once for each peer.
+        peers: state of each peer by name.
     """
 
     rooms: int
@@ -71,7 +79,7 @@ class Statistics:
 
 
 class AdminQueries:
-    """One method per admin command, with its arguments as keywords."""
+    """Methods that answer admin commands; the arguments of the command are keyword arguments."""
 
     def __init__(self, parts: AgentParts) -> None:
         self._parts = parts
@@ -79,7 +87,7 @@ class AdminQueries:
         self._lanes: dict[str, str | list[str]] | None = None
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
-        """What the admin server serves of it: every declared command that is not the server's own and does not act."""
+        """Returns the handlers for the admin server."""
         reads = [command.name for command in COMMANDS if hasattr(self, command.name) and command.name != "hello"]
         return {name: self._handler(name) for name in reads}
 
@@ -104,7 +112,7 @@ class AdminQueries:
         }
 
     def inputs(self, since: int | None = None, until: int | None = None) -> InputPage:
-        """Pieces of the recording from number `since` up to `until`, compressed here and not by the control loop."""
+        """Returns blobs of the recording from number `since` up to `until`; compresses them on the admin thread."""
         inputs, local = self._parts.inputs, self._parts.local
         pieces = inputs.pieces(since, until)
         return {
@@ -131,7 +139,7 @@ class AdminQueries:
         return self._parts.settings.rows()
 
     def bootstrap(self) -> list[Bootstrap]:
-        return instances(self._parts.name, self._parts.lifecycle.rosters())
+        return bootstrap_rows(self._parts.name, self._parts.lifecycle.rosters())
 
     def status(self) -> Status:
         parts, telemetry = self._parts, self._parts.telemetry
@@ -148,7 +156,7 @@ class AdminQueries:
             "name": parts.name,
             "role": parts.role,
             "rank": {**_axes(coord), "unique": parts.local.unique_rank},
-            "sizes": {"dp": side.dp, "pp": side.pp, "cp": side.cp, "tp": side.tp},
+            "sizes": _axes((side.dp, side.pp, side.cp, side.tp)),
             "pid": os.getpid(),
             "incarnation": f"{parts.local.incarnation:016x}",
             "version": VERSION,
@@ -194,7 +202,7 @@ class AdminQueries:
     def room(self, room: int) -> list[RoomDetail]:
         found = self._parts.telemetry.rooms.detail(room)
         if not found:
-            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or lately")
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or recent")
         for row in found:
             add_diagnosis(self._parts.machine, row)
             row["owed_parts"] = owed_parts(self._parts.machine, row)
@@ -239,7 +247,7 @@ class AdminQueries:
             return telemetry.stages.rows()
         records = telemetry.rooms.find(room)
         if not records:
-            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or lately")
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or recent")
         return room_rows(records, telemetry.clock, self._parts.name)
 
     def peers(self) -> list[PeerRow]:
@@ -250,7 +258,7 @@ class AdminQueries:
         return self._parts.telemetry.recorder.since(since, limit)
 
     def metrics(self) -> list[MetricFamily]:
-        """All counters; gauges are set here, since nobody else needs them up to date."""
+        """Returns all metrics; gauges are updated here, since only this method reads them."""
         parts, metrics = self._parts, self._parts.telemetry.metrics
         states = parts.telemetry.rooms.states()
         for state in RoomState:
@@ -269,7 +277,7 @@ class AdminQueries:
         return metrics.snapshot()
 
     def statistics(self) -> Statistics:
-        """Figures of now; not an admin command."""
+        """Returns current figures; not an admin command."""
         machine = self._parts.machine
         decode = machine if isinstance(machine, DecodeMachine) else None
         return Statistics(
@@ -335,7 +343,7 @@ class AdminQueries:
 
 
 def kind_of(connections: PeerConnections, pool: KVPool, local: LocalInfo, peer: Peer) -> Interconnect | None:
-    """What carries bytes from our pool to this peer's; None where ours is on no GPU, or it was not measured."""
+    """Returns the interconnect between this rank's pool and a peer's; None without a GPU or a measurement."""
     measured = connections.measured.get(peer.name)
     if measured is None or peer.who is None or pool.device is None or pool.device.index == HOST:
         return None
@@ -343,7 +351,7 @@ def kind_of(connections: PeerConnections, pool: KVPool, local: LocalInfo, peer: 
 
 
 def kinds_in_use(connections: PeerConnections, pool: KVPool, local: LocalInfo, peers: Iterable[Peer]) -> list[str]:
-    """All kinds of connections that were measured, each with its best rate."""
+    """Returns a text for each kind of measured connection, with its best rate."""
     best: dict[str, float] = {}
     for peer in peers:
         kind, measured = kind_of(connections, pool, local, peer), connections.measured.get(peer.name)
@@ -352,12 +360,75 @@ def kinds_in_use(connections: PeerConnections, pool: KVPool, local: LocalInfo, p
     return [f"{name} (inferred: {rate:.3g} GB/s)" for name, rate in sorted(best.items())]
 
 
-def _axes(coord: RankCoord) -> dict[str, int]:
-    return dict(zip(coord._fields, coord, strict=True))
-
-
 def _shown(value: Any) -> str | list[str]:
-    """What an engine says of itself, as text."""
+    """Formats a value of the transport's description."""
     if isinstance(value, dict):
         return [f"{name}={one}" for name, one in value.items()]
     return [str(one) for one in value] if isinstance(value, list) else str(value)
+
+
+def process_use() -> ProcessUse:
+    """Returns the present resource use of this process."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = _entries("/proc/self/fd") - 1  # without the descriptor that lists them
+        threads = _entries("/proc/self/task")
+        rss_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        used, threads = limit, threading.active_count()
+        rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # the peak, as an approximation
+    return {
+        "fds": used,
+        "fds_limit": None if limit == resource.RLIM_INFINITY else limit,
+        "threads": threads,
+        "rss_bytes": rss_bytes,
+        "cpu_ns": time.process_time_ns(),
+    }
+
+
+def _entries(directory: str) -> int:
+    return len(os.listdir(directory))  # noqa: PTH208 -- called ten times a second while a tool watches
+
+
+def bootstrap_rows(agent: str, rosters: Iterable[tuple[str, Roster]]) -> list[Bootstrap]:
+    """Returns the answer to `bootstrap`; `rosters` are endpoints of registries with their last answers."""
+    return [_instance(agent, endpoint, roster) for endpoint, roster in rosters]
+
+
+def _instance(agent: str, endpoint: str, roster: Roster) -> Bootstrap:
+    side = _side(roster.ranks[0].sizes) if roster.ranks else None
+    registered = {tuple(rank.coord) for rank in roster.ranks}
+    absent = [side.coord(unique) for unique in range(side.size)] if side is not None else []
+    return {
+        "agent": agent,
+        "registry": endpoint,
+        "expected": roster.size or None,
+        "sizes": _axes((side.dp, side.pp, side.cp, side.tp)) if side is not None else None,
+        "registered": [_rank(rank) for rank in roster.ranks],
+        "missing": [_axes(coord) for coord in absent if tuple(coord) not in registered][:_MOST_MISSING],
+        "text": roster.refused or roster.missing,
+    }
+
+
+def _rank(rank: Rank) -> RegisteredRank:
+    return {
+        "name": rank.name,
+        "endpoint": rank.endpoint,
+        "incarnation": f"{rank.incarnation:016x}",
+        "rank": _axes(rank.coord),
+    }
+
+
+def _side(sizes: list[int]) -> ParallelConfig | None:
+    """Returns the sizes of an instance; None if the registry's answer is not valid."""
+    try:
+        dp, pp, cp, tp = sizes
+        return ParallelConfig(dp, pp, cp, tp)
+    except (LayoutError, ValueError):
+        return None
+
+
+def _axes(coord: Iterable[int]) -> dict[str, int]:
+    return dict(zip(RankCoord._fields, coord, strict=False))

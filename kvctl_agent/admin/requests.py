@@ -1,7 +1,7 @@
-"""Reads and checks what a client sent, before any of our own code acts on it.
+"""Parses and checks admin requests; does no I/O.
 
-Pure: bytes in, a checked request or a typed refusal out. Everything is checked against the declared commands, so a
-handler never meets a wrong type, an unknown argument or a room that is no 64-bit number.
+Everything is checked against the declared commands, so that a handler never receives a wrong type, an unknown argument
+or a room that is not a 64-bit number.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from kvctl_agent.errors import RequestRefused
 
 MAX_ROOM = 2**64 - 1
 MAX_INT = 2**63 - 1
-_SHOWN = 60  # characters of a client's own text that a refusal repeats
+_SHOWN = 60  # characters of a client's text in an error message
 
 
 class Request(NamedTuple):
-    """A checked request; `args` holds only declared arguments, rooms as int."""
+    """A checked request; `args` contains only declared arguments, and rooms as int."""
 
     command: Command
     args: dict[str, Any]
 
 
 def request_id(frames: Sequence[bytes]) -> bytes:
-    """The id to answer under: the client's own if it can be told, else empty."""
+    """Returns the request id for the reply; empty if the request has no valid one."""
     if len(frames) >= 2 and len(frames[1]) <= MAX_REQUEST_ID_BYTES:
         return frames[1]
     return b""
 
 
 def parse_frames(frames: Sequence[bytes]) -> bytes:
-    """The body of a request's frames (without the client's identity).
+    """Returns the body of a request; `frames` are without the client's identity.
 
     Raises:
-        RequestRefused: not `[MAGIC, request id, body]`, or too large.
+        RequestRefused: the frames are not `[MAGIC, request id, body]`, or too large.
     """
     if not frames or frames[0] != MAGIC:
         first = bytes(frames[0][:8]) if frames else b""
@@ -63,10 +63,10 @@ def parse_frames(frames: Sequence[bytes]) -> bytes:
 
 
 def parse_body(body: bytes, commands: Mapping[str, Command] = COMMANDS_BY_NAME) -> Request:
-    """The command and its checked arguments.
+    """Parses the body of a request into the command and its checked arguments.
 
     Raises:
-        RequestRefused: not JSON, not `{"cmd", "args"}`, an unknown command, or a wrong argument.
+        RequestRefused: not JSON, not `{"cmd", "args"}`, an unknown command, or an invalid argument.
     """
     try:
         document = orjson.loads(body)
@@ -117,7 +117,7 @@ def _arguments(command: Command, given: Mapping[str, object]) -> dict[str, Any]:
 def _value(command: Command, arg: Arg, value: object) -> Any:
     match arg.type:
         case "int":
-            # bool is an int to Python, not to the person who typed it.
+            # In Python a bool is an int; as an argument it is a mistake.
             if type(value) is int and 0 <= value <= MAX_INT:
                 return value
             expected = f"an integer from 0 to {MAX_INT}"
@@ -126,7 +126,7 @@ def _value(command: Command, arg: Arg, value: object) -> Any:
                 return value
             expected = "true or false"
         case "room":
-            # The length first: turning a megabyte of digits into a number takes minutes.
+            # Check the length first: converting a megabyte of digits takes minutes.
             if isinstance(value, str) and len(value) <= 20 and value.isascii() and value.isdigit():
                 room = int(value)
                 if room <= MAX_ROOM:
@@ -149,6 +149,6 @@ def _value(command: Command, arg: Arg, value: object) -> Any:
 
 
 def _shown(value: object) -> str:
-    """A client's own value as a refusal repeats it: short, and safe to print on a terminal."""
+    """Formats a client's value for an error message: short, and safe to print on a terminal."""
     text = ascii(value[: _SHOWN + 1] if isinstance(value, str | list) else value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,14 +1,15 @@
-"""Serves the admin socket on a thread of its own; nothing a client does may reach the agent's work.
+"""Admin server: answers requests from the admin sockets on its own thread, isolated from the agent's other work.
 
-The thread sleeps in one poll over the socket, the one for other machines where there is one, and a wake-up descriptor.
-A handler that raises costs its client an error; a client that does not read costs itself its replies; garbage costs its
-sender a refusal.
+The thread polls the Unix socket, the TCP socket if there is one, and a wake-up descriptor. If a handler raises, its
+client gets an error; the replies of a client that does not read are dropped; a malformed request is refused.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,22 @@ from typing import Any
 import orjson
 import zmq
 
-from kvctl_agent.admin.endpoints import FRAME_LIMIT, AdminEndpoint, UnixEndpoint
-from kvctl_agent.admin.process import stacks
-from kvctl_agent.admin.remote_endpoint import RemoteEndpoint, open_remote_endpoint
+from kvctl_agent.admin.endpoints import (
+    FRAME_LIMIT,
+    AdminEndpoint,
+    RemoteEndpoint,
+    UnixEndpoint,
+    open_remote_endpoint,
+)
 from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.admin.socket_claim import Claim
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
-from kvctl_agent.contract.snapshots import CommandInfo, Hello
+from kvctl_agent.contract.snapshots import CommandInfo, Hello, ThreadStack
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import AdminError, DeadlineExceeded, RequestRefused
-from kvctl_agent.security.rejected_keys import RejectedKeys
+from kvctl_agent.security.curve import RefusedConnections, ZapAuthenticator
 from kvctl_agent.security.unix_router import UnixRouter
-from kvctl_agent.security.zap_authenticator import ZapAuthenticator
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Metrics
@@ -40,10 +44,13 @@ _LONGEST_TEXT = 2000
 
 
 class AdminServer:
-    """The admin socket of one agent.
+    """Admin server of one agent.
 
-    Handlers get the checked arguments of their command (absent ones are absent, rooms are ints) and return what
-    `contract/snapshots.py` says, or raise `RequestRefused`. They run on the server's thread, one at a time.
+    A handler receives the checked arguments of its command (without absent ones; rooms are ints) and returns the type
+    declared in `contract/snapshots.py`, or raises `RequestRefused`. Handlers run on the server's thread, one at a time.
+
+    Attributes:
+        client: origin of the request being answered, as in `ClientRequest.origin`.
     """
 
     def __init__(
@@ -57,16 +64,16 @@ class AdminServer:
         clock: Clock | None = None,
         remote: RemoteEndpoint | None = None,
     ) -> None:
-        """Nothing is bound before `start`.
+        """Binds nothing before `start`.
 
         Args:
-            name: the agent's name; names the socket.
-            handlers: one per declared command, but for those that the server answers itself (`SERVED_HERE`).
-            hello: who answers; its `level` is filled in here.
-            directory: where the socket goes; None is `contract.admin.socket_dir()`.
-            metrics, recorder: where requests, refusals and failed handlers are counted and told.
-            clock: the agent's clock, so that `generated_at_ns` agrees with the moments in the data.
-            remote: where clients with keys may ask from other machines; None for nowhere.
+            name: the agent's name, from which the socket's name is derived.
+            handlers: handler of each declared command, except those that the server answers itself (`SERVED_HERE`).
+            hello: returns the answer to `hello`; the server fills in `level`.
+            directory: directory of the socket; None for `contract.admin.socket_dir()`.
+            metrics, recorder: count and record requests, refusals and failed handlers.
+            clock: the agent's clock, so that `generated_at_ns` agrees with the times in the data.
+            remote: TCP endpoint for clients with keys; None without one.
 
         Raises:
             AdminError: handlers and declared commands differ.
@@ -84,7 +91,7 @@ class AdminServer:
         self._recorder = recorder
         self._clock = clock or Clock()
         self._remote = remote
-        self._strangers = RejectedKeys(metrics, recorder)
+        self._refused_connections = RefusedConnections(metrics, recorder)
         self._commands = dict(COMMANDS_BY_NAME)
         self._handlers: dict[str, Handler] = {
             **handlers,
@@ -96,53 +103,53 @@ class AdminServer:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._wake: int | None = None
-        self._wake_lock = threading.Lock()  # the descriptor's number may be given out again once it is closed
+        self._wake_lock = threading.Lock()  # no write after close: the descriptor's number may be in use again
         self._sequence = 0
         self._handling: str | None = None
-        self._asking = Level.READ  # level of the client that is being answered
-        self.asker = ""  # how that one came in: by our Unix socket, or with which key
+        self._client_level = Level.READ
+        self.client = ""
         self._remote_address = ""
 
     def add(self, command: Command, handler: Handler) -> None:
-        """Serve one more command, which not every agent has; before `start`."""
+        """Adds a command that not every agent has; only before `start`."""
         self._commands[command.name] = command
         self._handlers[command.name] = handler
 
     @property
     def path(self) -> Path | None:
-        """The socket's path while it is served."""
+        """Path of the Unix socket while it is served."""
         return self._claim.path if self._claim else None
 
     @property
     def remote_address(self) -> str:
-        """Where clients with keys are served, with the port that was found; "" for nowhere."""
+        """TCP endpoint with the port that was chosen; "" without one."""
         return self._remote_address
 
     def start(self) -> AdminServer:
-        """Claims the name, binds and serves.
+        """Claims the agent's name, binds the sockets and starts the thread.
 
         Raises:
-            AdminError: another agent has the name, or the socket cannot be made.
+            AdminError: another agent has the name, or a socket cannot be bound.
         """
         if self._thread is not None:
             raise AdminError(f"the admin server of {self._name} was started before")
         claim = Claim(self._name, self._directory)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # takes no descriptor before its first socket
-        gatekeeper: ZapAuthenticator | None = None
+        authenticator: ZapAuthenticator | None = None
         router: UnixRouter | None = None
         try:
-            router = UnixRouter(claim.path, FRAME_LIMIT, refused=self._strangers.refused)
-            doors: list[AdminEndpoint] = [UnixEndpoint(router)]
+            router = UnixRouter(claim.path, FRAME_LIMIT, refused=self._refused_connections.add)
+            endpoints: list[AdminEndpoint] = [UnixEndpoint(router)]
             if self._remote is not None:
-                door, gatekeeper = open_remote_endpoint(
-                    context, self._remote, self._name, self._strangers.refused, self._tell_warning
+                endpoint, authenticator = open_remote_endpoint(
+                    context, self._remote, self._name, self._refused_connections.add, self._record_warning
                 )
-                doors.append(door)
-                self._remote_address = door.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+                endpoints.append(endpoint)
+                self._remote_address = endpoint.socket.getsockopt_string(zmq.LAST_ENDPOINT)
             wake = self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException as error:
-            if gatekeeper is not None:
-                gatekeeper.close()
+            if authenticator is not None:
+                authenticator.close()
             context.destroy(linger=0)
             if router is not None:
                 router.close()
@@ -153,7 +160,7 @@ class AdminServer:
         self._claim = claim
         self._thread = threading.Thread(
             target=self._serve,
-            args=(claim, router, context, doors, gatekeeper, wake),
+            args=(claim, router, context, endpoints, authenticator, wake),
             name=f"kvctl-admin-{self._name}",
             daemon=True,
         )
@@ -164,8 +171,8 @@ class AdminServer:
         """Stops serving and removes the socket. Idempotent.
 
         Raises:
-            DeadlineExceeded: a handler is still running after `timeout` seconds; thread, socket and name go when
-                it ends.
+            DeadlineExceeded: a handler is still running after `timeout` seconds; when it ends, the thread ends and
+                releases socket and name.
         """
         thread = self._thread
         if thread is None:
@@ -192,24 +199,24 @@ class AdminServer:
         claim: Claim,
         router: UnixRouter,
         context: zmq.Context[zmq.Socket[bytes]],
-        doors: Sequence[AdminEndpoint],
-        gatekeeper: ZapAuthenticator | None,
+        endpoints: Sequence[AdminEndpoint],
+        authenticator: ZapAuthenticator | None,
         wake: int,
     ) -> None:
         try:
             poller = zmq.Poller()
-            for door in doors:
-                poller.register(door.poll_key, zmq.POLLIN)
+            for endpoint in endpoints:
+                poller.register(endpoint.poll_key, zmq.POLLIN)
             poller.register(wake, zmq.POLLIN)
             while not self._stopping:
-                patience = [door.max_wait_ms for door in doors if door.max_wait_ms is not None]
-                ready = dict(poller.poll(min(patience, default=None)))
-                for door in doors:
-                    if door.poll_key in ready or door.max_wait_ms is not None:
-                        self._turn(door)
+                limits_ms = [endpoint.max_wait_ms for endpoint in endpoints if endpoint.max_wait_ms is not None]
+                ready = dict(poller.poll(min(limits_ms, default=None)))
+                for endpoint in endpoints:
+                    if endpoint.poll_key in ready or endpoint.max_wait_ms is not None:
+                        self._turn(endpoint)
         finally:
-            if gatekeeper is not None:
-                gatekeeper.close()
+            if authenticator is not None:
+                authenticator.close()
             context.destroy(linger=0)
             router.close()
             claim.release()
@@ -218,31 +225,31 @@ class AdminServer:
                 os.close(wake)
                 self._wake = None
 
-    def _turn(self, door: AdminEndpoint) -> None:
-        """One request, one reply."""
-        asked = door.receive()
-        if asked is None:
+    def _turn(self, endpoint: AdminEndpoint) -> None:
+        """Answers one request, if there is one."""
+        received = endpoint.receive()
+        if received is None:
             return
-        self.asker = asked.who
+        self.client = received.origin
         try:
-            reply = self._answer(asked.frames, asked.level)
+            reply = self._answer(received.frames, received.level)
         except RequestRefused as refusal:
             if self._metrics:
                 self._metrics.add("kvctl_admin_errors_total", 1, refusal.code)
             reply = self._refused(refusal)
-        if not door.send(asked.identity, [MAGIC, request_id(asked.frames), reply]):
-            self._tell_warning("a client does not read its replies: dropping them")
+        if not endpoint.send(received.identity, [MAGIC, request_id(received.frames), reply]):
+            self._record_warning("a client does not read its replies: dropping them")
 
     def _answer(self, frames: Sequence[bytes], level: Level | None) -> bytes:
         if level is None:
-            raise RequestRefused(ErrorCode.NOT_PERMITTED, "this key has been taken out of the agent's admin_clients")
+            raise RequestRefused(ErrorCode.NOT_PERMITTED, "this key has been removed from the agent's admin_clients")
         request = parse_body(parse_frames(frames), self._commands)
         name, needs = request.command.name, request.command.level
         if needs > level:
             raise RequestRefused(
                 ErrorCode.NOT_PERMITTED, f"{name} needs level {needs.label}, this client has {level.label}"
             )
-        self._asking = level
+        self._client_level = level
         if self._metrics:
             self._metrics.add("kvctl_admin_requests_total", 1, name)
         now = self._clock.now_ns()
@@ -267,7 +274,7 @@ class AdminServer:
         return reply
 
     def _refused(self, refusal: RequestRefused) -> bytes:
-        # Errors of the operating system carry file names, which may not be text.
+        # Errors of the operating system contain file names, which need not be valid text.
         error = {"code": str(refusal.code), "message": encodable(str(refusal))}
         return self._envelope(self._clock.now_ns(), {"ok": False, "error": error})
 
@@ -275,24 +282,24 @@ class AdminServer:
         generated = {"generated_at_ns": self._clock.wall_ns(moment_ns), "sequence": self._sequence + 1}
         try:
             reply = orjson.dumps({**content, **generated})
-        except TypeError:  # text that UTF-8 does not have: file names in errors and settings, what an engine raised
+        except TypeError:  # text that UTF-8 cannot encode: file names in errors and settings, or texts of an engine
             reply = orjson.dumps(_encodable({**content, **generated}))
         self._sequence += 1
         return reply
 
-    def _tell_warning(self, text: str) -> None:
+    def _record_warning(self, text: str) -> None:
         if self._recorder:
             self._recorder.record("admin", text, "warning")
 
     def _answer_hello(self, _: dict[str, Any]) -> Hello:
         hello = self._hello()
-        hello["level"] = self._asking.label
+        hello["level"] = self._client_level.label
         hello["capabilities"] = sorted(self._commands)
         return hello
 
 
 def _encodable(value: Any) -> Any:
-    """The same answer with lone surrogates escaped in all of its text."""
+    """Returns the answer with lone surrogates escaped in all texts."""
     match value:
         case str():
             return encodable(value)
@@ -304,7 +311,7 @@ def _encodable(value: Any) -> Any:
 
 
 def command_list(commands: Iterable[Command] = COMMANDS) -> list[CommandInfo]:
-    """Answer to `commands`."""
+    """Returns the answer to `commands`."""
     return [
         {
             "name": command.name,
@@ -323,3 +330,23 @@ def command_list(commands: Iterable[Command] = COMMANDS) -> list[CommandInfo]:
         }
         for command in commands
     ]
+
+
+def stacks() -> list[ThreadStack]:
+    """Returns the stack of each thread, innermost frame last; includes threads that Python did not start."""
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    rows: list[ThreadStack] = []
+    for ident, frame in sys._current_frames().items():
+        thread = threads.get(ident)
+        rows.append(
+            {
+                "name": thread.name if thread else f"foreign-{ident}",
+                "ident": ident,
+                "daemon": thread.daemon if thread else True,
+                "frames": [
+                    f"{entry.filename}:{entry.lineno} {entry.name}" + (f": {entry.line}" if entry.line else "")
+                    for entry in traceback.extract_stack(frame)
+                ],
+            }
+        )
+    return sorted(rows, key=lambda row: row["name"])

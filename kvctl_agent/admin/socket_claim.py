@@ -1,8 +1,8 @@
-"""Claims an agent's name in the socket directory, safely against others, leftovers and rivals.
+"""Claims an agent's name in the socket directory, so that no two agents use the same admin socket.
 
-The directory is ours alone (0700) before anything is created in it; the holder of a name is the one with the lock on
-`<name>.lock`; and a name without a lock holder is asked once before its socket is taken over. Claims and releases take
-turns by a lock on the directory itself.
+The directory is accessible to this user only (0700) before anything is created in it. The agent that holds the lock on
+`<name>.lock` owns the name; if nobody holds it, the socket is pinged once before it is replaced. Claims and releases
+exclude each other by a lock on the directory.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvctl_agent.contract.sockets import directory_lock, prune
 from kvctl_agent.errors import AdminError
 
 PING_TIMEOUT_MS = 1000
-TURN_TIMEOUT_S = 5.0
+LOCK_TIMEOUT_S = 5.0
 _OURS = (SOCKET_SUFFIX, LOCK_SUFFIX)
 
 
 def prepare_directory(directory: Path) -> None:
-    """Makes `directory` exist, ours, and closed to everybody else.
+    """Creates `directory` if necessary and makes it accessible to this user only.
 
     Raises:
-        AdminError: it is a link or no directory, belongs to somebody else, or is open to others and holds foreign
-            files, so that closing it could break what they are for.
+        AdminError: it is a link or not a directory, belongs to another user, or is open to others and contains other
+            files, whose use a change of its mode could break.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,18 +69,17 @@ def prepare_directory(directory: Path) -> None:
 
 
 class Claim:
-    """One agent's hold on a name: while it lives, `path` may be bound by nobody else.
+    """Claim of one agent on a name: until it is released, no other agent binds `path`.
 
     Attributes:
-        path: where to bind; nothing is there.
+        path: path of the socket; no file exists there after the claim.
     """
 
     def __init__(self, name: str, directory: Path | None = None) -> None:
-        """Takes the name.
+        """Claims the name.
 
         Raises:
-            AdminError: the name is held by a living agent, or cannot be a socket's name, or the directory is
-                unsuitable.
+            AdminError: a running agent has the name, it cannot be the name of a socket, or the directory is unsuitable.
         """
         directory = directory or socket_dir()
         try:
@@ -89,32 +88,32 @@ class Claim:
             raise AdminError(str(error)) from None
         self._lock_path = directory / f"{name}{LOCK_SUFFIX}"
         prepare_directory(directory)
-        with _turn(directory):
+        with _locked(directory):
             self._descriptor: int | None = self._lock(name)
             try:
                 self._refuse_if_served(name)
-                # Nobody listens there: a leftover of an agent that was killed.
+                # Nothing listens there: the socket file of an agent that was killed.
                 self.path.unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # it is a courtesy
+                with contextlib.suppress(OSError):  # not essential
                     prune(directory)
             except BaseException:
-                self._drop()
+                self._unlock()
                 raise
-        _held.add(self)
+        _claims.add(self)
 
     def release(self) -> None:
-        """Removes socket and lock file and gives the name back. Idempotent."""
+        """Removes socket and lock file and releases the name. Idempotent."""
         if self._descriptor is None:
             return
-        _held.discard(self)
+        _claims.discard(self)
         try:
-            with _turn(self.path.parent):
+            with _locked(self.path.parent):
                 self.path.unlink(missing_ok=True)
                 self._lock_path.unlink(missing_ok=True)
-                self._drop()
+                self._unlock()
         except (AdminError, OSError):
-            # The directory is gone or its turn does not come: files without a lock are taken over by the next one.
-            self._drop()
+            # The directory is gone or stays locked. The next claim replaces files without a lock.
+            self._unlock()
 
     def _lock(self, name: str) -> int:
         try:
@@ -147,32 +146,32 @@ class Claim:
                 "give this one another name, or stop that one"
             )
 
-    def _drop(self) -> None:
+    def _unlock(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)  # and with it the lock
             self._descriptor = None
 
 
-_held: weakref.WeakSet[Claim] = weakref.WeakSet()
+_claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 def _leave_locks_to_the_parent() -> None:
-    # A forked child shares the lock and would keep the name of an agent that was killed.
-    for claim in list(_held):
-        claim._drop()
-    _held.clear()
+    # A forked child shares the lock and would keep the name claimed after the agent was killed.
+    for claim in list(_claims):
+        claim._unlock()
+    _claims.clear()
 
 
 os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 def ping(path: Path, timeout_ms: int = PING_TIMEOUT_MS) -> int | None:
-    """The pid of the agent that answers at `path`, or None. Costs the timeout only where something listens."""
+    """Returns the pid of the agent that answers at `path`, or None; waits only if something listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(os.fspath(path))
         except BlockingIOError:
-            pass  # a full backlog: somebody listens
+            pass  # the backlog is full, so something listens
         except OSError:
             return None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -187,7 +186,7 @@ def ping(path: Path, timeout_ms: int = PING_TIMEOUT_MS) -> int | None:
             reply: Any = orjson.loads(dealer.recv_multipart()[-1])
             return int(reply["data"]["pid"])
         except (ValueError, KeyError, TypeError):
-            return 0  # it answers, in a language of its own
+            return 0  # it answers, but with another protocol
     finally:
         context.destroy(linger=0)
 
@@ -208,14 +207,14 @@ def _opened(directory: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _turn(directory: Path) -> Iterator[None]:
-    """Alone among the agents of `directory`, for the few milliseconds that a claim or a release takes."""
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the lock on `directory` for the few milliseconds that a claim or a release takes."""
     with _opened(directory) as descriptor, contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(directory_lock(descriptor, TURN_TIMEOUT_S))
+            stack.enter_context(directory_lock(descriptor, LOCK_TIMEOUT_S))
         except TimeoutError:
             raise AdminError(
-                f"another process holds the lock on {directory} for over {TURN_TIMEOUT_S:g} s: "
-                f"see who with `fuser {directory}`"
+                f"another process has held the lock on {directory} for over {LOCK_TIMEOUT_S:g} s: "
+                f"find it with `fuser {directory}`"
             ) from None
         yield

@@ -34,8 +34,7 @@ from kvctl_agent.protocol.decode.rooms import DecodeState
 from kvctl_agent.protocol.machine import Machine, Tombstones
 from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill.rooms import PrefillState
-from kvctl_agent.telemetry.busy_time import BusyTime
-from kvctl_agent.telemetry.room_records import RoomRecord
+from kvctl_agent.telemetry.room_records import BusyTime, RoomRecord
 
 State = DecodeState | PrefillState
 

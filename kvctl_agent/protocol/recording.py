@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from kvctl_agent.contract.recording import InputBlob
+from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import Checkpoint, TooSlow, pack, take
 from kvctl_agent.protocol.machine import Machine
@@ -176,6 +177,19 @@ class InputLog:
             return path
 
         return choose_and_record  # type: ignore[return-value]
+
+    def handle(self, machine: Machine, event: ev.Event, now_ns: int) -> list[ev.Action]:
+        """Passes one input to the machine; records the input before, and its outcome after."""
+        self.record(event, now_ns)
+        outcome: Sequence[ev.Action] | str = RAISED
+        try:
+            outcome = actions = machine.handle(event, now_ns)
+        except LocalProtocolError:
+            outcome = REFUSED
+            raise
+        finally:
+            self.record_outcome(outcome)
+        return actions
 
     def record(self, event: ev.Event, now_ns: int) -> None:
         """Records an input before the machine handles it, so that one that hangs the machine is in the recording."""

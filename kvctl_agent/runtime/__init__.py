@@ -1,7 +1,7 @@
-"""The threads: one control loop, transfer workers, one arrival loop.
+"""Threads of an agent: the control loop, transfer workers or the arrival loop, and the poller of the engine's events.
 
-Each owns what it touches; what crosses between them is a queue of immutable messages. The engine's own thread only
-ever puts something into a queue.
+Each thread owns the objects that it changes; threads exchange immutable messages through queues. Calls from the
+engine's own thread only put messages into a queue.
 """
 
 from __future__ import annotations

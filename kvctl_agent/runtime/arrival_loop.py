@@ -1,16 +1,15 @@
-"""The arrival loop of a decode rank: hears tags, scatters landed parts, takes checksums of what is in its pages.
+"""Arrival loop of a decode rank: polls for arrived tags, scatters landed parts, computes checksums of received parts.
 
-Engines have no way to wake us, so it looks: often while bytes are expected, seldom otherwise. Looking costs about
-10 µs, and several ranks share a core, so the pause grows with the time since the last arrival. The pause is part of a
-writer's latency too: UCX acknowledges a flushed write only when the reader looks.
+Transfer engines cannot wake a thread on arrival, so the loop polls: often while bytes are expected, seldom otherwise. A
+poll costs about 10 µs and several ranks may share a core, so the pause grows with the time since the last arrival. The
+pause adds to the writer's latency too: UCX acknowledges a flushed write only when the reader polls.
 
-A scatter on a device is begun and then looked for, too, while tags go on being heard: without a pause while it is
-young, since most take less than a pause would, and with short ones afterwards.
+Scatters on a device run asynchronously, and tags are polled meanwhile: without a pause while the latest scatter is
+young, since most take less time than a pause would, and with short pauses afterwards.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -24,42 +23,40 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed
 from kvctl_agent.protocol.tag import Tag
-from kvctl_agent.runtime.timer_slack import minimize_timer_slack
+from kvctl_agent.runtime.threads import AgentThread, minimize_timer_slack
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Transport
 
-_IDLE_S = 20e-3  # each look costs 0.1 ms: at 5 ms an idle rank took 3.5 % of a core
-_SHORTEST_S = 50e-6  # a room that is alone; with more in flight none of them waits for this look
+_IDLE_S = 20e-3  # a poll costs 0.1 ms when idle: at 5 ms an idle rank took 3.5 % of a core
+_SHORTEST_S = 50e-6  # with one open room; with several, none of them waits for this poll
 _MANY_ROOMS = 8
 _LONGEST_S = 1e-3
 _SHARE_OF_SILENCE = 1 / 8
-# A GPU fills a room's pages in a millisecond or two, and ranks that have one do not share a core.
+# A GPU fills a room's pages in a millisecond or two, and ranks with a GPU do not share a core.
 _SHORTEST_ON_DEVICE_S = 10e-6
 _SHARE_ON_DEVICE = 1 / 64
-_RANKS = (8, 4, 2, 1)  # of writers that share our heads
+_WRITER_COUNTS = (8, 4, 2, 1)  # numbers of writers among which this rank's heads may be divided
 _YOUNG_S = 200e-6
 _COPYING_S = 20e-6
-_RECORD_EVERY_NS = 60_000_000_000  # an engine that stays broken must not fill the recorder
+_RECORD_EVERY_NS = 60_000_000_000  # an engine that stays broken must not fill the flight recorder
 
 
 _Order = TypeVar("_Order", Scatter, Check)
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
-class _Begun(NamedTuple):
-    """Parts that are being scattered."""
-
-    at_ns: int
-    work: PendingCopy
+class _RunningScatter(NamedTuple):
+    began_ns: int
+    copy: PendingCopy
     orders: list[Scatter]
 
 
-class ArrivalLoop:
-    """One thread; the control loop tells it how many rooms are open.
+class ArrivalLoop(AgentThread):
+    """Thread that polls the transport and executes `Scatter` and `Check`.
 
     Args:
-        ring: None where nothing is staged.
-        copier: this loop's alone.
+        ring: None if staging is off.
+        copier: used by this loop only.
         report: puts events into the control loop's mailbox.
     """
 
@@ -73,6 +70,7 @@ class ArrivalLoop:
         report: Callable[..., None],
         telemetry: Telemetry,
     ) -> None:
+        super().__init__(name)
         self._transport = transport
         self._pool = pool
         self._ring = ring
@@ -80,85 +78,84 @@ class ArrivalLoop:
         self._report = report
         self._telemetry = telemetry
         self._orders: SimpleQueue[Scatter | Check | None] = SimpleQueue()
-        held = [(memory, memory.shard.heads) for memory in pool.segments if memory.blocks]
-        self._ahead = [(memory, heads // ranks) for memory, heads in held for ranks in _RANKS if heads % ranks == 0]
-        self._begun: list[_Begun] = []
-        self._begun_s = 0.0  # when the last of them was
+        segments = [(memory, memory.shard.heads) for memory in pool.segments if memory.blocks]
+        self._to_prepare = [
+            (memory, heads // writers)
+            for memory, heads in segments
+            for writers in _WRITER_COUNTS
+            if heads % writers == 0
+        ]
+        self._scatters: list[_RunningScatter] = []
+        self._scatter_began_s = 0.0  # start of the latest scatter
         self._rooms = 0
         self._stopping = False
         self._record_ns = 0
-        self._unread = False  # a checksum that came was not compared
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self._checksum_skipped = False  # a checksum from a writer was not compared
 
     def put(self, order: Scatter | Check) -> None:
+        """Queues an order."""
         self._orders.put(order)
 
     def expect(self, rooms: int) -> None:
-        """Look seldom while no room is open, often while one is, and a little less often while many are."""
+        """Sets the number of open rooms: without any the loop polls seldom; with many, less often than with one."""
         if rooms and not self._rooms:
-            self._orders.put(None)  # it may be in its long pause
+            self._orders.put(None)  # ends the long pause
         self._rooms = rooms
 
-    def close(self, timeout: float) -> bool:
-        """Stop; True when the thread has ended."""
+    def _request_stop(self) -> None:
         self._stopping = True
         self._orders.put(None)
-        if self._thread.is_alive():
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         if self._pool.device is not None:
             minimize_timer_slack()
-        heard = time.monotonic()
-        while not (self._stopping and not self._begun):
+        active = time.monotonic()
+        while not (self._stopping and not self._scatters):
             self._telemetry.arrival_turn_ns = time.monotonic_ns()
-            if self._hear():
-                heard = time.monotonic()
-            orders = self._take(self._pause(heard))
-            self._serve(orders)
-            self._end()
+            if self._poll_arrivals():
+                active = time.monotonic()
+            orders = self._take_orders(self._pause(active))
+            self._execute(orders)
+            self._report_finished()
             if orders:
-                heard = time.monotonic()
-            elif not self._rooms and self._ahead:
-                self._prepare(*self._ahead.pop())
+                active = time.monotonic()
+            elif not self._rooms and self._to_prepare:
+                self._prepare(*self._to_prepare.pop())
 
     def _prepare(self, memory: SegmentMemory, heads: int) -> None:
-        """Before the first room comes, and not in the middle of it: for writers that have so many of our heads."""
+        """Compiles the copy kernels for writers with `heads` of this rank's heads, while no room is open."""
         try:
             self._copier.prepare(memory, 0, heads)
-        except Exception as error:  # a bug, too, must not cost the thread
+        except Exception as error:  # not even a bug may end the thread
             self._telemetry.recorder.record("device", f"a copy kernel could not be compiled: {error}", "error")
 
-    def _pause(self, heard: float) -> float:
-        """Seconds until the next look, where no order comes before."""
+    def _pause(self, active: float) -> float:
+        """Returns the seconds to wait for an order before the next poll; `active` is the time of the last activity."""
         now = time.monotonic()
-        if self._begun:
-            return 0.0 if now - self._begun_s < _YOUNG_S else _COPYING_S
+        if self._scatters:
+            return 0.0 if now - self._scatter_began_s < _YOUNG_S else _COPYING_S
         if not self._rooms:
             return _IDLE_S
         share, shortest = _SHARE_OF_SILENCE, _SHORTEST_S
         if self._pool.device is not None:
             share, shortest = _SHARE_ON_DEVICE, _SHORTEST_ON_DEVICE_S
-        return min(max((now - heard) * share, shortest * min(self._rooms, _MANY_ROOMS)), _LONGEST_S)
+        return min(max((now - active) * share, shortest * min(self._rooms, _MANY_ROOMS)), _LONGEST_S)
 
-    def _take(self, pause: float) -> list[Scatter | Check]:
-        """All orders that wait; waits for the first."""
+    def _take_orders(self, pause: float) -> list[Scatter | Check]:
+        """Returns all queued orders; waits up to `pause` seconds for the first."""
         orders: list[Scatter | Check | None] = []
         try:
             if pause:
                 orders.append(self._orders.get(timeout=pause))
             else:
-                time.sleep(0)  # other threads of this process have work, too
+                time.sleep(0)  # let other threads of the process run
             while True:
                 orders.append(self._orders.get_nowait())
         except Empty:
             return [order for order in orders if order is not None]
 
-    def _hear(self) -> bool:
+    def _poll_arrivals(self) -> bool:
+        """Reports arrived tags; returns whether there were any."""
         try:
             arrivals = self._transport.arrivals()
         except Exception as error:
@@ -180,19 +177,19 @@ class ArrivalLoop:
         self._report(*events)
         return True
 
-    def _serve(self, orders: list[Scatter | Check]) -> None:
-        """Scatter together what goes together; checksums are taken one by one."""
-        together: list[Scatter] = []
+    def _execute(self, orders: list[Scatter | Check]) -> None:
+        """Scatters as many parts at once as the copier takes; computes checksums one by one."""
+        batch: list[Scatter] = []
         for order in orders:
             if isinstance(order, Check):
                 self._try(order, self._check)
                 continue
-            together.append(order)
-            if len(together) >= self._copier.parts_at_once:
-                self._scatter(together)
-                together = []
-        if together:
-            self._scatter(together)
+            batch.append(order)
+            if len(batch) >= self._copier.parts_at_once:
+                self._scatter(batch)
+                batch = []
+        if batch:
+            self._scatter(batch)
 
     def _check(self, order: Check) -> None:
         share, key = order.share, order.key
@@ -201,34 +198,34 @@ class ArrivalLoop:
             found = aux_checksum(self._pool, int(order.pages[0]))
         elif self._pool.device is None:
             found = part_checksum(self._pool, share, order.pages, share.dst_head, key.lo, key.hi)
-        elif not self._unread:
-            self._unread = True
-            text = "writers send checksums; those of parts on a GPU are not compared: it would read every byte back"
+        elif not self._checksum_skipped:
+            self._checksum_skipped = True
+            text = "writers send checksums, but parts on a GPU are not checked: that would read every byte back"
             self._telemetry.recorder.record("checksum", text, "warning")
         self._report(Checked(order.room, order.nonce, order.kind, key, found, time.monotonic_ns()))
 
     def _scatter(self, orders: list[Scatter]) -> None:
-        landed, known = [], []
+        parts, valid = [], []
         for order in orders:
-            if (part := self._try(order, self._landed)) is not None:
-                landed.append(part)
-                known.append(order)
-        if not known:
+            if (part := self._try(order, self._landed_part)) is not None:
+                parts.append(part)
+                valid.append(order)
+        if not valid:
             return
         began_ns = time.monotonic_ns()
-        if not self._begun:
+        if not self._scatters:
             self._telemetry.copying_since_ns = began_ns
         try:
-            work = self._copier.scatter(landed)
+            copy = self._copier.scatter(parts)
         except Exception as error:
-            self._failed(known, error)
-            self._note_oldest()
+            self._report_failed(valid, error)
+            self._update_copying_since()
             return
-        self._begun.append(_Begun(began_ns, work, known))
-        self._begun_s = time.monotonic()
-        self._end()
+        self._scatters.append(_RunningScatter(began_ns, copy, valid))
+        self._scatter_began_s = time.monotonic()
+        self._report_finished()
 
-    def _landed(self, order: Scatter) -> LandedPart:
+    def _landed_part(self, order: Scatter) -> LandedPart:
         share, key = order.share, order.key
         memory = self._pool.segments[share.segment]
         layout = memory.part_layout(key.lo, key.hi, len(order.pages), share.heads)
@@ -236,36 +233,36 @@ class ArrivalLoop:
         rows = RowIndex(memory, order.pages, share.dst_head, share.heads)
         return LandedPart(rows, layout, self._ring.view(order.offset, layout.region_bytes))
 
-    def _end(self) -> None:
-        """Report what is in its pages by now; scatters end in the order in which they were begun."""
-        while self._begun:
-            _, work, orders = self._begun[0]
+    def _report_finished(self) -> None:
+        """Reports the scatters that are done; they finish in the order in which they were started."""
+        while self._scatters:
+            _, copy, orders = self._scatters[0]
             try:
-                if not work.done():
+                if not copy.done():
                     return
             except Exception as error:
-                self._failed(orders, error)
+                self._report_failed(orders, error)
             else:
                 now = time.monotonic_ns()
                 self._report(*(Scattered(order.serial, now) for order in orders))
-            del self._begun[0]
-            self._note_oldest()
+            del self._scatters[0]
+            self._update_copying_since()
 
-    def _note_oldest(self) -> None:
-        self._telemetry.copying_since_ns = self._begun[0].at_ns if self._begun else 0
+    def _update_copying_since(self) -> None:
+        self._telemetry.copying_since_ns = self._scatters[0].began_ns if self._scatters else 0
 
-    def _try(self, order: _Order, serve: Callable[[_Order], _Found]) -> _Found | None:
+    def _try(self, order: _Order, execute: Callable[[_Order], _Result]) -> _Result | None:
         try:
-            return serve(order)
+            return execute(order)
         except Exception as error:
-            # Its pages were checked when the room was opened, so this is a bug of ours: the thread must outlive it.
+            # The pages were checked when the room was opened, so this is a bug of the agent; the thread survives it.
             self._record(order, error)
             return None
 
-    def _failed(self, orders: list[Scatter], error: Exception) -> None:
+    def _report_failed(self, orders: list[Scatter], error: Exception) -> None:
         for order in orders:
             self._record(order, error)
-        # What host memory does not take is a bug of ours. What a device does not take is never copied any more.
+        # In host memory a failed copy is a bug of the agent. A part that a device failed to copy is not tried again.
         if isinstance(error, DeviceError) or self._pool.device is not None:
             self._report(*(ScatterFailed(order.serial, str(error)) for order in orders))
 

@@ -1,6 +1,6 @@
-"""The bootstrap registry's sockets: served inside the first prefill rank, asked by all others.
+"""Sockets of the bootstrap registry: the server in the first prefill rank, and the clients in all ranks.
 
-Both ends run in their control loops: no thread of their own, no blocking call.
+Both run in their agent's control loop, without a thread of their own and without blocking calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvctl_agent.runtime import control_endpoints
 
 _REQUESTS_A_TURN = 64
 _ASK_EVERY_NS = 200_000_000
-_REPEAT_EVERY_NS = 1_000_000_000  # a registry that was restarted hears of us again
+_REPEAT_EVERY_NS = 1_000_000_000  # so that a restarted registry learns of this rank again
 
 
 class RegistryServer:
     """Answers registrations and look-ups."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: KeyPair | None = None) -> None:
-        """Nothing is bound before `serve`."""
+        """Binds nothing before `serve`."""
         self._context = context
         self._endpoint = endpoint
         self._keys = keys
@@ -35,11 +35,7 @@ class RegistryServer:
         self._socket: control_endpoints.Router | None = None
 
     def serve(self) -> RegistryServer:
-        """Bind the socket.
-
-        Raises:
-            ConfigError: the address is taken or cannot be bound.
-        """
+        """Binds the socket; raises ConfigError if the address is taken or cannot be bound."""
         self._socket = control_endpoints.bind(self._context, self._endpoint, registry.MAX_REQUEST_BYTES, self._keys)
         return self
 
@@ -50,6 +46,7 @@ class RegistryServer:
         return self._socket
 
     def turn(self) -> None:
+        """Answers the received requests, up to a limit."""
         for _ in range(_REQUESTS_A_TURN):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -61,7 +58,7 @@ class RegistryServer:
                 answer = self._registry.answer(registry.decode_request(frames[1]), time.monotonic_ns())
                 self.socket.send_multipart([frames[0], registry.encode(answer)], zmq.NOBLOCK)
             except (RemoteProtocolError, zmq.ZMQError):
-                continue  # a stranger, or somebody who has gone; who needs an answer asks again
+                continue  # not a rank, or a rank that has disconnected; a rank without an answer asks again
 
     def close(self) -> None:
         if self._socket is not None:
@@ -69,7 +66,7 @@ class RegistryServer:
 
 
 class RegistryClient:
-    """Registers or looks up, again and again until the answer is complete, then seldom."""
+    """Registers or looks up ranks at one registry: often until the answer is complete, then once per second."""
 
     def __init__(
         self,
@@ -81,17 +78,18 @@ class RegistryClient:
         self.endpoint = endpoint
         self.roster = registry.Roster([], 0, f"no answer from the registry at {endpoint}")
         self._request = registry.encode(request)
-        # Nobody else can know this name: whoever connects to a ROUTER under a name of ours leaves us deaf.
+        # A random identity: another client with the same identity would receive the answers instead of this one.
         identity = secrets.token_hex(16).encode()
         self.socket = control_endpoints.connect(context, endpoint, identity, registry.MAX_REQUEST_BYTES << 8, keys)
         self.due_ns = 0
 
     @property
     def complete(self) -> bool:
+        """Whether all ranks of the instance are registered."""
         return bool(self.roster.size) and not self.roster.missing and not self.roster.refused
 
     def turn(self, now_ns: int) -> bool:
-        """Read answers and ask when it is time; True when the roster has changed."""
+        """Reads answers and sends the request if it is due; returns whether the roster has changed."""
         changed = False
         while True:
             try:
@@ -113,11 +111,11 @@ class RegistryClient:
 
 
 class Registries:
-    """The registries that one agent asks: its own instance's, or those of every prefill instance it serves.
+    """Registry clients of one agent: its own instance's, or on a decode rank those of several prefill instances.
 
     Attributes:
-        request: sent to each registry that is asked from now on.
-        changes: grows whenever `sockets` gives others than before.
+        request: request for registries that are asked from now on.
+        changes: incremented whenever the result of `sockets` changes.
     """
 
     def __init__(
@@ -130,33 +128,33 @@ class Registries:
         self.changes = 0
 
     def ask(self, endpoint: str) -> None:
-        """Ask this one too, from now on; again changes nothing."""
+        """Starts to ask one more registry; idempotent."""
         if endpoint not in self._clients:
             self._clients[endpoint] = RegistryClient(self._context, endpoint, self.request, self._keys)
             self.changes += 1
 
     def asked(self, endpoint: str) -> bool:
-        """Whether this one is asked."""
+        """Whether this registry is asked."""
         return endpoint in self._clients
 
     def roster(self, endpoint: str) -> registry.Roster:
-        """What a registry that is asked has said so far."""
+        """Returns the last answer of a registry that is asked."""
         return self._clients[endpoint].roster
 
     def complete(self, endpoint: str) -> bool:
-        """Whether all ranks of its instance are there."""
+        """Whether all ranks of the registry's instance are registered."""
         return self._clients[endpoint].complete
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         return [client.socket for client in self._clients.values()]
 
     def hurry(self) -> None:
-        """Ask all of them again at once: a peer was lost and may be back elsewhere."""
+        """Makes all requests due: a lost peer may have registered again at another endpoint."""
         for client in self._clients.values():
             client.due_ns = 0
 
     def turn(self, ready: Set[Any], now_ns: int) -> Iterator[str]:
-        """Read answers and ask where it is time; the endpoints whose roster has changed."""
+        """Reads answers and sends due requests; yields the endpoints of the registries whose roster has changed."""
         for endpoint, client in list(self._clients.items()):
             if (client.socket in ready or now_ns >= client.due_ns) and client.turn(now_ns):
                 yield endpoint

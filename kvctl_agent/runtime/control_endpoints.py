@@ -1,8 +1,8 @@
-"""Where control sockets bind, and why a bind is refused.
+"""Addresses and sockets of the control channel and the registry: checks, binds and connects `ipc://` and `tcp://`.
 
-`ipc://` endpoints live in a directory only we can enter, and the kernel names the user of each connection: keys would
-add nothing there, so they are for TCP. TCP stays on the loopback unless there are keys, or `insecure` says otherwise:
-without keys anybody who can reach the port could open rooms.
+`ipc://` endpoints are in a directory that only the agent's user can enter, and the kernel reports the user of each
+connection; keys would add nothing there and are used for TCP only. TCP is limited to loopback addresses unless there
+are keys or `insecure` is set: without keys anyone who can reach the port could open rooms.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from kvctl_agent.security.unix_router import UnixRouter
 _LINGER_MS = 0
 _LONGEST = 1024
 _HIGH_WATER = 20_000
-_MAX_PEERS = 256  # of a Unix socket, so on one host
+_MAX_PEERS = 256  # connections to a Unix socket, so from one host
 
 Router = zmq.Socket[bytes] | UnixRouter
 
 
 def control_address(bootstrap: str, name: str) -> str:
-    """Where a rank's control socket binds, next to the registry it belongs to: same directory, or any free port.
+    """Returns the endpoint to bind a rank's control socket to: the registry's directory, or a free port of its host.
 
     Raises:
         ConfigError: the bootstrap endpoint is neither ipc:// nor tcp://, or its directory makes the path too long.
     """
     if bootstrap.startswith("ipc://"):
-        # Names may be long and sockets' paths may not, so the file name is a checksum of the name.
+        # Names may be longer than a socket's path, so the file name is a hash of the name.
         checksum = hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
         path = Path(bootstrap.removeprefix("ipc://")).parent / f"c-{checksum}"
         return f"ipc://{path}"
@@ -47,14 +47,14 @@ def control_address(bootstrap: str, name: str) -> str:
 
 
 def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False) -> None:
-    """Refuse what must not be bound; `keys`: whether there are any.
+    """Checks an endpoint before it is bound; `keys` tells whether the fleet has keys.
 
     Raises:
-        ConfigError: it is no printable text or longer than 1024 characters; an unknown scheme, a path
-            over the limit, or a public address without keys or `insecure`.
+        ConfigError: not printable text of at most 1024 characters, an unknown scheme, a path over the limit, or a
+            public address without keys or `insecure`.
     """
     if not isinstance(endpoint, str) or not endpoint.isprintable() or len(endpoint) > _LONGEST:
-        raise ConfigError(f"{shown(endpoint)} is no endpoint: write ipc:///path or tcp://address:port")
+        raise ConfigError(f"{shown(endpoint)} is not an endpoint: write ipc:///path or tcp://address:port")
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):
@@ -65,17 +65,17 @@ def check_endpoint(endpoint: str, *, insecure: bool, keys: bool = False) -> None
     host, _ = _tcp(endpoint)
     if not keys and not insecure and not _loopback(host):
         raise ConfigError(
-            f"{endpoint}: {host} is not a loopback address and there are no keys; anybody who reaches it could open "
+            f"{endpoint}: {host} is not a loopback address and there are no keys; anyone who reaches it could open "
             "rooms. Set fleet_key (kvctl key new), or use ipc:// or 127.0.0.1, or set insecure = true on a network you "
             "trust"
         )
 
 
 def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int, keys: KeyPair | None = None) -> Router:
-    """A bound ROUTER with our options; over TCP with keys only owners of the same ones are let in.
+    """Binds a ROUTER; over TCP with keys it accepts only clients with the same keys.
 
     Raises:
-        ConfigError: the address is taken or cannot be bound; says so.
+        ConfigError: the address is taken or cannot be bound.
     """
     try:
         if endpoint.startswith("ipc://"):
@@ -97,19 +97,20 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_bytes: int,
 
 
 def address(router: Router) -> str:
-    """Where a bound socket can be reached, with the port that was found."""
+    """Returns the endpoint of a bound socket, with the port that was chosen."""
     return router.address if isinstance(router, UnixRouter) else router.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def poll_key(router: Router) -> zmq.Socket[bytes] | int:
-    """What to register with a poller, and what the poller returns where there is something to do."""
+    """Returns the socket or descriptor to register with a poller."""
     return router.fileno() if isinstance(router, UnixRouter) else router
 
 
 def close(router: Router, linger_ms: int = _LINGER_MS) -> None:
-    """Close a bound socket, and remove its path; while we hold it nobody else can.
+    """Closes a bound socket and removes its path, which no other agent can use until then.
 
-    `linger_ms`: how long what was sent may still take to leave, once the context ends.
+    Args:
+        linger_ms: longest time to send queued messages.
     """
     if router.closed:
         return
@@ -125,10 +126,10 @@ def connect(
     max_bytes: int,
     keys: KeyPair | None = None,
 ) -> zmq.Socket[bytes]:
-    """A DEALER connected to `endpoint`, which need not exist yet; over TCP with keys only to an owner of the same ones.
+    """Connects a DEALER to `endpoint`, which need not exist yet; over TCP with keys the server must have the same keys.
 
     Raises:
-        zmq.ZMQError: there is no descriptor for it.
+        zmq.ZMQError: no descriptor is left.
     """
     socket = context.socket(zmq.DEALER)
     _options(socket, max_bytes)
@@ -140,7 +141,7 @@ def connect(
 
 
 def _remove_unused(path: Path) -> None:
-    """Removes what a dead agent left at `path`: its socket refuses connections, that of a living one does not."""
+    """Removes the socket file of an ended agent: unlike that of a running agent, it refuses connections."""
     with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
         probe.setblocking(False)
         code = probe.connect_ex(str(path))
@@ -158,7 +159,7 @@ def _options(socket: zmq.Socket[bytes], max_bytes: int) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if socket.type == zmq.ROUTER:
-        # A restarted peer comes back under its name and takes its place; a send to nobody is an error, not a loss.
+        # A restarted peer replaces its old connection by name; a message to an unknown peer is an error, not lost.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
@@ -170,7 +171,7 @@ def _tcp(endpoint: str) -> tuple[str, str]:
     except ValueError:
         host, port = None, ""
     if parts.scheme != "tcp" or not host or not (_is_port(port) or port == "*"):
-        raise ConfigError(f"{endpoint!r} is no endpoint: write ipc:///path or tcp://address:port")
+        raise ConfigError(f"{endpoint!r} is not an endpoint: write ipc:///path or tcp://address:port")
     return (f"[{host}]" if ":" in host else host), port
 
 

@@ -1,15 +1,19 @@
-"""The control loop: one thread that owns the machine, the control sockets and the registry.
+"""Control loop: the thread that owns the protocol's machine, the control sockets and the registry.
 
-A turn: wait for something to happen, feed it to the machine, execute its actions, flush one frame to each peer. It
-never waits for a peer, a worker or an observer; an exception is recorded and the loop goes on.
+Each turn waits for input, passes it to the machine, executes the machine's actions and sends one frame to each peer.
+The loop never waits for a peer, a worker or an observer; exceptions are recorded and the loop continues.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import zmq
@@ -19,7 +23,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import Hello, PeerInfo
 from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState
-from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
+from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.protocol.registry import Rank, Register
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.arrival_loop import ArrivalLoop
@@ -27,11 +31,10 @@ from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.runtime.handles import HandleRegistry
 from kvctl_agent.runtime.liveness import is_dead
-from kvctl_agent.runtime.mailbox import Mailbox
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.transfer_worker import TransferWorker
-from kvctl_agent.security.zap_authenticator import ZapAuthenticator
+from kvctl_agent.security.curve import ZapAuthenticator
 from kvctl_agent.telemetry.hub import Telemetry
 
 _TICK_NS = 100_000_000
@@ -41,45 +44,97 @@ _PAUSE_A_ROOM_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
 
 
-class OperatorRequests:
-    """Pending operator requests: each waits for the machine's answer. `answer` is called by the control loop.
+class Mailbox:
+    """Queue of events for the control loop, filled by any thread; `fileno` is readable while it may hold events."""
 
-    `put` queues an event for the machine.
+    def __init__(self) -> None:
+        self._events: deque[ev.Event] = deque()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._woken = False
+        self._closed = False
+
+    def fileno(self) -> int:
+        """Returns the descriptor to poll."""
+        return self._fd
+
+    def put(self, *events: ev.Event) -> None:
+        """Queues events and wakes the loop; after `close` nobody reads them."""
+        self._events.extend(events)
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes the descriptor readable."""
+        if self._woken:
+            return  # the loop will read the queue before it sleeps again
+        with self._lock:
+            if not self._closed and not self._woken:
+                self._woken = True
+                os.eventfd_write(self._fd, 1)
+
+    def take(self) -> list[ev.Event]:
+        """Removes and returns all queued events, in order."""
+        if self._woken:
+            # `wake` sets the flag and writes in two steps. Without the lock the flag could be cleared between them,
+            # which would leave the descriptor readable and the loop spinning.
+            with self._lock:
+                if not self._closed:
+                    os.eventfd_read(self._fd)
+                self._woken = False
+        events: list[ev.Event] = []
+        queue = self._events
+        while queue:
+            events.append(queue.popleft())
+        return events
+
+    def close(self) -> None:
+        """Closes the descriptor; idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._fd)
+
+
+class OperatorRequests:
+    """Requests of operators that wait for the machine's answer.
+
+    Args:
+        put: queues an event for the machine.
     """
 
     def __init__(self, put: Callable[[ev.Event], None]) -> None:
         self._put = put
         self._numbers = itertools.count(1)
-        self._answers: dict[int, ev.Answered | None] = {}
-        self._changed = threading.Condition()
+        self._pending: dict[int, Future[ev.Answered]] = {}
 
     def ask(self, make: Callable[[int], ev.Event], timeout: float) -> ev.Answered | None:
-        """Queue the event that `make` returns for a new request's number, and wait for the answer to it.
+        """Queues the event that `make` returns for a new request number, and waits for its answer.
 
-        Returns None when there is no answer within `timeout` seconds; the machine may still act on the request.
+        Returns None without an answer within `timeout` seconds; the machine may still act on the request.
         """
         number = next(self._numbers)
-        with self._changed:
-            self._answers[number] = None
-        self._put(make(number))
-        with self._changed:
-            self._changed.wait_for(lambda: self._answers[number] is not None, timeout)
-            return self._answers.pop(number)
+        pending = self._pending[number] = Future[ev.Answered]()
+        try:
+            self._put(make(number))
+            return pending.result(timeout)
+        except TimeoutError:
+            return None
+        finally:
+            del self._pending[number]
 
     def answer(self, action: ev.Answered) -> None:
-        """Store an answer; ignored when its request has timed out."""
-        with self._changed:
-            if action.ticket in self._answers:
-                self._answers[action.ticket] = action
-                self._changed.notify_all()
+        """Delivers an answer, on the control loop's thread; ignored if the request has timed out."""
+        pending = self._pending.get(action.ticket)
+        if pending is not None:
+            pending.set_result(action)
 
 
 class ControlLoop:
-    """Runs one machine; other threads talk to it through the mailbox.
+    """Thread that runs one machine; other threads reach it through the mailbox.
 
     Attributes:
-        requests: what operators have asked of the machine; `ask` may be called from any thread.
-        executors: by type of action, the function that executes it, called on this loop's thread.
+        requests: operator requests to the machine; `ask` may be called from any thread.
+        executors: function that executes each type of action, called on this thread.
     """
 
     def __init__(
@@ -97,39 +152,40 @@ class ControlLoop:
         workers: Sequence[TransferWorker] = (),
         arrivals: ArrivalLoop | None = None,
         server: RegistryServer | None = None,
-        guard: Callable[[], ZapAuthenticator] | None = None,
+        authenticator: Callable[[], ZapAuthenticator] | None = None,
         inputs: InputLog | None = None,
     ) -> None:
-        """Nothing is bound or connected before `open`.
+        """Binds and connects nothing before `open`.
 
         Args:
-            workers: of a prefill rank: they execute `Transfer`.
-            arrivals: of a decode rank: executes `Scatter` and `Check`.
-            server: of the first prefill rank: the registry of its instance.
-            guard: starts the gatekeeper of the control sockets; None where there are no keys.
+            workers: prefill: execute `Transfer`.
+            arrivals: decode: executes `Scatter` and `Check`.
+            server: first prefill rank: the registry of its instance.
+            authenticator: starts the authenticator of the control sockets; None without keys.
             inputs: records every event before the machine handles it.
         """
         self._local = local
         self._machine = machine
-        self._inputs = inputs
+        self._handle = machine.handle if inputs is None else partial(inputs.handle, machine)
         self._channel = channel
         self._mailbox = mailbox
         self._mailbox_key = mailbox.fileno()
         self._registries = registries
         self._server = server
-        self._guard = guard
+        self._start_authenticator = authenticator
+        self._authenticator: ZapAuthenticator | None = None
         self._telemetry = telemetry
         self._handles = handles
         self._connections = connections
         self._workers = workers
         self._arrivals = arrivals
         self.requests = OperatorRequests(mailbox.put)
-        self._gatekeeper: ZapAuthenticator | None = None
         self._stopping = False
         self._tick_ns = 0
         self._liveness_ns = 0
         self._channel_due_ns = 0
         self._flush_now = self._ask_now = False
+        self._handled = False  # an event, since the open rooms were counted
         self._open_rooms = 0
         self._poller = zmq.Poller()
         self._polled = (-1, -1)
@@ -151,14 +207,14 @@ class ControlLoop:
             self.executors |= {ev.Scatter: arrivals.put, ev.Check: arrivals.put}
 
     def open(self, instances: Sequence[str]) -> None:
-        """Bind and connect the control sockets, and ask the registries at `instances`.
+        """Binds and connects the control sockets; registers with, or looks up, the registries at `instances`.
 
         Raises:
             ConfigError: an address is taken or must not be bound.
         """
         local = self._local
-        if self._guard is not None:
-            self._gatekeeper = self._guard()
+        if self._start_authenticator is not None:
+            self._authenticator = self._start_authenticator()
         if self._server is not None:
             self._server.serve()
         if local.role == "prefill":
@@ -170,18 +226,19 @@ class ControlLoop:
             self._registries.ask(instance)
 
     def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def close(self, timeout: float) -> bool:
-        """Stop after the current turn and close the sockets; True when the thread has ended, or never began."""
+        """Stops after the current turn and closes the sockets; returns whether the thread has ended or never began."""
         self._stopping = True
         self._mailbox.wake()
         if self._thread.ident is None:
-            self._release()
+            self._close_sockets()
         elif self._thread.is_alive():
             self._thread.join(timeout)
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -189,30 +246,30 @@ class ControlLoop:
             while not self._stopping:
                 self._try_turn(self._poll())
                 self._pause()
-            self._try_turn(frozenset())  # what was put before we were told to stop
+            self._try_turn(frozenset())  # handles the events that were queued before `close`
         finally:
             self._channel.flush(everything=True)
-            self._release()
+            self._close_sockets()
 
-    def _release(self) -> None:
+    def _close_sockets(self) -> None:
         self._channel.close()
         self._registries.close()
         if self._server is not None:
             self._server.close()
 
     def _poll(self) -> Set[Any]:
-        """Wait for something to happen; returns the sockets that have something to read."""
+        """Waits for input or for the next deadline; returns the readable sockets and descriptors."""
         changes = self._channel.changes, self._registries.changes
         if changes != self._polled:
             self._polled = changes
             for socket, _ in self._poller.sockets[:]:
                 self._poller.unregister(socket)
-            own = [
+            registry_sockets = [
                 *self._registries.sockets(),
                 *([control_endpoints.poll_key(self._server.socket)] if self._server else []),
             ]
-            self._registry_keys = frozenset(own)
-            for socket in (self._mailbox_key, *own, *self._channel.sockets()):
+            self._registry_keys = frozenset(registry_sockets)
+            for socket in (self._mailbox_key, *registry_sockets, *self._channel.sockets()):
                 self._poller.register(socket, zmq.POLLIN)
         self._channel_due_ns = self._channel.due_ns or self._tick_ns
         due = min(self._tick_ns, self._channel_due_ns)
@@ -250,27 +307,26 @@ class ControlLoop:
                 self._feed(unsendable)
 
     def _pause(self) -> None:
-        """Tell the arrival loop how many rooms are open; under load, let messages gather before the next turn.
+        """Tells the arrival loop the number of open rooms; with many, sleeps so that messages gather.
 
-        A turn costs about 60 µs whatever it carries, and with many rooms in flight none waits for this one: they wait
-        for cores, which fewer turns leave free.
+        A turn costs about 60 µs whatever it carries. With many rooms in flight none waits for this turn: they wait for
+        processor time, which fewer turns leave free.
         """
-        rooms = self._machine.open_rooms
-        if self._arrivals is not None and rooms != self._open_rooms:
-            self._arrivals.expect(rooms)
-        self._open_rooms = rooms
-        if rooms > _FEW_ROOMS:
-            time.sleep(min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S))
+        if self._handled:
+            self._handled = False
+            rooms = self._machine.open_rooms
+            if self._arrivals is not None and rooms != self._open_rooms:
+                self._arrivals.expect(rooms)
+            self._open_rooms = rooms
+        if self._open_rooms > _FEW_ROOMS:
+            time.sleep(min((self._open_rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S))
 
     def _feed(self, event: ev.Event) -> None:
-        inputs, now_ns = self._inputs, time.monotonic_ns()
-        if inputs is not None:
-            inputs.record(event, now_ns)
-        led_to: Sequence[ev.Action] | str = RAISED
+        """Passes one event to the machine and executes the actions that it returns."""
+        self._handled = True
         try:
-            actions = led_to = self._machine.handle(event, now_ns)
+            actions = self._handle(event, time.monotonic_ns())
         except LocalProtocolError as error:
-            led_to = REFUSED
             self._telemetry.recorder.record("engine", str(error), "error")
             if isinstance(event, ev.SendRoom | ev.OpenRoom):
                 self._handles.refuse(event.room, str(error))
@@ -278,9 +334,6 @@ class ControlLoop:
         except Exception as error:
             self._record_bug(error)
             return
-        finally:
-            if inputs is not None:
-                inputs.record_outcome(led_to)
         for action in actions:
             try:
                 self.executors[type(action)](action)
@@ -288,7 +341,7 @@ class ControlLoop:
                 self._record_bug(error)
 
     def _record_bug(self, error: Exception) -> None:
-        """A bug, ours or one of the engine's callback, must cost one event or action, not all rooms of this rank."""
+        """Records a bug of the agent or of an engine's callback, which may cost one event or action but no more."""
         self._telemetry.metrics.add("kvctl_internal_errors_total", 1)
         self._telemetry.recorder.record("control", f"{type(error).__name__}: {error}", "error")
 
@@ -314,7 +367,7 @@ class ControlLoop:
                     self._channel.connect(rank.name, rank.endpoint)
 
     def _check_liveness(self, now_ns: int) -> None:
-        """A silent peer on this host may be provably gone; then nobody needs to wait for its silence to grow."""
+        """Looks for peers on this host whose process has ended, so that nobody waits for their timeout."""
         if now_ns < self._liveness_ns:
             return
         self._liveness_ns = now_ns + _LIVENESS_NS
@@ -326,7 +379,7 @@ class ControlLoop:
             self._channel.keep(peer.name, {peer.route, *(former.route for former in peer.former.values())})
 
     def _check_replaced(self, hello: ev.Received) -> None:
-        """Somebody says Hello under the name of a peer, which need not wait if that one's process has just ended."""
+        """Checks, when another incarnation says Hello under a peer's name, whether the earlier process has ended."""
         peer = self._machine.peers.get(hello.peer)
         if peer is not None and not peer.proven_dead and peer.incarnation != hello.incarnation:
             self._check_ended(peer, peer.incarnation, peer.who)
@@ -338,15 +391,14 @@ class ControlLoop:
     def _send(self, action: ev.Send) -> None:
         peer = self._machine.peers.get(action.peer)
         route = action.route
-        if (
-            not route and peer is not None and not isinstance(action.message, Hello)
-        ):  # which goes where the registry says
+        # A Hello goes to the endpoint that the registry names, all other messages to the peer's return address.
+        if not route and peer is not None and not isinstance(action.message, Hello):
             route = peer.route
         self._channel.queue(action.peer, action.message, route)
         self._flush_now = True
 
     def _transfer(self, action: ev.Transfer) -> None:
-        # By destination and room, so that neither one peer nor one room always meets the same worker.
+        # By peer and room, so that parts of one peer, and of one room, are spread over the workers.
         self._workers[hash((action.peer, action.room)) % len(self._workers)].put(action)
 
     def _connect_peer(self, action: ev.ConnectPeer) -> None:

@@ -1,9 +1,8 @@
-"""Waits for the engine's events, so that the engine need not: what it says of a forward is passed on once that is done.
+"""Polls the engine's device events, so that what the engine reports of a forward is passed on once the forward is done.
 
-A device's events wake nobody, so a thread looks: often while some forward is awaited, never else. A look takes the
-interpreter from the engine, so the pause grows with the time in which nothing has come, and stays a small share of it.
-There are no deadlines here: the machine is told of each forward when it is launched, and it knows best what a room
-waits for.
+A completed device event wakes nobody, so a thread polls while any event is pending. Each poll takes the interpreter
+from the engine; the pause between polls is therefore a small fraction of the time since the last event completed.
+There are no deadlines here: the machine is told of each forward when it is launched, and enforces its own deadlines.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvctl_agent.contract.values import shown
 from kvctl_agent.device.base import Device, Event
 from kvctl_agent.errors import DeviceError, KvctlError, LocalProtocolError
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.runtime.timer_slack import minimize_timer_slack
+from kvctl_agent.runtime.threads import AgentThread, minimize_timer_slack
 
 _SHORTEST_S = 20e-6  # the kernel makes about 70 of it
 _LONGEST_S = 200e-6
@@ -27,128 +26,127 @@ _SHARE_OF_SILENCE = 1 / 128
 
 
 class PendingEvent(NamedTuple):
-    """An engine's event, as it was given and as the device knows it; engines give one for all rooms of a batch."""
+    """An event of the engine: its own object, which all rooms of a batch share, and the device's view of it."""
 
-    given: Any
+    source: Any
     event: Event
 
 
 class Sender(Protocol):
-    """What is needed of a room's handle."""
+    """The part of a room's handle that the poller uses."""
 
     room: int
     state: RoomState
 
     def post_unless_over(self, event: ev.Event) -> bool:
-        """Passes an event on; False: the room has ended, and nothing that was said of it matters any more."""
+        """Passes an event on; returns False if the room has ended and needs no more events."""
         ...
 
 
 class _Deferred(NamedTuple):
-    moment: PendingEvent | None
+    pending: PendingEvent | None
     make: Callable[[int], ev.Event]
 
 
-class EventPoller:
-    """One thread of a prefill rank whose pool is on a device; `moment` and `tell` are the engine's, from any thread.
+class EventPoller(AgentThread):
+    """Poller of a prefill rank whose pool is on a device; `pending` and `post_after` may be called from any thread.
 
-    What is said of one room is passed on in its order, whatever its events do; rooms do not wait for each other.
+    Events of one room are passed on in the order of the calls, whatever the order in which the device completes them;
+    rooms do not wait for each other.
     """
 
     def __init__(self, name: str, device: Device) -> None:
+        super().__init__(name)
         self._device = device
-        self._said: dict[Sender, deque[_Deferred]] = {}  # never an empty one
+        self._deferred: dict[Sender, deque[_Deferred]] = {}  # no queue is empty
         self._changed = threading.Condition(threading.Lock())
-        self._stirred_s = 0.0  # when something new was waited for, or came
+        self._active_s = 0.0  # time at which an event was last added or completed
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self, timeout: float) -> bool:
-        """Drop what is waited for and stop; True when the thread has ended."""
+    def _request_stop(self) -> None:
         with self._changed:
             self._stopping = True
-            self._said.clear()
+            self._deferred.clear()
             self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     @property
     def waiting(self) -> int:
-        """Rooms of which something waits for a forward."""
-        return len(self._said)
+        """Number of rooms with a pending event."""
+        return len(self._deferred)
 
-    def moment(self, room: int, given: Any) -> PendingEvent:
-        """Raises LocalProtocolError where `given` is no event of this device."""
+    def pending(self, room: int, source: Any) -> PendingEvent:
+        """Wraps the engine's event `source`; raises LocalProtocolError if it is not an event of this device."""
         try:
-            return PendingEvent(given, self._device.event_of(given))
+            return PendingEvent(source, self._device.event_of(source))
         except DeviceError as error:
             raise LocalProtocolError(f"room {room}: event: {error}") from None
-        except Exception as error:  # the engine's own type
-            raise LocalProtocolError(f"room {room}: event is {shown(given)}, which is none: {error}") from None
+        except Exception as error:  # raised by the engine's own type
+            raise LocalProtocolError(f"room {room}: event is {shown(source)}, which is none: {error}") from None
 
-    def tell(self, sender: Sender, moment: PendingEvent | None, make: Callable[[int], ev.Event]) -> None:
-        """Pass on what `make` returns for the monotonic ns of that time, once the moment has come; None: at once,
-        unless something of this room is waited for."""
+    def post_after(self, sender: Sender, pending: PendingEvent | None, make: Callable[[int], ev.Event]) -> None:
+        """Posts the event that `make` returns for the current monotonic time, as soon as `pending` is done.
+
+        Without `pending` the event is posted at once, or after the room's earlier deferred events if there are any.
+        """
         with self._changed:
-            if moment is not None:
-                self._stirred_s = time.monotonic()
-            waiting = self._said.get(sender)
-            if waiting is not None:
-                waiting.append(_Deferred(moment, make))
-            elif moment is None:
+            if pending is not None:
+                self._active_s = time.monotonic()
+            queue = self._deferred.get(sender)
+            if queue is not None:
+                queue.append(_Deferred(pending, make))
+            elif pending is None:
                 sender.post_unless_over(make(time.monotonic_ns()))
             elif not self._stopping:
-                self._said[sender] = deque([_Deferred(moment, make)])
+                self._deferred[sender] = deque([_Deferred(pending, make)])
                 self._changed.notify()
 
     def _run(self) -> None:
         minimize_timer_slack()
         while not self._stopping:
             with self._changed:
-                while not self._said and not self._stopping:
+                while not self._deferred and not self._stopping:
                     self._changed.wait()
-                waiting = list(self._said.items())
-            pending: set[int] = set()
-            for sender, said in waiting:
-                self._pass_on(sender, said, pending)
-            silence_s = time.monotonic() - self._stirred_s
+                queues = list(self._deferred.items())
+            incomplete: set[int] = set()
+            for sender, queue in queues:
+                self._post_ready(sender, queue, incomplete)
+            silence_s = time.monotonic() - self._active_s
             time.sleep(min(max(silence_s * _SHARE_OF_SILENCE, _SHORTEST_S), _LONGEST_S))
 
-    def _pass_on(self, sender: Sender, said: deque[_Deferred], pending: set[int]) -> None:
-        """What was said of one room, as far as it need not wait. `pending`: events that were not done this time, by
-        id."""
+    def _post_ready(self, sender: Sender, queue: deque[_Deferred], incomplete: set[int]) -> None:
+        """Posts the events of one room up to the first incomplete one.
+
+        Args:
+            incomplete: ids of the engine's events that were found incomplete in this iteration; added to.
+        """
         over = sender.state.finished
         while not over:
-            moment = said[0].moment
+            pending = queue[0].pending
             try:
-                if moment is not None and not _come(moment, pending):
+                if pending is not None and not _done(pending, incomplete):
                     return
-            except Exception as error:  # a kernel failed; or it is a bug, which must cost this room, not the thread
+            except Exception as error:  # a kernel failed, or a bug: it costs this room, not the thread
                 text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
                 sender.post_unless_over(ev.ForwardFailed(sender.room, f"its forward failed: {text}"))
                 break
             with self._changed:
                 if self._stopping:
                     return
-                over = not sender.post_unless_over(said.popleft().make(time.monotonic_ns()))
-                self._stirred_s = time.monotonic()
-                if not said:
-                    del self._said[sender]
+                over = not sender.post_unless_over(queue.popleft().make(time.monotonic_ns()))
+                self._active_s = time.monotonic()
+                if not queue:
+                    del self._deferred[sender]
                     return
         with self._changed:
-            self._said.pop(sender, None)
+            self._deferred.pop(sender, None)
 
 
-def _come(moment: PendingEvent, pending: set[int]) -> bool:
-    # That an event was done is not remembered: the engine may have recorded it anew since, for what it gave just now.
-    key = id(moment.given)
-    if key in pending:
+def _done(pending: PendingEvent, incomplete: set[int]) -> bool:
+    # Completion is not cached: the engine may since have recorded the same event again, for a later call.
+    key = id(pending.source)
+    if key in incomplete:
         return False
-    if moment.event.done():
+    if pending.event.done():
         return True
-    pending.add(key)
+    incomplete.add(key)
     return False

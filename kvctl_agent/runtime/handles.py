@@ -1,6 +1,6 @@
-"""Handles of rooms, which the engine holds, and the registry of those that are open.
+"""Send and Receive, the engine's handles of rooms; the registry of open handles; and the owners of a pool's pages.
 
-A handle's calls only enqueue, and its state is read without a lock.
+Calls of a handle only enqueue an event for the control loop; its state is read without a lock.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
@@ -24,29 +25,31 @@ from kvctl_agent.layout.sizes import as_list, check_size
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.messages import MAX_TEXT
 from kvctl_agent.runtime.event_poller import EventPoller, PendingEvent
-from kvctl_agent.runtime.page_owners import Destinations
 
 _MAX_PAGE = int(np.iinfo(np.int32).max)
 _MAX_ROOM = (1 << 64) - 1
 _LONGEST_WAIT_S = 1e9
 
+_Claim = tuple[str, ev.Pages, npt.NDArray[np.intp]]
+"""Kind of memory, index of each of its places in the owning room's list, and the numbers that the room owns."""
+
 
 class Handle:
-    """State of one room as the control loop last told it."""
+    """State of one room, as last set by the control loop."""
 
     def __init__(self, room: int, post: Callable[[ev.Event], None]) -> None:
         self.room = room
         self.state = RoomState.BOOTSTRAPPING
         self.error: Failure | None = None
-        self.released = False  # its pages may be reused: nothing of the room is in flight
+        self.released = False  # nothing of the room is in flight any more: its pages may be reused
         self._post = post
         self._changed = threading.Condition(threading.Lock())
 
     def wait(self, timeout: float) -> RoomState:
-        """Wait until the room has ended and its pages are free, or for `timeout` seconds; returns the state then.
+        """Waits until the room has ended and its pages may be reused, or for `timeout` seconds; returns the state.
 
         Raises:
-            LocalProtocolError: `timeout` is no number.
+            LocalProtocolError: `timeout` is not a number.
         """
         deadline = time.monotonic() + check_timeout(timeout)
         with self._changed:
@@ -57,20 +60,20 @@ class Handle:
         return self.state
 
     def abort(self, reason: str) -> None:
-        """Give the room up; it fails on every rank with this as its first cause. Nothing happens where it has ended.
+        """Aborts the room: it fails on every rank with this reason. Does nothing if the room has ended.
 
         Args:
-            reason: text; the first 4096 characters count.
+            reason: text, cut to 4096 characters.
 
         Raises:
-            LocalProtocolError: `reason` is no text.
+            LocalProtocolError: `reason` is not a string.
         """
         if not isinstance(reason, str):
             raise LocalProtocolError(f"room {self.room}: reason is {shown(reason)}: it must be text")
         self.post_unless_over(ev.AbortRoom(self.room, encodable(str(reason[:MAX_TEXT]))))
 
     def post_unless_over(self, event: ev.Event) -> bool:
-        """Pass an event on; False where the room has ended, whose number may be another room's by now."""
+        """Posts an event; returns False if the room has ended, since its number may be in use by another room."""
         with self._changed:
             if self.state.finished:
                 return False
@@ -78,21 +81,21 @@ class Handle:
             return True
 
     def change_state(self, state: RoomState, failure: Failure | None) -> None:
-        """Called by the control loop."""
+        """Sets the state; called by the control loop."""
         with self._changed:
             self.error = failure
             self.state = state
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Called by the control loop."""
+        """Marks the pages as reusable; called by the control loop."""
         with self._changed:
             self.released = True
             self._changed.notify_all()
 
 
 class PoolLimits(NamedTuple):
-    """What a rank's pool and stage allow in an engine's calls; every method raises LocalProtocolError beyond it."""
+    """Limits of a rank's pool and pipeline stage; every method checks an argument and raises LocalProtocolError."""
 
     num_pages: int
     aux_slots: int
@@ -109,7 +112,7 @@ class PoolLimits(NamedTuple):
         state_indices: Sequence[Any],
         prefill_only: bool,
     ) -> ev.OpenRoom:
-        """What a decode engine wants of a room, checked; also raises LayoutError for too many pages."""
+        """Builds the event that opens a room on a decode rank; also raises LayoutError for too many pages."""
         indices = self.pages(room, pages)
         prefill_only = check_flag(f"room {room}: prefill_only", prefill_only)
         if prefill_only and (prefix_pages or len(indices)):
@@ -127,14 +130,14 @@ class PoolLimits(NamedTuple):
         )
 
     def pages(self, room: int, indices: Any) -> ev.Pages:
-        """Page numbers of this rank's pool."""
+        """Returns page numbers of this rank's pool as an array."""
         pages = page_array(indices, f"room {room}: pages")
         if len(pages) and int(pages.max()) >= self.num_pages:
             raise LocalProtocolError(f"room {room}: page {pages.max()} is outside the pool of {self.num_pages}")
         return pages
 
     def aux(self, room: int, index: int | None) -> int:
-        """An aux row's number, -1 for none."""
+        """Returns the number of an aux row; -1 for None."""
         if index is None:
             return -1
         number = integer(index)
@@ -144,7 +147,7 @@ class PoolLimits(NamedTuple):
         return number
 
     def states(self, room: int, indices: Sequence[Any]) -> tuple[ev.Pages, ...]:
-        """Item numbers of each state component; none of one that this rank's pipeline stage has no layers of."""
+        """Returns the item numbers of each state component; empty if the pipeline stage has none of its layers."""
         lists = as_list(indices)
         if lists is None:
             text = f"room {room}: state_indices is {shown(indices)}: it must have a list of items for each component"
@@ -160,7 +163,7 @@ class PoolLimits(NamedTuple):
         return tuple(items if slots else items[:0] for items, slots in zip(arrays, self.state_slots, strict=False))
 
     def group(self, room: int, layers: range) -> tuple[int, int]:
-        """A layer group of this rank as [lo, hi)."""
+        """Returns a group of this rank's layers as (lo, hi)."""
         own = self.layers
         if not isinstance(layers, range):
             raise LocalProtocolError(f"room {room}: layers is {shown(layers)}: it must be a range of layers")
@@ -172,12 +175,12 @@ class PoolLimits(NamedTuple):
 
 
 class Send(Handle):
-    """A room on a prefill rank. Calls come from the engine's scheduler thread; none blocks or synchronises."""
+    """Room on a prefill rank. The engine's scheduler thread calls it; no call blocks or synchronises with a device."""
 
     def __init__(
         self, room: int, post: Callable[[ev.Event], None], bounds: PoolLimits, forwards: EventPoller | None = None
     ) -> None:
-        """`forwards` waits for the engine's events; None where the pool is host memory, which knows none."""
+        """Creates the handle; `forwards` polls the engine's events, None if the pool is host memory."""
         super().__init__(room, post)
         self._bounds = bounds
         self._forwards = forwards
@@ -186,62 +189,62 @@ class Send(Handle):
 
     @property
     def sent(self) -> bool:
-        """The prefill may release the room's pages."""
+        """Whether the prefill may release the room's pages."""
         return self.released
 
     def prefetch(self, groups: Iterable[range] = ()) -> None:
-        """The forward is about to start: ask for staging now, so that grants are there when data is.
+        """Announces the forward and requests staging memory, so that grants arrive before the data is computed.
 
         Args:
-            groups: the layer groups that `layers` will be called with, as `Agent.layer_groups` gave them; none where
-                `pages` will be called. A cell of the grid is cut into parts once, so what is said first holds.
+            groups: layer groups that `layers` will be called with, from `Agent.layer_groups`; empty if `pages` will be
+                called. Chunks are divided into parts once, so later calls cannot change the groups.
 
         Raises:
-            LocalProtocolError: `groups` is no list, or a group is not consecutive layers of this rank.
+            LocalProtocolError: `groups` is not a list, or a group is not consecutive layers of this rank.
         """
         most = len(self._bounds.layers)
         try:
-            given = list(islice(groups, most + 1))
-        except Exception:  # the engine's own type
-            given = []
+            ranges = list(islice(groups, most + 1))
+        except Exception:  # raised by the engine's own type
+            ranges = []
             most = -1
-        if len(given) > most:
+        if len(ranges) > most:
             raise LocalProtocolError(
                 f"room {self.room}: groups is {shown(groups)}: it must be a list of ranges of this rank's layers"
             )
-        cut = tuple(self._bounds.group(self.room, group) for group in given)
+        cut = tuple(self._bounds.group(self.room, group) for group in ranges)
         self.post_unless_over(ev.Prefetch(self.room, cut, time.monotonic_ns()))
 
     def pages(self, indices: Any, last: bool = False, event: Any = None) -> None:
-        """The next pages of the prompt are computed, in all layers of this rank; or will be, once `event` is done.
+        """Reports that the next pages of the prompt are computed in all layers, or will be when `event` is done.
 
         Args:
             indices: page numbers in this rank's pool (sequence, array or CPU tensor of integers), in prompt order from
-                position 0 on; pages that the decode side has cached are skipped here.
-            last: nothing follows.
-            event: of a pool on a device: recorded behind the forward on the stream that it runs on
-                (`torch.cuda.Event`, anything with `cuda_event`, or a handle). Record it anew only once the room has
-                ended, or for a later forward of the same stream. None: they are computed.
+                position 0 on; pages that the decode side has cached are skipped.
+            last: these are the last pages.
+            event: if the pool is on a device: event recorded after the forward on its stream (`torch.cuda.Event`, an
+                object with `cuda_event`, or a handle). Record it again only after the room has ended, or for a later
+                forward on the same stream. None: the pages are computed.
 
         Raises:
-            LocalProtocolError: pages after the last ones, a page outside the pool, no list of page numbers, or no
-                event of the pool's device.
+            LocalProtocolError: pages after the last ones, a page outside the pool, not a list of page numbers, or not
+                an event of the pool's device.
         """
         if self._last:
             raise LocalProtocolError(f"room {self.room}: pages after the last ones")
         self._last = self._computed(indices, last, None, event)
 
     def layers(self, layers: range, indices: Any, last: bool = False, event: Any = None) -> None:
-        """The next pages of the prompt are computed in one layer group; the others follow with the same pages.
+        """Reports that the next pages are computed in one layer group; the other groups follow with the same pages.
 
         Args:
             layers: consecutive layers of this rank, by their global ids.
             indices: as for `pages`.
-            last: no more pages follow; say so with every group of the last chunk.
-            event: as for `pages`, recorded behind this group.
+            last: these are the last pages; true for every group of the last chunk.
+            event: as for `pages`, recorded after this group.
 
         Raises:
-            LocalProtocolError: layers that are not this rank's, the room is finished, or as `pages`.
+            LocalProtocolError: the layers are not this rank's, the room is finished, or as for `pages`.
         """
         if self._finished or self._last:
             raise LocalProtocolError(f"room {self.room}: layers after the last ones")
@@ -249,11 +252,11 @@ class Send(Handle):
         self._computed(indices, last, group, event)
 
     def finish(self, aux_index: int | None = None, state_indices: Sequence[Any] = ()) -> None:
-        """Nothing follows but the aux row `aux_index` and the state; also ends a room whose last chunk is empty.
+        """Reports that all pages were passed and that aux row and state are ready; also ends a room without pages.
 
         Args:
-            aux_index: row of this rank's aux tensor.
-            state_indices: for each state component, in the model's order, the items of this room in this rank's pool.
+            aux_index: row of this rank's aux tensor; None without one.
+            state_indices: for each state component, in the model's order, the room's items in this rank's pool.
 
         Raises:
             LocalProtocolError: called twice, or the aux row or an item is outside the pool.
@@ -263,46 +266,46 @@ class Send(Handle):
         aux = self._bounds.aux(self.room, aux_index)
         states = self._bounds.states(self.room, state_indices)
         self._last = self._finished = True
-        self._tell(lambda at_ns: ev.Finish(self.room, aux, at_ns, states))
+        self._post_in_order(lambda at_ns: ev.Finish(self.room, aux, at_ns, states))
 
     def _computed(self, indices: Any, last: bool, group: tuple[int, int] | None, event: Any) -> bool:
-        """Returns `last`."""
+        """Posts computed pages, of one layer group or of all layers; returns `last`."""
         last = check_flag(f"room {self.room}: last", last)
         pages = self._bounds.pages(self.room, indices)
         if event is None:
-            self._tell(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group))
+            self._post_in_order(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group))
             return last
         if self._forwards is None:
             raise LocalProtocolError(f"room {self.room}: event= is for pools on a device, this one is host memory")
-        moment = self._forwards.moment(self.room, event)
+        pending = self._forwards.pending(self.room, event)
         self.post_unless_over(ev.Launched(self.room))
-        self._tell(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group, launched=True), moment)
+        self._post_in_order(lambda at_ns: ev.SendPages(self.room, pages, last, at_ns, group, launched=True), pending)
         return last
 
-    def _tell(self, make: Callable[[int], ev.Event], moment: PendingEvent | None = None) -> None:
-        """Behind everything that was said of the room before, and no sooner than the moment."""
+    def _post_in_order(self, make: Callable[[int], ev.Event], pending: PendingEvent | None = None) -> None:
+        """Posts an event after all earlier ones of the room, and after `pending` is done."""
         if self._forwards is None:
             self.post_unless_over(make(time.monotonic_ns()))
         else:
-            self._forwards.tell(self, moment, make)
+            self._forwards.post_after(self, pending, make)
 
 
 class Receive(Handle):
-    """A room on a decode rank; `state` SUCCESS means that decode may start."""
+    """Room on a decode rank; in state SUCCESS decode may start."""
 
     def __init__(self, room: int, post: Callable[[ev.Event], None], device: Device | None = None) -> None:
-        """`device` is where the pool is; None: host memory."""
+        """Creates the handle; `device` is the pool's, None for host memory."""
         super().__init__(room, post)
         self._device = device
         self._event: Event | None = None
 
     @property
     def event(self) -> Event | None:
-        """What an engine's stream waits for before it reads the pages: `stream.wait_event(receive.event)`.
+        """Event for the engine's stream to wait for before it reads the pages: `stream.wait_event(receive.event)`.
 
-        SUCCESS is said only when every kernel and write that filled them has ended and is visible to the device's next
-        kernel, whoever launches it. So there is nothing left to wait for, and this is a moment that has come; an
-        engine that orders its streams by events has one all the same. None before SUCCESS, and for host memory.
+        A room succeeds only when every kernel and write that filled its pages has ended and is visible to the device's
+        next kernel on any stream. The event is therefore already complete; it is provided for engines that order their
+        streams by events. None before SUCCESS, and for host memory.
 
         Raises:
             DeviceError: a kernel has failed on the device.
@@ -312,49 +315,127 @@ class Receive(Handle):
         return self._event
 
 
+def written(opening: ev.OpenRoom) -> tuple[ev.Pages, ...]:
+    """Returns the memory that a room receives into: pages, aux row, and the items of each state component."""
+    aux = [opening.aux_index] if opening.aux_index >= 0 else []
+    return opening.pages, np.array(aux, np.int32), *opening.states
+
+
+class PageOwners:
+    """Assigns pages, aux rows and state items of a decode rank's pool to rooms whose writers may still write to them.
+
+    Two rooms that receive into one page would overwrite each other, and both would end in SUCCESS. So a page belongs to
+    one room from `Agent.receive` until the room has succeeded or is released. Pages of a prefill rank are only read, so
+    rooms may share them. Not thread-safe.
+
+    Args:
+        kinds: name and number of each kind of memory ("page", "aux row", "item of state conv").
+    """
+
+    def __init__(self, kinds: Sequence[tuple[str, int]]) -> None:
+        self._names = [name for name, _ in kinds]
+        # 0 if free, else 1 + index in the list that the room passed.
+        self._places: list[ev.Pages] = [np.zeros(count, np.int32) for _, count in kinds]
+        self._rooms: dict[int, list[_Claim]] = {}
+
+    def claim(self, room: int, wanted: tuple[ev.Pages, ...]) -> None:
+        """Assigns memory to a room.
+
+        Args:
+            wanted: numbers of each kind, in the order of `kinds`; the last kinds may be omitted.
+
+        Raises:
+            LocalProtocolError: a number appears twice, or belongs to another room; nothing has changed.
+        """
+        # The cost depends on these numbers only, not on the size of the pool. numpy would convert indices of another
+        # type than intp in every step.
+        found = [
+            (name, places, numbers.astype(np.intp))
+            for name, places, numbers in zip(self._names, self._places, wanted, strict=False)
+            if len(numbers)
+        ]
+        for name, places, numbers in found:
+            taken = places.take(numbers)
+            if taken.any():
+                number = int(numbers[taken.argmax()])
+                raise LocalProtocolError(
+                    f"room {room}: {name} {number} belongs to room {self._owner(name, number)}, which may still be "
+                    "written to: give it to another room when that one has succeeded or is released"
+                )
+        for name, places, numbers in found:
+            order = np.arange(1, len(numbers) + 1, dtype=np.int32)
+            places[numbers] = order
+            again = places.take(numbers) != order  # of a repeated number the last index was stored
+            if again.any():
+                self._free(found)
+                raise LocalProtocolError(f"room {room}: {name} {numbers[again.argmax()]} is given twice")
+        self._rooms[room] = found
+
+    @property
+    def rooms(self) -> list[int]:
+        """Rooms that own memory."""
+        return list(self._rooms)
+
+    def release(self, room: int) -> None:
+        """Frees a room's memory, once nothing can be written for it any more; unknown rooms are ignored."""
+        self._free(self._rooms.pop(room, ()))
+
+    def _free(self, claims: Iterable[_Claim]) -> None:
+        for _, places, numbers in claims:
+            places[numbers] = 0
+
+    def _owner(self, name: str, number: int) -> int:
+        return next(
+            room
+            for room, claims in self._rooms.items()
+            for kind, _, numbers in claims
+            if kind == name and number in numbers
+        )
+
+
 OnState = Callable[[Send | Receive, RoomState], None]
 
 
 class HandleRegistry:
-    """Registry of one agent's open handles; `add` may be called from any thread, the rest by the control loop.
+    """Registry of one agent's open handles; any thread may call `add`, only the control loop calls the other methods.
 
     Args:
         on_state: called at each change of a room's state; it must only enqueue.
-        destinations: of a decode rank: which room its memory belongs to; also an attribute.
+        owners: decode: owners of the pool's pages; also an attribute.
     """
 
-    def __init__(self, name: str, on_state: OnState | None, destinations: Destinations | None = None) -> None:
+    def __init__(self, name: str, on_state: OnState | None, owners: PageOwners | None = None) -> None:
         self._name = name
         self._on_state = on_state
-        self.destinations = destinations
+        self.owners = owners
         self._handles: dict[int, Send | Receive] = {}
         self._lock = threading.Lock()
 
     def add(self, handle: Send | Receive, written: tuple[ev.Pages, ...] = ()) -> None:
-        """Add a new room; `written` is the memory that it receives into, as `Destinations.take` wants it.
+        """Adds a new room; `written` is the memory that it receives into, as for `PageOwners.claim`.
 
         Raises:
-            LocalProtocolError: its number is in use here, or its memory belongs to another room.
+            LocalProtocolError: the room's number is in use, or its memory belongs to another room.
         """
         with self._lock:
             if handle.room in self._handles:
                 raise LocalProtocolError(f"room {handle.room} is in use on {self._name}")
-            if self.destinations is not None and written:
-                self.destinations.take(handle.room, written)
+            if self.owners is not None and written:
+                self.owners.claim(handle.room, written)
             self._handles[handle.room] = handle
 
     @property
     def rooms(self) -> list[int]:
-        """Rooms whose handles have not ended."""
+        """Rooms that have not ended, or whose pages may not be reused yet."""
         return list(self._handles)
 
     def change_state(self, action: ev.StateChanged) -> None:
-        """A room has reached a state."""
+        """Sets the state of a room's handle."""
         room, state = action.room, action.state
         handle = self._handles.get(room)
         if handle is None:
             return
-        if state is RoomState.SUCCESS:  # before the engine can know and give the pages to another room
+        if state is RoomState.SUCCESS:  # before the engine can learn of it and pass the pages to another room
             self._free(room)
         handle.change_state(state, action.failure)
         self._forget(handle)
@@ -362,7 +443,7 @@ class HandleRegistry:
             self._on_state(handle, state)
 
     def release(self, action: ev.Released) -> None:
-        """A room's pages are free."""
+        """Marks the pages of a room as reusable."""
         handle = self._handles.get(action.room)
         if handle is not None:
             self._free(action.room)
@@ -370,7 +451,7 @@ class HandleRegistry:
             self._forget(handle)
 
     def refuse(self, room: int, text: str) -> None:
-        """The machine does not take this room."""
+        """Fails a room that the machine has refused to open."""
         handle = self._handles.get(room)
         if handle is not None:
             self._free(room)
@@ -378,23 +459,23 @@ class HandleRegistry:
             self.change_state(ev.StateChanged(room, RoomState.FAILED, self._failure("KV_ROOM_DUPLICATE", text)))
 
     def finish(self, handle: Send | Receive) -> None:
-        """End a room of which nothing moves: it has succeeded at once."""
+        """Ends a fake room, which succeeds at once."""
         handle.release()
         handle.change_state(RoomState.SUCCESS, None)
         if self._on_state is not None:
             self._on_state(handle, RoomState.SUCCESS)
 
     def close(self) -> None:
-        """Fail what is left. Not released: whoever writes to these pages has not said that nothing is in flight."""
+        """Fails all open rooms. Their pages are not released: writers have not confirmed that nothing is in flight."""
         for handle in list(self._handles.values()):
             text = f"agent {self._name} was closed with the room in flight"
             handle.change_state(RoomState.FAILED, self._failure("AGENT_CLOSED", text))
         self._handles.clear()
 
     def _free(self, room: int) -> None:
-        if self.destinations is not None:
+        if self.owners is not None:
             with self._lock:
-                self.destinations.free(room)
+                self.owners.release(room)
 
     def _failure(self, code: str, text: str) -> Failure:
         return {"rank": self._name, "code": code, "at_ns": time.time_ns(), "text": text}
@@ -406,42 +487,44 @@ class HandleRegistry:
 
 
 def check_room(room: object) -> int:
-    """A room's number as an int; raises LocalProtocolError for anything but an unsigned integer of 64 bits."""
+    """Returns a room's number as an int; raises LocalProtocolError unless it is an unsigned 64-bit integer."""
     return check_size("room", room, 0, _MAX_ROOM, LocalProtocolError)
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Raises LocalProtocolError for anything but a bool, Python's or numpy's."""
+    """Returns a flag as a bool; raises LocalProtocolError unless it is a bool of Python or numpy."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     raise LocalProtocolError(f"{name} is {shown(value)}: it must be True or False")
 
 
 def check_timeout(seconds: object) -> float:
-    """Seconds that a call may wait; raises LocalProtocolError for what is no number."""
+    """Returns a timeout in seconds, limited to a valid range; raises LocalProtocolError unless it is a number."""
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or seconds != seconds:
         raise LocalProtocolError(f"timeout is {shown(seconds)}: it must be a number of seconds")
     return _LONGEST_WAIT_S if not seconds <= _LONGEST_WAIT_S else max(float(seconds), 0.0)
 
 
 def page_array(indices: Any, name: str = "pages") -> ev.Pages:
-    """Page numbers as a private int32 array; `name` is the argument's.
+    """Copies page numbers to an int32 array; `name` is the name of the argument.
 
     Raises:
-        LocalProtocolError: not a flat list of integers in the range of a page number.
+        LocalProtocolError: not a flat list of integers in the range of page numbers.
     """
     try:
         pages = np.asarray(indices)
-    except Exception as error:  # ragged lists, tensors of another device, the engine's own types
+    except Exception as error:  # ragged lists, tensors on a device, the engine's own types
         if hasattr(indices, "__cuda_array_interface__"):
             raise LocalProtocolError(
                 f"{name}: an array on a GPU; give page numbers from host memory: reading them would synchronise"
             ) from None
-        raise LocalProtocolError(f"{name}: {shown(indices)} is no list of integers: {error}") from None
+        raise LocalProtocolError(f"{name}: {shown(indices)} is not a list of integers: {error}") from None
     if pages.size == 0:
         return np.empty(0, np.int32)
     if pages.ndim != 1 or pages.dtype.kind not in "iu":
-        raise LocalProtocolError(f"{name}: {shown(indices)} ({pages.dtype} {pages.shape}) is no flat list of integers")
+        raise LocalProtocolError(
+            f"{name}: {shown(indices)} ({pages.dtype} {pages.shape}) is not a flat list of integers"
+        )
     if int(pages.min()) < 0 or int(pages.max()) > _MAX_PAGE:
         raise LocalProtocolError(f"{name}: {pages.min()}..{pages.max()} are not in 0..{_MAX_PAGE}")
     return pages.astype(np.int32)  # a copy: the engine may reuse its array at once

@@ -1,4 +1,4 @@
-"""Whether an agent takes rooms: its state, and what keeps it from serving."""
+"""State of an agent (new, running, draining, closed), and the reasons why it cannot serve yet."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import LocalInfo, PeerState
 from kvctl_agent.protocol.registry import Roster
 from kvctl_agent.runtime.bootstrap import Registries
-from kvctl_agent.runtime.mailbox import Mailbox
+from kvctl_agent.runtime.control_loop import Mailbox
 from kvctl_agent.telemetry.hub import Telemetry
 
 State = Literal["new", "running", "draining", "closed"]
 
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 
 class Lifecycle:
-    """State of one agent; safe to use from any thread.
+    """State of one agent; any thread may use it.
 
     Attributes:
-        state: new until it is started, closed from the beginning of its close on.
-        instances: endpoints of the registries that it asks.
+        state: "new" until the agent is started, "closed" from the start of its close.
+        instances: endpoints of the registries that the agent asks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Lifecycle:
         self._machine = machine
         self._telemetry = telemetry
         self._mailbox = mailbox
-        self._leaving = False  # the engine wants no more rooms, ever
+        self._leaving = False  # the engine has called `Agent.drain`
         self._changing = threading.Lock()  # an operator may resume while the engine closes
 
     @property
@@ -57,39 +57,39 @@ class Lifecycle:
 
     @property
     def draining(self) -> bool:
-        """Whether it was told to take no new rooms."""
+        """Whether the agent takes no new rooms."""
         return self.state == "draining"
 
     def start(self) -> None:
-        """Raises LocalProtocolError where it was started before."""
+        """Marks the agent as running; raises LocalProtocolError if it was started before."""
         if self.state != "new":
-            raise LocalProtocolError(f"agent {self._name} was started before; make a new one")
+            raise LocalProtocolError(f"agent {self._name} was started before; create a new one")
         self.state = "running"
 
     def close(self) -> State:
-        """Returns the state before."""
+        """Marks the agent as closed; returns its previous state."""
         with self._changing:
             before, self.state = self.state, "closed"
             return before
 
     def begin_drain(self) -> None:
-        """Take no new rooms from now on; raises as `Agent.begin_drain`."""
+        """Stops taking new rooms; raises as `Agent.begin_drain`."""
         with self._changing:
             if self.state not in ("running", "draining"):
                 raise LocalProtocolError(f"agent {self._name} is {self.state}")
-            # In this order: an opening that comes between the two is refused, and our engine, if it comes too, is told.
+            # In this order: a room that a peer opens in between is refused, and so fails if the engine begins it, too.
             self._telemetry.drain(True)
             self._mailbox.put(ev.Drain(True))
             self.state = "draining"
 
     def leave(self) -> None:
-        """Begin to drain where it runs, and refuse `resume` from now on."""
+        """Starts to drain if the agent is running, and refuses `resume` from now on."""
         self._leaving = True
         if self.accepting:
             self.begin_drain()
 
     def resume(self) -> None:
-        """Take new rooms again after `begin_drain`; raises as `Agent.resume`."""
+        """Takes new rooms again after `begin_drain`; raises as `Agent.resume`."""
         with self._changing:
             if self._leaving or self.state not in ("running", "draining"):
                 state = "being closed by its engine" if self._leaving else self.state
@@ -99,13 +99,13 @@ class Lifecycle:
             self._mailbox.put(ev.Drain(False))
 
     def rosters(self) -> list[tuple[str, Roster]]:
-        """Endpoints of the registries that are asked, and the last answer of each."""
+        """Returns the endpoint and the last answer of each registry that is asked."""
         return [(each, self._registries.roster(each)) for each in self.instances if self._registries.asked(each)]
 
     def waiting_for(self) -> str | None:
-        """What keeps the agent from serving, in words; None when nothing does.
+        """Returns the reason why the agent cannot serve yet, as text; None if it can.
 
-        A prefill rank serves when it is registered, a decode rank when it has met every rank of its instances.
+        A prefill rank serves when it is registered, a decode rank when every rank of its instances is connected.
         """
         if len(self.rosters()) < len(self.instances):
             return "it has not been started"
@@ -121,37 +121,34 @@ class Lifecycle:
                 at = f" at {instance}" if len(self.instances) > 1 else ""
                 waits.append(f"{roster.missing}{at}" if roster.missing else silent)
             elif not machine.roster(instance):
-                waits.append(f"the ranks of {instance} are not taken up")
+                waits.append(f"the ranks of {instance} are not connected yet")
         missing = machine.missing_peers if isinstance(machine, DecodeMachine) else []
         unfit = [name for name in missing if (peer := machine.peers.get(name)) is not None and peer.differences]
         if silent_ranks := [name for name in missing if name not in unfit]:
             waits.append(f"no hello from {', '.join(silent_ranks)}")
-        waits += [f"{name} does not take us: {'; '.join(machine.peers[name].differences)}" for name in unfit]
+        waits += [f"{name} refuses this rank: {'; '.join(machine.peers[name].differences)}" for name in unfit]
         return "; ".join(waits) or None
 
     def serving(self) -> list[str]:
-        """Decode: endpoints of the prefill instances whose ranks have all been met."""
+        """Decode: returns the endpoints of the prefill instances whose ranks are all connected."""
         machine = self._machine
         missing = set(machine.missing_peers) if isinstance(machine, DecodeMachine) else set()
         rosters = [(instance, machine.roster(instance)) for instance in self.instances]
         return [instance for instance, roster in rosters if roster and missing.isdisjoint(roster)]
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait until the agent can serve, `timeout` seconds at most; raises as `Agent.wait_ready`."""
+        """Waits until the agent can serve, for at most `timeout` seconds; raises as `Agent.wait_ready`."""
         deadline = time.monotonic() + timeout
         while (waiting := self.waiting_for()) is not None:
             self._check_fit()
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{self._name} was not ready after {timeout:g} s: {waiting}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _check_fit(self) -> None:
-        """
-        Raises:
-            ConfigError: waiting is in vain: a registry refuses this agent, or a decode rank has a peer it does not fit.
-        """
+        """Raises ConfigError if waiting is useless: a registry refuses this agent, or a peer does not fit it."""
         for peer in list(self._machine.peers.values()) if self._role == "decode" else ():
-            if peer.state is PeerState.REFUSED:  # else what stands in the way may pass
+            if peer.state is PeerState.REFUSED:  # in other states the difference may be temporary
                 raise ConfigError(f"{peer.name} and {self._name} do not fit: {'; '.join(peer.differences)}")
         for _, roster in self.rosters():
             if roster.refused:

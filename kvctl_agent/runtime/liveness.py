@@ -1,24 +1,24 @@
-"""Proof of death on one host: a process that is gone, or a zombie, writes nothing any more.
-
-A process whose first thread alone has ended looks like a zombie. While it is killed that may last: another thread then
-gives its GPUs back, whose kernels run until that is done.
-"""
+"""Tells whether another process on this host has ended and so can no longer write to memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_THREADS = 17  # where /proc/[pid]/stat has their number, from the state on
+_THREADS = 17  # index of num_threads in /proc/[pid]/stat, counted from the state
 
 
 def host_identity() -> str:
-    """Equal for processes that see each other's process ids: same boot, same PID namespace."""
+    """Returns a string that is equal for processes that see each other's process ids: same boot, same PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def is_dead(pid: int) -> bool:
-    """Whether the process has ended; a zombie has, once all of its threads have."""
+    """Whether a process has ended: it is gone, or is a zombie without other threads.
+
+    A process whose main thread alone has ended looks like a zombie. In a process that is being killed another thread
+    may still be releasing its GPUs, whose kernels run until that is done.
+    """
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
-"""A prefill rank's connections: which peers can be written to, and what writing to them costs.
+"""Connections of a prefill rank: connects peers, maps their memory and measures the cost of writing to them.
 
-The control loop connects and drops; measuring runs on a transfer worker between parts, since a connection that is busy
-cannot be measured and one that is being measured should not be in use.
+The control loop connects and drops peers. Measurements run on a transfer worker between parts: a busy connection cannot
+be measured, and a connection that is being measured must not be in use.
 """
 
 from __future__ import annotations
@@ -40,43 +40,46 @@ _COPIES_BYTES = 64 << 20  # larger than the caches
 
 
 class MeasuredCost(NamedTuple):
-    """What a connection cost when it was last measured, at a monotonic moment."""
+    """Result of the last measurement of a connection, and its monotonic time."""
 
     cost: ConnectionCost
     at_ns: int
 
 
 class CostMeasurement:
-    """One measurement, on its way or done; `run` is the worker's, the rest any thread's.
+    """One measurement, pending or done; the worker calls `run`, any thread may call the other methods.
 
     Attributes:
-        ended_ns: when it was done, monotonic; 0 on its way.
+        peer: agent name of the peer.
+        lane: name of the transport.
+        ended_ns: monotonic end of the measurement; 0 while it is pending.
     """
 
     def __init__(self, connection: PeerConnection, measure: Callable[[PeerConnection], ConnectionCost]) -> None:
         self.peer = connection.peer
         self.lane = connection.transport.name
         self.ended_ns = 0
-        self._target = connection
+        self._connection = connection
         self._measure = measure
         self._result: ConnectionCost | KvctlError | None = None
         self._done = threading.Event()
 
     def run(self) -> None:
+        """Measures the connection."""
         try:
-            self._result = self._measure(self._target)
+            self._result = self._measure(self._connection)
         except KvctlError as error:
             self._result = error
-        except Exception as error:  # a bug: whoever waits must hear of it, and the worker must go on
+        except Exception as error:  # a bug: `wait` reports it, and the worker continues
             self._result = TransportError(f"{type(error).__name__}: {error}")
         self.ended_ns = time.monotonic_ns()
         self._done.set()
 
     def wait(self, timeout: float) -> ConnectionCost | None:
-        """What the connection costs; None when that is not known after `timeout` seconds.
+        """Returns the cost of the connection; None if it is not known after `timeout` seconds.
 
         Raises:
-            KvctlError: it could not be measured.
+            KvctlError: the connection could not be measured.
         """
         self._done.wait(timeout)
         if isinstance(self._result, KvctlError):
@@ -85,12 +88,12 @@ class CostMeasurement:
 
 
 class PeerConnections:
-    """Lanes by peer, and the calibration of the chooser by the first of them.
+    """Connections by peer; the first one calibrates the path chooser.
 
     Attributes:
-        by_peer: written by the control loop alone; an entry is replaced and never changed.
-        measured: by peer, those that were; likewise safe to read from any thread.
-        memory_gb_per_s: one thread's memcpy on this machine, once the chooser has been calibrated.
+        by_peer: connections, written by the control loop only; entries are replaced, never changed.
+        measured: latest measurements by peer; any thread may read them.
+        memory_gb_per_s: memcpy rate of one thread on this machine, once the chooser has been calibrated.
     """
 
     def __init__(
@@ -105,11 +108,12 @@ class PeerConnections:
         worker: TransferWorker | None = None,
         direct_programs: int | None = None,
     ) -> None:
-        """
+        """Creates the registry of connections.
+
         Args:
-            by_peer: empty, and shared with the transfer workers.
-            worker: of a prefill rank: measures connections between parts.
-            direct_programs: how much of the device the direct path may take, as `DirectPath`.
+            by_peer: empty mapping, shared with the transfer workers.
+            worker: prefill: measures connections between parts.
+            direct_programs: limit of the direct path's share of the device, as for `DirectPath`.
         """
         self.by_peer = by_peer
         self._worker = worker
@@ -127,7 +131,7 @@ class PeerConnections:
         self._compiled: set[Geometry] = set()
 
     def connect(self, peer: str, who: PeerInfo, held: tuple[LocalShard, ...]) -> None:
-        """Make `peer`, which holds `held` of the model, writable; raises KvctlError where it cannot be."""
+        """Connects `peer`, which has the shards `held` of the model; raises KvctlError if that is impossible."""
         theirs = PoolAddresses.from_wire(who.pool, held)
         self._transport.connect(peer, who.metadata)
         self._scratch[peer] = Region(who.scratch_base, who.scratch_bytes)
@@ -138,7 +142,7 @@ class PeerConnections:
         self.calibrate_once()
 
     def drop(self, peer: str) -> None:
-        """Forget `peer`; unknown names are fine. Its memory stays mapped for the kernels that are on it."""
+        """Drops a peer; unknown names are ignored. Its memory stays mapped while kernels use it."""
         connection = self.by_peer.pop(peer, None)
         if connection is not None:
             connection.close()
@@ -147,12 +151,12 @@ class PeerConnections:
         self._transport.disconnect(peer)
 
     def close(self) -> None:
-        """Forget all peers' memory, once the workers have ended."""
+        """Unmaps all peers' memory; called after the workers have ended."""
         for connection in list(self.by_peer.values()):
             connection.close()
 
     def reaches(self, peer: str) -> bool:
-        """Whether its memory is mapped here, so that parts can go direct. Safe from any thread."""
+        """Whether the peer's memory is mapped, so that the direct path can be used. Any thread may call it."""
         connection = self.by_peer.get(peer)
         return connection is not None and connection.mapping is not None
 
@@ -166,15 +170,15 @@ class PeerConnections:
                 mapping.close()
             connection = PeerConnection(peer, *made, why_not=str(error))
         if self._pool.device is not None:
-            way = f"direct by {connection.mapping.lane}" if connection.mapping else f"not direct: {connection.why_not}"
-            self._recorder.record("direct", f"connection to {peer}: {way}", peer=peer)
+            text = f"direct by {connection.mapping.lane}" if connection.mapping else f"not direct: {connection.why_not}"
+            self._recorder.record("direct", f"connection to {peer}: {text}", peer=peer)
         return connection
 
     def measure(self) -> ConnectionCost:
-        """Measure the connection to the first connected peer, between parts.
+        """Measures the connection to the first connected peer, between parts.
 
         Raises:
-            LocalProtocolError: no peer is connected, or it offers no memory to measure with; or this is a decode rank.
+            LocalProtocolError: no peer is connected or offers scratch memory, or this is a decode rank.
             DeadlineExceeded: the transfer worker was too busy.
         """
         cost = self._begin(self._first(), self._measure).wait(_MEASURE_S)
@@ -183,15 +187,15 @@ class PeerConnections:
         return cost
 
     def begin(self, peer: str | None, big_bytes: int | None) -> CostMeasurement:
-        """Have the worker measure the connection to `peer` (None: the first one) once, between parts.
+        """Makes the worker measure the connection to `peer` (None: to the first peer) once, between parts.
 
-        On a slow connection each kind of write goes once only, so that parts wait for seconds at most.
+        On a slow connection each kind of write is done only once, so that parts wait for a few seconds at most.
 
         Args:
-            big_bytes: size of the large write; None for the usual one.
+            big_bytes: size of the large write; None for the default.
 
         Raises:
-            LocalProtocolError: it is not connected.
+            LocalProtocolError: the peer is not connected.
         """
         connection = self._first() if peer is None else self.by_peer.get(peer)
         if connection is None:
@@ -209,9 +213,9 @@ class PeerConnections:
         return measuring
 
     def calibrate_once(self) -> None:
-        """Have the worker measure, when the first peer is there and costs decide; the first rooms wait for it.
+        """Makes the worker calibrate the chooser when the first peer is connected, if costs decide; early rooms wait.
 
-        On a device they wait for its compiler, too, and not in the middle of a part.
+        On a device the worker also compiles the kernels, so that no part waits for the compiler.
         """
         worker = self._worker
         if self._pool.device is not None and worker is not None and self._chooser.path not in (BULK, SLICE):
@@ -222,7 +226,7 @@ class PeerConnections:
             worker.put(self.calibrate)
 
     def calibrate(self) -> None:
-        """On a worker: what `auto` decides by."""
+        """Measures the costs by which path `auto` is chosen; runs on a worker."""
         if self._chooser.connection is not None:
             return
         try:
@@ -230,7 +234,7 @@ class PeerConnections:
             cost = self._measure(connection)
             self._calibrate_copies(connection)
         except KvctlError as error:
-            self._calibrating = False  # the next peer that comes may be the one
+            self._calibrating = False  # tried again with the next peer
             self._recorder.record("calibration", f"auto stages everything that cannot go direct: {error}", "warning")
             return
         self._chooser.connection = cost
@@ -240,7 +244,7 @@ class PeerConnections:
         self._recorder.record("calibration", f"connection to {connection.peer}: {text}")
 
     def _calibrate_copies(self, connection: PeerConnection) -> None:
-        """What row copies cost, on the memory that they are for."""
+        """Measures the cost of row copies in the pool's kind of memory."""
         with HugePageMemory(_COPIES_BYTES) as memory:
             self.memory_gb_per_s = memcpy_gb_per_s_within(memory.array)
             if self._pool.device is None:
@@ -258,7 +262,7 @@ class PeerConnections:
             if connection.mapping is not None and scratch is not None:
                 self._chooser.direct = self._measure_direct(connection.mapping, scratch)
         finally:
-            copies.close()  # waits: only then may others have the buffer
+            copies.close()  # waits for the copies; only then may the buffer be reused
             if buffer is not None:
                 self._buffers.release(buffer)
 
@@ -270,11 +274,11 @@ class PeerConnections:
             there = Region(mapping.translate(scratch.addr, scratch.nbytes), scratch.nbytes)
             return measure_direct(copies, self._source(), there, self._direct_programs)
         finally:
-            copies.close()  # waits: only then may it be unmapped
+            copies.close()  # waits for the copies; only then may the memory be unmapped
             mapping.release()
 
     def _compile(self) -> None:
-        """On a worker: every kernel that parts on the connections so far can need."""
+        """Compiles every kernel that parts of the present connections may need; runs on a worker."""
         device = self._pool.device
         wanted: set[Geometry] = set()
         for connection in list(self.by_peer.values()):
@@ -289,7 +293,7 @@ class PeerConnections:
             copies.prepare(sorted(wanted - self._compiled))
             self._compiled |= wanted
         except KvctlError as error:
-            self._recorder.record("device", f"its kernels could not be compiled: {error}", "error")
+            self._recorder.record("device", f"the copy kernels could not be compiled: {error}", "error")
         finally:
             copies.close()
 
@@ -309,9 +313,9 @@ class PeerConnections:
         return cost
 
     def _source(self) -> Region:
-        """To read from: the pool where it is large, since its pages are as cold as those that will be sent.
+        """Returns the memory to read from: the pool if it is large, since its pages are as cold as those of a room.
 
-        Aux rows are in host memory, beside a pool on a device too.
+        Aux rows are in host memory even if the pool is on a device.
         """
         assert self._buffers is not None
         buffers = self._buffers.region()
@@ -323,10 +327,10 @@ def map_peer_memory(device: Device | None, who: PeerInfo) -> tuple[MappedMemory 
     """Maps a peer's memory, which the direct path needs; returns the mapping, or None and the reason.
 
     Args:
-        device: that of our own pool; None where that is host memory.
+        device: device of this rank's pool; None for host memory.
     """
     if device is None:
-        return None, "our pool is host memory"
+        return None, "this rank's pool is host memory"
     if not who.shared:
         return None, who.unshared or f"{who.name}'s pool is host memory"
     same_host = who.host == host_identity()

@@ -1,4 +1,4 @@
-"""Decides for each forward whether its layers go in groups, counts why, and learns from what that gave."""
+"""Divides the layers of each forward into groups that are sent separately, and tunes the group size by the results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MOST_DIGITS = 4  # of layers per group
 
 
 class Pipelining:
-    """Of one prefill rank.
+    """Layer grouping of one prefill rank.
 
     Attributes:
         layers: the rank's layers, by their global ids.
-        options: as configured; `set` changes them.
+        options: configured options; `set` and `change` replace them.
     """
 
     def __init__(self, layers: range, page_size: int, settings: Any, metrics: Metrics) -> None:
@@ -37,20 +37,16 @@ class Pipelining:
         )
         self._page_size = page_size
         self._metrics = metrics
-        self._pacer = GroupSizeTuner(Random())
+        self._tuner = GroupSizeTuner(Random())
 
     def decide(self, forward: ForwardInfo) -> Grouping:
-        """The layer groups of one forward; the reason is counted."""
-        grouping = group_layers(self.layers.start, len(self.layers), forward, self.options, self._pacer.choose)
+        """Returns the layer groups of one forward, and counts the reason for them."""
+        grouping = group_layers(self.layers.start, len(self.layers), forward, self.options, self._tuner.choose)
         self._metrics.add("kvctl_pipeline_decisions_total", 1, grouping.reason)
         return grouping
 
     def set(self, mode: str) -> None:
-        """Change the mode while running: off, on, measured, or a number of layers per group.
-
-        Raises:
-            ConfigError: anything else.
-        """
+        """Changes the mode: off, on, measured, or a number of layers per group; raises ConfigError otherwise."""
         if isinstance(mode, str) and mode.isdecimal() and len(mode) <= _MOST_DIGITS and int(mode) > 0:
             self.options = replace(self.options, mode="on", group_size=int(mode))
             return
@@ -61,11 +57,11 @@ class Pipelining:
         raise ConfigError(f"pipeline {shown(mode)}: must be {', '.join(PIPELINE_MODES)}, or layers per group")
 
     def change(self, key: str, value: Any) -> None:
-        """Take another value of a configuration key, one of those that begin with `pipeline`."""
+        """Changes one option; `key` is a configuration key that begins with `pipeline`."""
         field = "mode" if key == "pipeline" else key.removeprefix("pipeline_")
         self.options = replace(self.options, **{field: value})
 
-    def learn(self, seen: Overlapped) -> None:
-        """A pipelined room is sent."""
-        tokens = seen.pages * self._page_size
-        self._pacer.observe(tokens, seen.groups, seen.compute_ns, seen.transfer_ns, seen.exposed_ns)
+    def learn(self, sent: Overlapped) -> None:
+        """Passes the times of a sent pipelined room to the tuner."""
+        tokens = sent.pages * self._page_size
+        self._tuner.observe(tokens, sent.groups, sent.compute_ns, sent.transfer_ns, sent.exposed_ns)

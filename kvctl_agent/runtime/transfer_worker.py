@@ -1,18 +1,16 @@
-"""Transfer workers of a prefill rank: they take orders that have passed every gate, and advance flights.
+"""Transfer workers of a prefill rank: threads that execute `Transfer` actions as flights and advance them to their end.
 
-A worker never waits for a peer. A flight whose room has failed, or whose write an engine has failed, is given up: it
-no longer takes a place among the active ones, but it is polled until the engine lets go, and only then reported as
-over. Orders for a peer that some flight has been out to for long wait until it is over, so that those of a stopped peer
-do not take all staging buffers. So a stopped peer holds up nobody else, and nothing is reused under a write that may
-still land.
+A worker never waits for a peer. A flight whose room has failed, or whose write has failed, is abandoned: it no longer
+counts as active, but is polled until the engine can no longer write, and only then reported as ended. Parts for a peer
+that has a long-running flight wait until that flight ends, so that a stopped peer does not occupy all staging buffers.
+A stopped peer therefore delays no other peer, and no memory is reused while a write from or to it may be in flight.
 
-Nothing is posted to a peer whose lease has ended: it waits until the lease is renewed or its room fails, which the loss
-of the peer brings about.
+Nothing is posted to a peer whose lease has expired: its parts wait until the lease is renewed, or until their rooms
+fail because the peer is lost.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,21 +24,21 @@ from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.tag import PartKind, Tag, with_checksum
-from kvctl_agent.runtime.timer_slack import minimize_timer_slack
+from kvctl_agent.runtime.threads import AgentThread, minimize_timer_slack
 from kvctl_agent.telemetry.metrics import Metrics
 
-_ACTIVE = 4  # parts on the wire at once
-# A GPU that several ranks share takes 120 µs to turn to the next of them whenever one has nothing more for it.
+_ACTIVE = 4  # flights at once
+# A GPU shared by several ranks takes 120 µs to switch to another rank whenever one has no more work for it.
 _ACTIVE_ON_DEVICE = 16
-_ACTIVE_SLOW = 2  # to a peer that takes its time: enough to keep a slow connection busy
+_ACTIVE_SLOW = 2  # to a slow peer: enough to keep a slow connection busy
 _STUCK_NS = 50_000_000
 _SPIN_S = 20e-6
 _SLEEP_S = 500e-6
-# A GPU moves a part in less time than a pause that has grown takes, and nobody there lacks the core that looks for it.
+# A GPU transfers a part in less time than a long pause takes, and hosts with GPUs have a core to spare for polling.
 _YOUNG_NS = 1_000_000
 _SHARE_OF_AGE = 1 / 64
 _DRAIN_S = 0.01
-# An engine without work of its own still has tags to send and peers to answer, and does so only when it is called.
+# After the last flight the engine still has tags to send and peers to answer, and does so only when it is called.
 _AFTERMATH_S = 5e-3
 _AFTERMATH_TURNS = 20
 _IDLE_S = 0.1
@@ -48,17 +46,17 @@ _IDLE_S = 0.1
 Job = Transfer | Callable[[], None]
 
 
-class TransferWorker:
-    """One thread.
+class TransferWorker(AgentThread):
+    """One transfer worker.
 
     Args:
-        paths: by name; private to this worker.
-        aux: the path of aux rows.
-        connections: by peer; written by the control loop, an entry is replaced and never changed.
-        progress: lets the engine work; called now and then while there is nothing else to do.
+        paths: transfer paths by name; used by this worker only.
+        aux: path of aux rows.
+        connections: connections by peer, written by the control loop; entries are replaced, never changed.
+        progress: makes the engine progress; called now and then while the worker is idle.
         report: puts events into the control loop's mailbox.
-        checksum: send with every part the checksum of its bytes.
-        on_device: parts are moved by a GPU: look for their end often.
+        checksum: send the checksum of its bytes with every part.
+        on_device: a GPU transfers the parts, so poll their completion often.
     """
 
     def __init__(
@@ -73,6 +71,7 @@ class TransferWorker:
         checksum: bool = False,
         on_device: bool = False,
     ) -> None:
+        super().__init__(name)
         self._checksum = checksum
         self._on_device = on_device
         self._most_active = _ACTIVE_ON_DEVICE if on_device else _ACTIVE
@@ -85,39 +84,31 @@ class TransferWorker:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._active: list[Flight] = []
         self._draining: list[Flight] = []
-        self._waiting: dict[str, deque[Transfer]] = {}  # by peer that takes its time
-        self._sift_at = 0.0
+        self._waiting: dict[str, deque[Transfer]] = {}  # by slow peer
+        self._drop_cancelled_at = 0.0
         self._idle_turns = 0
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     @property
     def drained(self) -> bool:
-        """No write of ours is in flight."""
+        """Whether none of the worker's writes is in flight."""
         return not self._active and not self._draining
 
     def put(self, job: Job) -> None:
-        """Queue a part, or something to run on this thread between parts."""
+        """Queues a part, or a function to call on this thread between parts."""
         self._jobs.put(job)
 
-    def close(self, timeout: float) -> bool:
-        """Stop after the jobs queued so far; True when the thread has ended."""
-        self._jobs.put(None)
-        if self._thread.is_alive():
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
+    def _request_stop(self) -> None:
+        self._jobs.put(None)  # it stops after the jobs queued so far
 
     def _run(self) -> None:
         if self._on_device:
             minimize_timer_slack()
         stopping = False
-        patience = _SPIN_S
+        pause_s = _SPIN_S
         while not (stopping and not self._active and not self._waiting):
             moved = self._begin_waiting()
-            # One at a time: a post may be the copy itself, and what was posted before wants to be seen to its end.
-            if self._has_place() and not stopping:
+            # One job per iteration: posting may itself copy the bytes, and earlier flights need to be polled.
+            if self._has_capacity() and not stopping:
                 job = self._next(idle=not self._active)
                 if job is _NOTHING:
                     self._let_engine_work()
@@ -132,23 +123,23 @@ class TransferWorker:
                     moved = True
             self._drain()
             if moved or not self._active:
-                patience = _SPIN_S
+                pause_s = _SPIN_S
             elif self._on_device:
                 age_ns = time.monotonic_ns() - self._active[-1].began_ns
                 time.sleep(0 if age_ns < _YOUNG_NS else min(age_ns * 1e-9 * _SHARE_OF_AGE, _SLEEP_S))
             else:
-                time.sleep(patience)
-                patience = min(2 * patience, _SLEEP_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _SLEEP_S)
 
     def _begin_waiting(self) -> bool:
-        """Begin what waited for a slow peer and may go now, drop what was given up; True when something did."""
+        """Begins waiting parts that may begin now and drops cancelled ones; returns whether there were any."""
         moved = False
         now = time.monotonic()
         for peer, orders in list(self._waiting.items()):
-            while orders and self._has_place() and not self._held_up(orders[0]):
+            while orders and self._has_capacity() and not self._must_wait(orders[0]):
                 moved = True
                 self._start(orders.popleft())
-            if now >= self._sift_at and any(order.cancel.cancelled for order in orders):
+            if now >= self._drop_cancelled_at and any(order.cancel.cancelled for order in orders):
                 for _ in range(len(orders)):
                     order = orders.popleft()
                     if order.cancel.cancelled:
@@ -158,31 +149,33 @@ class TransferWorker:
                         orders.append(order)
             if not orders:
                 del self._waiting[peer]
-        if now >= self._sift_at:
-            self._sift_at = now + _DRAIN_S
+        if now >= self._drop_cancelled_at:
+            self._drop_cancelled_at = now + _DRAIN_S
         return moved
 
-    def _held_up(self, order: Transfer) -> bool:
-        """Whether a part should not be begun now, unless to be dropped."""
+    def _must_wait(self, order: Transfer) -> bool:
+        """Whether a part must not begin now; a cancelled one need not wait, since it is dropped."""
         if order.cancel.cancelled:
             return False
         return not order.cancel.lease.valid(time.monotonic_ns()) or self._slow(order.peer)
 
     def _slow(self, peer: str) -> bool:
-        """Whether no more parts should be begun to a peer: one has been out to it for long."""
+        """Whether a peer has a long-running flight, so that no more parts should begin to it."""
         began = [flight.began_ns for flight in self._active if flight.order.peer == peer]
         return len(began) >= _ACTIVE_SLOW and began[0] <= time.monotonic_ns() - _STUCK_NS
 
-    def _has_place(self) -> bool:
-        """Whether another part may begin. One that has been out for long no longer counts: its peer may have stopped,
-        and a few of those would hold up all others."""
+    def _has_capacity(self) -> bool:
+        """Whether another part may begin.
+
+        Long-running flights do not count: their peer may have stopped, and a few of them would block all other peers.
+        """
         if len(self._active) < self._most_active:
             return True
         since = time.monotonic_ns() - _STUCK_NS
         return sum(flight.began_ns > since for flight in self._active) < self._most_active
 
     def _next(self, idle: bool) -> Job | object | None:
-        """The next job; waits only when there is nothing else to do."""
+        """Returns the next job, or `_NOTHING`; waits only while there is nothing else to do."""
         try:
             job = self._jobs.get(timeout=self._idle_s()) if idle else self._jobs.get_nowait()
         except Empty:
@@ -206,9 +199,9 @@ class TransferWorker:
         if not isinstance(job, Transfer):
             try:
                 job()
-            except Exception:  # its owner hears of it; this thread must go on
+            except Exception:  # reported by the function itself; the thread must survive
                 self._metrics.add("kvctl_transport_errors_total", 1)
-        elif job.peer in self._waiting or self._held_up(job):
+        elif job.peer in self._waiting or self._must_wait(job):
             self._waiting.setdefault(job.peer, deque()).append(job)
         else:
             self._start(job)
@@ -219,7 +212,7 @@ class TransferWorker:
             return
         connection = self._connections.get(order.peer)
         if connection is None:
-            self._failed(order, TransportError(f"no connection to {order.peer}"), in_flight=False)
+            self._report_failed(order, TransportError(f"no connection to {order.peer}"), in_flight=False)
             return
         path = self._aux if order.kind is PartKind.AUX else self._paths[order.path]
         try:
@@ -227,27 +220,27 @@ class TransferWorker:
                 order = replace(order, tag=with_checksum(order.tag, _checksum(connection, order)))
             self._active.append(path.start(connection, order))
         except Exception as error:
-            self._failed(order, error, in_flight=False)
+            self._report_failed(order, error, in_flight=False)
 
     def _advance(self, flight: Flight) -> bool:
-        """Drive one flight; True when it is no longer active."""
+        """Advances one flight; returns whether it is no longer active."""
         order = flight.order
         try:
             done = flight.advance()
         except Exception as error:
-            drained = _given_up(flight)
+            drained = _abandoned(flight)
             if not drained:
                 self._draining.append(flight)
-            self._failed(order, error, in_flight=not drained)
+            self._report_failed(order, error, in_flight=not drained)
             return True
         if order.cancel.cancelled and not done:
             self._draining.append(flight)
             return True
         if done:
-            self._over(flight)
+            self._report_done(flight)
         return done
 
-    def _over(self, flight: Flight) -> None:
+    def _report_done(self, flight: Flight) -> None:
         order = flight.order
         if order.cancel.cancelled:
             self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
@@ -256,58 +249,49 @@ class TransferWorker:
         checksum = Tag.unpack(order.tag).checksum if self._checksum else None
         self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, checksum=checksum))
         if order.kind is PartKind.KV:
-            self._metrics.add("kvctl_writes_total", 1, order.path)
-            self._metrics.add("kvctl_descriptors_total", flight.descriptors, order.path)
-            self._metrics.add("kvctl_engine_posts_total", flight.posts, order.path)
+            path = (order.path,)
+            self._metrics.update(
+                [
+                    ("kvctl_writes_total", 1, path),
+                    ("kvctl_descriptors_total", flight.descriptors, path),
+                    ("kvctl_engine_posts_total", flight.posts, path),
+                ]
+            )
 
     def _drain(self) -> None:
         for flight in self._draining[:]:
-            if _given_up(flight):
+            if _abandoned(flight):
                 self._draining.remove(flight)
                 order = flight.order
                 self._report(PartSent(order.peer, order.room, order.nonce, order.kind, order.key, dropped=True))
 
-    def _failed(self, order: Transfer, error: Exception, *, in_flight: bool) -> None:
+    def _report_failed(self, order: Transfer, error: Exception, *, in_flight: bool) -> None:
         if isinstance(error, DeviceError):
             code = "KV_DEVICE"
         else:
-            # The engine may notice the end of a peer before its heartbeats are missed.
+            # The engine may notice that a peer is gone before its heartbeats are missed.
             code = "KV_PEER_LOST" if isinstance(error, PeerDisconnected) else "KV_TRANSPORT"
             self._metrics.add("kvctl_transport_errors_total", 1)
-        where = f"{order.key} to {order.peer} by {order.path}"
-        self._report(
-            PartFailed(
-                order.peer,
-                order.room,
-                order.nonce,
-                order.kind,
-                order.key,
-                code,
-                f"{where}: {_said(error)}",
-                in_flight,
-            )
-        )
+        # An error of another type is a bug; it costs its part, not the thread.
+        text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
+        text = f"{order.key} to {order.peer} by {order.path}: {text}"
+        self._report(PartFailed(order.peer, order.room, order.nonce, order.kind, order.key, code, text, in_flight))
 
 
 def _checksum(connection: PeerConnection, order: Transfer) -> int:
-    """Of a part's bytes as our pool has them: it is computed, so they change no more."""
+    """Returns the checksum of a part's bytes in this rank's pool; they are computed and no longer change."""
     share, key = order.share, order.key
     if share is None:
         return aux_checksum(connection.pool, int(order.src_pages[0]))
     return part_checksum(connection.pool, share, order.src_pages, share.src_head, key.lo, key.hi)
 
 
-def _given_up(flight: Flight) -> bool:
-    """Whether nothing of it can land any more. An error proves nothing, and must not cost the thread."""
+def _abandoned(flight: Flight) -> bool:
+    """Abandons a flight; returns whether it can write no more. An error proves nothing, and must not end the thread."""
     try:
         return flight.give_up()
     except Exception:
         return False
-
-
-def _said(error: Exception) -> str:
-    """What failed a part. An error that is none of ours is a bug; it costs its part, not the thread."""
-    return str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
 
 
 _NOTHING = object()

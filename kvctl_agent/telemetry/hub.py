@@ -1,19 +1,36 @@
-"""The telemetry objects of one agent."""
+"""Telemetry of one agent: what is recorded for each part and room, with transfer rates, latencies and stage times.
+
+The duration of a stage is the time since the end of the previous stage that this rank observed: a part that was never
+gated has no gate time, and a writer does not observe arrival. The duration of `ready` is the time since the first
+layer group of the same chunk was ready.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable, Mapping
 
-from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.snapshots import LatencySummary, LayerRow, LayerStage, RateWindow, Role
+from kvctl_agent.contract.states import STAGES
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
-from kvctl_agent.telemetry.metrics import Metrics
-from kvctl_agent.telemetry.rates import Latencies, SpanRate
+from kvctl_agent.telemetry.metrics import Metrics, Sample
 from kvctl_agent.telemetry.room_records import RoomRecord, RoomRecords
-from kvctl_agent.telemetry.stage_times import StageTimes
 
 RATE_WINDOW_NS = 10_000_000_000
+MAX_GROUPS = 1024
+"""Limit of (layer group, path) pairs in `StageTimes`, far above the number that any grouping produces."""
+
+_SLICE_BITS = 4
+_SLICES = 1 << _SLICE_BITS
+_TOP_BIT = 40  # 2**40 ns are 18 minutes; longer durations count as 18 minutes
+_BUCKETS = (_TOP_BIT - _SLICE_BITS + 1) * _SLICES
+
+_Span = tuple[int, int, float]
+"""Start and end of an interval with at least one transfer in progress, and the bytes transferred in it."""
 
 
 class Telemetry:
@@ -59,17 +76,17 @@ class Telemetry:
 
     def finish(self, record: RoomRecord, now_ns: int) -> None:
         """Counts a finished room and moves its record to the finished rooms."""
-        record.finish(now_ns)
-        self.metrics.add("kvctl_rooms_finished_total", 1, record.state_now.label)
-        latency, overlap = record.latency_ns, record.overlap(now_ns)
+        latency, overlap = record.finish(now_ns)
+        durations: list[Sample] = []
         if latency is not None:
             self.latencies.add(latency)
-            self.metrics.observe("kvctl_room_seconds", latency / 1e9)
             self.rate.room(now_ns)
+            durations.append(("kvctl_room_seconds", latency / 1e9, ()))
             if overlap is not None:
                 hidden, exposed = overlap
-                self.metrics.observe("kvctl_transfer_hidden_seconds", hidden / 1e9)
-                self.metrics.observe("kvctl_transfer_exposed_seconds", exposed / 1e9)
+                durations.append(("kvctl_transfer_hidden_seconds", hidden / 1e9, ()))
+                durations.append(("kvctl_transfer_exposed_seconds", exposed / 1e9, ()))
+        self.metrics.update([("kvctl_rooms_finished_total", 1, (record.state_now.label,))], durations)
         self.rooms.close(record)
         if self.on_finish is not None:
             self.on_finish(record)
@@ -95,24 +112,358 @@ class Telemetry:
             moments: monotonic end of each stage by name, in order of the stages.
             forward_done_ns: prefill: end of the forward, or the current time while it runs; None on a decode rank.
         """
-        record.part(path, nbytes, key, peer, moments)
+        first_ready = record.part(path, nbytes, key, peer, moments, moved=forward_done_ns is not None)
         last = 0
+        durations: list[Sample] = []
         for stage, at in moments.items():
             if last:
-                self.metrics.observe("kvctl_stage_seconds", (at - last) / 1e9, stage)
+                durations.append(("kvctl_stage_seconds", (at - last) / 1e9, (stage,)))
             last = at
-        first_ready: int | None = None
-        if (ready := moments.get("ready")) is not None:
-            first_ready = record.chunks_ready[key[1]] = min(ready, record.chunks_ready.get(key[1], ready))
+        counts: list[Sample] = [("kvctl_parts_total", 1, (path,)), ("kvctl_part_bytes_total", nbytes, (path,))]
+        self.metrics.update(counts, durations)
         self.stages.add(key[2], path, nbytes, moments, forward_done_ns, first_ready)
-        self.metrics.add("kvctl_parts_total", 1, path)
-        self.metrics.add("kvctl_part_bytes_total", nbytes, path)
         if forward_done_ns is not None:
             first = min(moments.values())
-            record.moved.add(first, last)
         else:
             # A decode rank does not see the start of a write, and of a write directly into the pages only its end.
             # The part's bytes are spread over the time since the previous part, or since the room was opened.
             first = max(record.opened_at, self._arrived_ns)
             self._arrived_ns = max(last, self._arrived_ns)
         self.rate.add(min(first, last), last, nbytes)
+
+
+class _Group:
+    """Aggregate of one layer group on one path."""
+
+    __slots__ = ("bytes", "compared", "exposed_ns", "histograms", "overlapped_ns", "parts")
+
+    def __init__(self) -> None:
+        self.parts = 0
+        self.bytes = 0
+        self.histograms: dict[str, LogHistogram] = {}
+        self.compared = 0  # parts for which the end of the forward is known
+        self.exposed_ns = 0
+        self.overlapped_ns = 0
+
+    def add(
+        self, nbytes: int, moments: Mapping[str, int], forward_done_ns: int | None, first_ready_ns: int | None
+    ) -> None:
+        self.parts += 1
+        self.bytes += nbytes
+        first: int | None = None
+        last = first_ready_ns
+        for stage in STAGES:
+            at = moments.get(stage)
+            if at is None:
+                continue
+            if first is None:
+                first = at
+            if last is not None:
+                histogram = self.histograms.get(stage)
+                if histogram is None:
+                    histogram = self.histograms[stage] = LogHistogram()
+                histogram.add(at - last)
+            last = at
+        if forward_done_ns is not None and first is not None and last is not None:
+            self.compared += 1
+            self.exposed_ns += max(0, last - max(first, forward_done_ns))
+            self.overlapped_ns += max(0, min(last, forward_done_ns) - first)
+
+    def row(self, agent: str, layers: tuple[int, int], path: str) -> LayerRow:
+        histograms = self.histograms.copy()
+        return {
+            "agent": agent,
+            "layers": list(layers),
+            "path": path,
+            "parts": self.parts,
+            "bytes": self.bytes,
+            "stages": {stage: _summary(histograms.get(stage)) for stage in STAGES},
+            "exposed_ns": self.exposed_ns // self.compared if self.compared else None,
+            "overlapped_ns": self.overlapped_ns // self.compared if self.compared else None,
+        }
+
+
+class StageTimes:
+    """Stage times of all parts so far, by (layer group, path): the data behind `kvctl layers`.
+
+    `exposed_ns` and `overlapped_ns` of a row are means per part: the time between the first and the last event of the
+    part that lies after, or before, the end of the forward. Over concurrent parts they must not be added up.
+
+    Attributes:
+        dropped: parts not counted because there were `MAX_GROUPS` groups already.
+    """
+
+    def __init__(self, agent_name: str) -> None:
+        self._agent = agent_name
+        self._writers = threading.Lock()  # transfer workers add; a reader takes no lock
+        self._groups: dict[tuple[tuple[int, int], str], _Group] = {}
+        self.dropped = 0
+
+    def add(
+        self,
+        layers: tuple[int, int],
+        path: str,
+        nbytes: int,
+        moments: Mapping[str, int],
+        forward_done_ns: int | None = None,
+        first_ready_ns: int | None = None,
+    ) -> None:
+        """Counts one part.
+
+        Args:
+            layers: [lo, hi).
+            path: bulk, slice, staged, direct; on a decode rank staged, or in-place for all others.
+            nbytes: KV bytes of the part.
+            moments: monotonic end of each stage by name; stages not observed are absent.
+            forward_done_ns: end of the forward, if known.
+            first_ready_ns: time at which the first layer group of the chunk was ready, if known.
+        """
+        with self._writers:
+            group = self._groups.get((layers, path))
+            if group is None:
+                if len(self._groups) >= MAX_GROUPS:
+                    self.dropped += 1
+                    return
+                group = self._groups[layers, path] = _Group()
+            group.add(nbytes, moments, forward_done_ns, first_ready_ns)
+
+    def rows(self) -> list[LayerRow]:
+        """Returns one row per (layer group, path), ordered by first layer."""
+        groups = self._groups.copy()
+        return [groups[key].row(self._agent, *key) for key in sorted(groups)]
+
+
+def room_rows(records: list[RoomRecord], clock: Clock, agent_name: str) -> list[LayerRow]:
+    """Returns the stage times of one room, computed from the timelines of its records, with the times of each part.
+
+    `moments` are wall clock; None for a stage that the part has not reached or does not have. The path of a part is ""
+    until an event contains it.
+    """
+    parts: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], dict[str, int]] = {}
+    moved: dict[tuple[int, int | None, int | None, str | None, tuple[int, int]], tuple[str, int]] = {}
+    done: dict[int, int | None] = {}
+    for record in records:
+        done[record.nonce] = _forward_done(record, clock)
+        for event in record.events:
+            if event.layers is None or event.stage not in STAGES:
+                continue
+            key = (record.nonce, event.writer, event.chunk, event.peer, event.layers)
+            parts.setdefault(key, {})[event.stage] = event.at_ns
+            if event.path:
+                moved[key] = (event.path, event.nbytes or moved.get(key, ("", 0))[1])
+    first_ready: dict[tuple[int, int | None], int] = {}
+    for (nonce, _, chunk, _, _), moments in parts.items():
+        if (ready := moments.get("ready")) is not None:
+            first_ready[nonce, chunk] = min(ready, first_ready.get((nonce, chunk), ready))
+    groups: dict[tuple[tuple[int, int], str], tuple[_Group, list[dict[str, int | None]]]] = {}
+    for key, moments in parts.items():
+        path, nbytes = moved.get(key, ("", 0))
+        group, shown = groups.setdefault((key[-1], path), (_Group(), []))
+        group.add(nbytes, moments, done[key[0]], first_ready.get((key[0], key[2])))
+        shown.append({stage: clock.wall_ns(moments[stage]) if stage in moments else None for stage in STAGES})
+    rows: list[LayerRow] = []
+    for layers, path in sorted(groups):
+        group, shown = groups[layers, path]
+        row = group.row(agent_name, layers, path)
+        row["moments"] = shown
+        rows.append(row)
+    return rows
+
+
+def _forward_done(record: RoomRecord, clock: Clock) -> int | None:
+    """Returns the end of a prefill rank's forward, or the current time while it runs; None on a decode rank."""
+    if record.sent is None:
+        return None
+    if record.forward_done_at is not None:
+        return record.forward_done_at
+    return clock.now_ns() if record.finished_at is None else record.finished_at
+
+
+def _summary(histogram: LogHistogram | None) -> LayerStage:
+    if histogram is None:
+        return {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
+    p50, p90, p99 = histogram.quantiles(0.50, 0.90, 0.99)
+    return {"p50_ns": p50, "p90_ns": p90, "p99_ns": p99, "count": histogram.count}
+
+
+class LogHistogram:
+    """Histogram of durations in ns whose quantiles are accurate to 3 %; 5 KB, and one array increment per value.
+
+    The buckets are log-linear: each power of two is divided into 16 equal slices, so the leading bits of a value are
+    the index of its bucket. Storing and sorting samples would be exact but needs memory per (layer group, path,
+    stage). One thread at a time adds, any thread reads.
+    """
+
+    __slots__ = ("_counts", "count")
+
+    def __init__(self) -> None:
+        self._counts = array("Q", bytes(8 * _BUCKETS))
+        self.count = 0
+
+    def add(self, duration_ns: int) -> None:
+        """Counts one duration; a negative one counts as zero."""
+        if duration_ns < _SLICES:
+            bucket = max(duration_ns, 0)
+        else:
+            shift = duration_ns.bit_length() - 1 - _SLICE_BITS
+            # The leading bit is implied by the power of two, so only the slice bits remain.
+            bucket = min((shift << _SLICE_BITS) + (duration_ns >> shift), _BUCKETS - 1)
+        self._counts[bucket] += 1
+        self.count += 1
+
+    def quantiles(self, *wanted: float) -> list[int | None]:
+        """Returns the duration at each quantile (ascending, 0 to 1), within 1/32 of the true one; None if empty."""
+        counts = self._counts[:]
+        total = sum(counts)
+        if not total:
+            return [None] * len(wanted)
+        durations: list[int | None] = []
+        cumulative, bucket = 0, -1
+        for quantile in wanted:
+            rank = max(1, -int(-quantile * total // 1))
+            while cumulative < rank:
+                bucket += 1
+                cumulative += counts[bucket]
+            durations.append(_middle(bucket))
+        return durations
+
+
+def _middle(bucket: int) -> int:
+    """Returns the midpoint of the durations in `bucket`."""
+    if bucket < 2 * _SLICES:
+        return bucket
+    shift = (bucket >> _SLICE_BITS) - 1
+    low = (bucket - (shift << _SLICE_BITS)) << shift
+    return low + (1 << shift) // 2
+
+
+class SpanRate:
+    """Transfer rate over the last `window_ns`: bytes divided by the wall-clock union of the transfer spans.
+
+    Dividing by the sum of overlapping spans would divide the rate by the concurrency. A window without a transfer has
+    no rate (None) instead of a rate of zero.
+
+    Overlapping spans are merged when they are added, so the memory depends on the gaps between transfers and not on
+    their number. A span stops growing at 1/64 of the window, which keeps the start of the window precise; of a span
+    that crosses an end of the window, the proportional share of its bytes counts.
+    """
+
+    def __init__(self, window_ns: int) -> None:
+        self._window = window_ns
+        self._grain = max(1, window_ns // 64)
+        self._writers = threading.Lock()
+        self._version = 0  # odd while a writer changes the spans; a reader that notices it retries
+        self._spans: deque[_Span] = deque()
+        self._rooms: deque[int] = deque()
+        self._latest = 0
+
+    def add(self, start: int, end: int, nbytes: int) -> None:
+        """Adds a transfer of `nbytes` from monotonic `start` to `end`; in any order, from any thread."""
+        end = max(end, start + 1)
+        with self._writers:
+            self._version += 1
+            self._merge(start, end, float(nbytes))
+            self._prune(end)
+            self._version += 1
+
+    def room(self, at: int) -> None:
+        """Counts a room that finished at monotonic `at`."""
+        with self._writers:
+            self._version += 1
+            self._rooms.append(at)
+            self._prune(at)
+            self._version += 1
+
+    def window(self, now: int) -> RateWindow:
+        """Returns the rate over the window that ends at monotonic `now`."""
+        spans, rooms = self._copy()
+        since = now - self._window
+        moved, busy = 0.0, 0
+        for start, end, nbytes in spans:
+            inside = min(end, now) - max(start, since)
+            if inside > 0:
+                moved += nbytes * inside / (end - start)
+                busy += inside
+        finished = sum(since < at <= now for at in rooms)
+        return {
+            "window_ns": self._window,
+            "bytes": round(moved),
+            "gb_per_s": moved / busy if busy else None,  # bytes per ns are GB per s
+            "rooms_per_s": finished * 1e9 / self._window if finished else None,
+        }
+
+    def _merge(self, start: int, end: int, nbytes: float) -> None:
+        spans = self._spans
+        later: list[_Span] = []
+        while spans and spans[-1][1] >= start:
+            last = spans.pop()
+            last_start, last_end, last_bytes = last
+            if last_start > end:
+                later.append(last)
+                continue
+            if last_start <= start and last_end - last_start >= self._grain:
+                # The last span has its maximum length: it gets its share of the bytes, the rest starts a new span.
+                share = nbytes * (min(end, last_end) - start) / (end - start)
+                spans.append((last_start, last_end, last_bytes + share))
+                start, nbytes = last_end, nbytes - share
+                break
+            start, end, nbytes = min(start, last_start), max(end, last_end), nbytes + last_bytes
+        if start < end:
+            spans.append((start, end, nbytes))
+        spans.extend(reversed(later))
+
+    def _prune(self, moment: int) -> None:
+        self._latest = max(self._latest, moment)
+        since = self._latest - self._window
+        while self._spans and self._spans[0][1] <= since:
+            self._spans.popleft()
+        while self._rooms and self._rooms[0] <= since:
+            self._rooms.popleft()
+
+    def _copy(self) -> tuple[list[_Span], list[int]]:
+        while True:
+            version = self._version
+            if version % 2 == 0:
+                try:
+                    copy = list(self._spans), list(self._rooms)
+                except RuntimeError:  # changed during the iteration
+                    continue
+                if version == self._version:
+                    return copy
+            time.sleep(0)  # let the writer finish
+
+
+class Latencies:
+    """Exact quantiles of the last `keep` latencies; `count` includes all earlier ones."""
+
+    def __init__(self, keep: int = 1024) -> None:
+        self._kept: deque[int] = deque(maxlen=keep)
+        self._count = 0
+
+    def add(self, latency_ns: int) -> None:
+        """Adds one latency; only one thread may call it."""
+        self._kept.append(latency_ns)
+        self._count += 1
+
+    def summary(self) -> LatencySummary:
+        """Returns quantiles by nearest rank; None if there are no latencies."""
+        while True:
+            try:
+                kept = sorted(self._kept)
+                break
+            except RuntimeError:  # a value was added during the iteration
+                continue
+        return {
+            "p50_ns": nearest_rank(kept, 0.50),
+            "p90_ns": nearest_rank(kept, 0.90),
+            "p99_ns": nearest_rank(kept, 0.99),
+            "count": self._count,
+        }
+
+
+def nearest_rank(ascending: list[int], quantile: float) -> int | None:
+    """Returns the smallest value that at least the fraction `quantile` of all values do not exceed; None if empty."""
+    if not ascending:
+        return None
+    rank = -int(-quantile * len(ascending) // 1)  # ceiling
+    return ascending[max(0, rank - 1)]

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvctl_agent.contract.metrics import METRICS_BY_NAME, Metric
 from kvctl_agent.contract.snapshots import MetricFamily, MetricSample
 
 _Key = tuple[str, tuple[str, ...]]
+Sample = tuple[str, float, tuple[str, ...]]
+"""Name of a metric, value, and values of its labels."""
 
 OTHER = "other"
 _MOST_SERIES = 1024  # peers supply the values of some labels and must not be able to exhaust the memory
@@ -112,6 +114,13 @@ class Metrics:
             histogram = histograms[key] = _Histogram(bounds)
         histogram.counts[bisect_left(histogram.bounds, value_seconds)] += 1
         histogram.sum += value_seconds
+
+    def update(self, counts: Iterable[Sample], durations: Iterable[Sample] = ()) -> None:
+        """Adds to several counters, and observes several histograms, in one call."""
+        for name, value, labels in counts:
+            self.add(name, value, *labels)
+        for name, value, labels in durations:
+            self.observe(name, value, *labels)
 
     def total(self, name: str, *labels: str) -> float:
         """Returns the value of a counter for the given labels; without labels, the sum over all label values."""

@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 
 from kvctl_agent.contract.snapshots import FailedRooms, Failure, Role, RoomDetail, RoomRow, TimelineEvent
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.telemetry.busy_time import BusyTime
 from kvctl_agent.telemetry.clock import Clock
 
 _T = TypeVar("_T")
@@ -155,15 +154,30 @@ class RoomRecord:
         key: tuple[int, int, tuple[int, int]] = (0, 0, (0, 0)),
         peer: str | None = None,
         moments: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        """Counts one part that was sent (prefill) or landed (decode), and its moments; as `Telemetry.part`."""
-        size: tuple[str, int] = (path, nbytes)  # shown once
-        for stage, at in moments.items():
-            self.event(stage, at, *key, peer, "", *size)
+        moved: bool = False,
+    ) -> int | None:
+        """Counts one part that was sent (prefill) or landed (decode); arguments as for `Telemetry.part`.
+
+        Args:
+            moved: count the time from the first to the last moment as transfer time of the room.
+
+        Returns:
+            When the first layer group of the part's chunk was ready, if known.
+        """
+        size: tuple[str, int] = (path, nbytes)  # in the first event only
+        last = 0
+        for stage, last in moments.items():
+            self.event(stage, last, *key, peer, "", *size)
             size = "", 0
         self.parts += 1
         self.bytes += nbytes
         self.paths[path] = self.paths.get(path, 0) + 1
+        if moved:
+            self.moved.add(min(moments.values()), last)
+        if (ready := moments.get("ready")) is None:
+            return None
+        first_ready = self.chunks_ready[key[1]] = min(ready, self.chunks_ready.get(key[1], ready))
+        return first_ready
 
     def fail(self, failure: Failure, at: int) -> None:
         """Stores the cause of the failure, unless there is one already: the first cause is reported.
@@ -179,10 +193,11 @@ class RoomRecord:
             text = f"{failure['rank']}: {failure['code']}: {failure['text']}"
             self._events.append(("fail", at, None, None, None, None, text, "", 0))
 
-    def finish(self, at: int) -> None:
-        """Records that the room ended at monotonic `at`; its ages stop growing."""
+    def finish(self, at: int) -> tuple[int | None, tuple[int, int] | None]:
+        """Records that the room ended at monotonic `at`, unless it has already; returns its latency and its overlap."""
         if self.finished_at is None:
             self.finished_at = at
+        return self.latency_ns, self.overlap(at)
 
     def overlap(self, now: int) -> tuple[int, int] | None:
         """Returns the transfer time before (hidden) and after (exposed) the end of the forward, in ns.
@@ -212,6 +227,43 @@ class RoomRecord:
             return None
         begin = self.opened_at if self.sent is None else self.first_ready_at
         return None if begin is None else self.finished_at - begin
+
+
+class BusyTime:
+    """Union of intervals in monotonic ns; one thread adds, any thread reads.
+
+    `add` replaces the tuple of intervals as a whole, so that readers always see a consistent one.
+    """
+
+    __slots__ = ("_spans",)
+
+    def __init__(self) -> None:
+        self._spans: tuple[tuple[int, int], ...] = ()
+
+    def add(self, start: int, end: int) -> None:
+        """Adds an interval; fast if intervals arrive roughly in order of time."""
+        spans = self._spans
+        index = len(spans)
+        later: tuple[tuple[int, int], ...] = ()
+        while index and spans[index - 1][1] >= start:
+            index -= 1
+            first, last = spans[index]
+            if first > end:
+                later = (spans[index], *later)
+            else:
+                start, end = min(start, first), max(end, last)
+        self._spans = (*spans[:index], (start, end), *later)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def split(self, moment: int) -> tuple[int, int]:
+        """Returns the total length before and after `moment`, in ns."""
+        before = after = 0
+        for start, end in self._spans:
+            before += max(0, min(end, moment) - start)
+            after += max(0, end - max(start, moment))
+        return before, after
 
 
 class _FailedRecords:

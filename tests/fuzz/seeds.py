@@ -13,7 +13,7 @@ from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.protocol import codec, registry
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-from kvctl_agent.security import zmtp
+from kvctl_agent.security import unix_router
 
 _TAG = Tag(PartKind.KV, 7, 2**64 - 1, 1001, 3, PartKey(1, 2, 0, 32)).pack()
 _WHO = msg.PeerInfo(
@@ -102,8 +102,8 @@ SEEDS: dict[str, list[bytes]] = {
     "tag-stream": [bytes([step]) + b"".join(_LENGTHS[:count]) for step in (1, 3, 129) for count in (1, 2, 3)]
     + [b"\2kvctltag" + bytes(64)],
     "zmtp": [
-        b"\1" + zmtp.encode([b"KVA1", b"1", b"x" * 300]),
-        b"\x0a" + zmtp.OPENING + zmtp.encode([b"a", b""]) * 3,
+        b"\1" + unix_router.encode_message([b"KVA1", b"1", b"x" * 300]),
+        b"\x0a" + unix_router.OPENING + unix_router.encode_message([b"a", b""]) * 3,
         b"\1\4\x16\5READY\x0bSocket-Type\0\0\0\xffX",
         b"\1\4\7\4PING\0\1",
     ],

@@ -19,7 +19,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import registry as bootstrap_registry
 from kvctl_agent.protocol.checkpoint import unpack
 from kvctl_agent.protocol.tag import Tag
-from kvctl_agent.security import zmtp
+from kvctl_agent.security import unix_router
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 from kvctl_agent.transport.mooncake import tags
 
@@ -71,13 +71,13 @@ def zmtp_stream(data: bytes) -> None:
         return
     step, stream = data[0] >> 1 or 1 << 18, data[1:]
     if data[0] & 1:
-        stream = zmtp.OPENING + stream
-    decoder = zmtp.Decoder(4096)
+        stream = unix_router.OPENING + stream
+    decoder = unix_router.MessageDecoder(4096)
     with contextlib.suppress(RemoteProtocolError):
         for at in range(0, len(stream), step):
             for frames in decoder.feed(stream[at : at + step]):
                 assert decoder.identity is not None
-                assert 1 <= len(frames) <= zmtp.MAX_FRAMES
+                assert 1 <= len(frames) <= unix_router.MAX_FRAMES
                 assert max(map(len, frames)) <= 4096
 
 

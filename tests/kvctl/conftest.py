@@ -443,14 +443,14 @@ def operations(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
 
     def abort(args: dict[str, Any]) -> Any:
         if args["room"] != int(ROOM) or name == "decode-1":
-            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{name} knows no room {args['room']}, active or lately")
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{name} knows no room {args['room']}, active or recent")
         return done(f"room {args['room']}", "aborted", "it has failed here, and its other ranks are told")
 
     def release(args: dict[str, Any]) -> Any:
         if role_of(name) == "prefill":
             raise RequestRefused(ErrorCode.REFUSED, f"{name} is a prefill rank: rings are on decode ranks")
         if "room" in args and name == "decode-1":
-            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{name} knows no room {args['room']}, active or lately")
+            raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{name} knows no room {args['room']}, active or recent")
         if not args.get("force"):
             raise RequestRefused(ErrorCode.REFUSED, "prefill-0 (process 12 on this host) may still write to it")
         held = f"room {args['room']}" if "room" in args else f"allocation {args['serial']}"

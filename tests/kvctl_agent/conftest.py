@@ -291,9 +291,9 @@ class Fleet:
         for agent in self.prefill + self.decode:
             if agent.parts.machine.rooms:
                 words.append(f"{agent.name} knows rooms {sorted(agent.parts.machine.rooms)}")
-            destinations = agent.parts.handles.destinations
-            if destinations is not None and destinations.rooms:
-                words.append(f"{agent.name} keeps the pages of rooms {sorted(destinations.rooms)}")
+            owners = agent.parts.handles.owners
+            if owners is not None and owners.rooms:
+                words.append(f"{agent.name} keeps the pages of rooms {sorted(owners.rooms)}")
             if agent.telemetry.rooms.active():
                 words.append(f"{agent.name} shows active rooms")
             if agent.parts.buffers is not None and agent.parts.buffers.in_use:

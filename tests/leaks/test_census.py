@@ -13,7 +13,7 @@ from benchmarks.leaks.slope import slope, sparkline
 from kvctl_agent.protocol.decode.rooms import WriterTransfer
 from kvctl_agent.protocol.machine import Tombstones
 from kvctl_agent.protocol.tag import RoomKey
-from kvctl_agent.telemetry.busy_time import BusyTime
+from kvctl_agent.telemetry.room_records import BusyTime
 
 
 def make(name: str, **attributes: Any) -> Any:

@@ -57,10 +57,10 @@ class FaultyArrivals(ArrivalLoop):
         else:
             super().put(order)
 
-    def _hear(self) -> bool:
+    def _poll_arrivals(self) -> bool:
         while self._held and (self._held[0][0] <= time.monotonic_ns() or not self._faults.ns("slow-scatter")):
             super().put(self._held.popleft()[1])
-        return super()._hear()
+        return super()._poll_arrivals()
 
 
 def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:

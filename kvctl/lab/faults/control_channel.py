@@ -8,7 +8,7 @@ time, which `due_ns` tells it. A frame between two agents that both have a fault
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from itertools import count
 from random import Random
 from typing import Any, NamedTuple
@@ -46,24 +46,28 @@ class FaultyControlChannel(ControlChannel):
         self._leaving: list[_Held] = []
         self._arriving: list[_Held] = []
 
-    @property
-    def due_ns(self) -> int | None:
-        held = [heap[0].due_ns for heap in (self._leaving, self._arriving) if heap]
-        due = super().due_ns
-        return min(held if due is None else [*held, due], default=None)
-
     def flush(self, *, everything: bool = False) -> list[Unsendable]:
         dropped = super().flush(everything=everything)
         while self._leaving and (everything or self._leaving[0].due_ns <= self._now_ns()):
             held = heapq.heappop(self._leaving)
             super()._put(held.address, held.frame, held.messages)
+        self._update_due()
         return dropped
 
-    def receive(self, ready: Container[object]) -> Iterator[Received]:
+    def receive(self, ready: Container[object]) -> list[Received]:
+        received: list[Received] = []
         while self._arriving and self._arriving[0].due_ns <= self._now_ns():
             held = heapq.heappop(self._arriving)
-            yield from super()._read(held.address, [held.frame])
-        yield from super().receive(ready)
+            received += super()._read(held.address, [held.frame])
+        received += super().receive(ready)
+        self._update_due()
+        return received
+
+    def _update_due(self) -> None:
+        due = [heap[0].due_ns for heap in (self._leaving, self._arriving) if heap]
+        if self._patient:
+            due.append(self._patient_due_ns)
+        self.due_ns = min(due, default=None)
 
     def _put(self, address: PeerAddress, frame: bytes, messages: int) -> None:
         for sent, wait_ns in self._fate(frame):
@@ -72,15 +76,16 @@ class FaultyControlChannel(ControlChannel):
             else:
                 super()._put(address, sent, messages)
 
-    def _read(self, source: PeerAddress, frames: list[bytes]) -> Iterator[Received]:
+    def _read(self, source: PeerAddress, frames: list[bytes]) -> list[Received]:
         if len(frames) != 1:
-            yield from super()._read(source, frames)
-            return
+            return super()._read(source, frames)
+        received: list[Received] = []
         for heard, wait_ns in self._fate(frames[0]):
             if wait_ns:
                 self._hold(self._arriving, wait_ns, source, heard, 0)
             else:
-                yield from super()._read(source, [heard])
+                received += super()._read(source, [heard])
+        return received
 
     def _hold(self, heap: list[_Held], wait_ns: int, address: PeerAddress, frame: bytes, messages: int) -> None:
         heapq.heappush(heap, _Held(self._now_ns() + wait_ns, next(self._numbers), address, frame, messages))

@@ -27,8 +27,7 @@ from kvctl_agent.protocol.events import Pages, SendPages
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.peer import CancelToken
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
-from kvctl_agent.telemetry.busy_time import BusyTime
-from kvctl_agent.telemetry.room_records import RoomRecord
+from kvctl_agent.telemetry.room_records import BusyTime, RoomRecord
 
 
 class SendableChunk(NamedTuple):

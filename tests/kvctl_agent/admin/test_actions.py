@@ -129,7 +129,7 @@ class TestAbort:
         assert again["result"] == "unchanged"
         assert "as Failed" in again["text"]
         code, text = desk.refusal(fleet.decode[0], "abort", room="8")
-        assert (code, text) == ("unknown-room", "decode-0 knows no room 8, active or lately")
+        assert (code, text) == ("unknown-room", "decode-0 knows no room 8, active or recent")
 
     def test_an_earlier_life_of_its_number_waits_for_nobody(self, make_fleet: Any, desk: Desk) -> None:
         fleet = make_fleet("loopback", prefill=(1, 1)).start()
@@ -155,7 +155,7 @@ class TestAbort:
         finally:
             held.set()
         assert code == "timeout"
-        assert "may do it yet" in text
+        assert "may still do it" in text
         assert {receive.wait(PATIENCE_S) for receive in room.receives.values()} == {RoomState.FAILED}
 
 

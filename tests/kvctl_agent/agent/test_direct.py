@@ -134,7 +134,7 @@ class TestWhyNot:
         with pytest.raises(ConfigError, match="direct"):
             fleet.prefill[0].set_path("direct")
         lane = fleet.prefill[0].parts.connections.by_peer["decode-0"]
-        assert (lane.mapping, lane.why_not) == (None, "our pool is host memory")
+        assert (lane.mapping, lane.why_not) == (None, "this rank's pool is host memory")
 
     def test_a_fixed_path_fails_its_parts_and_auto_takes_another(self, make_fleet: Any, devices: Any) -> None:
         fleet = make_fleet(prefill=(1, 1), path="direct", device={"prefill": devices["prefill"]})
@@ -162,7 +162,7 @@ class TestWhyNot:
         assert self.shown(fleet) == "expandable segments; set expandable_segments:False"
         ours, theirs = fleet.events("direct")
         assert ours == "connection to decode-0: not direct: expandable segments; set expandable_segments:False"
-        assert theirs == "no writer can map our memory: expandable segments; set expandable_segments:False"
+        assert theirs == "writers cannot map this rank's memory: expandable segments; set expandable_segments:False"
         fleet.run(1, 4)
         fleet.check()
 
@@ -170,7 +170,7 @@ class TestWhyNot:
         one = Export(1 << 40, 4096, "ipc", b"handle", "GPU-1")
         devices["decode"].export = lambda regions: [one] * (MAX_SHARED + 1)
         fleet = make_fleet(prefill=(1, 1), device=devices).start()
-        assert self.shown(fleet) == "its memory is 4097 allocations, and writers map 4096 at most: make it one"
+        assert self.shown(fleet) == "its memory consists of 4097 allocations, and writers map 4096 at most: use one"
         fleet.run(1, 4)
         fleet.check()
 

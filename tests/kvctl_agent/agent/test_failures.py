@@ -247,7 +247,7 @@ class TestNames:
         ("config", "error"),
         [
             ({"bootstrap": "tcp://0.0.0.0:7000"}, "not a loopback address"),
-            ({"bootstrap": "tcp://127.0.0.1"}, "is no endpoint"),
+            ({"bootstrap": "tcp://127.0.0.1"}, "is not an endpoint"),
             ({"transport": "carrier-pigeon"}, "carrier-pigeon"),
             ({"transport_params": "speed"}, "'speed' is not a name=value pair"),
             ({"colour": "red"}, "colour"),

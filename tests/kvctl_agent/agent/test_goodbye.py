@@ -111,5 +111,5 @@ def test_memory_that_a_thread_may_still_touch_is_kept_and_nobody_is_told_that_it
         thread.join(60)
     # What the agent has kept for the thread's sake.
     memory.close()
-    agent.parts.crew.close()
+    agent.parts.copy_pool.close()
     agent.parts.context.destroy(0)

@@ -356,7 +356,7 @@ class TestMisuse:
     def test_a_stage_must_say_of_what_model_it_is(self) -> None:
         k, v = [np.zeros((8, 2, 4), np.float16)], [np.zeros((8, 2, 4), np.float16)]
         pool = KVPool.from_tensors(k, v, page_size=4, total_kv_heads=2)
-        with pytest.raises(ConfigError, match="give the agent model="):
+        with pytest.raises(ConfigError, match="pass model= to the agent"):
             Agent(role="prefill", rank=Rank(pp_size=2), pool=pool, name="x", bootstrap="ipc:///x", transport="loopback")
         with pytest.raises(MemoryLayoutError, match="kv: the pool has 1 layers, but the plan requires 3"):
             Agent(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from itertools import count
 from typing import Any
 
@@ -25,28 +25,29 @@ class BadLine(ControlChannel):
         self._held: list[Received] = []
         self.lost = self.doubled = self.late = 0
 
-    def receive(self, ready: Container[object]) -> Iterator[Received]:
+    def receive(self, ready: Container[object]) -> list[Received]:
+        passed: list[Received] = []
         held, self._held = self._held, []
         for received in super().receive(ready):
             if self._random.random() >= self._hurt:
-                yield received
+                passed.append(received)
                 continue
             match self._random.randrange(3):
                 case 0:
                     self.lost += 1
                 case 1:
                     self.doubled += 1
-                    yield received
-                    yield received
+                    passed += [received, received]
                 case _:
                     self.late += 1
                     self._held.append(received)
         # What was held back comes after what came later.
         for late in held:
             if self._random.random() < 0.5:
-                yield late
+                passed.append(late)
             else:
                 self._held.append(late)
+        return passed
 
 
 def bad_lines(seed: int, hurt: float) -> PartFactories:

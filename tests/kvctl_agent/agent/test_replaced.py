@@ -98,7 +98,7 @@ def test_a_second_decode_rank_of_a_name_is_refused_and_the_first_is_served(launc
     assert refused["error"]["code"] == "KV_COMPAT_MISMATCH"
     assert "the name decode-0 is in use at prefill-" in refused["error"]["text"]
     assert f"by process {first.process.pid} on" in refused["error"]["text"]
-    assert "does not take us: the name decode-0 is in use" in twin.ask("waiting")
+    assert "refuses this rank: the name decode-0 is in use" in twin.ask("waiting")
     assert any("name decode-0 is in use" in text for text in writers[0].ask("events"))
 
     first.kill()

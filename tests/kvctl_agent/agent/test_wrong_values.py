@@ -134,7 +134,7 @@ def test_a_wrong_value_is_refused_at_once_and_the_rooms_beside_it_go_on(make_fle
         (lambda: decode.receive(7, [2, 3, 2]), "room 7: page 2 is given twice"),
         (lambda: decode.receive(7, [2, 1]), "room 7: page 1 belongs to room 1, which may still be written to"),
         (lambda: decode.receive(7, [2], aux_index=1), "room 7: aux row 1 belongs to room 1"),
-        (lambda: send.pages(None), r"room 1: pages: None \(object \(\)\) is no flat list of integers"),
+        (lambda: send.pages(None), r"room 1: pages: None \(object \(\)\) is not a flat list of integers"),
         (lambda: send.pages([1], last=1), "room 1: last is 1: it must be True or False"),
         (lambda: send.layers(2, [1]), "room 1: layers is 2: it must be a range of layers"),
         (lambda: send.prefetch(5), "room 1: groups is 5: it must be a list of ranges of this rank's layers"),
@@ -149,7 +149,7 @@ def test_a_wrong_value_is_refused_at_once_and_the_rooms_beside_it_go_on(make_fle
             call()
     with pytest.raises(LayoutError, match="prefix and pages is 2147483648: it must be a whole number from 0"):
         Agent.receive(_with_page_size_one(decode), 7, [2], prefix_tokens=2**31 - 1)
-    with pytest.raises(ConfigError, match="7 is no endpoint"):
+    with pytest.raises(ConfigError, match="7 is not an endpoint"):
         decode.receive(7, [2], prefill=7)
     send.pages([1], last=True)
     send.finish(aux_index=1)

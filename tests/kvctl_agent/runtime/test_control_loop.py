@@ -23,8 +23,7 @@ from kvctl_agent.protocol.peer import FormerIncarnation, PeerState
 from kvctl_agent.protocol.registry import Lookup, Rank, Register
 from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistryServer
 from kvctl_agent.runtime.control_channel import ControlChannel
-from kvctl_agent.runtime.control_loop import ControlLoop
-from kvctl_agent.runtime.mailbox import Mailbox
+from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox
 from kvctl_agent.telemetry.hub import Telemetry
 
 Context = zmq.Context[zmq.Socket[bytes]]

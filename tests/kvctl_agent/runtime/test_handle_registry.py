@@ -11,8 +11,7 @@ from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol.events import Released, StateChanged
-from kvctl_agent.runtime.handles import HandleRegistry, Receive
-from kvctl_agent.runtime.page_owners import Destinations
+from kvctl_agent.runtime.handles import HandleRegistry, PageOwners, Receive
 
 CAUSE: Failure = {"rank": "prefill-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
 
@@ -67,7 +66,7 @@ class TestMemory:
             if state is RoomState.SUCCESS:
                 self.add(registry, 8, [5])
 
-        registry = HandleRegistry("decode-0", on_state, Destinations([("page", 10)]))
+        registry = HandleRegistry("decode-0", on_state, PageOwners([("page", 10)]))
         return registry
 
     @staticmethod

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.runtime.mailbox import Mailbox
+from kvctl_agent.runtime.control_loop import Mailbox
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol.events import Pages
-from kvctl_agent.runtime.page_owners import Destinations
+from kvctl_agent.runtime.handles import PageOwners
 
 KINDS = [("page", 12), ("aux row", 4), ("item of state conv", 3)]
 
@@ -22,31 +22,31 @@ def numbers(*values: int) -> Pages:
 
 
 @pytest.fixture
-def memory() -> Destinations:
-    return Destinations(KINDS)
+def memory() -> PageOwners:
+    return PageOwners(KINDS)
 
 
 @pytest.mark.parametrize(
     ("kind", "text"), [(0, "page 2"), (1, "aux row 2"), (2, "item of state conv 2")], ids=["page", "aux", "state"]
 )
-def test_each_kind_belongs_to_one_room(memory: Destinations, kind: int, text: str) -> None:
+def test_each_kind_belongs_to_one_room(memory: PageOwners, kind: int, text: str) -> None:
     wanted = [numbers(), numbers(), numbers()]
     wanted[kind] = numbers(0, 2)
-    memory.take(7, tuple(wanted))
+    memory.claim(7, tuple(wanted))
     with pytest.raises(LocalProtocolError, match=f"room 8: {text} belongs to room 7, which may still be written to"):
-        memory.take(8, (*wanted[:kind], numbers(1, 2), *wanted[kind + 1 :]))
-    memory.free(7)
-    memory.take(8, tuple(wanted))
+        memory.claim(8, (*wanted[:kind], numbers(1, 2), *wanted[kind + 1 :]))
+    memory.release(7)
+    memory.claim(8, tuple(wanted))
 
 
-def test_a_number_that_is_given_twice_is_refused_and_takes_nothing(memory: Destinations) -> None:
+def test_a_number_that_is_given_twice_is_refused_and_takes_nothing(memory: PageOwners) -> None:
     with pytest.raises(LocalProtocolError, match="room 7: page 3 is given twice"):
-        memory.take(7, (numbers(1, 3, 5, 3), numbers(0)))
-    memory.take(8, (numbers(1, 3, 5), numbers(0)))
+        memory.claim(7, (numbers(1, 3, 5, 3), numbers(0)))
+    memory.claim(8, (numbers(1, 3, 5), numbers(0)))
 
 
-def test_an_unknown_room_has_nothing_to_free(memory: Destinations) -> None:
-    memory.free(7)
+def test_an_unknown_room_has_nothing_to_free(memory: PageOwners) -> None:
+    memory.release(7)
 
 
 @given(
@@ -56,22 +56,22 @@ def test_an_unknown_room_has_nothing_to_free(memory: Destinations) -> None:
     )
 )
 def test_it_does_as_a_dictionary_would(steps: list[tuple[int, bool, list[int], int]]) -> None:
-    memory = Destinations(KINDS)
+    memory = PageOwners(KINDS)
     owners: dict[tuple[int, int], int] = {}
     for room, takes, pages, row in steps:
         rows = [row] if row < 4 else []
         mine = {key for key, owner in owners.items() if owner == room}
         if mine or not takes:
-            memory.free(room)
+            memory.release(room)
             for key in mine:
                 del owners[key]
             continue
         wanted = [(0, page) for page in pages] + [(1, each) for each in rows]
         if len(set(wanted)) < len(wanted) or owners.keys() & set(wanted):
             with pytest.raises(LocalProtocolError):
-                memory.take(room, (numbers(*pages), numbers(*rows)))
+                memory.claim(room, (numbers(*pages), numbers(*rows)))
         else:
-            memory.take(room, (numbers(*pages), numbers(*rows)))
+            memory.claim(room, (numbers(*pages), numbers(*rows)))
             owners.update(dict.fromkeys(wanted, room))
 
 
@@ -80,14 +80,14 @@ def test_it_costs_microseconds(
     at_best: Callable[[Callable[[], float], float], None], count: int, below_s: float
 ) -> None:
     """10 and 31 us where nothing else runs; a look at the whole pool would take as long as it has pages."""
-    memory = Destinations([("page", 1 << 22)])
+    memory = PageOwners([("page", 1 << 22)])
     pages = np.random.default_rng(1).permutation(1 << 22)[:count].astype(np.int32)
 
     def once() -> float:
         began = time.process_time()
         for _ in range(100):
-            memory.take(7, (pages,))
-            memory.free(7)
+            memory.claim(7, (pages,))
+            memory.release(7)
         return (time.process_time() - began) / 100
 
     at_best(once, below_s)

@@ -58,7 +58,7 @@ def test_why_not(who: PeerInfo) -> None:
     refusing = Spy()
     refusing.why_no_open = "GPU 0 and GPU 1 are not peers"
     for device, peer, text in (
-        (None, who, "our pool is host memory"),
+        (None, who, "this rank's pool is host memory"),
         (Spy(), replace(who, shared=[]), "decode-0's pool is host memory"),
         (Spy(), replace(who, shared=[], unshared="expandable segments"), "expandable segments"),
         (refusing, who, "GPU 0 and GPU 1 are not peers"),

@@ -9,7 +9,7 @@ import pytest
 
 from kvctl_agent.contract.commands import Level
 from kvctl_agent.contract.keys import KeyFileError
-from kvctl_agent.security.clients import Clients
+from kvctl_agent.security.curve import Clients
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 

@@ -12,7 +12,7 @@ from zmq.utils import z85
 
 from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.runtime import control_endpoints
-from kvctl_agent.security.zap_authenticator import ZapAuthenticator
+from kvctl_agent.security.curve import ZapAuthenticator
 
 Context = zmq.Context[zmq.Socket[bytes]]
 WAIT_MS = 60_000

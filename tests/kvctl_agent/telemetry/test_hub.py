@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.hub import Telemetry, room_rows
 from kvctl_agent.telemetry.room_records import RoomRecord
-from kvctl_agent.telemetry.stage_times import room_rows
 
 MS = 1_000_000
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.telemetry.rates import Latencies, SpanRate, nearest_rank
+from kvctl_agent.telemetry.hub import Latencies, SpanRate, nearest_rank
 
 SECOND = 1_000_000_000
 

@@ -9,8 +9,8 @@ import pytest
 from kvctl_agent.contract.snapshots import LayerRow
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.hub import MAX_GROUPS, StageTimes, room_rows
 from kvctl_agent.telemetry.room_records import RoomRecords
-from kvctl_agent.telemetry.stage_times import MAX_GROUPS, StageTimes, room_rows
 
 US = 1000
 

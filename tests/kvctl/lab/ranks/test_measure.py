@@ -13,7 +13,7 @@ def test_a_room_that_its_agent_has_just_forgotten_spoils_no_report() -> None:
 
     def layers(room: int) -> list[Any]:
         if room == 2:
-            raise RequestRefused("unknown-room", "decode-3 knows no room 2, active or lately")
+            raise RequestRefused("unknown-room", "decode-3 knows no room 2, active or recent")
         return [{"stages": {"gather": {"p50_ns": room}, "wire": {"p50_ns": None}}}]
 
     assert measure.stages(layers, [1, 2, 3]) == {"gather": [1, 3]}

@@ -7,12 +7,11 @@ from typing import Any
 
 from kvctl.lab.replay.recordings import AgentRecording, Piece
 from kvctl_agent.contract.recording import InputHeader
-from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.peer import LocalInfo
-from kvctl_agent.protocol.recording import RAISED, REFUSED, InputLog
+from kvctl_agent.protocol.recording import InputLog
 from tests.support.protocol.simulation import World
 
 
@@ -27,16 +26,7 @@ class Recorded:
         return getattr(self.machine, name)
 
     def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
-        self.log.record(event, now_ns)
-        led_to: Any = RAISED
-        try:
-            actions = led_to = self.machine.handle(event, now_ns)
-        except LocalProtocolError:
-            led_to = REFUSED
-            raise
-        finally:
-            self.log.record_outcome(led_to)
-        return actions
+        return self.log.handle(self.machine, event, now_ns)
 
 
 class RecordedWorld(World):  # type: ignore[misc]

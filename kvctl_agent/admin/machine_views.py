@@ -1,6 +1,7 @@
-"""What a machine knows of its rooms beyond their records: whom each waits for, and what has not arrived from whom.
+"""Views of a machine for admin answers: the staging ring, gated parts, and what each room waits for.
 
-Runs on the admin thread beside the control loop, so it copies each mapping in one step before it walks it.
+Runs on the admin thread while the control loop changes the machine, so each mapping is copied in one step before it is
+iterated.
 """
 
 from __future__ import annotations
@@ -8,35 +9,139 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from kvctl_agent.contract.snapshots import OwedParts, RoomRow
+from kvctl_agent.contract.snapshots import GatedPart, OwedParts, RingAllocation, RingUse, RingView, RoomRow
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.decode.rooms import RecvRoom
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer, SendRoom, Wait
+from kvctl_agent.protocol.ring import GrantedRegion, RegionState
+from kvctl_agent.telemetry.hub import Telemetry
+
+GONE = "gone"
+
+
+def ring_use(machine: Machine) -> RingUse | None:
+    """Returns the fill level of a decode rank's ring; None without a ring."""
+    if not isinstance(machine, DecodeMachine) or not machine.ring.size_bytes:
+        return None
+    ring = machine.ring
+    return {
+        "size_bytes": ring.size_bytes,
+        "used_bytes": min(ring.used_bytes, ring.size_bytes),
+        "high_water_bytes": ring.high_water_bytes,
+        "live": len(machine.holdings()),
+    }
+
+
+def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
+    """Returns the state of a decode rank's ring and of all its allocations; None without a ring."""
+    if not isinstance(machine, DecodeMachine) or not machine.ring.size_bytes:
+        return None
+    now = time.monotonic_ns()
+    ring = machine.ring
+    allocations = [_allocation(machine, holding, now) for holding in machine.holdings()]
+    metrics, watermark = telemetry.metrics, ring.watermark
+    pin = next((allocation for allocation in allocations if not allocation["aside"]), None)
+    return {
+        "size_bytes": ring.size_bytes,
+        "head_bytes": ring.head,
+        "round": ring.round,
+        "used_bytes": ring.used_bytes,
+        "high_water_bytes": ring.high_water_bytes,
+        "watermark": {
+            "round": watermark.round,
+            "tail": watermark.tail,
+            "age_ns": pin["age_ns"] if pin else 0,
+        },
+        "allocations": allocations,
+        "copies": {
+            "waiting": sum(allocation["state"] == RegionState.LANDED.value for allocation in allocations),
+            "copying_age_ns": since(telemetry.copying_since_ns, now),
+            "turn_age_ns": since(telemetry.arrival_turn_ns, now),
+        },
+        "granted_total": int(metrics.total("kvctl_ring_grants_total")),
+        "refused_total": int(metrics.total("kvctl_ring_refusals_total")),
+        "refused_largest_bytes": machine.refused_largest_bytes or None,
+        "revoked_total": int(metrics.total("kvctl_ring_revokes_total")),
+    }
+
+
+def since(at_ns: int, now_ns: int) -> int | None:
+    """Returns the time since a monotonic time; None if that is 0, which means never."""
+    return max(0, now_ns - at_ns) if at_ns else None
+
+
+def _allocation(machine: DecodeMachine, holding: GrantedRegion, now_ns: int) -> RingAllocation:
+    region, key = holding.region, holding.key
+    room = machine.rooms.get(holding.room.room)
+    known = room is not None and room.nonce == holding.room.nonce
+    return {
+        "serial": region.serial,
+        "room": str(holding.room.room),
+        "nonce": str(holding.room.nonce),
+        "writer": holding.room.peer,
+        "chunk": key.chunk,
+        "layers": [key.lo, key.hi],
+        "offset": region.offset,
+        "end": region.end,
+        "round": region.round,
+        "age_ns": now_ns - holding.granted_ns,
+        "state": holding.state.value,
+        "posted": holding.posted,
+        "room_state": room.state.label if room is not None and known else GONE,
+        "aside": machine.ring.is_aside(region.serial),
+    }
+
+
+def gated_parts(machine: Machine) -> list[GatedPart]:
+    """Returns the parts of a prefill rank that are ready but must wait before they are sent."""
+    if not isinstance(machine, PrefillMachine):
+        return []
+    now = time.monotonic_ns()
+    return [_gated(machine, leg, part, now) for leg, part in machine.parked()]
+
+
+def _gated(machine: PrefillMachine, leg: PeerTransfer, part: Part, now_ns: int) -> GatedPart:
+    grant, asked_ns = part.grant, part.asked_ns
+    waits = machine.waits_for(leg, part).value
+    if grant is not None and waits == Wait.WATERMARK.value:
+        waits = f"{waits} round {grant.round - 1} tail {grant.end}"
+    return {
+        "room": str(leg.room),
+        "peer": leg.peer,
+        "chunk": part.key.chunk,
+        "layers": [part.key.lo, part.key.hi],
+        "bytes": part.nbytes,
+        "waiting_for": waits,
+        "age_ns": now_ns - part.ready_ns,
+        "requests": part.asks,
+        "asked_age_ns": now_ns - asked_ns if asked_ns else None,
+    }
+
 
 _WRITE = "its write to end"
 
 
 def add_diagnosis(machine: Machine, row: RoomRow) -> None:
-    """Fill in what only the machine knows of an active room."""
+    """Fills in the fields of an active room's row that only the machine knows."""
     number, nonce = int(row["room"]), int(row["nonce"])
     if isinstance(machine, DecodeMachine):
         room = machine.rooms.get(number)
         if room is not None and room.nonce == nonce:
             row["owed"] = _owed(room)
-            row["missing"] = _unheard(machine, room, row["owed"])
+            row["missing"] = _awaited_prefill(machine, room, row["owed"])
     elif isinstance(machine, PrefillMachine):
         sending = machine.rooms.get(number)
         if sending is not None and sending.record.nonce == nonce:
-            row["missing"] = _unended(sending)
+            row["missing"] = _awaited_decode(sending)
 
 
-def _unheard(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int]) -> list[str]:
-    """The prefill ranks whose next word ends the state that a room is in."""
+def _awaited_prefill(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int]) -> list[str]:
+    """Returns the prefill ranks whose next message a room waits for in its present state."""
     legs = room.legs.copy()
-    if not legs and room.failure is None:  # it is not opened before all of its instance is there
+    if not legs and room.failure is None:  # it is opened once all ranks of its instance are connected
         return [name for name in machine.roster(room.instance) if not machine.is_ready(name)]
     if room.failure is not None:
         return [name for name, leg in legs.items() if not leg.drained]
@@ -49,7 +154,7 @@ def _unheard(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int]) -> li
 
 
 def _owed(room: RecvRoom) -> dict[str, int]:
-    """Cells that have not landed, by writer."""
+    """Returns the number of cells that have not landed, by writer."""
     landed = room.landed.copy()
     owed: dict[str, int] = {}
     for cell, wanted in room.wanted.copy().items():
@@ -59,8 +164,8 @@ def _owed(room: RecvRoom) -> dict[str, int]:
     return owed
 
 
-def _unended(room: SendRoom) -> list[str]:
-    """The decode ranks that have not said how a room ended, once all of it is sent or it has failed."""
+def _awaited_decode(room: SendRoom) -> list[str]:
+    """Returns the decode ranks that have not confirmed the end of a room that is sent or has failed."""
     legs = room.legs.copy()
     if room.failure is not None:
         return [name for name, leg in legs.items() if not leg.failed_acked]
@@ -68,7 +173,7 @@ def _unended(room: SendRoom) -> list[str]:
 
 
 def owed_parts(machine: Machine, row: RoomRow) -> list[OwedParts]:
-    """Which parts of an active room are still owed, and by a writer's word what they wait for; none once it failed."""
+    """Returns the unfinished parts of an active room, and on a prefill rank what they wait for; none if it failed."""
     number, nonce = int(row["room"]), int(row["nonce"])
     if isinstance(machine, DecodeMachine):
         room = machine.rooms.get(number)
@@ -80,9 +185,9 @@ def owed_parts(machine: Machine, row: RoomRow) -> list[OwedParts]:
 
 
 def _not_arrived(machine: DecodeMachine, room: RecvRoom) -> list[OwedParts]:
-    """By writer."""
+    """Returns the parts that a decode rank has not received, by writer."""
     landed, finals = room.landed.copy(), room.finals.copy()
-    cells: dict[str, list[tuple[int, int]]] = {}  # chunk and bits of layers
+    cells: dict[str, list[tuple[int, int]]] = {}  # chunk and bit mask of layers
     for (writer, chunk), wanted in room.wanted.copy().items():
         if missing := wanted & ~landed.get((writer, chunk), 0):
             cells.setdefault(room.writers[writer], []).append((chunk, missing))
@@ -95,7 +200,7 @@ def _not_arrived(machine: DecodeMachine, room: RecvRoom) -> list[OwedParts]:
 
 
 def _not_sent(machine: PrefillMachine, room: SendRoom, leg: PeerTransfer) -> list[OwedParts]:
-    """Towards one decode rank, by what they wait for."""
+    """Returns the parts that a prefill rank has not sent to one decode rank, grouped by what they wait for."""
     now = time.monotonic_ns()
     cells: dict[str, list[tuple[int, int]]] = {}
     since: dict[str, int] = {}
@@ -133,18 +238,18 @@ def _not_sent(machine: PrefillMachine, room: SendRoom, leg: PeerTransfer) -> lis
 
 
 def _pages_wait_for(room: SendRoom) -> str:
-    """Why pages are not ready."""
+    """Returns the reason why pages of a room are not ready."""
     if not room.claimed:
         return "its engine to begin the room"
     if room.launched:
         return "the event of its forward"
     if room.held:
-        return "finish(): until then this stage keeps its pages back (pp_early_send is off)"
+        return "finish(): until then this pipeline stage holds its pages back (pp_early_send is off)"
     return "finish()" if room.ledger.complete else "its pages from the engine"
 
 
 def _part_waits_for(machine: PrefillMachine, leg: PeerTransfer, part: Part) -> str:
-    """What keeps a part back whose pages are ready."""
+    """Returns the reason why a part with ready pages is not sent."""
     match machine.waits_for(leg, part):
         case Wait.WRITE:
             return _WRITE
@@ -158,15 +263,15 @@ def _part_waits_for(machine: PrefillMachine, leg: PeerTransfer, part: Part) -> s
 def _parts_row(
     writer: str, decode: str, cells: Iterable[tuple[int, int]], finals: int, waits_for: str, age_ns: int
 ) -> OwedParts:
-    """Of cells as chunk and bits of layers."""
-    known = list(cells)
-    chunks, layers = [chunk for chunk, _ in known], 0
-    for _, bits in known:
+    """Builds one row; `cells` are pairs of a chunk and a bit mask of layers."""
+    cells = list(cells)
+    chunks, layers = [chunk for chunk, _ in cells], 0
+    for _, bits in cells:
         layers |= bits
     return {
         "writer": writer,
         "decode": decode,
-        "cells": sum(bits.bit_count() for _, bits in known),
+        "cells": sum(bits.bit_count() for _, bits in cells),
         "chunks": [min(chunks), max(chunks) + 1] if chunks else [],
         "layers": [(layers & -layers).bit_length() - 1, layers.bit_length()] if layers else [],
         "finals": finals,

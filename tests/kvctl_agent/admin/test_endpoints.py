@@ -16,7 +16,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from kvctl_agent.admin.remote_endpoint import RemoteEndpoint, remote_endpoint
+from kvctl_agent.admin.endpoints import RemoteEndpoint, remote_endpoint
 from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Command, Level
