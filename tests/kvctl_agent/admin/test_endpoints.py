@@ -153,7 +153,7 @@ def test_a_key_that_is_taken_out_is_refused_on_its_open_connection_and_on_new_on
     clients_file.write_text(f"admin {ADMIN.public.hex()} somebody\n")
     error = mine.ask("status")["error"]
     assert error["code"] == "not-permitted"
-    assert "taken out" in error["message"]
+    assert "removed" in error["message"]
     again = client(READER)
     again.send("status")
     assert again.answer(A_WHILE_MS) is None

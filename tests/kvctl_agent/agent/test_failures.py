@@ -20,6 +20,7 @@ from kvctl_agent.errors import (
     TransportError,
 )
 from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.parts import AgentParts, build_parts
 
 FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
 
@@ -428,6 +429,28 @@ class TestClose:
             agent.parts.transport.arrivals()
         assert agent.parts.context.closed
         assert "did not stop" in agent.telemetry.recorder.since(None, 1)["events"][0]["text"]
+
+    def test_parts_are_released_when_the_admin_server_cannot_be_built(
+        self, make_fleet: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The fixture `no_leaks` also fails for a descriptor or thread that is left."""
+        built: list[AgentParts] = []
+
+        def build(*arguments: Any) -> AgentParts:
+            built.append(build_parts(*arguments))
+            return built[-1]
+
+        def broken(*_: Any, **__: Any) -> None:
+            raise AdminError("admin handlers differ from the declared commands")
+
+        monkeypatch.setattr("kvctl_agent.agent.build_parts", build)
+        monkeypatch.setattr("kvctl_agent.agent.AdminServer", broken)
+        with pytest.raises(AdminError, match="handlers differ"):
+            make_fleet(prefill=(1, 1)).start()
+        (parts,) = built
+        assert parts.context.closed
+        with pytest.raises(TransportError, match="closed"):
+            parts.transport.arrivals()
 
     def test_one_that_was_never_started(self, make_fleet: Any) -> None:
         fleet = make_fleet()
