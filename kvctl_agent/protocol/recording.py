@@ -181,14 +181,14 @@ class InputLog:
     def handle(self, machine: Machine, event: ev.Event, now_ns: int) -> list[ev.Action]:
         """Passes one input to the machine; records the input before, and its outcome after."""
         self.record(event, now_ns)
-        outcome: Sequence[ev.Action] | str = RAISED
+        result: Sequence[ev.Action] | str = RAISED
         try:
-            outcome = actions = machine.handle(event, now_ns)
+            result = actions = machine.handle(event, now_ns)
         except LocalProtocolError:
-            outcome = REFUSED
+            result = REFUSED
             raise
         finally:
-            self.record_outcome(outcome)
+            self.record_outcome(result)
         return actions
 
     def record(self, event: ev.Event, now_ns: int) -> None:
