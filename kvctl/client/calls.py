@@ -1,4 +1,4 @@
-"""One request as the tool makes it, held against the contract: what is not declared there cannot be sent."""
+"""Requests to the admin socket, checked against the declared commands."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvctl_agent.contract.commands import COMMANDS_BY_NAME
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An admin command with its arguments; arguments that are None are left out.
+    """An admin command with its arguments; arguments that are None are omitted.
 
     Raises:
-        ValueError: the contract declares no such command or argument.
+        ValueError: the command or an argument is not declared, or a required argument is missing.
     """
 
     command: str
@@ -24,9 +24,9 @@ class Call:
         declared = COMMANDS_BY_NAME.get(self.command)
         if declared is None:
             raise ValueError(f"the contract declares no admin command {self.command!r}")
-        given = {name: value for name, value in self.args.items() if value is not None}
+        args = {name: value for name, value in self.args.items() if value is not None}
         names = {arg.name for arg in declared.args}
         required = {arg.name for arg in declared.args if arg.required}
-        if given.keys() - names or required - given.keys():
-            raise ValueError(f"{self.command} takes {sorted(names)} and needs {sorted(required)}, got {sorted(given)}")
-        object.__setattr__(self, "args", given)
+        if args.keys() - names or required - args.keys():
+            raise ValueError(f"{self.command} takes {sorted(names)} and needs {sorted(required)}, got {sorted(args)}")
+        object.__setattr__(self, "args", args)

@@ -1,4 +1,4 @@
-"""What can go wrong with one agent while others answer, and which exit code a set of faults amounts to."""
+"""Faults of single agents, and the exit code for a set of faults."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvctl_agent.contract.admin import ErrorCode
 
 
 class FaultCode(StrEnum):
-    """Faults the client finds; what an agent refuses carries `contract.admin.ErrorCode` instead."""
+    """Faults detected by the client; a refusal by an agent has a code of `contract.admin.ErrorCode` instead."""
 
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
-    STOPPED = "stopped"  # its process is: SIGSTOP, job control, a debugger
+    STOPPED = "stopped"  # the process is stopped: SIGSTOP, job control, a debugger
     PROTOCOL = ErrorCode.PROTOCOL.value
     NOT_PERMITTED = ErrorCode.NOT_PERMITTED.value
-    NOT_CAPTURED = "not-captured"  # by a file that stands in for the fleet
+    NOT_CAPTURED = "not-captured"  # missing in the recording that is queried
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One agent that could not do its share; the shape of one entry of `errors` in JSON."""
+    """Why one agent did not answer a request; an entry of `errors` in JSON."""
 
     agent: str
     code: str
@@ -31,11 +31,11 @@ class Fault:
 
 
 SILENT = frozenset({FaultCode.TIMEOUT.value, FaultCode.STOPPED.value, FaultCode.UNREACHABLE.value})
-"""Codes of agents that do not answer although somebody knows of them."""
+"""Codes of known agents that do not answer."""
 
 
 def stopped(agent: str, pid: int) -> Fault:
-    """What is wrong comes before the semicolon, what to do about it behind."""
+    """Fault of a stopped process; its message has the problem before the semicolon and the remedy after it."""
     return Fault(agent, FaultCode.STOPPED, f"its process {pid} is stopped; `kill -CONT {pid}` lets it go on")
 
 
@@ -45,15 +45,15 @@ _EXITS: dict[str, ExitCode] = {
     FaultCode.STOPPED: ExitCode.TIMEOUT,
     ErrorCode.NOT_PERMITTED: ExitCode.NOT_PERMITTED,
     ErrorCode.PROTOCOL: ExitCode.PROTOCOL,
-    # An agent that lacks a command is of another version than this tool.
+    # An agent that lacks a command has another version than kvctl.
     ErrorCode.UNKNOWN_COMMAND: ExitCode.PROTOCOL,
 }
-# What most explains that nobody answered comes first.
+# If no agent answered, the first of these that applies.
 _RANKING = (ExitCode.PROTOCOL, ExitCode.NOT_PERMITTED, ExitCode.TIMEOUT, ExitCode.FAILED, ExitCode.NO_AGENT)
 
 
 def exit_code(answered: int, faults: Iterable[Fault]) -> ExitCode:
-    """Exit code of a command that `answered` agents answered and `faults` spoilt."""
+    """Returns the exit code of a command that `answered` agents answered, with these faults."""
     codes = {_EXITS.get(fault.code, ExitCode.FAILED) for fault in faults}
     if not codes:
         return ExitCode.OK if answered else ExitCode.NO_AGENT
@@ -63,7 +63,7 @@ def exit_code(answered: int, faults: Iterable[Fault]) -> ExitCode:
 
 
 def lines(faults: Iterable[Fault]) -> list[str]:
-    """`decode-0, decode-1: no answer within 2 s`: a line for each message, since a whole fleet often has the same."""
+    """Formats faults with one line per message: `decode-0, decode-1: no answer within 2 s`."""
     agents: dict[str, list[str]] = {}
     for fault in faults:
         agents.setdefault(fault.message, []).append(fault.agent)

@@ -1,4 +1,4 @@
-"""The agents that match what the user asked for, and what they answer: hello, protocol check and labels in one pass."""
+"""Queries the agents selected by the user: hello, protocol check, labels and commands in one pass."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvctl_agent.contract.snapshots import Hello
 _HELLO = Call("hello")
 _STATUS = Call("status")
 FINISHED = ("history", "slow", "failed")
-"""Commands that tell of finished rooms, some of the same ones."""
+"""Commands that list finished rooms; their lists overlap."""
 
 
 @dataclass(slots=True)
 class AgentAnswer:
-    """One agent that greeted us in a protocol we speak.
+    """Answers of one agent with a compatible admin protocol.
 
     Attributes:
         rtt_ns: shortest round trip of a hello.
-        data: answers by command name; a command that the agent refused is missing here and named in the faults.
+        data: answers by command name, without refused commands, which are in the faults.
     """
 
     endpoint: Endpoint
@@ -46,15 +46,15 @@ class AgentAnswer:
 
 @dataclass(slots=True)
 class Survey:
-    """What a question to the fleet brought.
+    """Result of querying the fleet.
 
     Attributes:
-        agents: those that answered hello and match the labels, by name.
-        faults: everything that kept an agent from answering.
-        filtered: agents that answered but do not match the labels.
-        at_ns: our wall clock when they answered.
-        tick_ns: a clock for the time between two surveys: monotonic, or that of the file which was asked.
-        remarks: what is to be known of all the answers, in words.
+        agents: agents that answered hello and match the labels, by name.
+        faults: agents that did not answer, and refused commands.
+        filtered: number of agents that answered and do not match the labels.
+        at_ns: local wall clock when they answered.
+        tick_ns: clock for the time between two surveys: monotonic, or the time of the recorded snapshot.
+        remarks: remarks on all answers, for the user.
     """
 
     discovery: Discovery
@@ -66,19 +66,19 @@ class Survey:
     remarks: list[str] = field(default_factory=list)
 
     def answers(self, command: str) -> list[tuple[AgentAnswer, Any]]:
-        """(agent, data) of every agent that answered `command`."""
+        """Returns (agent, data) of every agent that answered `command`."""
         return [(agent, agent.data[command]) for agent in self.agents if command in agent.data]
 
-    def set_unknown_rooms_aside(self) -> int:
-        """Forgets faults that say only "that room is not mine", which is an answer; returns how many."""
+    def drop_unknown_room_faults(self) -> int:
+        """Removes the faults of agents that do not know the requested room; returns their number."""
         real = [fault for fault in self.faults if fault.code != ErrorCode.UNKNOWN_ROOM]
-        aside = len(self.faults) - len(real)
+        removed = len(self.faults) - len(real)
         self.faults = real
-        return aside
+        return removed
 
 
 def room_rows(data: Mapping[str, Any], command: str) -> Sequence[Any]:
-    """Rows of rooms in an agent's answer to `command`; none where it did not answer it."""
+    """Returns the room rows of an agent's answer to `command`; () if there is no answer."""
     found = data.get(command, ())
     rows: Sequence[Any] = found["rooms"] if isinstance(found, Mapping) else found
     return rows
@@ -88,13 +88,13 @@ Ask = Callable[[Sequence[tuple[Endpoint, Call]]], list[Reply]]
 
 
 class Fleet:
-    """Asks the agents that match `endpoints` and `labels`; a context manager that owns the sockets.
+    """Queries the agents that match `endpoints` and `labels`; a context manager that owns the sockets.
 
     Args:
-        endpoints: what `-e` said; empty means every agent of this machine's socket directory.
-        labels: role, instance coordinates (dp, pp, cp, tp, unique), name or version, all of which must match.
-        timeout_ns: how long an agent may take to answer.
-        keys: for agents on other machines.
+        endpoints: values of `-e`; empty means every agent of the socket directory.
+        labels: role, instance coordinates (dp, pp, cp, tp, unique), name, version or device; all must match.
+        timeout_ns: longest time to wait for an answer.
+        keys: keys for agents on TCP.
     """
 
     def __init__(
@@ -112,31 +112,31 @@ class Fleet:
         self._fanout.__exit__(kind, error, at)
 
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
-        """Finds the agents and asks each of them `calls`.
+        """Discovers the agents and sends each of them `calls`.
 
         Args:
             calls: commands, each at most once.
-            clock_rounds: hellos per agent; the first pays for the connection, so clocks want more than one.
+            clock_rounds: hellos per agent; the first includes the connection, so precise clocks need several.
         """
         survey = gather(discover(self._endpoints), calls, self._labels, self.ask)
         for _ in range(clock_rounds - 1):
-            self._sharpen(survey.agents)
+            self._refine_clocks(survey.agents)
         survey.at_ns, survey.tick_ns = time.time_ns(), time.monotonic_ns()
         return survey
 
     def advance(self) -> bool:
-        """True: a living fleet goes on by itself."""
+        """Returns True: a live fleet advances by itself."""
         return True
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
-        """Asks agents that were discovered, each what concerns it alone; a reply per request, in their order."""
+        """Sends requests to discovered agents; returns a reply per request, in their order."""
         replies = self._fanout.ask(requests, self._timeout_ns)
         for reply in replies:
             if reply.call == _HELLO and reply.fault is not None and reply.fault.code in SILENT:
                 self._fanout.forget(reply.endpoint)
         return replies
 
-    def _sharpen(self, agents: Sequence[AgentAnswer]) -> None:
+    def _refine_clocks(self, agents: Sequence[AgentAnswer]) -> None:
         by_endpoint = {agent.endpoint: agent for agent in agents}
         for reply in self.ask([(endpoint, _HELLO) for endpoint in by_endpoint]):
             agent = by_endpoint[reply.endpoint]
@@ -146,28 +146,28 @@ class Fleet:
 
 
 def gather(found: Discovery, calls: Sequence[Call], labels: Mapping[str, str], ask: Ask) -> Survey:
-    """Asks the live agents of `found`; keeps those that answer hello in a protocol we speak and match the labels."""
+    """Queries the live agents of `found`; keeps those with a compatible protocol that match the labels."""
     survey = Survey(found, faults=list(found.faults))
     asked = [_HELLO, *([_STATUS] if labels and _STATUS not in calls else []), *calls]
     by_endpoint: dict[Endpoint, list[Reply]] = {}
     for reply in ask([(endpoint, call) for endpoint in found.live for call in asked]):
         by_endpoint.setdefault(reply.endpoint, []).append(reply)
     for endpoint, replies in by_endpoint.items():
-        _admit(endpoint, replies, labels, survey)
-    tell_apart(survey.agents)
+        _add_agent(endpoint, replies, labels, survey)
+    rename_duplicates(survey.agents)
     survey.agents.sort(key=lambda agent: agent.name)
     return survey
 
 
-def _admit(endpoint: Endpoint, replies: Sequence[Reply], labels: Mapping[str, str], survey: Survey) -> None:
+def _add_agent(endpoint: Endpoint, replies: Sequence[Reply], labels: Mapping[str, str], survey: Survey) -> None:
     hello, *others = replies
     fault = hello.fault or _protocol_fault(endpoint, hello.data)
     if fault is not None:
         survey.faults.append(fault)
         return
-    greeting = cast(Hello, hello.data)
-    clock = estimate(hello.sent_at_ns, hello.received_at_ns, greeting["now_ns"])
-    agent = AgentAnswer(endpoint, greeting, hello.rtt_ns, clock)
+    answer = cast(Hello, hello.data)
+    clock = estimate(hello.sent_at_ns, hello.received_at_ns, answer["now_ns"])
+    agent = AgentAnswer(endpoint, answer, hello.rtt_ns, clock)
     agent.data.update((reply.call.command, reply.data) for reply in others if reply.fault is None)
     if labels:
         status = agent.data.get(_STATUS.command)
@@ -192,17 +192,17 @@ def _protocol_fault(endpoint: Endpoint, hello: Any) -> Fault | None:
                 f"update {older}"
             )
             return Fault(endpoint.name, FaultCode.PROTOCOL, text)
-    return Fault(endpoint.name, FaultCode.PROTOCOL, "its hello is not one that this kvctl understands")
+    return Fault(endpoint.name, FaultCode.PROTOCOL, "its answer to hello is not valid")
 
 
 _DIGITS = 6
-"""Of the incarnation, the last ones: the first are the time of the start, which twins nearly share."""
+"""Last digits of the incarnation, used to distinguish agents; the first digits are the start time."""
 
 
-def tell_apart(agents: Sequence[AgentAnswer]) -> None:
-    """Renames agents whose name another one has, too, to `decode-0#487f51`, by the end of the incarnation.
+def rename_duplicates(agents: Sequence[AgentAnswer]) -> None:
+    """Renames agents with equal names to `decode-0#487f51`, with the last digits of their incarnations.
 
-    Rows of their own answers follow, and what the peers of all agents are called where the incarnation says which.
+    Also renames them in the rows of their own answers, and in the peers of all agents if the incarnation matches.
     """
     names = Counter(agent.name for agent in agents)
     renamed: dict[tuple[str, str], str] = {}
@@ -222,7 +222,7 @@ def tell_apart(agents: Sequence[AgentAnswer]) -> None:
 
 
 def _rows(answers: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """The answers that are objects, and the objects in their lists."""
+    """Yields answers that are objects, and objects in lists of the answers."""
     for answer in answers:
         if isinstance(answer, dict):
             yield answer
@@ -232,7 +232,7 @@ def _rows(answers: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 class Source(Protocol):
-    """Answers surveys: a live `Fleet`, or a recording; a context manager."""
+    """A live `Fleet` or a recording; a context manager."""
 
     def __enter__(self) -> Self: ...
 
@@ -241,9 +241,9 @@ class Source(Protocol):
     ) -> None: ...
 
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
-        """What its agents answer to `calls`, each at most once."""
+        """Returns the answers of the agents to `calls`, each at most once."""
         ...
 
     def advance(self) -> bool:
-        """Goes on to the next moment; False where there is none. A live fleet goes on by itself."""
+        """Goes to the next snapshot; returns False if there is none. A live fleet advances by itself."""
         ...

@@ -1,4 +1,4 @@
-"""The keys for agents on other machines: which files, and what to do where there are none."""
+"""Loads the CURVE keys for agents on TCP."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DEFAULT_NAME = "default"
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """Who we are, and whom we want to talk to."""
+    """Key pair of this client, and the public key of the fleet."""
 
     own: KeyPair
     server: bytes
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Before the connect."""
+        """Sets the keys of a socket that is not connected yet."""
         socket.curve_publickey = self.own.public
         socket.curve_secretkey = self.own.secret
         socket.curve_serverkey = self.server
@@ -32,10 +32,10 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class KeyNames:
-    """What the user said.
+    """Options that name the keys.
 
     Attributes:
-        own: `--key`: path of a secret file, or a name in the directory of keys; None for the default name.
+        own: `--key`: path of a secret file, or a name in the key directory; None for the default name.
         server: `--server-key`: a public key, or the path of a public file.
     """
 
@@ -43,16 +43,16 @@ class KeyNames:
     server: str | None = None
 
     def load(self, address: str) -> ClientKeys:
-        """Reads them.
+        """Reads the keys.
 
         Raises:
-            CliError: one is missing or cannot be used; says how to come by it.
+            CliError: a key is missing or unusable; the message names the remedy.
         """
         path = secret_path(self.own or DEFAULT_NAME)
         if self.own is None and not path.exists():
             raise CliError(
-                f"{address}: agents on other machines want to know who asks, and there is no key {path}: make one with "
-                "`kvctl key new`, have its public half added to the agent's admin_clients, or name another with --key",
+                f"{address}: tcp:// agents require a key, and there is no key {path}: create one with `kvctl key new` "
+                "and have its public half added to the agent's admin_clients, or name another key with --key",
                 ExitCode.USAGE,
             )
         if self.server is None:
@@ -70,7 +70,7 @@ NO_KEYS = KeyNames()
 
 
 def secret_path(name: str) -> Path:
-    """Where the secret half of a key lies: a path as it is, a name in the directory of keys."""
+    """Returns the path of a secret key file, which `name` gives as a path or as a name in the key directory."""
     if "/" in name or name.endswith(SECRET_SUFFIX):
         return Path(name).expanduser()
     return keys_dir() / f"{name}{SECRET_SUFFIX}"

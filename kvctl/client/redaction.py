@@ -1,8 +1,8 @@
-"""Takes out of what was captured whatever names a machine, a person, a place on a disk or a key.
+"""Removes names of hosts and users, addresses, paths and keys from recorded data.
 
-Each gets a name of its own, the same everywhere (`host-1`, `path-3`), so that what belongs together still can be seen.
-What is one of these is known in two ways: by its form (addresses, paths, endpoints, long hexadecimal numbers), and by
-having been met as one elsewhere: the host of an endpoint is a host in the midst of a sentence, too.
+Each is replaced by a name that is the same everywhere (`host-1`, `path-3`), so that relations remain visible. They are
+recognised by their form (addresses, paths, endpoints, long hexadecimal numbers) and by earlier occurrences: the host
+of an endpoint is also recognised in the middle of a sentence.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kvctl.client.recordings import Answer, Moment, RecordedAgent, of_document
 from kvctl_agent.contract import snapshots
 from kvctl_agent.contract.admin import socket_dir
 
-# Values of these are words of ours, by which tables are made.
+# Fields with values from fixed vocabularies.
 _VOCABULARY = frozenset(
     {"command", "role", "state", "stage", "kind", "severity", "code", "level", "type", "unit", "mode"}
 )
-_FORM = (Moment, RecordedAgent, Answer, Endpoint, Fault, ClockOffset)
+_RECORDED_CLASSES = (Moment, RecordedAgent, Answer, Endpoint, Fault, ClockOffset)
 _FIELDS = frozenset(
     name
-    for each in (*vars(snapshots).values(), *_FORM)
+    for each in (*vars(snapshots).values(), *_RECORDED_CLASSES)
     if isinstance(each, type)
     for name in getattr(each, "__annotations__", ())
 )
-_PLACES = frozenset({"path", "directory", "endpoint", "value", "default"})
-_SHORT = 6
-# They tell nothing, and are in the midst of names of ours.
+_PATH_FIELDS = frozenset({"path", "directory", "endpoint", "value", "default"})
+_MIN_SUBSTRING = 6
+# Names that reveal nothing and are parts of kvctl's own names.
 _HARMLESS = frozenset({"localhost", "*", "kvctl", "kvctl_agent", "host", "user", "path", "address", "key"})
 
 _ENDPOINT = re.compile(
@@ -64,10 +64,10 @@ _NAMED_ALREADY = re.compile(r"(?:host|user|path|address|key)-\d+")
 
 
 class Redaction:
-    """The names that stand for what was taken out; one for all parts of a bundle.
+    """Replacement names; one object serves all parts of a bundle.
 
     Args:
-        hosts, users, paths: known from the start, see `of_this_machine`.
+        hosts, users, paths: names to remove, see `of_this_machine`.
     """
 
     def __init__(self, hosts: Iterable[str] = (), users: Iterable[str] = (), paths: Iterable[str] = ()) -> None:
@@ -81,11 +81,11 @@ class Redaction:
 
     @classmethod
     def of_this_machine(cls) -> Redaction:
-        """Knows this machine's names, the user's and the places where both keep things."""
+        """Creates a redaction that knows the names of this machine and user, and their directories."""
         return cls(_hosts(), _users(), _paths())
 
     def learn(self, document: Any) -> None:
-        """Remembers hosts that a document names in a form that tells them, so that they are known without it, too."""
+        """Remembers hosts that are recognisable by their form in a document, to remove them where they are not."""
         for text in _texts(document):
             for found in _ENDPOINT.finditer(text):
                 if found[1] != "ipc":
@@ -94,11 +94,11 @@ class Redaction:
                 self._know("host", found[found.lastindex or 0])
 
     def document(self, document: Any, key: str = "") -> Any:
-        """The same document with every text of it, and every name of a field, as `text` leaves it."""
+        """Returns the document with all texts and unknown field names redacted."""
         if isinstance(document, str):
             if key in _VOCABULARY:
                 return document
-            whole = key in _PLACES and document.startswith(("/", "~/"))
+            whole = key in _PATH_FIELDS and document.startswith(("/", "~/"))
             return self._name("path", document) if whole else self.text(document)
         if isinstance(document, Mapping):
             return {self._field(name): self.document(value, name) for name, value in document.items()}
@@ -107,7 +107,7 @@ class Redaction:
         return document
 
     def text(self, text: str) -> str:
-        """`text` without what it must not tell."""
+        """Returns the redacted text."""
         text = "\n".join(_FRAME.sub(self._frame, line) for line in text.split("\n")) if ".py" in text else text
         text = _ENDPOINT.sub(self._endpoint, text)
         if self._literals:
@@ -141,10 +141,10 @@ class Redaction:
             self._pattern = None
 
     def _compiled(self) -> re.Pattern[str]:
-        """Long ones wherever they stand; short ones as whole words, or half of all words would have a part replaced."""
+        """Compiles a pattern of the known names: long ones match anywhere, short ones only as whole words."""
         if self._pattern is None:
             parts = [
-                re.escape(each) if len(each) >= _SHORT else rf"(?<![A-Za-z0-9]){re.escape(each)}(?![A-Za-z0-9])"
+                re.escape(each) if len(each) >= _MIN_SUBSTRING else rf"(?<![A-Za-z0-9]){re.escape(each)}(?![A-Za-z0-9])"
                 for each in sorted(self._literals, key=len, reverse=True)
             ]
             self._pattern = re.compile("|".join(parts), re.IGNORECASE)
@@ -170,7 +170,7 @@ class Redaction:
 
 
 def redacted(moments: Iterable[Moment], redaction: Redaction) -> Iterator[Moment]:
-    """The moments without what they must not tell; what one of them names is known in those after it."""
+    """Redacts snapshots; a name recognised in one of them is also removed from the later ones."""
     for moment in moments:
         document = moment.document()
         redaction.learn(document)
@@ -178,7 +178,7 @@ def redacted(moments: Iterable[Moment], redaction: Redaction) -> Iterator[Moment
 
 
 def _module(path: str) -> str:
-    """`kvctl_agent.runtime.control_loop` for a file of a package that anybody can install; "" for any other."""
+    """Returns `kvctl_agent.runtime.control_loop` for a file of a public package; "" for any other file."""
     if path.startswith("<"):
         return path
     parts = Path(path).with_suffix("").parts

@@ -1,7 +1,7 @@
-"""Joins the two ends of a room: every rank's view of it on one time axis, and the rank that failed first.
+"""Joins the answers of all ranks about one room: a common timeline, its parts, missing parts, and the first failure.
 
-Each rank stamps events with its own wall clock. They are brought onto ours with the offset measured by the hello
-round trip, where that offset is larger than its error.
+Each rank stamps events with its own wall clock. Times are converted to the local clock with the offset measured by the
+round trip of hello, if that offset is larger than its error.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvctl.client.clock import ClockOffset
 from kvctl_agent.contract.snapshots import Failure, OwedParts, RoomDetail
 from kvctl_agent.contract.states import STAGES, STATE_LABELS
 
-_NO_NONCE = "0"  # of a prefill rank where no decode rank opened the room
+_NO_NONCE = "0"  # of a prefill rank before a decode rank has opened the room
 
 
 @dataclass(slots=True)
 class PartTimeline:
-    """One part, from ready on its writer to scattered on its decode rank: stage -> our wall clock, ns."""
+    """One part, from ready on its writer to scattered on its decode rank; `moments`: stage -> local wall clock, ns."""
 
     writer: int
     chunk: int
@@ -33,11 +33,11 @@ class MissingParts:
     """Parts that a writer owes a decode rank.
 
     Attributes:
-        cells: that have not arrived.
-        chunks, layers: [first, end) of them; None where only final parts are owed.
-        finals: aux row and state components among them.
-        waits_for: why they have not come, as the rest of a sentence that begins with the writer's name.
-        age_ns: for how long they have been ready; of those that are not, since anything of the room moved.
+        cells: number of cells that have not arrived.
+        chunks, layers: their range [first, end); None if only final parts are owed.
+        finals: number of owed aux rows and state components.
+        waits_for: why they have not arrived, as a predicate whose subject is the writer.
+        age_ns: time since they were ready; if they are not ready, since the latest progress of the room.
     """
 
     writer: str
@@ -52,15 +52,16 @@ class MissingParts:
 
 @dataclass(slots=True)
 class RoomTimeline:
-    """One use of a room number over all the ranks that know it.
+    """One room on all ranks that know it.
 
     Attributes:
-        state: the ranks' states combined by `min`, which lets Failed win.
-        clocks: of the ranks, and of the rank that failed first, where they answered.
-        started_at_ns, age_ns: our wall clock at its first event, and the time from there to its end or to now.
-        timeline: the ranks' events by our clock, each with `relative_ns` since the first.
-        failure: the first cause, its time by our clock; `failing_rank` names the agent.
-        debts: of an active room: who owes what to whom, the longest wait first.
+        state: minimum of the ranks' states, so that Failed wins.
+        clocks: clock offsets of the ranks, and of the rank that failed first, if they answered.
+        started_at_ns: local wall clock at the first event.
+        age_ns: time from there to the end of the room, or until now.
+        timeline: events of the ranks in local time, each with `relative_ns` since the first.
+        failure: the first cause, in local time; `failing_rank` names the agent.
+        debts: parts owed in an active room, the longest wait first.
     """
 
     room: str
@@ -81,7 +82,7 @@ class RoomTimeline:
 
     @property
     def failed_after_ns(self) -> int | None:
-        """From the first event to the failure; negative where the ranks that answer heard of the room only later."""
+        """Time from the first event to the failure; negative if the ranks that answered opened the room later."""
         if self.failure is None:
             return None
         after = self.failure["at_ns"] - self.started_at_ns
@@ -91,14 +92,14 @@ class RoomTimeline:
 
 
 def join(details: Iterable[RoomDetail], clocks: Mapping[str, ClockOffset]) -> list[RoomTimeline]:
-    """Joins what all the ranks say of one room number: a room for each use of the number, the newest first."""
+    """Joins the answers about one room number; returns a room for each use of the number, the newest first."""
     shifts = {agent: clock.correction_ns for agent, clock in clocks.items()}
     rooms = [_join_one(ranks, clocks, shifts) for ranks in _uses(details, shifts)]
     return sorted(rooms, key=lambda room: room.started_at_ns, reverse=True)
 
 
 def most_informative_first(rooms: Iterable[RoomTimeline]) -> list[RoomTimeline]:
-    """Active uses of a number, then those known at both ends; otherwise as they were."""
+    """Sorts active rooms first, then rooms known to both prefill and decode ranks; otherwise keeps the order."""
 
     def rank(room: RoomTimeline) -> tuple[bool, bool]:
         active = any(rank["finished_at_ns"] is None for rank in room.ranks)
@@ -108,11 +109,11 @@ def most_informative_first(rooms: Iterable[RoomTimeline]) -> list[RoomTimeline]:
 
 
 def _uses(details: Iterable[RoomDetail], shifts: Mapping[str, int]) -> list[list[RoomDetail]]:
-    """Sorts records into uses of the room number.
+    """Groups the ranks' records by use of the room number.
 
-    Each decode rank mints a nonce for its share of a room, and the first cause of a failure goes to all ranks as it
-    is: records that have one of these in common belong together, however late one of them began. Times tell only what
-    is left: records that overlap, at most one of each rank.
+    Each decode rank generates a nonce for the room, and all ranks receive the same first cause of a failure: records
+    with a common nonce or cause belong together, whatever their times. The others are grouped if they overlap in time,
+    with at most one record of each rank.
     """
 
     def opened(rank: RoomDetail) -> int:
@@ -138,7 +139,7 @@ def _uses(details: Iterable[RoomDetail], shifts: Mapping[str, int]) -> list[list
 
 
 def _linked(details: Iterable[RoomDetail]) -> list[list[RoomDetail]]:
-    """Records that have a nonce or a failure in common."""
+    """Groups records with a common nonce or failure."""
     groups: list[tuple[set[Hashable], list[RoomDetail]]] = []
     for detail in details:
         marks, ranks = _marks(detail), [detail]
@@ -179,7 +180,7 @@ def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts
     known = {*(rank["agent"] for rank in ranks), *([failure["rank"]] if failure is not None else [])}
     return RoomTimeline(
         room=ranks[0]["room"],
-        # Decode ranks come last, and theirs are the nonces.
+        # Decode ranks come last; they generate the nonces.
         nonce=next((rank["nonce"] for rank in reversed(ranks) if rank["nonce"] != _NO_NONCE), _NO_NONCE),
         state=min((rank["state"] for rank in ranks), key=_state_order),
         ranks=ranks,
@@ -194,7 +195,7 @@ def _join_one(ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts
 
 
 def _debts(ranks: Sequence[RoomDetail], answered: Container[str]) -> list[MissingParts]:
-    """What decode ranks miss, with what the writers say of it; what writers say alone where no decode rank tells."""
+    """Combines the parts missing on decode ranks with the writers' reasons; without decode ranks, the writers' view."""
     by_name = {rank["agent"]: rank for rank in ranks}
     found: list[MissingParts] = []
     for rank in ranks:
@@ -239,8 +240,8 @@ def _state_order(label: str) -> int:
 
 
 def _parts(events: Iterable[dict[str, Any]], roles: Mapping[str, str]) -> list[PartTimeline]:
-    """Folds part events into lives. `ready` concerns all of a writer's receivers when it names no peer."""
-    lives: dict[tuple[int, int, tuple[int, int], str], PartTimeline] = {}
+    """Collects the stages of each part from events; `ready` without a peer applies to all receivers of the writer."""
+    parts: dict[tuple[int, int, tuple[int, int], str], PartTimeline] = {}
     shared: list[tuple[tuple[int, int, tuple[int, int]], str, int]] = []
     for event in events:
         if event["stage"] not in STAGES or event["writer"] is None or event["chunk"] is None or not event["layers"]:
@@ -250,10 +251,10 @@ def _parts(events: Iterable[dict[str, Any]], roles: Mapping[str, str]) -> list[P
         if decode is None:
             shared.append((part, event["stage"], event["at_ns"]))
             continue
-        life = lives.setdefault((*part, decode), PartTimeline(*part, decode))
-        life.moments[event["stage"]] = event["at_ns"]
+        timeline = parts.setdefault((*part, decode), PartTimeline(*part, decode))
+        timeline.moments[event["stage"]] = event["at_ns"]
     for part, stage, at_ns in shared:
-        mine = [life for life in lives.values() if (life.writer, life.chunk, life.layers) == part]
-        for life in mine or [lives.setdefault((*part, "-"), PartTimeline(*part, "-"))]:
-            life.moments.setdefault(stage, at_ns)
-    return sorted(lives.values(), key=lambda life: (life.chunk, life.layers, life.writer, life.decode))
+        known = [each for each in parts.values() if (each.writer, each.chunk, each.layers) == part]
+        for each in known or [parts.setdefault((*part, "-"), PartTimeline(*part, "-"))]:
+            each.moments.setdefault(stage, at_ns)
+    return sorted(parts.values(), key=lambda each: (each.chunk, each.layers, each.writer, each.decode))

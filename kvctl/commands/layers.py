@@ -36,7 +36,7 @@ def layers(settings: Settings, room: str | None) -> None:
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("layers")
-        without_room = survey.set_unknown_rooms_aside()
+        without_room = survey.drop_unknown_room_faults()
         rows = [row for _, data in answers for row in data]
         decisions = PipelineDecisions(data for _, data in survey.answers("status"))
 

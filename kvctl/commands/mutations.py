@@ -85,7 +85,7 @@ def act(
     output.selection(DONE)
     with Fleet((*settings.endpoints, *names), settings.labels, settings.timeout_ns, settings.keys) as fleet:
         survey = fleet.survey(look)
-        survey.set_unknown_rooms_aside()
+        survey.drop_unknown_room_faults()
         selected = select(fleet, survey) if survey.agents else []
         report = Report(DONE, [], 0, survey.faults, blocks=lambda kept, width: _result_lines(kept))
         if isinstance(selected, str):

@@ -215,7 +215,7 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("room")
-        answered = len(answers) + survey.set_unknown_rooms_aside()
+        answered = len(answers) + survey.drop_unknown_room_faults()
         details = [detail for _, data in answers for detail in data]
         joined = most_informative_first(join(details, {agent.name: agent.clock for agent in survey.agents}))
         report = _room_report(room, joined, answered, survey.faults)

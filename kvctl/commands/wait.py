@@ -145,7 +145,7 @@ class RoomReached:
 
     def progress(self, survey: Survey) -> Progress:
         details = [detail for _, data in survey.answers("room") for detail in data]
-        survey.set_unknown_rooms_aside()
+        survey.drop_unknown_room_faults()
         rooms = join(details, {agent.name: agent.clock for agent in survey.agents})
         name = f"room {self._number}"
         if not rooms:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
-from kvctl.client.fleet import AgentAnswer, tell_apart
+from kvctl.client.fleet import AgentAnswer, rename_duplicates
 
 ONE, OTHER = "18ea5cf158487f51", "18ea5cf1d4b31183"
 
@@ -19,7 +19,7 @@ def agent(name: str, incarnation: str, **data: Any) -> AgentAnswer:
 
 def test_names_that_one_agent_has_alone_stay() -> None:
     agents = [agent("decode-0", ONE, status={"name": "decode-0"}), agent("decode-1", OTHER)]
-    tell_apart(agents)
+    rename_duplicates(agents)
     assert [each.name for each in agents] == ["decode-0", "decode-1"]
 
 
@@ -28,7 +28,7 @@ def test_two_of_one_name_are_called_by_their_incarnations_everywhere() -> None:
     twin = {"events": {"events": [{"agent": "decode-0", "text": "decode-0 is ready"}], "sequence": 1}}
     seen = {"peers": [{"agent": "prefill-0", "peer": "decode-0", "incarnation": ONE}]}
     agents = [agent("decode-0", ONE, **rows), agent("decode-0", OTHER, **twin), agent("prefill-0", "1", **seen)]
-    tell_apart(agents)
+    rename_duplicates(agents)
     assert [each.name for each in agents] == ["decode-0#487f51", "decode-0#b31183", "prefill-0"]
     assert agents[0].data["status"]["name"] == "decode-0#487f51"
     assert agents[0].data["peers"][0] == {"agent": "decode-0#487f51", "peer": "prefill-0", "incarnation": "1"}
